@@ -1,0 +1,37 @@
+# Two commands matter: `make train` and `make test`. Both set up what is missing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check bench clean
+
+help:            ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,dev]'
+	@touch $(READY)
+
+setup: $(READY)  ## make .venv and install what is pinned in constraints.txt
+
+train: $(READY)  ## train the example on Python's own source code: plan, falling loss, receipts
+	$(BIN)/shardwise train examples/stdlib.toml
+
+test: $(READY)   ## run all the tests
+	$(BIN)/python -m pytest -q
+
+check: $(READY)  ## lint, format, types, sizes and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_house.py
+
+bench: $(READY)  ## step time against a plain hand-written loop, paired in one run
+	$(BIN)/shardwise bench step examples/stdlib.toml --output benchmarks
+
+clean:           ## remove .venv and caches; runs are kept
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""What a plan costs, by formula. Knows nothing of running."""

@@ -1,0 +1,1 @@
+"""Start ranks, watch them, and say which one failed first."""

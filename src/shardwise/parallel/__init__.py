@@ -1,0 +1,1 @@
+"""Apply a plan to a live module."""

@@ -1,0 +1,1 @@
+"""The decision: strategy grammar, parallel dims, the plan and its fingerprint."""

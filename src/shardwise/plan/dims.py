@@ -1,0 +1,95 @@
+"""`ParallelDims`: how many ranks each mesh axis has, and that the axes multiply to the world."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardwise.errors import PlanError
+from shardwise.plan.strategy import Strategy
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class ParallelDims(BaseModel):
+    """Degrees of each axis; their product is the world size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dp_replicate: int = Field(default=1, ge=1)
+    dp_shard: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Product of all degrees."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def __str__(self) -> str:
+        shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " × ".join(shown) if shown else "one rank"
+
+
+def dims_for(
+    strategy: Strategy,
+    world_size: int,
+    *,
+    devices_per_node: int | None = None,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
+) -> ParallelDims:
+    """The degrees of ``strategy`` on ``world_size`` ranks.
+
+    Plain strategies use one axis. ``hsdp`` shards inside a node and replicates across nodes; on one node it
+    replicates twice where the world size is even. Given degrees are kept and checked.
+
+    Raises:
+        PlanError: the degrees do not multiply to the world size, or the strategy has no such axis.
+    """
+    if world_size < 1:
+        raise PlanError(f"world size {world_size}: at least one rank is needed")
+    asked = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+    given = {axis: degree for axis, degree in asked.items() if degree is not None}
+    if strategy.base == "hsdp":
+        replicate, shard = _hsdp_degrees(world_size, devices_per_node, dp_replicate, dp_shard)
+    elif strategy.shards_parameters:
+        replicate, shard = 1, world_size
+    else:
+        replicate, shard = world_size, 1
+    chosen = {"dp_replicate": replicate, "dp_shard": shard}
+    wrong = {axis: degree for axis, degree in given.items() if chosen[axis] != degree}
+    if wrong or replicate * shard != world_size:
+        equation = " × ".join(f"{axis} {given.get(axis, chosen[axis])}" for axis in chosen)
+        fix = f"{strategy.base} on {world_size} ranks is dp_replicate {replicate} × dp_shard {shard}"
+        if strategy.base == "hsdp":
+            pairs = [f"{n} × {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0]
+            fix = f"dp_replicate × dp_shard may be {', '.join(pairs)}"
+        raise PlanError(f"{equation} is not the world size {world_size}: {fix}")
+    return ParallelDims(dp_replicate=replicate, dp_shard=shard)
+
+
+def _hsdp_degrees(
+    world_size: int, devices_per_node: int | None, dp_replicate: int | None, dp_shard: int | None
+) -> tuple[int, int]:
+    if dp_replicate is not None and dp_shard is not None:
+        return dp_replicate, dp_shard
+    if dp_replicate is not None:
+        return dp_replicate, max(1, world_size // dp_replicate)
+    if dp_shard is not None:
+        return max(1, world_size // dp_shard), dp_shard
+    if devices_per_node and world_size > devices_per_node and world_size % devices_per_node == 0:
+        return world_size // devices_per_node, devices_per_node
+    if world_size % 2 == 0:
+        return 2, world_size // 2
+    if world_size == 1:
+        return 1, 1
+    raise PlanError(
+        f"hsdp on {world_size} ranks: no even split into replicas exists; "
+        f"use fsdp, or set parallel.dp_replicate to a divisor of {world_size}"
+    )

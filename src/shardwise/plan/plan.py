@@ -1,0 +1,154 @@
+"""`Plan`: the decision, frozen, with a fingerprint. The only thing that crosses a process border."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.strategy import Strategy, parse_strategy
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "selective", "full"]
+DeviceType = Literal["cpu", "cuda"]
+
+
+class Plan(BaseModel):
+    """How one global batch is computed: the strategy, the degrees, the batch split, the precision.
+
+    ``micro_batch`` and ``global_batch`` count samples; ``seq_len`` counts tokens (``None`` where samples are
+    no sequences). ``reason`` says why this plan was chosen and is no part of the fingerprint.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = Field(default=1, alias="schema", serialization_alias="schema")
+    strategy: str = "ddp"
+    dims: ParallelDims = ParallelDims()
+    micro_batch: int | None = Field(default=None, ge=1)
+    grad_accum: int = Field(default=1, ge=1)
+    seq_len: int | None = Field(default=None, ge=1)
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    device: DeviceType = "cpu"
+    reason: str = ""
+
+    @property
+    def parsed(self) -> Strategy:
+        """The strategy string, read."""
+        return parse_strategy(self.strategy)
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples per optimizer step; ``None`` where the loader decides the micro batch."""
+        return None if self.micro_batch is None else self.micro_batch * self.grad_accum * self.dims.dp
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits over everything that changes what is computed."""
+        facts = self.model_dump(mode="json", by_alias=True, exclude={"reason"})
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def batch_equation(self) -> str:
+        """``global batch 16 = micro batch 4 × accumulation 2 × dp 2``, with tokens where they are known."""
+        left = "?" if self.global_batch is None else str(self.global_batch)
+        micro = "the loader's" if self.micro_batch is None else str(self.micro_batch)
+        text = (
+            f"global batch {left} = micro batch {micro} × accumulation {self.grad_accum} × dp {self.dims.dp}"
+        )
+        if self.global_batch is not None and self.seq_len is not None:
+            text += (
+                f"  ({self.global_batch} × {self.seq_len} = {self.global_batch * self.seq_len} tokens a step)"
+            )
+        return text
+
+    def to_toml(self) -> str:
+        """The plan as a TOML document; `read_plan` reads it back."""
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+    def to_json(self) -> str:
+        """The plan as one line of JSON."""
+        return self.model_dump_json(by_alias=True)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan from a TOML or JSON file.
+
+    Raises:
+        PlanError: the file is missing, is not TOML or JSON, or holds something that is no plan.
+    """
+    try:
+        text = path.read_text()
+        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise PlanError(f"plan '{path}': {error.strerror or error}; give the path of a plan file") from None
+    except ValueError as error:
+        raise PlanError(f"plan '{path}' is not readable: {error}") from None
+    try:
+        plan = Plan.model_validate(data)
+    except ValidationError as error:
+        raise PlanError(*(f"plan '{path}': {line}" for line in plan_problems(error))) from None
+    strategy = plan.parsed
+    if plan.dims.dp_shard > 1 and not strategy.shards_parameters:
+        raise PlanError(
+            f"plan '{path}': {strategy} has no dp_shard axis, but dims say dp_shard {plan.dims.dp_shard}"
+        )
+    return plan
+
+
+def plan_problems(error: ValidationError) -> list[str]:
+    """One line for each thing that is wrong in a plan document."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        hint = (
+            did_you_mean(where, ["schema", *Plan.model_fields]) if item["type"] == "extra_forbidden" else ""
+        )
+        lines.append(f"{where}: {item['msg']}, got {item['input']!r}{hint}")
+    return lines
+
+
+def split_batch(
+    dp: int, *, global_batch: int | None, micro_batch: int | None, grad_accum: int | None
+) -> tuple[int, int]:
+    """Solve ``global = micro × accumulation × dp`` for what is not given; returns (micro, accumulation).
+
+    With only a global batch the micro batch is the whole share of a rank. With nothing given it is one sample.
+
+    Raises:
+        PlanError: no whole numbers solve it; the message names the nearest global batches that do.
+    """
+    if global_batch is None:
+        return micro_batch or 1, grad_accum or 1
+    divisor = dp * (micro_batch or 1) * (grad_accum or 1)
+    if global_batch % divisor or global_batch < divisor:
+        factors = [f"dp {dp}"]
+        factors += [f"micro batch {micro_batch}"] if micro_batch else []
+        factors += [f"accumulation {grad_accum}"] if grad_accum else []
+        below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
+        nearest = f"{below} or {above}" if below else str(above)
+        raise PlanError(
+            f"global batch {global_batch} is not a multiple of {' × '.join(factors)} = {divisor}; "
+            f"set train.global_batch to {nearest}"
+        )
+    share = global_batch // dp
+    if micro_batch and grad_accum:
+        if micro_batch * grad_accum != share:
+            raise PlanError(
+                f"global batch {global_batch} is not micro batch {micro_batch} × accumulation {grad_accum} × dp {dp} "
+                f"= {micro_batch * grad_accum * dp}; leave one of the three out"
+            )
+        return micro_batch, grad_accum
+    if micro_batch:
+        return micro_batch, share // micro_batch
+    if grad_accum:
+        return share // grad_accum, grad_accum
+    return share, 1

@@ -1,0 +1,1 @@
+"""Tables for people, one JSON document for programs."""

@@ -1,0 +1,1 @@
+"""Choose a plan: enumerate, prune by memory, keep every reason."""

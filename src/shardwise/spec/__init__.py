@@ -1,0 +1,1 @@
+"""Facts: the model, the cluster, the workload. Nothing here decides or runs anything."""

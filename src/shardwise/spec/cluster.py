@@ -1,0 +1,76 @@
+"""`ClusterSpec`: what there is to run on. Unknown is ``None``, never a guess."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ClusterSpec(BaseModel):
+    """Nodes of equal devices. Memory is in bytes, for each device; ``host_memory_bytes`` is for each node."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    nodes: int = 1
+    devices_per_node: int = 1
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    cores_per_node: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices_per_node
+
+
+def detect(device: str = "auto", num_ranks: int | None = None) -> ClusterSpec:
+    """Look at this machine.
+
+    GPUs are asked through NVML, so no CUDA context is made. Without one, the ranks share the host's memory
+    evenly and a core each is assumed (``num_ranks`` defaults to one rank a core, two at most).
+    """
+    import psutil
+
+    host_bytes = psutil.virtual_memory().total
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    gpus = _nvml_devices() if device in ("auto", "cuda") else []
+    if gpus:
+        name, memory = gpus[0]
+        return ClusterSpec(
+            device="cuda",
+            device_name=name,
+            devices_per_node=num_ranks or len(gpus),
+            device_memory_bytes=memory,
+            host_memory_bytes=host_bytes,
+            cores_per_node=cores,
+        )
+    ranks = num_ranks or min(2, cores)
+    return ClusterSpec(
+        device="cpu",
+        device_name="CPU",
+        devices_per_node=ranks,
+        device_memory_bytes=host_bytes // ranks,
+        host_memory_bytes=host_bytes,
+        cores_per_node=cores,
+    )
+
+
+def _nvml_devices() -> list[tuple[str, int]]:
+    """Name and memory in bytes of each GPU; empty without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            (str(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total)) for h in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()

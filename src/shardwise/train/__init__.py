@@ -1,0 +1,1 @@
+"""The session, the loop and the data."""

@@ -1,0 +1,249 @@
+"""The config file of ``shardwise train``: six tables, validated at once.
+
+Each table is one frozen class; ``Config`` only composes them. `read_config` is the only way in: it reads the
+file, applies ``key=value`` overrides and reports every problem in one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.strategy import parse_strategy
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Table(BaseModel):
+    """What all tables share: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelTable(Table):
+    """``[model]``: exactly one of ``config`` and ``factory``."""
+
+    config: str | None = Field(None, description="Hugging Face config.json, or a folder that holds one")
+    factory: str | None = Field(None, description="package.module:function that returns an nn.Module")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
+    weights: str | None = Field(
+        None, description="folder or file of safetensors to start from; random if left out"
+    )
+    freeze: list[str] = Field(
+        default_factory=list, description="parameters not trained: shell patterns of names"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.config is None) == (self.factory is None):
+            given = "neither" if self.config is None else "both"
+            raise ValueError(f"needs exactly one of 'config' and 'factory', got {given}")
+        return self
+
+
+class DataTable(Table):
+    """``[data]``: where the documents are and how they become samples."""
+
+    path: str = Field(
+        description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code"
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
+        "auto", description="auto looks at the files; dataset is a folder written by datasets.save_to_disk"
+    )
+    include: list[str] = Field(
+        default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns"
+    )
+    exclude: list[str] = Field(default_factory=list, description="files left out: glob patterns")
+    text_field: str = Field("text", description="column that holds a document")
+    tokenizer: str = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
+    seq_len: Positive = Field(description="tokens in a sample")
+    pack: bool = Field(
+        True, description="join documents and cut; if false, a document starts a sample and is padded"
+    )
+    mask_borders: bool = Field(
+        False, description="no loss on the first token of the next document in a sample"
+    )
+    heldout_fraction: Fraction = Field(
+        0.05, description="share of documents kept for evaluation, chosen by content"
+    )
+    heldout_path: str | None = Field(None, description="held-out documents from here instead")
+    shuffle: bool = Field(True, description="a new order each epoch, a function of train.seed")
+
+
+class OptimizerTable(Table):
+    """``[optimizer]``: the optimizer, its schedule and clipping."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    factory: str | None = Field(
+        None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer"
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
+    lr: float = Field(1e-3, gt=0)
+    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: Count = 0
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="largest norm of the gradient; leave out with 'none'"
+    )
+
+
+class TrainTable(Table):
+    """``[train]``: how long, with what batch, and where results go."""
+
+    steps: Positive | None = Field(None, description="optimizer steps; exactly one of steps and epochs")
+    epochs: Positive | None = None
+    global_batch: Positive | None = Field(None, description="samples per optimizer step over all ranks")
+    micro_batch: Positive | None = Field(None, description="samples per forward on one rank")
+    grad_accum: Positive | None = Field(None, description="micro batches per optimizer step on one rank")
+    seed: Count = 0
+    output: str = Field("runs/default", description="run folder")
+    log_every: Positive = 1
+    eval_every: Count = Field(0, description="steps between evaluations; 0 is only at the end")
+    eval_samples: Count = Field(0, description="held-out samples to evaluate; 0 is all")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else "both"
+            raise ValueError(f"needs exactly one of 'steps' and 'epochs', got {given}")
+        return self
+
+
+class ParallelTable(Table):
+    """``[parallel]``: the strategy and what it runs on."""
+
+    strategy: str = "auto"
+    nproc: Positive | None = Field(
+        None, description="ranks on this machine; a GPU each, or two on CPU if left out"
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dp_replicate: Positive | None = None
+    dp_shard: Positive | None = None
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    threads: Positive | None = Field(
+        None, description="CPU threads of a rank; the cores divided by the ranks if left out"
+    )
+
+    @model_validator(mode="after")
+    def _strategy_exists(self) -> Self:
+        if self.strategy != "auto":
+            try:
+                parse_strategy(self.strategy)
+            except PlanError as error:
+                raise ValueError(*error.problems) from None
+        return self
+
+
+class CheckpointTable(Table):
+    """``[checkpoint]``: when to save and how many to keep."""
+
+    every: Count = Field(0, description="steps between checkpoints; 0 is only at the end")
+    keep: Positive = Field(2, description="newest checkpoints kept")
+    resume: bool = Field(True, description="go on from the newest checkpoint in train.output")
+
+
+class Config(Table):
+    """A whole config file."""
+
+    model: ModelTable
+    data: DataTable
+    optimizer: OptimizerTable = OptimizerTable()
+    train: TrainTable
+    parallel: ParallelTable = ParallelTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+
+
+def json_schema() -> str:
+    """The JSON schema of a config file, for editors."""
+    return json.dumps(Config.model_json_schema(), indent=2)
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply ``table.key=value`` overrides (a value is TOML, or else a bare string).
+
+    Paths inside the file are relative to the folder the command runs in.
+
+    Raises:
+        ConfigError: every problem at once, each with the key, the value, the rule and the nearest known key.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"config '{path}' does not exist; give the path of a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"config '{path}' cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config '{path}' is not TOML: {error}") from None
+    problems = [problem for item in overrides if (problem := _override(data, item))]
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        problems += [_explain(item) for item in error.errors()]
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def _override(data: dict[str, Any], item: str) -> str | None:
+    """Put one ``table.key=value`` into ``data``; returns what is wrong with it, if anything."""
+    key, equals, value = item.partition("=")
+    table, dot, name = key.strip().partition(".")
+    if not equals or not dot or not name:
+        return f"override '{item}' is not table.key=value, such as train.steps=20"
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    if parsed == "none":
+        parsed = None
+    inner = data.setdefault(table, {})
+    if not isinstance(inner, dict):
+        return f"override '{item}': '{table}' is not a table in the config file"
+    inner[name] = parsed
+    return None
+
+
+def _explain(item: Any) -> str:
+    """One line for one problem that pydantic found."""
+    path = [str(part) for part in item["loc"]]
+    where = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        what = "key" if path[:-1] else "table"
+        return f"{where}: no such {what}{did_you_mean(path[-1], known)}; known here: {', '.join(known)}"
+    if item["type"] == "missing":
+        return f"{where}: is missing; add it to the config file"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return (
+            f"{where}: {message}"
+            if not message.startswith("(")
+            else f"{where}: {'; '.join(item['ctx']['error'].args)}"
+        )
+    return f"{where}: got {item['input']!r}; {message[0].lower()}{message[1:]}"
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    table: Any = Config
+    for part in path:
+        field = table.model_fields.get(part)
+        if field is None or not (
+            isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        ):
+            return []
+        table = field.annotation
+    return list(table.model_fields)

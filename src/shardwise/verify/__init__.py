@@ -1,0 +1,1 @@
+"""The receipts: planned, taken effect and measured, side by side."""
