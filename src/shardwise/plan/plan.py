@@ -59,13 +59,9 @@ class Plan(BaseModel):
         """``global batch 16 = micro batch 4 × accumulation 2 × dp 2``, with tokens where they are known."""
         left = "?" if self.global_batch is None else str(self.global_batch)
         micro = "the loader's" if self.micro_batch is None else str(self.micro_batch)
-        text = (
-            f"global batch {left} = micro batch {micro} × accumulation {self.grad_accum} × dp {self.dims.dp}"
-        )
+        text = f"global batch {left} = micro batch {micro} × accumulation {self.grad_accum} × dp {self.dims.dp}"
         if self.global_batch is not None and self.seq_len is not None:
-            text += (
-                f"  ({self.global_batch} × {self.seq_len} = {self.global_batch * self.seq_len} tokens a step)"
-            )
+            text += f"  ({self.global_batch} × {self.seq_len} = {self.global_batch * self.seq_len} tokens a step)"
         return text
 
     def to_toml(self) -> str:
@@ -98,9 +94,7 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(*(f"plan '{path}': {line}" for line in plan_problems(error))) from None
     strategy = plan.parsed
     if plan.dims.dp_shard > 1 and not strategy.shards_parameters:
-        raise PlanError(
-            f"plan '{path}': {strategy} has no dp_shard axis, but dims say dp_shard {plan.dims.dp_shard}"
-        )
+        raise PlanError(f"plan '{path}': {strategy} has no dp_shard axis, but dims say dp_shard {plan.dims.dp_shard}")
     return plan
 
 
@@ -109,9 +103,7 @@ def plan_problems(error: ValidationError) -> list[str]:
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
-        hint = (
-            did_you_mean(where, ["schema", *Plan.model_fields]) if item["type"] == "extra_forbidden" else ""
-        )
+        hint = did_you_mean(where, ["schema", *Plan.model_fields]) if item["type"] == "extra_forbidden" else ""
         lines.append(f"{where}: {item['msg']}, got {item['input']!r}{hint}")
     return lines
 

@@ -67,9 +67,7 @@ def parse_strategy(text: str) -> Strategy:
         if word.rstrip("0123456789") in LATER:
             problems.append(f"strategy '{text}': '+{word}' is not supported by this version; leave it out")
         else:
-            problems.append(
-                f"strategy '{text}': '+{word}' is no option{did_you_mean(word, ['offload'])}; use +offload"
-            )
+            problems.append(f"strategy '{text}': '+{word}' is no option{did_you_mean(word, ['offload'])}; use +offload")
     offload = "offload" in words[1:]
     if not problems and offload and base not in SHARDED:
         problems.append(

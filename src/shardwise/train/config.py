@@ -35,12 +35,8 @@ class ModelTable(Table):
     config: str | None = Field(None, description="Hugging Face config.json, or a folder that holds one")
     factory: str | None = Field(None, description="package.module:function that returns an nn.Module")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
-    weights: str | None = Field(
-        None, description="folder or file of safetensors to start from; random if left out"
-    )
-    freeze: list[str] = Field(
-        default_factory=list, description="parameters not trained: shell patterns of names"
-    )
+    weights: str | None = Field(None, description="folder or file of safetensors to start from; random if left out")
+    freeze: list[str] = Field(default_factory=list, description="parameters not trained: shell patterns of names")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -53,28 +49,18 @@ class ModelTable(Table):
 class DataTable(Table):
     """``[data]``: where the documents are and how they become samples."""
 
-    path: str = Field(
-        description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code"
-    )
+    path: str = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
         "auto", description="auto looks at the files; dataset is a folder written by datasets.save_to_disk"
     )
-    include: list[str] = Field(
-        default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns"
-    )
+    include: list[str] = Field(default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns")
     exclude: list[str] = Field(default_factory=list, description="files left out: glob patterns")
     text_field: str = Field("text", description="column that holds a document")
     tokenizer: str = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
     seq_len: Positive = Field(description="tokens in a sample")
-    pack: bool = Field(
-        True, description="join documents and cut; if false, a document starts a sample and is padded"
-    )
-    mask_borders: bool = Field(
-        False, description="no loss on the first token of the next document in a sample"
-    )
-    heldout_fraction: Fraction = Field(
-        0.05, description="share of documents kept for evaluation, chosen by content"
-    )
+    pack: bool = Field(True, description="join documents and cut; if false, a document starts a sample and is padded")
+    mask_borders: bool = Field(False, description="no loss on the first token of the next document in a sample")
+    heldout_fraction: Fraction = Field(0.05, description="share of documents kept for evaluation, chosen by content")
     heldout_path: str | None = Field(None, description="held-out documents from here instead")
     shuffle: bool = Field(True, description="a new order each epoch, a function of train.seed")
 
@@ -83,9 +69,7 @@ class OptimizerTable(Table):
     """``[optimizer]``: the optimizer, its schedule and clipping."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    factory: str | None = Field(
-        None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer"
-    )
+    factory: str | None = Field(None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     lr: float = Field(1e-3, gt=0)
     betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
@@ -95,9 +79,7 @@ class OptimizerTable(Table):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: Count = 0
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
-    clip_norm: float | None = Field(
-        1.0, gt=0, description="largest norm of the gradient; leave out with 'none'"
-    )
+    clip_norm: float | None = Field(1.0, gt=0, description="largest norm of the gradient; leave out with 'none'")
 
 
 class TrainTable(Table):
@@ -126,9 +108,7 @@ class ParallelTable(Table):
     """``[parallel]``: the strategy and what it runs on."""
 
     strategy: str = "auto"
-    nproc: Positive | None = Field(
-        None, description="ranks on this machine; a GPU each, or two on CPU if left out"
-    )
+    nproc: Positive | None = Field(None, description="ranks on this machine; a GPU each, or two on CPU if left out")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dp_replicate: Positive | None = None
     dp_shard: Positive | None = None
@@ -230,9 +210,7 @@ def _explain(item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return (
-            f"{where}: {message}"
-            if not message.startswith("(")
-            else f"{where}: {'; '.join(item['ctx']['error'].args)}"
+            f"{where}: {message}" if not message.startswith("(") else f"{where}: {'; '.join(item['ctx']['error'].args)}"
         )
     return f"{where}: got {item['input']!r}; {message[0].lower()}{message[1:]}"
 
@@ -241,9 +219,7 @@ def _known_keys(path: Sequence[str]) -> list[str]:
     table: Any = Config
     for part in path:
         field = table.model_fields.get(part)
-        if field is None or not (
-            isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        ):
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
             return []
         table = field.annotation
     return list(table.model_fields)

@@ -1,0 +1,67 @@
+"""`run_world`: call a function once per gloo rank, on a fork server that has torch loaded already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "tests.preload"])
+
+
+class WorldError(AssertionError):
+    """One or more ranks failed; what happened first comes first."""
+
+
+def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call ``fn(*args)`` once per rank and return the results in rank order."""
+    with tempfile.TemporaryDirectory() as tmp:
+        context = torch.multiprocessing.start_processes(
+            _rank_main,
+            args=(world_size, tmp, fn, args),
+            nprocs=world_size,
+            join=False,
+            daemon=True,
+            start_method="forkserver",
+        )
+        deadline = time.monotonic() + timeout_s
+        while any(p.is_alive() for p in context.processes) and time.monotonic() < deadline:
+            if any(p.exitcode not in (None, 0) for p in context.processes):
+                deadline = min(deadline, time.monotonic() + 2.0)  # let the peers say what they saw
+            time.sleep(0.005)
+        exits = [p.exitcode for p in context.processes]  # None: still running
+        files = sorted(Path(tmp).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
+        errors = {int(f.stem): f.read_text() for f in files}
+        for p in context.processes:  # only now: killing a rank makes its peers fail
+            p.kill()
+            p.join()
+        quiet = [r for r in range(world_size) if r not in errors]
+        report = [f"[rank {r}] died without a traceback, exit code {exits[r]}" for r in quiet if exits[r]]
+        report += [f"[rank {r}] {text}" for r, text in errors.items()]
+        report += [f"[rank {r}] still in {fn.__name__} after {timeout_s} s" for r in quiet if exits[r] is None]
+        if report:
+            raise WorldError("\n".join(report))
+        return [torch.load(Path(tmp) / f"{r}.pt", weights_only=False) for r in range(world_size)]
+
+
+def _rank_main(rank: int, world_size: int, tmp: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    code = 0
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{tmp}/store", rank=rank, world_size=world_size)
+        torch.save(fn(*args), Path(tmp) / f"{rank}.pt")
+        dist.barrier()
+    except BaseException:
+        (Path(tmp) / f"{rank}.err").write_text(traceback.format_exc())
+        code = 1
+    os._exit(code)  # the interpreter's own exit races with gloo's threads
