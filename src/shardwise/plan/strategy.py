@@ -76,4 +76,4 @@ def parse_strategy(text: str) -> Strategy:
         )
     if problems:
         raise PlanError(*problems)
-    return Strategy(base=base, offload=offload)  # type: ignore[arg-type]
+    return Strategy(base=base, offload=offload)

@@ -1,0 +1,193 @@
+"""The manifest of a checkpoint: which tensors there are, where each piece of them lies, and everything else.
+
+``docs/checkpoint-format.md`` says the same in prose, for whoever writes a second reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from shardwise.errors import CheckpointError
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+TEMPORARY = ".tmp-"
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
+
+
+class Shard(BaseModel):
+    """One box of a tensor: ``key`` in ``file`` holds the elements ``offsets[d] .. offsets[d] + lengths[d]``.
+
+    ``hash`` is BLAKE2b with a digest of 16 bytes, in hex, over the bytes of the shard as they lie in the file.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    hash: str
+
+    @field_validator("file")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not name or name != Path(name).name:
+            raise ValueError(f"'{name}' is no plain file name")
+        return name
+
+
+class TensorEntry(BaseModel):
+    """A tensor: its safetensors dtype code, its global shape, and shards that cover it exactly once."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...] = ()
+
+    @model_validator(mode="after")
+    def _covered(self) -> Self:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype '{self.dtype}' is unknown")
+        held = 0
+        for shard in self.shards:
+            if not len(shard.offsets) == len(shard.lengths) == len(self.shape):
+                raise ValueError(f"a shard in {shard.file} has another number of dimensions than {self.shape}")
+            for start, length, size in zip(shard.offsets, shard.lengths, self.shape, strict=True):
+                if start < 0 or length < 1 or start + length > size:
+                    raise ValueError(f"a shard in {shard.file} reaches outside of {self.shape}")
+            held += math.prod(shard.lengths)
+        if held != math.prod(self.shape):
+            raise ValueError(f"the shards hold {held} of {math.prod(self.shape)} elements")
+        return self
+
+
+class ParamGroup(BaseModel):
+    """One parameter group: parameter names, and hyperparameters as JSON values."""
+
+    model_config = ConfigDict(frozen=True)
+
+    params: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class OptimizerEntry(BaseModel):
+    """What is no tensor in an optimizer: its class name, its groups, and state values that are JSON scalars."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    groups: tuple[ParamGroup, ...] = ()
+    state: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class Manifest(BaseModel):
+    """Everything in a checkpoint but the bytes of the tensors.
+
+    ``state`` is the caller's own JSON. ``aliases`` maps the other names of a tied tensor to the one it is stored
+    under. Unknown fields are ignored, so that one may be added without a new schema.
+    """
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema", serialization_alias="schema")
+    step: int = Field(ge=0)
+    plan: dict[str, Any]
+    plan_fingerprint: str
+    versions: dict[str, str]
+    ranks: int = Field(ge=1)
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str] = Field(default_factory=dict)
+    optimizer: OptimizerEntry
+    state: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _aliases_lead_somewhere(self) -> Self:
+        lost = sorted(alias for alias, name in self.aliases.items() if name not in self.tensors)
+        if lost:
+            raise ValueError(f"aliases of nothing: {', '.join(lost)}")
+        return self
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """The tensor stored under ``name``, or under the name that ``name`` is tied to."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+    def to_json(self) -> str:
+        """The document; floats that are not finite are written as Python's json module does (``Infinity``)."""
+        return json.dumps(self.model_dump(by_alias=True))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint folder ``path``.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or a later version of Shardwise wrote it.
+    """
+    file = path / MANIFEST
+    earlier = "load an earlier checkpoint"
+    try:
+        data = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"checkpoint '{path}' has no {MANIFEST} ({error.strerror}); {earlier}") from None
+    except ValueError as error:
+        raise CheckpointError(f"'{file}' is damaged: {error}; {earlier}") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise CheckpointError(
+            f"checkpoint '{path}' has schema {schema}, and this version of shardwise reads up to {SCHEMA}; "
+            "update shardwise"
+        )
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise CheckpointError(f"'{file}' is damaged: {short_list(lines)}; {earlier}") from None
+
+
+def step_folder(step: int) -> str:
+    """``step-00000020``."""
+    return f"step-{step:08d}"
+
+
+def saved_steps(folder: Path) -> list[tuple[int, Path]]:
+    """Every complete checkpoint in ``folder`` with its step, newest first; nothing where there is no folder."""
+    if not folder.is_dir():
+        return []
+    matches = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(((int(m[1]), path) for m, path in matches if m and (path / MANIFEST).is_file()), reverse=True)
+
+
+def short_list(problems: list[str], limit: int = 10) -> str:
+    """The first ``limit`` problems, one a line where there are several, then ``and N more``."""
+    shown = problems[:limit]
+    if len(problems) > limit:
+        shown.append(f"and {len(problems) - limit} more")
+    return shown[0] if len(shown) == 1 else "".join(f"\n  {line}" for line in shown)

@@ -1,0 +1,175 @@
+"""What a live model and optimizer hold: names, which box of each tensor is here, and which ranks hold the same."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import exchange
+from shardwise.errors import CheckpointError, ModelError
+from shardwise.spec.model import clean_name
+
+_COMPILED_PART = "_orig_mod."
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor: ``offsets[d] .. offsets[d] + lengths[d]`` in each dimension; 0-d has no dimensions."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements inside, 1 for a 0-d tensor."""
+        return math.prod(self.lengths)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter or a persistent buffer, with all its names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: torch.Tensor
+    is_buffer: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The first name and every other."""
+        return (self.name, *self.aliases)
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The user's module inside ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(compiled := getattr(model, _COMPILED_PART.rstrip("."), None), nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Parameters, then persistent buffers, tied ones once; the model is put in its sharded state first.
+
+    Raises:
+        ModelError: a tensor has no data yet, or a module keeps extra state that safetensors cannot hold.
+    """
+    model = inner_model(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation may have left whole parameters, which the optimizer does not know
+    extra = [n for n, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    if extra:
+        raise ModelError(f"modules with get_extra_state cannot be checkpointed: {', '.join(extra)}; use buffers")
+    slots: list[Slot] = []
+    parameters = model.named_parameters(remove_duplicate=False)
+    for is_buffer, named in ((False, parameters), (True, _persistent_buffers(model))):
+        names: dict[int, list[str]] = defaultdict(list)
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in named:
+            names[id(tensor)].append(clean_name(name).replace(_COMPILED_PART, ""))
+            tensors[id(tensor)] = tensor
+        slots += [Slot(names[key][0], tuple(names[key][1:]), t, is_buffer) for key, t in tensors.items()]
+    empty = [slot.name for slot in slots if slot.tensor.device.type == "meta"]
+    if empty:
+        raise ModelError(f"{empty[0]} is on the meta device; give the model storage first: model.to_empty(device=...)")
+    return slots
+
+
+def transient_names(model: nn.Module) -> set[str]:
+    """Names of the buffers that are not saved (``persistent=False``)."""
+    model = inner_model(model)
+    kept = {name for name, _ in _persistent_buffers(model)}
+    return {
+        clean_name(name).replace(_COMPILED_PART, "")
+        for name, _ in model.named_buffers(remove_duplicate=False)
+        if name not in kept
+    }
+
+
+def engine_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds the state of this rank: the one inside where the state is spread over ranks."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that are here, sharing storage with ``tensor``."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def box_of(tensor: torch.Tensor) -> Box:
+    """Where the elements that are here lie in the whole tensor.
+
+    Raises:
+        CheckpointError: the layout is not made of ``Shard`` and ``Replicate``.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * len(shape), shape)
+    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+        raise CheckpointError(f"a tensor laid out as {tensor.placements} cannot be checkpointed by this version")
+    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    box = Box(tuple(offsets), tuple(lengths))
+    if box.lengths != tuple(local_of(tensor).shape):
+        raise CheckpointError(f"the local shape {tuple(local_of(tensor).shape)} is not {box.lengths} as laid out")
+    return box
+
+
+def copies_of(tensor: torch.Tensor) -> list[list[int]]:
+    """Groups of ranks, each of which holds one whole copy of ``tensor``; the same list on every rank."""
+    if not isinstance(tensor, DTensor):
+        return [[rank] for rank in range(exchange.world_size())]
+    mesh = tensor.device_mesh.mesh
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    sharded = [axis for axis in range(mesh.ndim) if axis not in replicated]
+    copies = math.prod(mesh.shape[axis] for axis in replicated)
+    return mesh.permute(replicated + sharded).reshape(copies, -1).tolist()
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` as JSON: a 0-d tensor becomes a number, a tuple a list.
+
+    Raises:
+        CheckpointError: there is something in it that JSON cannot hold.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain(item, where) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise CheckpointError(f"{where} holds a {type(value).__name__}, which JSON cannot; give numbers, text, lists")
+
+
+def like(live: Any, saved: Any) -> Any:
+    """A JSON value in the form that ``live`` has: a tensor is filled in place, a tuple stays a tuple."""
+    if isinstance(live, torch.Tensor):
+        return live.fill_(saved)
+    if isinstance(live, tuple) and isinstance(saved, list) and len(live) == len(saved):
+        return tuple(like(a, b) for a, b in zip(live, saved, strict=True))
+    return tuple(saved) if isinstance(live, tuple) and isinstance(saved, list) else saved
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer

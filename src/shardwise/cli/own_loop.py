@@ -1,0 +1,85 @@
+"""``shardwise.start``: the front door for a training loop of one's own."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.parallel.group import Ranks, join
+from shardwise.plan.plan import Plan, Precision, Recompute, read_plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.search.choose import choose
+from shardwise.spec.cluster import detect
+from shardwise.spec.model import read_model
+from shardwise.train.optimizer import workload_of
+from shardwise.train.session import Planner, Session
+
+
+def start(
+    plan: str | Plan | Path = "auto",
+    *,
+    grad_accum: int = 1,
+    precision: Precision = "fp32",
+    recompute: Recompute = "none",
+    device: str = "auto",
+    receipts: bool = True,
+) -> Session:
+    """Join the other ranks, or be the only one, and return a `Session`.
+
+    Works in a notebook, in a plain script, under ``torchrun`` and inside a process group that exists already; what it
+    creates is taken away when the process ends or at ``session.close()``.
+
+    Args:
+        plan: a strategy (``"auto"``, ``"fsdp"``, ...), a `Plan`, or the path of a plan file.
+        grad_accum: micro batches per optimizer step on one rank (a plan's own value wins).
+        precision: compute dtype; weights, gradients and their reduction stay fp32.
+        recompute: activation checkpointing of the repeated blocks.
+        device: ``cpu``, ``cuda``, or ``auto``.
+        receipts: check what took effect after the second step, and print it on rank 0.
+
+    Raises:
+        PlanError: the strategy or the plan cannot be.
+    """
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".toml", ".json"))):
+        plan = read_plan(Path(plan))
+    if isinstance(plan, str) and plan != "auto":
+        parse_strategy(plan)
+    ranks = join(device)
+    if isinstance(plan, Plan):
+        planner = _fixed(plan)
+    else:
+        draft = Plan(
+            grad_accum=grad_accum,
+            precision=precision,
+            recompute=recompute,
+            device="cuda" if ranks.device.type == "cuda" else "cpu",
+        )
+        planner = _searching(plan, draft, ranks)
+    session = Session(ranks=ranks, planner=planner)
+    if receipts:
+        from shardwise.report.receipts import print_receipt
+        from shardwise.verify.effects import EffectsProbe
+
+        session.observers.append(EffectsProbe(on_receipt=print_receipt))
+    atexit.register(session.close)
+    return session
+
+
+def _fixed(plan: Plan) -> Planner:
+    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+        return plan
+
+    return planner
+
+
+def _searching(strategy: str, draft: Plan, ranks: Ranks) -> Planner:
+    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+        cluster = detect(draft.device, ranks.local_world_size).model_copy(
+            update={"nodes": max(1, ranks.world_size // ranks.local_world_size)}
+        )
+        return choose(draft, read_model(model), workload_of(optimizer), cluster, strategy=strategy).plan
+
+    return planner

@@ -1,0 +1,128 @@
+"""Bytes that a rank holds, by category. Closed formulas over the model's structure; nothing is run.
+
+Exact: parameters, gradients and optimizer state at rest. Not counted: allocator rounding and fragmentation, the
+framework's own context, communicator buffers, the optimizer's temporaries. A category that is not known is ``None``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict
+
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec, ParameterSpec, itemsize_of
+from shardwise.spec.workload import Workload
+
+STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
+
+
+class Estimate(BaseModel):
+    """Predicted bytes on one rank (rank 0, which holds most), by category; ``None`` is unknown.
+
+    ``offloaded_bytes`` is the part of parameters, gradients and optimizer state that lives in host memory.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    parameters: int
+    gradients: int
+    optimizer: int | None
+    activations: int | None
+    logits: int | None
+    buffers: int
+    offloaded_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """What is known to be needed on the device at the peak of a step."""
+        parts = (self.parameters, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
+        return sum(part or 0 for part in parts) - self.offloaded_bytes
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Categories that `device_bytes` leaves out."""
+        return tuple(name for name in ("optimizer", "activations", "logits") if getattr(self, name) is None)
+
+
+def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload) -> Estimate:
+    """Bytes on rank 0 under ``plan``; see the module's docstring for what is left out."""
+    parameters = sum(held_elements(p, plan) * p.itemsize for p in spec.parameters)
+    gradients = sum(held_elements(p, plan) * p.itemsize for p in spec.parameters if p.trainable)
+    optimizer = _optimizer_bytes(spec, plan, workload)
+    saved = workload.activation_bytes.get(plan.recompute)
+    micro = plan.micro_batch or 1
+    offloaded = parameters + gradients + (optimizer or 0) if plan.parsed.offload else 0
+    return Estimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=None if saved is None else saved * micro,
+        logits=None if workload.logits_bytes is None else workload.logits_bytes * micro,
+        buffers=_gather_bytes(spec, plan),
+        offloaded_bytes=offloaded,
+    )
+
+
+def held_elements(parameter: ParameterSpec, plan: Plan, rank: int = 0) -> int:
+    """Elements of ``parameter`` at rest on a rank of the sharding axis.
+
+    FSDP2 cuts dim 0 into chunks of ``ceil(rows / ranks)``; the last ranks may hold fewer rows or none.
+    """
+    if not plan.parsed.shards_parameters or not parameter.shape:
+        return parameter.num_elements
+    rows = parameter.shape[0]
+    chunk = math.ceil(rows / plan.dims.dp_shard)
+    mine = max(0, min(chunk, rows - rank * chunk))
+    return mine * (parameter.num_elements // rows if rows else 0)
+
+
+def zero1_shares(spec: ModelSpec, world_size: int) -> list[list[ParameterSpec]]:
+    """Which rank steps which parameter under ``zero1``: largest first, each to the rank with the least so far."""
+    shares: list[list[ParameterSpec]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    trainable = [p for p in spec.parameters if p.trainable]
+    for parameter in sorted(trainable, key=lambda p: p.num_elements, reverse=True):
+        rank = loads.index(min(loads))
+        shares[rank].append(parameter)
+        loads[rank] += parameter.num_elements
+    return shares
+
+
+def _optimizer_bytes(spec: ModelSpec, plan: Plan, workload: Workload) -> int | None:
+    if workload.optimizer_states is None:
+        return None
+    if plan.parsed.base == "zero1":
+        shares = zero1_shares(spec, plan.dims.dp)
+        return max(
+            sum(p.num_elements * p.itemsize * workload.optimizer_states for p in share)
+            + len(share) * workload.scalar_states * STATE_ITEMSIZE
+            for share in shares
+        )
+    trainable = [p for p in spec.parameters if p.trainable]
+    states = sum(held_elements(p, plan) * p.itemsize for p in trainable) * workload.optimizer_states
+    return states + len(trainable) * workload.scalar_states * STATE_ITEMSIZE
+
+
+def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
+    """Peak of the short-lived copies: gathered units, unsharded gradients, or autocast's narrow weights."""
+    compute = itemsize_of(plan.precision)
+    if not plan.parsed.shards_parameters:
+        return 0 if plan.precision == "fp32" else spec.num_parameters * compute
+    units = unit_elements(spec)
+    root = units.pop(None, 0)
+    if plan.parsed.reshards_after_forward:
+        gathered = root + sum(sorted(units.values(), reverse=True)[:2])  # one in use, one prefetched
+    else:
+        gathered = root + sum(units.values())
+    waiting = spec.num_trainable * STATE_ITEMSIZE if plan.grad_accum > 1 else 0
+    largest = max([root, *units.values()])
+    return gathered * compute + waiting + largest * STATE_ITEMSIZE  # and one unit's gradient on its way
+
+
+def unit_elements(spec: ModelSpec) -> dict[str | None, int]:
+    """Elements in each sharding unit: a block's name, or ``None`` for everything outside the blocks."""
+    units: dict[str | None, int] = {}
+    for parameter in spec.parameters:
+        units[parameter.block] = units.get(parameter.block, 0) + parameter.num_elements
+    return units

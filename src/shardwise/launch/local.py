@@ -1,0 +1,381 @@
+"""`run_local`: one process per rank on this machine, watched, ended together, and the first failure named."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise import errors
+from shardwise.errors import Interrupted, RankError, ShardwiseError, UserError
+from shardwise.launch.rank import RankReport, is_peer_symptom
+from shardwise.parallel import environment
+from shardwise.units import bytes_text
+
+REPORT_S = 2.0
+"""After the first failure, how long the other ranks have to say what they saw."""
+
+STOP_S = 60.0
+"""After an interrupt, how long the ranks have to save and leave."""
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.02
+_KILL_S = 10.0  # a process that is stuck in a driver outlives SIGKILL
+_TAIL_LINES = 15
+_INTERRUPTED = (Interrupted.exit_code, -signal.SIGINT)
+_REASONS: dict[int, str] = {
+    signal.SIGKILL: "out of memory? {memory}",
+    signal.SIGBUS: "is /dev/shm full, or a mapped file cut short?",
+    signal.SIGSEGV: "a fault in native code",
+    signal.SIGABRT: "a failed check in native code",
+    signal.SIGTERM: "somebody, or the scheduler, ended it",
+}
+
+
+def run_local(
+    command: Sequence[str],
+    world_size: int,
+    *,
+    threads: int,
+    logs: Path,
+    master_port: int = 0,
+    grace_s: float = 5.0,
+) -> int:
+    """Run ``command`` as ``world_size`` ranks and return 0 when every one of them has ended with 0.
+
+    The ranks find each other with ``dist.init_process_group(init_method="env://")``; the store is hosted here, at
+    ``master_port`` (0: one that is free). Rank 0 has this process's stdout and stderr, rank N has ``logs/rank-N.log``.
+    OMP_NUM_THREADS is ``threads`` unless the user has set it.
+
+    On the first failure the others have `REPORT_S` to report, then SIGTERM and ``grace_s``, then SIGKILL; what is
+    raised is the failure that came first, not what it did to the others. An interrupt (SIGINT or SIGTERM) is passed
+    on to the ranks once, and they have `STOP_S` to leave; a second SIGINT kills them. When this returns or raises,
+    every process of the ranks' process groups has ended; when this process is killed, ranks that run under
+    `shardwise.launch.rank.guarded` end too.
+    """
+    if world_size < 1:
+        raise UserError(f"there must be 1 rank or more, not {world_size}")
+    with _Stops() as stops, _listen(master_port) as listener:
+        world = _World()
+        killed: list[int] = []
+        try:
+            world.start(command, world_size, threads, logs, listener.getsockname()[1])
+            store = _host_store(listener)  # the ranks are loading torch meanwhile
+            _wait(world, stops)
+            killed = [r.rank for r in world.running()]
+            world.read_reports()  # before anything is killed: killing a rank makes its peers fail
+        finally:
+            world.end(0.0 if stops.asked else grace_s)
+        del store
+    if all(r.exit_code == 0 for r in world.ranks) and not killed:
+        return 0
+    raise _verdict(world, killed, stops)
+
+
+@dataclass
+class _Rank:
+    """One rank. ``exit_code`` is negative for a signal, and ``None`` while it runs."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    error_file: Path
+    alive_ns: int = field(default_factory=time.monotonic_ns)
+    ended_ns: int = 0
+    exit_code: int | None = None
+    report: RankReport | None = None
+    peak_bytes: int | None = None
+
+    def poll(self) -> None:
+        """Look whether it has ended, but leave it unreaped: so its process group's number stays its own."""
+        if self.exit_code is not None:
+            return
+        now = time.monotonic_ns()
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            self.alive_ns = now
+        else:
+            self.ended_ns = time.monotonic_ns()
+            self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the rank and to the processes it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def reap(self) -> None:
+        """Take the ended process off the system's table."""
+        _, status, usage = os.wait4(self.process.pid, 0)
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        self.peak_bytes = usage.ru_maxrss * 1024
+
+
+class _World:
+    """The ranks that this process started, and nothing else."""
+
+    def __init__(self) -> None:
+        self.ranks: list[_Rank] = []
+        self._lifeline: int | None = None
+
+    def start(self, command: Sequence[str], world_size: int, threads: int, logs: Path, port: int) -> None:
+        """Start every rank, each in a session of its own."""
+        ranks_end, self._lifeline = os.pipe()  # only this process holds the lifeline: when it dies, the pipe ends
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            for rank in range(world_size):
+                here = environment.Rendezvous(rank, world_size, rank, world_size, _HOST, port)
+                log, error_file = logs / f"rank-{rank}.log", (logs / f"rank-{rank}.error.json").absolute()
+                for old in (log, error_file):
+                    old.unlink(missing_ok=True)
+                env = environment.rank_environment(
+                    here, threads, parent_hosts_store=True, error_file=error_file, parent_fd=ranks_end
+                )
+                with open(log, "wb") if rank else contextlib.nullcontext() as output:
+                    process = subprocess.Popen(
+                        list(command),
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        pass_fds=(ranks_end,),
+                        start_new_session=True,
+                    )
+                self.ranks.append(_Rank(rank, process, log, error_file))
+        except OSError as unable:
+            raise UserError(f"cannot start '{command[0]}' with its logs in {logs}: {unable}") from unable
+        finally:
+            os.close(ranks_end)
+
+    def running(self) -> list[_Rank]:
+        """The ranks that have not ended."""
+        for rank in self.ranks:
+            rank.poll()
+        return [rank for rank in self.ranks if rank.exit_code is None]
+
+    def read_reports(self) -> None:
+        """Read what the ranks have said so far."""
+        for rank in self.ranks:
+            rank.report = RankReport.read(rank.error_file)
+
+    def end(self, grace_s: float) -> None:
+        """End every rank and all that it started: SIGTERM, ``grace_s`` (if any), SIGKILL."""
+        if grace_s > 0:
+            for rank in self.running():
+                rank.signal_group(signal.SIGTERM)
+            self._wait_for_all(grace_s)
+        for rank in self.ranks:
+            rank.signal_group(signal.SIGKILL)  # data workers of a rank that has ended too
+        self._wait_for_all(_KILL_S)
+        for rank in self.ranks:
+            if rank.exit_code is not None:
+                rank.reap()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+class _Stops:
+    """Counts the requests to stop, in place of the handlers that were there; does nothing outside the main thread."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.insisted = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Stops:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _count(self, number: int, _: FrameType | None) -> None:
+        self.insisted = self.insisted or (self.asked and number == signal.SIGINT)
+        self.asked = True
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket at ``port`` of the loopback only; the system picks the port if it is 0, so nobody can take it first."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"the port is {port}: it must be from 1 to 65535, or 0 for any free one")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((_HOST, port))
+        listener.listen(1024)
+    except OSError as unable:
+        listener.close()
+        raise UserError(
+            f"port {port} cannot be used on this machine ({unable.strerror}): stop the process that holds it, "
+            "name another port, or name 0 for any free one"
+        ) from unable
+    return listener
+
+
+def _host_store(listener: socket.socket) -> Any:
+    """Serve the ranks' store on ``listener``, for as long as what is returned is kept."""
+    dist = importlib.import_module("torch.distributed")  # torch says nothing of the types of its stores
+    port = listener.getsockname()[1]
+    return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _wait(world: _World, stops: _Stops) -> None:
+    """Until every rank has ended, or those that still run must be ended."""
+    stop_by = fail_by = float("inf")
+    forwarded = False
+    while running := world.running():
+        now = time.monotonic()
+        ended = [r.exit_code for r in world.ranks if r.exit_code]
+        if stops.asked and not forwarded:
+            forwarded = True
+            for rank in running:  # not its group: its data workers have to go on until it has saved
+                os.kill(rank.process.pid, signal.SIGINT)
+        if stops.asked or any(code in _INTERRUPTED for code in ended):
+            stop_by = min(stop_by, now + STOP_S)
+        if any(code not in _INTERRUPTED for code in ended):
+            fail_by = min(fail_by, now + REPORT_S)
+        if stops.insisted or now > min(stop_by, fail_by):
+            return
+        time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Why one rank did not end with 0. ``kind`` is as in `RankReport`, or ``signal`` or ``exit``."""
+
+    rank: _Rank
+    kind: str
+    message: tuple[str, ...]
+    symptom: bool
+    at_ns: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The least of all is to blame: what happened, then who was asked to stop, then who lost a peer."""
+        return 2 if self.symptom else int(self.kind == Interrupted.__name__), self.at_ns
+
+
+def _faults(world: _World, killed: Sequence[int], stopped: bool) -> Iterator[_Fault]:
+    for r in world.ranks:
+        if r.report is not None:
+            said = r.report
+            yield _Fault(r, said.kind, tuple(said.message), said.peer_symptom, said.at_ns)
+        elif not r.exit_code or r.rank in killed:
+            continue
+        elif r.exit_code in _INTERRUPTED or (stopped and r.exit_code == -signal.SIGTERM):
+            yield _Fault(r, Interrupted.__name__, ("interrupted",), False, r.ended_ns)
+        elif r.exit_code < 0:
+            # it died after it was last seen alive and so before its victims; an abort may be how a victim ends
+            at_ns = r.ended_ns if r.exit_code == -signal.SIGABRT else r.alive_ns
+            yield _Fault(r, "signal", (str(r.exit_code),), False, at_ns)
+        else:
+            yield _Fault(r, "exit", (str(r.exit_code),), is_peer_symptom("\n".join(_tail(r))), r.ended_ns)
+
+
+def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseError:
+    """The one exception that says what happened."""
+    _keep_tracebacks(world)
+    faults = sorted(_faults(world, killed, stops.asked), key=lambda fault: fault.order)
+    blamed = faults[0] if faults else None
+    interrupted = stops.asked if blamed is None or blamed.symptom else blamed.kind == Interrupted.__name__
+    if interrupted and killed:
+        how = "killed before they could stop" if stops.insisted else f"killed, as they did not stop in {STOP_S:g} s"
+        return Interrupted(f"interrupted; {_who(killed, world)} had to be {how}: what came after the last save is lost")
+    if blamed is None or (interrupted and blamed.symptom):
+        return Interrupted("interrupted")
+    same = [f.rank.rank for f in faults if (f.kind, f.message) == (blamed.kind, blamed.message)]
+    who = _who(same, world)
+    if blamed.kind in ("signal", "exit"):
+        return RankError(_death(blamed, who))
+    known = getattr(errors, blamed.kind, None)
+    if isinstance(known, type) and issubclass(known, ShardwiseError):
+        return _raised_again(known, blamed, who if len(world.ranks) > 1 else "")
+    lines = blamed.rank.report.traceback.splitlines() if blamed.rank.report else []
+    early = [str(r.rank) for r in world.ranks if blamed.symptom and r.exit_code == 0]
+    return RankError(
+        "\n".join(
+            [f"{who} raised {_headline(blamed.message[-1])}"]
+            + [f"rank {', '.join(early)} had ended with success: did it take fewer steps?"] * bool(early)
+            + _indented(lines[-_TAIL_LINES:])
+            + [f"the whole of it is in {blamed.rank.log}"]
+        )
+    )
+
+
+def _raised_again(known: type[ShardwiseError], fault: _Fault, who: str) -> ShardwiseError:
+    message = list(fault.message) or [""]
+    if who and not issubclass(known, Interrupted):
+        message[-1] += f" (on {who})"
+    error = known(*message)
+    if fault.rank.report is not None:
+        error.exit_code = fault.rank.report.exit_code
+    return error
+
+
+def _death(fault: _Fault, who: str) -> str:
+    """A rank ended without a word: say how, and show the end of its log."""
+    rank, code = fault.rank, int(fault.message[0])
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        reason = _REASONS.get(-code, "").format(memory=_memory(rank))
+        how = f"was killed by {name}" + (f" ({reason})" if reason else "")
+    else:
+        how = f"ended with exit code {code} and did not say why"
+    if rank.rank == 0:
+        return f"{who} {how}; its output is above"
+    return "\n".join([f"{who} {how}", *_indented(_tail(rank)), f"its output is in {rank.log}"])
+
+
+def _memory(rank: _Rank) -> str:
+    import psutil
+
+    total = bytes_text(psutil.virtual_memory().total)
+    return f"it had used up to {bytes_text(rank.peak_bytes)} of this machine's {total}"
+
+
+def _headline(message: str) -> str:
+    """The line of an exception's text that names it: a syntax error quotes the code first, others add notes."""
+    return next((line for line in message.splitlines() if line[:1].strip()), message)
+
+
+def _keep_tracebacks(world: _World) -> None:
+    """Add what each rank reported to its log, as the ranks print nothing themselves."""
+    for rank in world.ranks:
+        if rank.report is not None:
+            with contextlib.suppress(OSError), open(rank.log, "a", encoding="utf-8") as log:
+                log.write(rank.report.traceback)
+
+
+def _tail(rank: _Rank) -> list[str]:
+    try:
+        return rank.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        return []
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _who(ranks: Sequence[int], world: _World) -> str:
+    """``rank 2``, ``ranks 0, 2`` or ``all ranks``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "all ranks" if len(ranks) == len(world.ranks) else f"ranks {', '.join(str(r) for r in sorted(ranks))}"

@@ -1,0 +1,195 @@
+"""What runs inside a rank: `guarded` watches the parent, runs the work and reports a failure before it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import io
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+from shardwise import errors
+from shardwise.errors import Interrupted, ShardwiseError, UserError
+from shardwise.parallel import environment
+
+LAST_BARRIER_S = 10.0
+"""How long a rank that is done stays for its peers: what they may still need is in flight already."""
+
+_PARENT_GONE = 3
+_PEER_SYMPTOMS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "connectfullmesh",
+    "socket timeout",
+    "remote process exited",  # NCCL
+    "nccl communicator was aborted",
+)
+
+
+def is_peer_symptom(text: str) -> bool:
+    """Does this say that a peer went away, and so not what went wrong?"""
+    lowered = text.lower()
+    return any(symptom in lowered for symptom in _PEER_SYMPTOMS)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How a rank failed, in its own words. The parent reads it from the rank's error file.
+
+    ``kind`` is the name of a class of `shardwise.errors`, or that of any other exception. ``message`` has one entry
+    for each problem. ``at_ns`` is the monotonic clock, which is the same for every process of the machine.
+    """
+
+    rank: int
+    kind: str
+    exit_code: int
+    message: list[str]
+    traceback: str
+    peer_symptom: bool
+    at_ns: int
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> RankReport:
+        """The report of ``error``, as it is being handled."""
+        at_ns = time.monotonic_ns()
+        if isinstance(error, ShardwiseError):
+            kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
+            message = list(error.problems) if isinstance(error, UserError) else [str(error)]
+        else:
+            kind = type(error).__name__
+            message = ["".join(traceback.format_exception_only(error)).strip()]
+        return cls(
+            rank=rank,
+            kind=kind,
+            exit_code=error.exit_code if isinstance(error, ShardwiseError) else ShardwiseError.exit_code,
+            message=message,
+            traceback="".join(traceback.format_exception(error)),
+            peer_symptom=any(is_peer_symptom(f"{e}") for e in _chain(error)),
+            at_ns=at_ns,
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the whole of it, or nothing."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8", errors="backslashreplace")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> RankReport | None:
+        """The report at ``path``; ``None`` if there is none, or none that can be read."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{field.name: found[field.name] for field in fields(cls)})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def guarded(main: Callable[[], int]) -> NoReturn:
+    """Run ``main`` as a rank, and leave with the exit code it returns. Call it first of all; import torch in ``main``.
+
+    If ``main`` raises, the rank leaves with the exception's exit code, after it has reported the exception: in the
+    error file that the parent named, and then it prints nothing, as the parent speaks for all ranks; else on stderr.
+    It leaves without the interpreter's own finalisation, which races with the threads of the process group.
+    """
+    error_file = environment.take_error_file()
+    _watch_parent(environment.take_parent_fd())
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or is no file
+        faulthandler.enable()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed leaves a whole log
+    try:
+        code = _run(main, error_file)
+        if code == 0:
+            _leave_together()
+    except BaseException:  # a second interrupt, say
+        code = ShardwiseError.exit_code
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+    os._exit(code)
+
+
+def _run(main: Callable[[], int], error_file: Path | None) -> int:
+    try:
+        return main()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        error: BaseException = UserError(str(stop.code))
+        error.__cause__ = stop
+    except KeyboardInterrupt as stop:
+        error = Interrupted("interrupted before the work was done")
+        error.__cause__ = stop
+    except BaseException as raised:
+        error = raised
+    return _report(error, error_file)
+
+
+def _report(error: BaseException, error_file: Path | None) -> int:
+    """Say what happened, where the parent or the user looks for it, and return the exit code."""
+    code = error.exit_code if isinstance(error, ShardwiseError) else ShardwiseError.exit_code
+    if error_file is not None:
+        try:
+            here = environment.rendezvous()
+            RankReport.of(error, here.rank if here else 0).write(error_file)
+            return code
+        except (OSError, UserError) as unable:
+            print(f"this rank's failure could not be written to {error_file}: {unable}", file=sys.stderr)
+    if isinstance(error, ShardwiseError):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return code
+
+
+def _leave_together() -> None:
+    """A rank that is gone looks to its peers like one that died, so wait for the last of them, for a while.
+
+    A failure here is no news: this rank's work is done, and a peer that failed reports itself.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        dist.barrier(async_op=True).wait(datetime.timedelta(seconds=LAST_BARRIER_S))
+        dist.destroy_process_group()
+
+
+def _watch_parent(fd: int | None) -> None:
+    """End this rank when the parent ends, however it ends: nobody ever writes to the pipe that it holds."""
+    if fd is None:
+        return
+
+    def watch() -> None:
+        try:
+            os.read(fd, 1)
+        except OSError:
+            return
+        os._exit(_PARENT_GONE)
+
+    with contextlib.suppress(OSError):
+        os.set_inheritable(fd, False)
+    threading.Thread(target=watch, name="shardwise-parent-watch", daemon=True).start()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, what it was raised from and what was being handled when it was raised."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

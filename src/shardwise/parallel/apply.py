@@ -1,0 +1,119 @@
+"""Apply a plan to a live module: the whole order on this one page.
+
+check → batch norm → recompute → precision → weights → shard or replicate → optimizer.
+
+What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, or inside DDP) and a
+``torch.optim.Optimizer`` over its parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardwise.errors import ModelError
+from shardwise.parallel.materialize import materialize
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.precision import apply_autocast
+from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.replicate import apply_replicate
+from shardwise.parallel.shard import apply_shard
+from shardwise.parallel.zero1 import shard_optimizer
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec, clean_name, read_model
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A model under a plan. ``outer`` is called; ``module`` is the user's own, whose names are the user's."""
+
+    outer: nn.Module
+    module: nn.Module
+    blocks: tuple[nn.Module, ...]
+    spec: ModelSpec
+    warnings: tuple[str, ...] = ()
+
+
+def apply(module: nn.Module, plan: Plan, device: torch.device) -> Applied:
+    """Put ``module`` under ``plan`` on this rank. Collective: every rank calls it with the same structure.
+
+    Raises:
+        ModelError: the model has nothing to train, or does not allow what the plan asks for.
+    """
+    spec = read_model(module)
+    check(spec, plan)
+    mesh = build_mesh(plan, dist.get_world_size())
+    module, notes = apply_batch_norm(module, spec, plan)
+    blocks = apply_recompute(module, plan.recompute, spec.blocks)
+    if mesh is not None:
+        outer = apply_shard(module, blocks, plan, mesh, device)
+    else:
+        apply_autocast(module, plan)
+        materialize(module, device, broadcast=False)  # DDP sends rank 0's weights itself
+        outer = apply_replicate(module, spec, dist.get_world_size(), device)
+    return Applied(outer=outer, module=module, blocks=tuple(blocks), spec=spec, warnings=notes)
+
+
+def check(spec: ModelSpec, plan: Plan) -> None:
+    """What the model does not allow is said before anything is changed."""
+    if not spec.num_trainable:
+        frozen = f"all {len(spec.parameters)} parameters are frozen" if spec.parameters else "it has no parameter"
+        raise ModelError(f"the model has nothing to train: {frozen}; leave requires_grad True on some")
+    if plan.recompute != "none" and not spec.blocks:
+        apply_recompute(nn.Module(), plan.recompute, ())
+
+
+def apply_batch_norm(module: nn.Module, spec: ModelSpec, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
+    """Batch statistics over the whole global batch where the device allows it; a warning where it does not."""
+    if not spec.batch_norms or plan.dims.world_size == 1:
+        return module, ()
+    if plan.device == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module), ()
+    return module, (
+        f"batch norm ({spec.batch_norms[0]} and {len(spec.batch_norms) - 1} more) computes its statistics on each rank "
+        "alone: PyTorch's SyncBatchNorm needs GPUs, so gradients differ from those of one process; "
+        "use group norm or layer norm, or one rank",
+    )
+
+
+def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: Applied, plan: Plan) -> Optimizer:
+    """Point ``optimizer`` at the parameters that ``apply`` put in place, and split its state for ``zero1``.
+
+    ``names`` maps the id of each parameter before `apply` to its name.
+
+    Raises:
+        ModelError: the optimizer has stepped already, or holds parameters that are not the model's.
+    """
+    if optimizer.state:
+        raise ModelError("the optimizer has state already; call session.prepare before the first optimizer.step")
+    live = {clean_name(name): p for name, p in applied.module.named_parameters(remove_duplicate=False)}
+    strangers = 0
+    for group in optimizer.param_groups:
+        strangers += sum(id(p) not in names for p in group["params"])
+        group["params"] = [live[names[id(p)]] if id(p) in names else p for p in group["params"]]
+    if strangers:
+        raise ModelError(
+            f"the optimizer holds {strangers} parameters that are not the model's; "
+            "build it from the parameters of the model that you pass to session.prepare"
+        )
+    return shard_optimizer(optimizer) if plan.parsed.base == "zero1" else optimizer
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """The name of each parameter by its id, to find it again after `apply`."""
+    return {id(p): clean_name(name) for name, p in module.named_parameters()}
+
+
+def set_gradient_sync(outer: nn.Module, enabled: bool) -> None:
+    """Let the next backward reduce gradients over the ranks, or only add them up locally."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(outer, FSDPModule):
+        outer.set_requires_gradient_sync(enabled)
+    elif isinstance(outer, DistributedDataParallel):
+        outer.require_backward_grad_sync = enabled

@@ -1,0 +1,142 @@
+"""The process environment: the one file that reads or writes it. No torch here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import UserError
+
+_ERROR_FILE = "SHARDWISE_ERROR_FILE"
+_PARENT_FD = "SHARDWISE_PARENT_FD"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_THREADS = "OMP_NUM_THREADS"
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_RENDEZVOUS = (*_NUMBERS, "MASTER_ADDR")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Who this rank is, and where the ranks meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def rendezvous() -> Rendezvous | None:
+    """The rendezvous that torchrun, or Shardwise itself, put in the environment.
+
+    ``None`` when RANK or WORLD_SIZE is missing: nobody launched this process as a rank.
+    Anything less than the whole of it, or a number that is none, is a `UserError` that names each variable.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    problems = [_missing(name) for name in _RENDEZVOUS if not os.environ.get(name)]
+    numbers: dict[str, int] = {}
+    for name in _NUMBERS:
+        text = os.environ.get(name)
+        if text and text.isascii() and text.isdigit():
+            numbers[name] = int(text)
+        elif text:
+            problems.append(f"{name} is '{text}' in the environment: it must be a whole number, 0 or more")
+    if not problems:
+        problems = _out_of_range(numbers)
+    if problems:
+        raise UserError(*problems)
+    return Rendezvous(
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        master_addr=os.environ["MASTER_ADDR"],
+        master_port=numbers["MASTER_PORT"],
+    )
+
+
+def rank_environment(
+    rendezvous: Rendezvous,
+    threads: int,
+    *,
+    parent_hosts_store: bool = False,
+    error_file: Path | None = None,
+    parent_fd: int | None = None,
+) -> dict[str, str]:
+    """A copy of this process's environment, made into that of one child rank.
+
+    ``threads`` is for OMP_NUM_THREADS, unless the user has set it already. With ``parent_hosts_store`` even rank 0 is a
+    client of the store at ``master_addr:master_port``, as it is under torchrun. ``error_file`` is where the rank
+    reports its failure, ``parent_fd`` the pipe whose end tells it that its parent is gone.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in (_ERROR_FILE, _PARENT_FD, _AGENT_STORE)}
+    env.update(
+        RANK=str(rendezvous.rank),
+        WORLD_SIZE=str(rendezvous.world_size),
+        LOCAL_RANK=str(rendezvous.local_rank),
+        LOCAL_WORLD_SIZE=str(rendezvous.local_world_size),
+        MASTER_ADDR=rendezvous.master_addr,
+        MASTER_PORT=str(rendezvous.master_port),
+    )
+    if not env.get(_THREADS):
+        env[_THREADS] = str(threads)
+    if parent_hosts_store:
+        env[_AGENT_STORE] = "True"
+    if error_file is not None:
+        env[_ERROR_FILE] = str(error_file)
+    if parent_fd is not None:
+        env[_PARENT_FD] = str(parent_fd)
+    return env
+
+
+def take_error_file() -> Path | None:
+    """Where this rank reports its failure. Read once: it is taken out, so that a child process does not see it."""
+    text = os.environ.pop(_ERROR_FILE, None)
+    return Path(text) if text else None
+
+
+def take_parent_fd() -> int | None:
+    """The pipe that ends with the parent. Read once, as in a child process the number would mean something else."""
+    text = os.environ.pop(_PARENT_FD, None)
+    return int(text) if text and text.isascii() and text.isdigit() else None
+
+
+def visible_devices() -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES as a list; ``None`` when it is not set, which means every device.
+
+    As CUDA reads it: a negative number hides itself and all that follows.
+    """
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    devices: list[str] = []
+    for device in (part.strip() for part in text.split(",")):
+        if not device or device.startswith("-"):
+            break
+        devices.append(device)
+    return devices
+
+
+def _missing(name: str) -> str:
+    return (
+        f"{name} is not set in the environment, though RANK and WORLD_SIZE are: "
+        "start the ranks with torchrun, which sets them all, or unset RANK and WORLD_SIZE"
+    )
+
+
+def _out_of_range(numbers: dict[str, int]) -> list[str]:
+    problems = []
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if numbers[rank] >= numbers[size]:
+            problems.append(
+                f"{rank} is {numbers[rank]} and {size} is {numbers[size]} in the environment: {rank} counts from 0 and "
+                f"must be less than {size}"
+            )
+    if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
+        problems.append("LOCAL_WORLD_SIZE is greater than WORLD_SIZE in the environment")
+    if not 1 <= numbers["MASTER_PORT"] <= 65535:
+        problems.append(f"MASTER_PORT is {numbers['MASTER_PORT']} in the environment: a port is from 1 to 65535")
+    return problems

@@ -1,0 +1,132 @@
+"""The process group: adopt the one that exists, or make one and take it away again."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from shardwise.errors import MachineError, UserError
+from shardwise.parallel.environment import Rendezvous, rendezvous
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. ``control`` is a CPU group for small messages, so no GPU is ever waited for."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    control: dist.ProcessGroup | None
+    owns_group: bool
+    owns_control: bool
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+
+def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
+    """Join the world that the environment describes, adopt a group that exists, or be a world of one.
+
+    Raises:
+        UserError: the rendezvous variables are incomplete.
+        MachineError: the other ranks cannot be reached.
+    """
+    place = _place()
+    local_rank = place.local_rank if place else 0
+    kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(target)
+    owns = not dist.is_initialized()
+    if owns:
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_s)
+        try:
+            if place is None:
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            else:
+                dist.init_process_group(
+                    backend,
+                    init_method="env://",
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=timeout,
+                    device_id=target if kind == "cuda" else None,
+                )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            where = f"{place.master_addr}:{place.master_port}" if place else "this process"
+            raise MachineError(f"rank {place.rank if place else 0} cannot join the world at {where}: {error}") from error
+    world = dist.get_world_size()
+    needs_control = world > 1 and not _speaks_cpu()
+    control = dist.new_group(backend="gloo") if needs_control else (dist.group.WORLD if world > 1 else None)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=world,
+        local_rank=local_rank,
+        local_world_size=place.local_world_size if place else world,
+        device=target,
+        control=control,
+        owns_group=owns,
+        owns_control=needs_control,
+    )
+
+
+def _place() -> Rendezvous | None:
+    """What the environment says; an adopted group may have come about without it."""
+    try:
+        return rendezvous()
+    except UserError:
+        if dist.is_initialized():
+            return None
+        raise
+
+
+def leave(ranks: Ranks) -> None:
+    """Destroy what `join` made; a group that existed before stays."""
+    if not dist.is_initialized():
+        return
+    if ranks.owns_group:
+        dist.destroy_process_group()
+    elif ranks.owns_control:
+        dist.destroy_process_group(ranks.control)
+
+
+def _speaks_cpu() -> bool:
+    """True when the default group can send CPU tensors."""
+    return "gloo" in str(dist.get_backend_config())
+
+
+def gather_ints(values: list[int], ranks: Ranks) -> list[list[int]]:
+    """Each rank's integers, in rank order; one small collective."""
+    if ranks.control is None:
+        return [values]
+    mine = torch.tensor(values, dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
+    dist.all_gather(rows, mine, group=ranks.control)
+    return torch.stack(rows).tolist()
+
+
+def gather_text(text: str, ranks: Ranks) -> list[str]:
+    """Each rank's text, in rank order. Sent as bytes, never pickled."""
+    if ranks.control is None:
+        return [text]
+    payload = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    lengths = [row[0] for row in gather_ints([payload.numel()], ranks)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: payload.numel()] = payload
+    rows = [torch.empty_like(padded) for _ in range(ranks.world_size)]
+    dist.all_gather(rows, padded, group=ranks.control)
+    return [bytes(row[:n].tolist()).decode().strip() for row, n in zip(rows, lengths, strict=True)]
+
+
+def broadcast_text(text: str, ranks: Ranks) -> str:
+    """Rank 0's text, on every rank."""
+    return gather_text(text if ranks.is_main else "", ranks)[0]

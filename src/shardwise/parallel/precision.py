@@ -1,0 +1,60 @@
+"""Precision: weights, gradients and their reduction stay fp32; only compute is narrower.
+
+Whole parameters compute under autocast, sharded ones under FSDP2's mixed-precision policy. Outputs come back in
+fp32 either way, so that a loss is never summed in 16 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree
+
+from shardwise.plan.plan import Plan
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mixed_precision_policy(plan: Plan, *, is_root: bool) -> MixedPrecisionPolicy:
+    """FSDP2's policy: parameters cast after they are gathered, gradients reduced in fp32.
+
+    The outputs are cast back at the root only: between blocks they keep the compute dtype.
+    """
+    if plan.precision == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[plan.precision],
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32 if is_root else None,
+    )
+
+
+def apply_autocast(module: nn.Module, plan: Plan) -> None:
+    """Let ``module`` compute in the plan's dtype with its fp32 weights. In place; nothing is done for fp32."""
+    if plan.precision == "fp32":
+        return
+    inner, dtype = module.forward, DTYPES[plan.precision]
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(plan.device, dtype=dtype):
+            outputs = inner(*args, **kwargs)
+        return _pytree.tree_map_only(torch.Tensor, _to_fp32, outputs)
+
+    module.forward = forward
+
+
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def grad_scaler(plan: Plan) -> torch.amp.GradScaler | None:
+    """The gradient scaler that fp16 needs; ``None`` for other precisions.
+
+    It looks at sharded gradients through DTensor, which makes one rank's overflow every rank's.
+    """
+    return torch.amp.GradScaler(plan.device) if plan.precision == "fp16" else None

@@ -1,0 +1,25 @@
+"""Whole parameters on every rank: DistributedDataParallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.spec.model import ModelSpec
+
+
+def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device: torch.device) -> nn.Module:
+    """Wrap ``module`` in DDP; one rank needs no wrapper and gets none.
+
+    Gradients live in the reduction buckets (no second copy). Buffers are broadcast before each forward only where
+    there is batch norm, whose running statistics would drift apart otherwise.
+    """
+    if world_size == 1:
+        return module
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=bool(spec.batch_norms),
+    )

@@ -1,0 +1,38 @@
+"""Sharded parameters: FSDP2's ``fully_shard`` on each block, then on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from shardwise.parallel.materialize import broadcast_buffers, materialize
+from shardwise.parallel.precision import mixed_precision_policy
+from shardwise.plan.plan import Plan
+
+
+def apply_shard(
+    module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
+    """Shard ``module`` in place: every block is a unit, everything outside the blocks is the root's unit.
+
+    A unit gets real weights (rank 0's) just before it is cut, so the peak is the shards plus one whole unit.
+
+    Tied parameters stay tied because they are left to the root together. The root stays gathered from forward to
+    backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``.
+    """
+    strategy = plan.parsed
+    reshard = strategy.reshards_after_forward
+    offload = CPUOffloadPolicy(pin_memory=plan.device == "cuda") if strategy.offload else OffloadPolicy()
+    for block in blocks:
+        materialize(block, device, broadcast=True)
+        policy = mixed_precision_policy(plan, is_root=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    materialize(module, device, broadcast=True)
+    broadcast_buffers(module)
+    policy = mixed_precision_policy(plan, is_root=True)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    return module

@@ -1,0 +1,31 @@
+"""ZeRO-1: whole parameters and gradients, each optimizer state on one rank only."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+
+def shard_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer with its state split over the ranks by whole parameters.
+
+    PyTorch's ZeroRedundancyOptimizer gives each rank the parameters that balance best, steps those, and broadcasts
+    them. A parameter is never cut, so the largest one bounds how even the shares can be. One rank keeps its optimizer.
+    """
+    if dist.get_world_size() == 1:
+        return optimizer
+    with warnings.catch_warnings():  # torch.distributed.optim still uses torch.jit.script at import
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    defaults: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    groups = [
+        {key: value for key, value in group.items() if key == "params" or key in accepted}
+        for group in optimizer.param_groups
+    ]
+    return ZeroRedundancyOptimizer(groups, kind, **defaults)

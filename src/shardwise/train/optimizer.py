@@ -1,0 +1,93 @@
+"""Optimizers and their learning-rate schedule, from the config or from the user."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, did_you_mean
+from shardwise.spec.workload import Workload
+from shardwise.train.config import OptimizerTable
+
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -> Optimizer:
+    """The optimizer of a config. AdamW and SGD are fused: one pass over the weights, on CPU and on GPU alike.
+
+    Raises:
+        ConfigError: the factory cannot be imported or does not return an optimizer.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if table.factory is not None:
+        made = load_object(table.factory, "optimizer.factory")(trained, lr=table.lr, **table.kwargs)
+        if not isinstance(made, Optimizer):
+            raise ConfigError(
+                f"optimizer.factory '{table.factory}' returned a {type(made).__name__}; it must return a torch Optimizer"
+            )
+        return made
+    if table.name == "sgd":
+        return torch.optim.SGD(
+            trained, lr=table.lr, momentum=table.momentum, weight_decay=table.weight_decay, fused=True
+        )
+    first, second = table.betas
+    return torch.optim.AdamW(
+        trained, lr=table.lr, betas=(first, second), eps=table.eps, weight_decay=table.weight_decay, fused=True
+    )
+
+
+def workload_of(optimizer: Optimizer) -> Workload:
+    """How many states the optimizer will keep for each parameter; unknown for classes not known here."""
+    if isinstance(optimizer, _ADAMS):
+        amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+        return Workload(optimizer_states=3 if amsgrad else 2, scalar_states=1)
+    if isinstance(optimizer, torch.optim.SGD):
+        momentum = any(group["momentum"] for group in optimizer.param_groups)
+        return Workload(optimizer_states=1 if momentum else 0, scalar_states=0)
+    return Workload(optimizer_states=None, scalar_states=0)
+
+
+def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], float]:
+    """The learning rate of step ``n`` (from 1): linear warm-up, then constant, linear or cosine down to the minimum.
+
+    A pure function of the step, so that a resumed run needs no scheduler state.
+    """
+    lowest = table.lr * table.min_lr_ratio
+
+    def rate(step: int) -> float:
+        if step <= table.warmup_steps:
+            return table.lr * step / table.warmup_steps
+        if table.schedule == "constant":
+            return table.lr
+        done = min(1.0, (step - table.warmup_steps) / max(1, total_steps - table.warmup_steps))
+        left = 1.0 - done if table.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return lowest + (table.lr - lowest) * left
+
+    return rate
+
+
+def load_object(path: str, key: str) -> Callable[..., Any]:
+    """Import ``package.module:name``.
+
+    Raises:
+        ConfigError: the form is wrong, the module is missing or has no such name.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not name:
+        raise ConfigError(f"{key} '{path}' is not package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key} '{path}': no module named '{error.name}'; install it or run from the folder that holds it"
+        ) from None
+    if not hasattr(module, name):
+        raise ConfigError(f"{key} '{path}': module '{module_name}' has no '{name}'{did_you_mean(name, dir(module))}")
+    found: Callable[..., Any] = getattr(module, name)
+    return found

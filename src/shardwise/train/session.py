@@ -1,0 +1,362 @@
+"""`Session`: the five lines that make a training loop distributed, and right.
+
+The gradient of a step is that of one process over the whole global batch: each micro batch gives its loss as a sum,
+the number of terms in the global batch is agreed on before the first backward, and only the last micro batch
+synchronises. `shardwise train` runs on this class too; there is no second path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from shardwise.errors import DataError, ModelError, TrainingError, UserError
+from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
+from shardwise.parallel.group import Ranks, gather_ints, leave
+from shardwise.parallel.precision import grad_scaler
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec
+from shardwise.train.loss import count_labels
+from shardwise.train.windows import rank_batches, split_batch, windows
+
+Planner = Callable[[nn.Module, Optimizer], Plan]
+
+
+class Observer(Protocol):
+    """Something that watches a session; each method runs on every rank at the same point."""
+
+    def on_prepared(self, session: Session) -> None:
+        """The model and the optimizer stand as they will be trained."""
+
+    def on_step_start(self, session: Session, number: int) -> None:
+        """Before the first forward of step ``number`` (counted from 1)."""
+
+    def on_gradients(self, session: Session, number: int) -> None:
+        """Gradients are reduced, normalised and not yet clipped."""
+
+    def on_step_end(self, session: Session, number: int) -> None:
+        """After the optimizer's step; gradients are still there."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro batch on this rank, on the device.
+
+    ``num_tokens`` counts the labels that take part in the loss. A ``filler`` stands in on a rank that has run out of
+    data while others have not: it is computed, weighs nothing and counts nothing.
+    """
+
+    inputs: Any
+    labels: Any
+    num_tokens: int
+    filler: bool = False
+
+
+class StepResult:
+    """What a step did. Reading ``loss`` or ``grad_norm`` waits for the device."""
+
+    def __init__(self, number: int, tokens: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        self.number = number
+        self.tokens = tokens
+        self._loss_sum = loss_sum
+        self._grad_norm = grad_norm
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a label over the global batch; NaN for a batch without labels."""
+        return float(self._loss_sum.item()) / self.tokens if self.tokens else math.nan
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the gradient before clipping; ``None`` where no ``clip_norm`` was given."""
+        return None if self._grad_norm is None else float(self._grad_norm.item())
+
+
+class Step:
+    """One optimizer step: iterate its micro batches, call `backward` on each, then `update` once."""
+
+    def __init__(self, session: Session, number: int, micros: list[Micro], tokens: int) -> None:
+        self.number = number
+        self.tokens = tokens
+        self._session = session
+        self._micros = micros
+        self._current = -1
+        self._backwards = 0
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
+        self._loss_work: dist.Work | None = None
+
+    def __iter__(self) -> Iterator[Micro]:
+        """Each micro batch in turn; gradients synchronise during the backward of the last one."""
+        for index, micro in enumerate(self._micros):
+            self._current = index
+            self._session.begin_micro(last=index == len(self._micros) - 1)
+            yield micro
+
+    def backward(self, loss_sum: torch.Tensor, count: int | None = None) -> None:
+        """Backward of this micro batch's summed loss, normalised by the global count of labels.
+
+        Args:
+            loss_sum: 0-d; the sum (not the mean) of the loss over this micro batch.
+            count: the number of terms in that sum, as a check against ``micro.num_tokens``.
+
+        Raises:
+            UserError: ``count`` is not what was agreed on, or the loss is no scalar.
+        """
+        session, micro = self._session, self._micros[self._current]
+        if loss_sum.ndim != 0:
+            shape = tuple(loss_sum.shape)
+            raise UserError(f"step.backward needs a 0-d summed loss, got shape {shape}; use reduction='sum'")
+        if count is not None and int(count) != micro.num_tokens and not micro.filler:
+            raise UserError(
+                f"step.backward: count={int(count)}, but the micro batch has {micro.num_tokens} labels that count; "
+                "pass micro.num_tokens, or tell session.steps(loader, count=...) how labels are counted"
+            )
+        if self._backwards != self._current:
+            raise UserError(
+                f"step.backward was called {self._backwards} times before micro batch {self._current}; "
+                "call it once for each micro batch"
+            )
+        self._backwards += 1
+        weight = 0.0 if micro.filler or not self.tokens else session.dp / self.tokens
+        loss = loss_sum * weight
+        session.phase = "backward"
+        (loss if session.scaler is None else session.scaler.scale(loss)).backward()
+        if not micro.filler:
+            self._loss_sum += loss_sum.detach()
+        session.phase = "control"
+        if self._backwards == len(self._micros) and session.ranks.world_size > 1:
+            self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
+        session.phase = "forward"
+
+    def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
+        """Clip by the global norm, step the optimizer and clear the gradients.
+
+        Raises:
+            TrainingError: the loss or the norm is not a number (on CPU before the weights are touched; on a GPU the
+                caller sees it when it reads the result).
+        """
+        session = self._session
+        if self._backwards != len(self._micros):
+            raise UserError(
+                f"step.update after {self._backwards} of {len(self._micros)} backward calls; "
+                "iterate the whole step and call step.backward on every micro batch"
+            )
+        session.check_optimizer(optimizer)
+        if session.scaler is not None:
+            session.scaler.unscale_(optimizer)
+        session.notify("on_gradients", self.number)
+        norm = session.clip(clip_norm) if clip_norm is not None else None
+        if self._loss_work is not None:
+            self._loss_work.wait()
+        result = StepResult(self.number, self.tokens, self._loss_sum, norm)
+        if session.device.type == "cpu":
+            check_finite(result, scaled=session.scaler is not None)
+        session.phase = "optimizer"
+        if session.scaler is not None:
+            session.scaler.step(optimizer)
+            session.scaler.update()
+        else:
+            optimizer.step()
+        session.phase = "control"
+        session.steps_done = self.number
+        session.notify("on_step_end", self.number)
+        optimizer.zero_grad()
+        return result
+
+
+def check_finite(result: StepResult, *, scaled: bool = False) -> None:
+    """Stop at a loss or a norm that is not a number (an overflowing norm is fp16 scaling's normal business).
+
+    Raises:
+        TrainingError: with the step, the value and what usually helps.
+    """
+    wrong = None
+    if result.tokens and not math.isfinite(result.loss):
+        wrong = f"the loss is {result.loss}"
+    elif not scaled and result.grad_norm is not None and not math.isfinite(result.grad_norm):
+        wrong = f"the gradient norm is {result.grad_norm} (loss {result.loss:.4g})"
+    if wrong:
+        raise TrainingError(
+            f"step {result.number}: {wrong}; the weights of the last good checkpoint are untouched. "
+            "Try a lower optimizer.lr, more optimizer.warmup_steps or a smaller optimizer.clip_norm"
+        )
+
+
+@dataclass
+class Session:
+    """A training session on this rank; make one with ``shardwise.start``.
+
+    ``plan`` is known after `prepare`. ``phase`` says what the session is doing, for those who watch it.
+    """
+
+    ranks: Ranks
+    planner: Planner
+    observers: list[Observer] = field(default_factory=list)
+    steps_done: int = 0
+    phase: str = "control"
+    stopped: bool = False
+    scaler: torch.amp.GradScaler | None = None
+    _plan: Plan | None = None
+    _applied: Applied | None = None
+    _optimizer: Optimizer | None = None
+    _trainable: list[nn.Parameter] = field(default_factory=list)
+    _stop_asked: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.ranks.device
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        if self._plan is None:
+            raise UserError("session.plan is known after session.prepare(model, optimizer)")
+        return self._plan
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different samples."""
+        return self.plan.dims.dp
+
+    @property
+    def applied(self) -> Applied:
+        """The model as it stands under the plan."""
+        if self._applied is None:
+            raise UserError("call session.prepare(model, optimizer) first")
+        return self._applied
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module, without DDP around it."""
+        return self.applied.module
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that `prepare` returned."""
+        if self._optimizer is None:
+            raise UserError("call session.prepare(model, optimizer) first")
+        return self._optimizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Structural facts of the model."""
+        return self.applied.spec
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Put the model under the plan and point the optimizer at its parameters.
+
+        Weights are rank 0's. Build learning-rate schedulers from the optimizer that is returned.
+
+        Raises:
+            ModelError: the session has a model already, or the model does not allow the plan.
+        """
+        if self._applied is not None:
+            raise ModelError("session.prepare was called before; a session trains one model")
+        self._plan = self.planner(model, optimizer)
+        names = parameter_names(model)
+        self._applied = apply(model, self._plan, self.device)
+        self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
+        self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
+        self.scaler = grad_scaler(self._plan)
+        self.notify("on_prepared")
+        return self._applied.outer, self._optimizer
+
+    def steps(
+        self, loader: Iterable[Any], *, limit: int | None = None, count: Callable[[Any], int] = count_labels
+    ) -> Iterator[Step]:
+        """One `Step` for each global batch of ``loader``, which yields micro batches.
+
+        Args:
+            loader: yields ``(inputs, labels)`` or dicts with ``labels``. Each rank is given its own share, unless the
+                loader has a ``DistributedSampler``.
+            limit: stop after this many steps.
+            count: number of loss terms that labels stand for; integer labels other than ``-100``, else samples.
+        """
+        share = windows(rank_batches(loader, self.ranks), self.plan.grad_accum)
+        return self.run_windows(share, limit=limit, count=count)
+
+    def run_windows(
+        self, share: Iterable[list[Any]], *, limit: int | None = None, count: Callable[[Any], int] = count_labels
+    ) -> Iterator[Step]:
+        """As `steps`, from windows that are this rank's own already."""
+        source, last = iter(share), None
+        while limit is None or limit > 0:
+            micros = [self._micro(batch, count) for batch in next(source, [])]
+            rows = gather_ints([sum(m.num_tokens for m in micros), len(micros), int(self._stop_asked)], self.ranks)
+            if any(stop for _, _, stop in rows):
+                self.stopped = True
+                return
+            length = max(number for _, number, _ in rows)
+            if length == 0:
+                return
+            last = micros[-1] if micros else last
+            micros += [self._filler(last)] * (length - len(micros))
+            number = self.steps_done + 1
+            self.notify("on_step_start", number)
+            yield Step(self, number, micros, tokens=sum(tokens for tokens, _, _ in rows))
+            if self.steps_done != number:
+                raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
+            limit = None if limit is None else limit - 1
+
+    def stop(self) -> None:
+        """Ask for the end at the next step's border; one rank's wish stops all. Safe in a signal handler."""
+        self._stop_asked = True
+
+    def close(self) -> None:
+        """Leave the world: destroys the process group if the session made it."""
+        leave(self.ranks)
+
+    def begin_micro(self, *, last: bool) -> None:
+        """Called by `Step` before each micro batch."""
+        set_gradient_sync(self.applied.outer, last)
+        self.phase = "forward"
+
+    def clip(self, clip_norm: float) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most ``clip_norm``; returns the norm before that, 0-d."""
+        self.phase = "clip"
+        gradients = [p.grad for p in self._trainable if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        torch.nn.utils.clip_grads_with_norm_(self._trainable, clip_norm, norm)
+        return norm
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """The optimizer must be the one that `prepare` returned: another one would step stale parameters."""
+        if optimizer is not self._optimizer:
+            raise UserError(
+                "step.update got another optimizer than session.prepare returned; "
+                "write `model, optimizer = session.prepare(model, optimizer)`"
+            )
+
+    def notify(self, event: str, *args: Any) -> None:
+        """Tell every observer."""
+        for observer in self.observers:
+            getattr(observer, event)(self, *args)
+
+    def _micro(self, batch: Any, count: Callable[[Any], int]) -> Micro:
+        inputs, labels = split_batch(batch)
+        number = count(labels)
+        if self.device.type != "cpu":
+            inputs, labels = _pytree.tree_map_only(
+                torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (inputs, labels)
+            )
+        return Micro(inputs=inputs, labels=labels, num_tokens=number)
+
+    def _filler(self, last: Micro | None) -> Micro:
+        if last is None:
+            raise DataError(
+                f"rank {self.ranks.rank} got no batch at all while others did: fewer batches than ranks; "
+                "use a smaller batch size or fewer ranks"
+            )
+        return Micro(inputs=last.inputs, labels=last.labels, num_tokens=0, filler=True)

@@ -1,0 +1,94 @@
+"""From a loader to windows: the micro batches of one optimizer step on this rank.
+
+Whatever the loader is, micro batch ``b`` of the stream goes to rank ``b mod dp``, so that no sample is seen twice and
+a window over all ranks is the next ``dp × accumulation`` batches of the stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from shardwise.errors import DataError
+from shardwise.parallel.group import Ranks, gather_ints
+
+
+class RankBatches(Sampler[list[int]]):
+    """Every ``dp``-th batch of another batch sampler, which draws the same order on every rank."""
+
+    def __init__(self, inner: Iterable[list[int]], ranks: Ranks) -> None:
+        self.inner = inner
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        seed = gather_ints([int(torch.randint(2**62, ()))], self.ranks)[0][0]
+        with torch.random.fork_rng(devices=[]):  # a random sampler draws its order with the first batch
+            torch.manual_seed(seed)
+            batches = iter(self.inner)
+            first = list(itertools.islice(batches, 1))
+        mine = itertools.islice(itertools.chain(first, batches), self.ranks.rank, None, self.ranks.world_size)
+        yield from mine
+
+
+def rank_batches(loader: Iterable[Any], ranks: Ranks) -> Iterable[Any]:
+    """This rank's share of ``loader``.
+
+    A ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One with a
+    ``DistributedSampler`` is taken as it is. Of anything else every rank reads the whole stream and keeps its share.
+    """
+    if ranks.world_size == 1:
+        return loader
+    if isinstance(loader, DataLoader):
+        if isinstance(loader.sampler, DistributedSampler):
+            return loader
+        batches = loader.batch_sampler
+        if batches is not None and not isinstance(loader.dataset, IterableDataset):
+            inner = getattr(batches, "sampler", None)
+            if isinstance(batches, BatchSampler) and isinstance(inner, DistributedSampler):
+                return loader
+            return _rebuilt(loader, RankBatches(batches, ranks))
+    return itertools.islice(iter(loader), ranks.rank, None, ranks.world_size)
+
+
+def _rebuilt(loader: DataLoader[Any], batches: RankBatches) -> DataLoader[Any]:
+    options: dict[str, Any] = {}
+    if loader.num_workers:
+        options = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        **options,
+    )
+
+
+def windows(batches: Iterable[Any], grad_accum: int) -> Iterator[list[Any]]:
+    """Cut a rank's batches into windows of ``grad_accum``; the last one may be shorter."""
+    iterator = iter(batches)
+    while window := list(itertools.islice(iterator, grad_accum)):
+        yield window
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """The inputs and labels of a batch: a pair, or a mapping with ``labels``.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, dict) and "labels" in batch:
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    keys = f" with keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else ""
+    raise DataError(
+        f"the loader gave a {type(batch).__name__}{keys}; a batch is a pair (inputs, labels) or a dict with 'labels'"
+    )

@@ -1,0 +1,153 @@
+"""The same-gradient contract: whatever the split, the gradient is that of one process over the whole global batch.
+
+Gradients are compared, in float64; a loss under Adam hides a constant factor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.cli.own_loop import start
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.session import Session
+from tests.models import decoder, ragged_batches
+from tests.worlds import WorldError, run_world
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "fsdp+offload")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "frozen": {"frozen": True},
+    "recompute full": {"recompute": "full"},
+    "recompute selective": {"recompute": "selective"},
+    "all": {"tied": True, "frozen": True, "recompute": "full"},
+}
+CLIP = 0.05
+LIMIT = 1e-9
+Gradients = dict[str, torch.Tensor]
+
+
+def reference(batches: list[Any], clip: float, **options: bool) -> tuple[Gradients, Gradients, float, float]:
+    """One process, one batch, no Shardwise: gradient, clipped gradient, norm, loss."""
+    model = decoder(**options)
+    count = sum(int((labels != -100).sum()) for _, labels in batches)
+    loss = sum(token_loss_sum(model(inputs), labels) for inputs, labels in batches) / max(count, 1)
+    loss.backward()
+    raw = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    clipped = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return raw, clipped, norm.item(), loss.item()
+
+
+class Watch:
+    """Keeps the whole gradients of every step, before and after clipping."""
+
+    def __init__(self) -> None:
+        self.raw: list[Gradients] = []
+        self.clipped: list[Gradients] = []
+
+    def on_prepared(self, session: Session) -> None: ...
+    def on_step_start(self, session: Session, number: int) -> None: ...
+
+    def on_gradients(self, session: Session, number: int) -> None:
+        self.raw.append(whole_gradients(session.module))
+
+    def on_step_end(self, session: Session, number: int) -> None:
+        self.clipped.append(whole_gradients(session.module))
+
+
+def whole_gradients(module: nn.Module) -> Gradients:
+    from shardwise.spec.model import clean_name
+
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            found[clean_name(name)] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
+    return found
+
+
+def worst_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    errors = []
+    for name, value in expected.items():
+        scale = value.abs().max().clamp_min(1e-30)
+        errors.append((float((found[name] - value).abs().max() / scale), name))
+    return max(errors)
+
+
+def relative(found: float, expected: float) -> float:
+    return abs(found - expected) / max(abs(expected), 1e-30)
+
+
+def train(strategy: str, world: int, accum: int, variant: str, *, mean_of_means: bool = False) -> float:
+    """Two whole windows and a partial one; returns the largest relative error seen."""
+    options = dict(VARIANTS[variant])
+    recompute = options.pop("recompute", "none")
+    per_window = world * accum
+    partial = max(1, per_window // 2) if per_window > 1 else 0  # some ranks run dry
+    batches = ragged_batches(2 * per_window + partial)
+    watch = Watch()
+    session = start(strategy, grad_accum=accum, recompute=recompute, receipts=False)
+    session.observers.append(watch)
+    torch.manual_seed(100 + session.ranks.rank)  # a rank's own luck must not matter
+    model = decoder(seed=0 if session.ranks.is_main else 7, **options)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    worst = 0.0
+    for index, step in enumerate(session.steps(batches)):
+        for micro in step:
+            loss = token_loss_sum(model(micro.inputs), micro.labels)
+            if mean_of_means and micro.num_tokens:
+                loss = loss / micro.num_tokens * (step.tokens / (world * accum))
+            step.backward(loss, count=micro.num_tokens)
+        result = step.update(optimizer, clip_norm=CLIP)
+        raw, clipped, norm, loss_value = reference(
+            batches[index * per_window : (index + 1) * per_window], CLIP, **options
+        )
+        for found, expected in ((watch.raw[-1], raw), (watch.clipped[-1], clipped)):
+            error, name = worst_error(found, expected)
+            worst = max(worst, error)
+        worst = max(worst, relative(result.grad_norm, norm))
+        if step.tokens:
+            worst = max(worst, relative(result.loss, loss_value))
+        else:  # a global batch without a single label: no gradient, and no loss to speak of
+            assert norm == 0 and math.isnan(result.loss)
+    assert index == (2 if partial else 1)
+    session.close()
+    return worst
+
+
+def matrix(strategy: str, world: int, accums: tuple[int, ...], variants: tuple[str, ...]) -> dict[str, float]:
+    return {f"{a} {v}": train(strategy, world, a, v) for a, v in itertools.product(accums, variants)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_is_that_of_one_process(strategy: str, world: int) -> None:
+    for errors in run_world(matrix, world, strategy, world, (1, 3, 4), tuple(VARIANTS)):
+        wrong = {case: error for case, error in errors.items() if not error <= LIMIT}
+        assert not wrong, wrong
+        assert len(errors) == 3 * len(VARIANTS)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_contract_catches_a_mean_of_means(strategy: str) -> None:
+    """The classic mistake, averaging each micro batch alone, must fail the very same comparison."""
+    for error in run_world(mean_of_means, 2, strategy):
+        assert error > 1e-3
+
+
+def mean_of_means(strategy: str) -> float:
+    return train(strategy, 2, 3, "plain", mean_of_means=True)
+
+
+def test_a_failing_rank_is_reported() -> None:
+    with pytest.raises(WorldError, match="no such strategy|is none of"):
+        run_world(train, 2, "nonsense", 2, 1, "plain")
