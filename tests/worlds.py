@@ -55,7 +55,9 @@ def _rank_main(rank: int, world_size: int, tmp: str, fn: Callable[..., Any], arg
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
     code = 0
     try:
         dist.init_process_group("gloo", init_method=f"file://{tmp}/store", rank=rank, world_size=world_size)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.cli.own_loop import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.train.session import Session
+from shardwise.train.session import Session, Step
 from tests.models import decoder, ragged_batches
 from tests.worlds import WorldError, run_world
 
@@ -54,12 +54,12 @@ class Watch:
         self.clipped: list[Gradients] = []
 
     def on_prepared(self, session: Session) -> None: ...
-    def on_step_start(self, session: Session, number: int) -> None: ...
+    def on_step_start(self, session: Session, step: Step) -> None: ...
 
-    def on_gradients(self, session: Session, number: int) -> None:
+    def on_gradients(self, session: Session, step: Step) -> None:
         self.raw.append(whole_gradients(session.module))
 
-    def on_step_end(self, session: Session, number: int) -> None:
+    def on_step_end(self, session: Session, step: Step) -> None:
         self.clipped.append(whole_gradients(session.module))
 
 

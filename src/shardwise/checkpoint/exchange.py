@@ -76,7 +76,7 @@ def agree(error: Exception | None) -> None:
     found = gather_json(describe(error) if error else None)
     first = broadcast_json(next((failure for failure in found if failure), None))
     if first:
-        raise revive(first) from error
+        raise revive(first) from (None if isinstance(error, ShardwiseError) else error)
 
 
 def _grouped() -> bool:

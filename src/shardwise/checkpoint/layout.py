@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
@@ -104,7 +104,10 @@ def transient_names(model: nn.Module) -> set[str]:
 
 def engine_of(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds the state of this rank: the one inside where the state is spread over ranks."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    module = sys.modules.get("torch.distributed.optim")  # its import is slow and warns; whoever needs it has it
+    spread: Any = getattr(module, "ZeroRedundancyOptimizer", ())
+    inner: Optimizer | None = getattr(optimizer, "optim", None)
+    return inner if isinstance(optimizer, spread) and inner is not None else optimizer
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,9 +59,9 @@ def run_local(
 
     On the first failure the others have `REPORT_S` to report, then SIGTERM and ``grace_s``, then SIGKILL; what is
     raised is the failure that came first, not what it did to the others. An interrupt (SIGINT or SIGTERM) is passed
-    on to the ranks once, and they have `STOP_S` to leave; a second SIGINT kills them. When this returns or raises,
-    every process of the ranks' process groups has ended; when this process is killed, ranks that run under
-    `shardwise.launch.rank.guarded` end too.
+    on to the ranks once, as SIGINT, and they have `STOP_S` to leave; a second SIGINT kills them at once. When this
+    returns or raises, every process of the ranks' process groups has ended; when this process is killed, ranks that
+    run under `shardwise.launch.rank.guarded` end too.
     """
     if world_size < 1:
         raise UserError(f"there must be 1 rank or more, not {world_size}")
@@ -75,7 +75,7 @@ def run_local(
             killed = [r.rank for r in world.running()]
             world.read_reports()  # before anything is killed: killing a rank makes its peers fail
         finally:
-            world.end(0.0 if stops.asked else grace_s)
+            world.end(0.0 if stops.insisted else grace_s)
         del store
     if all(r.exit_code == 0 for r in world.ranks) and not killed:
         return 0
@@ -84,15 +84,15 @@ def run_local(
 
 @dataclass
 class _Rank:
-    """One rank. ``exit_code`` is negative for a signal, and ``None`` while it runs."""
+    """One rank. ``exit_code`` is negative for a signal and ``None`` while it runs; ``shot``: the SIGKILL was ours."""
 
     rank: int
     process: subprocess.Popen[bytes]
     log: Path
     error_file: Path
-    alive_ns: int = field(default_factory=time.monotonic_ns)
     ended_ns: int = 0
     exit_code: int | None = None
+    shot: bool = False
     report: RankReport | None = None
     peak_bytes: int | None = None
 
@@ -100,11 +100,8 @@ class _Rank:
         """Look whether it has ended, but leave it unreaped: so its process group's number stays its own."""
         if self.exit_code is not None:
             return
-        now = time.monotonic_ns()
         ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            self.alive_ns = now
-        else:
+        if ended is not None:
             self.ended_ns = time.monotonic_ns()
             self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
@@ -173,6 +170,8 @@ class _World:
             for rank in self.running():
                 rank.signal_group(signal.SIGTERM)
             self._wait_for_all(grace_s)
+        for rank in self.running():
+            rank.shot = True
         for rank in self.ranks:
             rank.signal_group(signal.SIGKILL)  # data workers of a rank that has ended too
         self._wait_for_all(_KILL_S)
@@ -268,8 +267,14 @@ class _Fault:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The least of all is to blame: what happened, then who was asked to stop, then who lost a peer."""
-        return 2 if self.symptom else int(self.kind == Interrupted.__name__), self.at_ns
+        """The least of all is to blame, whatever came first in time, as a rank that is killed lets go of its peers
+        before it is seen to have ended. An abort is dated like an error: a victim may end so.
+        """
+        if self.symptom:
+            return 3, self.at_ns
+        if self.kind == Interrupted.__name__:
+            return 2, self.at_ns
+        return int(self.kind != "signal" or self.rank.exit_code == -signal.SIGABRT), self.at_ns
 
 
 def _faults(world: _World, killed: Sequence[int], stopped: bool) -> Iterator[_Fault]:
@@ -277,14 +282,12 @@ def _faults(world: _World, killed: Sequence[int], stopped: bool) -> Iterator[_Fa
         if r.report is not None:
             said = r.report
             yield _Fault(r, said.kind, tuple(said.message), said.peer_symptom, said.at_ns)
-        elif not r.exit_code or r.rank in killed:
-            continue
+        elif not r.exit_code or (r.rank in killed and (r.shot or r.exit_code != -signal.SIGKILL)):
+            continue  # but a rank that somebody else killed may take a while to end
         elif r.exit_code in _INTERRUPTED or (stopped and r.exit_code == -signal.SIGTERM):
             yield _Fault(r, Interrupted.__name__, ("interrupted",), False, r.ended_ns)
         elif r.exit_code < 0:
-            # it died after it was last seen alive and so before its victims; an abort may be how a victim ends
-            at_ns = r.ended_ns if r.exit_code == -signal.SIGABRT else r.alive_ns
-            yield _Fault(r, "signal", (str(r.exit_code),), False, at_ns)
+            yield _Fault(r, "signal", (str(r.exit_code),), False, r.ended_ns)
         else:
             yield _Fault(r, "exit", (str(r.exit_code),), is_peer_symptom("\n".join(_tail(r))), r.ended_ns)
 

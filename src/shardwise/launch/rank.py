@@ -69,7 +69,7 @@ class RankReport:
             message = list(error.problems) if isinstance(error, UserError) else [str(error)]
         else:
             kind = type(error).__name__
-            message = ["".join(traceback.format_exception_only(error)).strip()]
+            message = ["".join(traceback.format_exception_only(error)).rstrip()]
         return cls(
             rank=rank,
             kind=kind,

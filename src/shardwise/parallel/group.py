@@ -63,7 +63,9 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
                 )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             where = f"{place.master_addr}:{place.master_port}" if place else "this process"
-            raise MachineError(f"rank {place.rank if place else 0} cannot join the world at {where}: {error}") from error
+            raise MachineError(
+                f"rank {place.rank if place else 0} cannot join the world at {where}: {error}"
+            ) from error
     world = dist.get_world_size()
     needs_control = world > 1 and not _speaks_cpu()
     control = dist.new_group(backend="gloo") if needs_control else (dist.group.WORLD if world > 1 else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,5 +23,11 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device:
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=bool(spec.batch_norms),
+        **_buffer_option(sync=bool(spec.batch_norms)),
     )
+
+
+def _buffer_option(*, sync: bool) -> dict[str, bool]:
+    """DDP's switch for buffers under the name that this PyTorch gives it (renamed in 2.13)."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}

@@ -14,7 +14,8 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """The same optimizer with its state split over the ranks by whole parameters.
 
     PyTorch's ZeroRedundancyOptimizer gives each rank the parameters that balance best, steps those, and broadcasts
-    them. A parameter is never cut, so the largest one bounds how even the shares can be. One rank keeps its optimizer.
+    them. A parameter is never cut, so the largest one bounds how even the shares can be. Frozen
+    parameters are left out: they would be broadcast for nothing. One rank keeps its optimizer.
     """
     if dist.get_world_size() == 1:
         return optimizer
@@ -24,8 +25,8 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     defaults: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    groups = [
-        {key: value for key, value in group.items() if key == "params" or key in accepted}
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key in accepted and key != "params"}
+        groups.append({**options, "params": [p for p in group["params"] if p.requires_grad]})
     return ZeroRedundancyOptimizer(groups, kind, **defaults)

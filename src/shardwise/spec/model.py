@@ -24,6 +24,7 @@ class ParameterSpec(BaseModel):
     aliases: tuple[str, ...] = ()
     shape: tuple[int, ...]
     itemsize: int
+    dtype: str
     trainable: bool
     block: str | None = None
 
@@ -84,6 +85,7 @@ def read_model(module: nn.Module) -> ModelSpec:
             aliases=tuple(names[key][1:]),
             shape=tuple(parameter.shape),
             itemsize=parameter.element_size(),
+            dtype=dtype_name(parameter.dtype),
             trainable=parameter.requires_grad,
             block=owner.get(key),
         )
@@ -148,9 +150,9 @@ def _inner_type(module: nn.Module) -> type:
     return type(inner)
 
 
-def is_meta(module: nn.Module) -> bool:
-    """True when at least one parameter has no data yet."""
-    return any(p.device.type == "meta" for p in module.parameters())
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def itemsize_of(precision: str) -> int:

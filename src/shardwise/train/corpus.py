@@ -7,21 +7,20 @@ through the ``datasets`` library, which is not imported when the cache already h
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
-import re
 import shutil
-import stat
 import sysconfig
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,8 +33,11 @@ from shardwise.units import bytes_text, count_text, seconds_text
 
 _LAYOUT = 1  # of a corpus folder; a change of what is written there makes old folders unused
 _REPORT_S = 2.0
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_Say = Callable[[str], None]
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 _SOURCE_SKIP = ["site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"]
-_SUFFIXES = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}
+_FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # anything else is text
 _END_OF_TEXT = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]"]
 
 
@@ -74,10 +76,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class _Source:
-    """Files that were found for a key of the config: ``files`` are relative to ``root`` and sorted."""
+    """Files of one key of the config: ``where`` is that key and its value, ``files`` are sorted, below ``root``."""
 
-    key: str
-    value: str
+    where: str
     format: str
     root: Path
     files: tuple[str, ...]
@@ -103,14 +104,9 @@ def prepare_corpus(table: DataTable, cache: Path, say: Callable[[str], None]) ->
     """
     source = _find(table.path, "data.path", table, cache)
     heldout = _find(table.heldout_path, "data.heldout_path", table, cache) if table.heldout_path is not None else None
-    identity = {
-        "layout": _LAYOUT,
-        "train": source.listing(),
-        "heldout": heldout.listing() if heldout else table.heldout_fraction,
-        "text_field": table.text_field,
-        "tokenizer": [[file.name, _hash(file.read_bytes())] for file in _tokenizer_files(table.tokenizer)],
-    }
-    fingerprint = _hash(json.dumps(identity).encode())
+    tokenizer = [[file.name, _hash(file.read_bytes())] for file in _tokenizer_files(table.tokenizer)]
+    sides = [source.listing(), heldout.listing() if heldout else table.heldout_fraction]
+    fingerprint = _hash(json.dumps([_LAYOUT, sides, table.text_field, tokenizer]).encode())
     folder = cache / fingerprint[:16]
     if folder.is_dir():
         try:
@@ -122,7 +118,8 @@ def prepare_corpus(table: DataTable, cache: Path, say: Callable[[str], None]) ->
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
         try:
             (work / "corpus").mkdir()
-            _build(table, source, heldout, work, fingerprint, say)
+            facts = _build(table, [source] + ([heldout] if heldout else []), work, say)
+            (work / "corpus" / "corpus.json").write_text(json.dumps(facts | {"fingerprint": fingerprint}, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(work / "corpus", folder)
         finally:
@@ -142,7 +139,7 @@ def open_corpus(cache_folder: Path) -> Corpus:
         return Corpus(folder=cache_folder, train=parts["train"], heldout=parts.get("heldout"), **facts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise DataError(f"corpus '{cache_folder}' cannot be opened: {reason}; delete the folder and run again") from None
+        raise DataError(f"corpus '{cache_folder}' cannot be opened: {reason}; delete it and run again") from None
 
 
 def _open_part(folder: Path, name: str, facts: dict[str, int]) -> Tokens:
@@ -158,89 +155,77 @@ def _open_part(folder: Path, name: str, facts: dict[str, int]) -> Tokens:
 
 def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
     """The files of a path, in order; hidden files and the cache itself are left out of a folder."""
+    where, skip, suffix = f"{key} '{value}'", list[str](), ""
+    form: str = table.format
     if value.startswith("python:"):
-        roots = _python_source(value.removeprefix("python:"), key)
-        skip, suffix = _SOURCE_SKIP, ".py"
-    else:
-        roots, skip, suffix = [Path(value).expanduser()], [], ""
-    root = roots[0]
-    if not root.exists():
-        raise DataError(f"{key} '{value}' does not exist; give a file or a folder")
-    if root.is_file():
-        by_suffix = {ending: name for name, endings in _SUFFIXES.items() for ending in endings}
-        form = by_suffix.get(root.suffix, "text") if table.format == "auto" else table.format
-        if form == "dataset":
-            raise DataError(f"{key} '{value}' is a file, but data.format 'dataset' is a folder; give the folder")
-        return _readable(_Source(key, value, form, root.parent, (root.name,)))
+        root, skip, suffix = _python_source(value.removeprefix("python:"), where), _SOURCE_SKIP, ".py"
+    elif not (root := Path(value).expanduser()).exists():
+        raise DataError(f"{where} does not exist; give a file or a folder")
     saved = (root / "state.json").is_file() or (root / "dataset_dict.json").is_file()
-    if table.format == "dataset" or (table.format == "auto" and saved):
-        if not saved:
-            raise DataError(f"{key} '{value}' is no saved dataset; write it with datasets.save_to_disk, or set data.format")
-        return _readable(_Source(key, value, "dataset", root, tuple(_walk(root, [], cache))))
-    include, exclude = [_glob(p) for p in table.include], [_glob(p) for p in table.exclude]
-    names = [n for n in _walk(root, exclude, cache, skip) if n.endswith(suffix) and any(p.fullmatch(n) for p in include)]
+    if form == "dataset" and not saved:
+        raise DataError(f"{where} is no saved dataset; give a folder that datasets.save_to_disk wrote")
+    if root.is_file():
+        names, folder = [root.name], root.parent
+    elif saved and form in ("auto", "dataset"):
+        names, folder, form = _walk(root, [], cache), root, "dataset"
+    else:
+        names = [n for n in _walk(root, table.exclude, cache, skip) if n.endswith(suffix)]
+        names, folder = [n for n in names if _matches(Path(n), table.include)], root
     if not names:
         rule = f"no file matches data.include {table.include} and not data.exclude {table.exclude}"
-        raise DataError(f"{key} '{value}' has no documents: {rule}; patterns are relative to it, such as '**/*.txt'")
-    form = table.format
+        raise DataError(f"{where} has no documents: {rule}; patterns are relative to it, such as '**/*.txt'")
+    kinds = [_FORMATS.get(Path(n).suffix, "text") for n in names]
     if form == "auto":
-        form = next((f for f, ends in _SUFFIXES.items() if all(n.endswith(ends[0]) for n in names)), "text")
-    names = [n for n in names if n.endswith(_SUFFIXES.get(form, ""))] or names
-    return _readable(_Source(key, value, form, root, tuple(names)))
+        form = "text" if len(set(kinds)) > 1 else kinds[0]
+    if form in kinds and form != "text":
+        names = [n for n, kind in zip(names, kinds, strict=True) if kind == form]
+    for name in names:
+        if not (folder / name).is_file() or not os.access(folder / name, os.R_OK):
+            why = "cannot be read" if (folder / name).exists() else "is a link to nothing"
+            raise DataError(f"{where}: file '{name}' {why}; repair it or add it to data.exclude")
+    return _Source(where, form, folder, tuple(names))
 
 
-def _readable(source: _Source) -> _Source:
-    for name in source.files:
-        if not os.access(source.root / name, os.R_OK):
-            why = "cannot be read" if (source.root / name).exists() else "is a link to nothing"
-            raise DataError(f"{source.key} '{source.value}': file '{name}' {why}; repair it or add it to data.exclude")
-    return source
-
-
-def _walk(root: Path, exclude: Sequence[re.Pattern[str]], cache: Path, skip: Sequence[str] = ()) -> list[str]:
-    """Relative paths of the plain files below ``root``, sorted; links to folders are not followed."""
+def _walk(root: Path, exclude: Sequence[str], cache: Path, skip: Sequence[str] = ()) -> list[str]:
+    """Relative paths of the files and links below ``root``, sorted; links to folders are not followed."""
     names, avoid = [], cache.resolve()
     for top, folders, files in os.walk(root):
-        here = Path(top).relative_to(root).as_posix()
-        start = "" if here == "." else f"{here}/"
-
-        def keep(name: str, start: str = start) -> bool:
-            return not (name.startswith(".") or any(p.fullmatch(start + name) for p in exclude))
-
-        folders[:] = [f for f in folders if keep(f) and f not in skip and Path(top, f).resolve() != avoid]
-        special = (f for f in files if os.path.exists(os.path.join(top, f)))
-        unfit = {f for f in special if not stat.S_ISREG(os.stat(os.path.join(top, f)).st_mode)}
-        names += [start + f for f in files if keep(f) and f not in unfit]
+        here = Path(top).relative_to(root)
+        kept = {name for name in folders + files if not name.startswith(".") and not _matches(here / name, exclude)}
+        folders[:] = [f for f in folders if f in kept and f not in skip and Path(top, f).resolve() != avoid]
+        plain = (Path(top, f) for f in files if f in kept)
+        names += [p.relative_to(root).as_posix() for p in plain if p.is_file() or p.is_symlink()]
     return sorted(names)
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
-    """A pattern of relative paths: ``*`` and ``?`` stay in a folder, ``**`` is any number of folders."""
-    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.findall(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", pattern, re.DOTALL)
-    texts = [p.replace("[!", "[^", 1).replace("\\", r"\\") if len(p) > 2 and p[0] == "[" else re.escape(p) for p in parts]
-    return re.compile("".join(known.get(p, t) for p, t in zip(parts, texts, strict=True)), re.DOTALL)
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    """Whether a relative path fits a pattern: ``*`` stays in a folder, ``**`` is any number of folders."""
+
+    def fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+        if not pattern or not parts:
+            return not parts and all(p == "**" for p in pattern)
+        if pattern[0] == "**":
+            return fits(parts, pattern[1:]) or fits(parts[1:], pattern)
+        return fnmatchcase(parts[0], pattern[0]) and fits(parts[1:], pattern[1:])
+
+    return any(fits(path.parts, pattern.split("/")) for pattern in patterns)
 
 
-def _python_source(package: str, key: str) -> list[Path]:
+def _python_source(package: str, where: str) -> Path:
     """The standard library's folder, or the folder or file of an installed package, which is not imported."""
     if package == "stdlib":
-        return [Path(sysconfig.get_paths()["stdlib"])]
+        return Path(sysconfig.get_paths()["stdlib"])
     top, *rest = package.split(".")
-    try:
+    spec = None
+    with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    fix = "give an installed package with Python source, or 'python:stdlib'"
-    if spec is None:
-        raise DataError(f"{key} 'python:{package}': package '{top}' is not installed; {fix}")
-    inside = [Path(folder).joinpath(*rest) for folder in spec.submodule_search_locations or []]
-    found = [p for path in inside for p in (path, path.with_suffix(".py")) if p.exists()]
-    if not found and not rest and spec.origin and spec.origin.endswith(".py"):
+    inside = [Path(folder).joinpath(*rest) for folder in (spec and spec.submodule_search_locations) or []]
+    found = [p for path in inside for p in (path, path.with_name(f"{path.name}.py")) if p.exists()]
+    if spec and spec.origin and spec.origin.endswith(".py") and not inside and not rest:
         found = [Path(spec.origin)]
     if not found:
-        raise DataError(f"{key} 'python:{package}': package '{package}' has no source; {fix}")
-    return found
+        raise DataError(f"{where}: '{package}' is no installed package with Python source; install it or give a folder")
+    return found[0]
 
 
 # ------------------------------------------------------------------------------------------------ documents
@@ -255,13 +240,14 @@ def _load(source: _Source, field: str, cache_dir: Path) -> Any:
             if isinstance(data, datasets.DatasetDict):
                 if "train" not in data and len(data) != 1:
                     fix = f"give the folder of one split: {', '.join(data)}"
-                    raise DataError(f"{source.key} '{source.value}' has several splits and no 'train'; {fix}")
+                    raise DataError(f"{source.where} has several splits and no 'train'; {fix}")
                 data = data["train"] if "train" in data else next(iter(data.values()))
             _need_column(source, field, data.column_names, "")
         elif source.format == "parquet":
             for path, name in zip(paths, source.files, strict=True):
-                _need_column(source, field, importlib.import_module("pyarrow.parquet").read_schema(path).names, name)
-            exact = [re.sub(r"([*?\[])", r"[\1]", path) for path in paths]  # datasets takes a path for a pattern
+                columns = _need("pyarrow.parquet").read_schema(path).names
+                _need_column(source, field, columns, f" (file '{name}')")
+            exact = [glob.escape(path) for path in paths]  # datasets takes a path for a pattern
             data = datasets.Dataset.from_parquet(exact, columns=[field], cache_dir=str(cache_dir))
         else:  # its own reader of text changes line ends, and that of JSON guesses the type of every column
             rows = _text_rows if source.format == "text" else _json_rows
@@ -270,7 +256,7 @@ def _load(source: _Source, field: str, cache_dir: Path) -> Any:
             data = datasets.Dataset.from_generator(rows, named, str(cache_dir), gen_kwargs=given)
         dtype = getattr(data.features[field], "dtype", type(data.features[field]).__name__)
         if "string" not in dtype:
-            raise DataError(f"data.text_field '{field}' holds {dtype}, not text; name a column of text")
+            raise _not_text(field, dtype)
         return data.select_columns([field])
 
 
@@ -283,30 +269,287 @@ def _json_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[di
     """Rows of JSON lines, or of a file that is one JSON list; every row must have the field."""
     for path, name in zip(paths, source.files, strict=True):
         with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-            is_list = file.read(4096).lstrip().startswith("[")
+            whole = file.read(4096).lstrip().startswith("[")
             file.seek(0)
-            texts = enumerate([file.read()] if is_list else file, 1)
-            for number, text in texts:
-                where = f"file '{name}'" + ("" if is_list else f", line {number},")
-                if not text.strip():
-                    continue
+            for number, text in enumerate([file.read()] if whole else file, 1):
+                at = f"file '{name}'" if whole else f"file '{name}', line {number}"
                 try:
-                    rows = json.loads(text)
+                    rows = json.loads(text) if text.strip() else []
                 except json.JSONDecodeError as error:
-                    raise DataError(f"{source.key} '{source.value}': {where} is not JSON: {error.msg}; repair it") from None
-                for row in rows if is_list else [rows]:
+                    raise DataError(f"{source.where}: {at} is not JSON: {error.msg}; repair it") from None
+                for row in rows if isinstance(rows, list) else [rows]:
                     if not isinstance(row, dict):
-                        raise DataError(f"{source.key} '{source.value}': {where} has a row that is no object; repair it")
-                    _need_column(source, field, row, where)
+                        raise DataError(f"{source.where}: {at} holds {row!r:.40}, not an object; repair it")
+                    _need_column(source, field, row, f" ({at})")
                     if not isinstance(row[field], str | None):
-                        got = type(row[field]).__name__
-                        raise DataError(f"data.text_field '{field}' holds {got}, not text, in {where} name a column of text")
+                        raise _not_text(field, f"{type(row[field]).__name__} ({at})")
                     yield {field: row[field]}
 
 
-def _need_column(source: _Source, field: str, names: Iterable[str], where: str) -> None:
+def _need_column(source: _Source, field: str, names: Iterable[str], at: str) -> None:
     known = [str(name) for name in names]
     if field not in known:
-        hint = did_you_mean(field, known)
-        at = f" ({where.rstrip(',')})" if where else ""
-        raise DataError(f"data.text_field '{field}' is not a column of '{source.value}'{at}{hint}; it has: {', '.join(known)}")
+        hint, has = did_you_mean(field, known), ", ".join(known)
+        raise DataError(f"data.text_field '{field}' is not a column of {source.where}{at}{hint}; it has: {has}")
+
+
+def _not_text(field: str, got: str) -> DataError:
+    return DataError(f"data.text_field '{field}' holds {got}, not text; name a column of text")
+
+
+def _batches(data: Any, field: str) -> Iterator[list[str]]:
+    """The texts in order, without empty ones, at most 128 at a time."""
+    for rows in data.iter(batch_size=128):
+        if texts := [text for text in rows[field] if text]:
+            yield texts
+
+
+# --------------------------------------------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    vocab_size: int
+    separator: int
+    encode: Callable[[list[str]], Iterable[Any]]  # the tokens of each text
+
+
+def _tokenizer_files(name: str) -> list[Path]:
+    """The files that decide what a tokenizer does; none for ``bytes``."""
+    if name == "bytes":
+        return []
+    path = Path(name).expanduser()
+    files = [path] if path.is_file() else sorted(f for e in ("json", "txt", "model") for f in path.glob(f"*.{e}"))
+    if not files:
+        what = "has no tokenizer file" if path.is_dir() else "does not exist here"
+        raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder that holds one")
+    return files
+
+
+def _tokenizer(name: str) -> _Tokenizer:
+    """``bytes``, a ``tokenizer.json`` (its truncation, padding and added tokens are not used) or a folder."""
+    if name == "bytes":
+        return _Tokenizer(257, 256, lambda texts: (np.frombuffer(_utf8(text), np.uint8) for text in texts))
+    path = Path(name).expanduser()
+    file, settings = (path / "tokenizer.json" if path.is_dir() else path), path / "tokenizer_config.json"
+    library = _need("tokenizers" if file.is_file() else "transformers")
+    end: Any = None
+    try:
+        if file.is_file():
+            fast = library.Tokenizer.from_file(str(file))
+            fast.no_truncation()
+            fast.no_padding()
+            vocab = fast.get_vocab(with_added_tokens=True)
+            if settings.is_file():
+                end = json.loads(settings.read_text()).get("eos_token")
+        else:
+            slow = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            vocab, end = slow.get_vocab(), slow.eos_token
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"data.tokenizer '{name}' cannot be read: {_first_line(error)}; give another") from None
+    end = end.get("content") if isinstance(end, dict) else end
+    end = next((word for word in [end, *_END_OF_TEXT] if word in vocab), None)
+    if end is None:
+        known = ", ".join(_END_OF_TEXT)
+        raise DataError(f"data.tokenizer '{name}' has no token that ends a document; add one of these: {known}")
+
+    def encode(texts: list[str]) -> Iterable[Any]:
+        if file.is_file():
+            return (coded.ids for coded in fast.encode_batch(texts, add_special_tokens=False))
+        return slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return _Tokenizer(max(vocab.values()) + 1, vocab[end], encode)
+
+
+class _Writer:
+    """Appends documents to ``name.npy``, whose header is written again when the number of tokens is known."""
+
+    def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
+        self.folder, self.name, self.tokenizer = folder, name, tokenizer
+        self.dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+        self.lengths, self.num_bytes = [0], 0
+        self.file: BinaryIO = (folder / f"{name}.npy").open("wb")
+        self._header(0)
+
+    def _header(self, num_tokens: int) -> None:
+        facts = {"descr": self.dtype.str, "fortran_order": False, "shape": (num_tokens,)}
+        self.file.write(np.lib.format.magic(1, 0) + (118).to_bytes(2, "little") + f"{facts!s:117}\n".encode())
+
+    def add(self, texts: list[str]) -> None:
+        """Append texts, each followed by the separator."""
+        for text, ids in zip(texts, self.tokenizer.encode(texts) if texts else [], strict=True):
+            tokens = np.empty(len(ids) + 1, self.dtype)
+            tokens[:-1], tokens[-1] = ids, self.tokenizer.separator
+            self.file.write(tokens.data)
+            self.lengths.append(len(tokens))
+            self.num_bytes += len(_utf8(text))
+
+    def close(self) -> None:
+        self.file.close()
+
+    def finish(self) -> dict[str, int]:
+        """Finish both files and say what they hold."""
+        starts = np.cumsum(self.lengths, dtype=np.int64)
+        self.file.seek(0)
+        self._header(int(starts[-1]))
+        self.file.close()
+        np.save(self.folder / f"{self.name}_starts.npy", starts)
+        return {"num_tokens": int(starts[-1]), "num_bytes": self.num_bytes}
+
+
+# ---------------------------------------------------------------------------------------------------- build
+
+
+def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) -> dict[str, Any]:
+    """Write the corpus of the sources (training documents, then perhaps held-out ones) to ``work/corpus``."""
+    tokenizer = _tokenizer(table.tokenizer)
+    num_files = sum(len(source.files) for source in sources)
+    say(f"reading {num_files} file{'s' * (num_files != 1)}")
+    loaded = [_load(source, table.text_field, work / "datasets") for source in sources]
+    scan = _Scan()
+    hashes = [scan.read(_batches(data, table.text_field)) for data in loaded]
+    for source, found in zip(sources, hashes, strict=True):
+        if not len(found):
+            raise DataError(f"{source.where} has only empty documents; give some with text")
+    if scan.replaced:
+        say(f"{scan.replaced} documents hold U+FFFD, which stands for bytes that are not UTF-8")
+    held = [np.full(len(found), index == 1) for index, found in enumerate(hashes)]
+    if len(sources) == 1:
+        held = [_held_out(hashes[0], table.heldout_fraction)]
+        if table.heldout_fraction and not held[0].any():
+            say("nothing is held out: there is only one document; give data.heldout_path")
+    elif leaked := int(np.isin(hashes[1], hashes[0]).sum()):
+        say(f"{leaked} of {len(hashes[1])} held-out documents are trained on too: they are in data.path")
+    pieces = (texts for data in loaded for texts in _batches(data, table.text_field))
+    with ExitStack() as stack:
+        files = [_Writer(work / "corpus", name, tokenizer) for name in ("train", "heldout")]
+        for file in files:
+            stack.callback(file.close)
+        _tokenise(pieces, np.concatenate(held), scan.num_bytes, files, say)
+        parts = {file.name: file.finish() for file in files if len(file.lengths) > 1}
+    tokens, documents = count_text(sum(part["num_tokens"] for part in parts.values())), sum(map(len, held))
+    say(f"{bytes_text(scan.num_bytes)}, {tokens} tokens, {documents} documents, {sum(map(sum, held))} held out")
+    return scan.entropies() | {"parts": parts, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator}
+
+
+def _tokenise(batches: Iterable[list[str]], held: NDArray[Any], total: int, writers: list[_Writer], say: _Say) -> None:
+    """Write every document to the side it belongs to; ``total`` is the bytes of all, for the reports on the way."""
+    began = last = time.monotonic()
+    at = 0
+    for texts in batches:
+        sides = held[at : at + len(texts)]
+        for side, writer in enumerate(writers):
+            writer.add([text for text, mine in zip(texts, sides == side, strict=True) if mine])
+        at, done, now = at + len(texts), sum(writer.num_bytes for writer in writers), time.monotonic()
+        if now - last >= _REPORT_S and done < total:
+            last, rate = now, done / (now - began)
+            left = seconds_text((total - done) / rate)
+            say(f"tokenised {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s, {left} left")
+
+
+class _Scan:
+    """One pass over all documents: their hashes, and how often a byte follows a byte."""
+
+    def __init__(self) -> None:
+        self.pairs = np.zeros(1 << 16, np.int64)
+        self.ends, self.num_bytes, self.replaced = b"", 0, 0  # ends: the first byte of all and the last so far
+
+    def read(self, batches: Iterable[list[str]]) -> NDArray[np.uint64]:
+        """The 64-bit content hash of each text."""
+        hashes = []
+        for texts in batches:
+            data = [_utf8(text) for text in texts]
+            hashes += [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") for text in data]
+            self.replaced += sum("\ufffd" in text for text in texts)
+            self.num_bytes += sum(map(len, data))
+            joined = np.frombuffer(self.ends[1:] + b"".join(data), np.uint8)
+            self.ends = (self.ends[:1] or data[0][:1]) + data[-1][-1:]
+            for start in range(0, len(joined) - 1, 1 << 20):
+                piece = joined[start : start + (1 << 20) + 1].astype(np.int64)
+                self.pairs += np.bincount(piece[:-1] * 256 + piece[1:], minlength=1 << 16)
+        return np.array(hashes, np.uint64)
+
+    def entropies(self) -> dict[str, Any]:
+        """Of a byte, and of a byte given the one before it; bits per byte."""
+        table = self.pairs.reshape(256, 256)
+        singles = table.sum(0)
+        singles[self.ends[0]] += 1
+        order1 = max(0.0, _entropy(self.pairs) - _entropy(table.sum(1)))
+        return {"order0_bits": _entropy(singles), "order1_bits": order1}
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return float(-(shares * np.log2(shares)).sum()) + 0.0
+
+
+def _held_out(hashes: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Which documents are held out; never all of them, and one content at least if there are two."""
+    held = hashes < np.uint64(int(fraction * 2**64))
+    if fraction and not held.any():
+        held = hashes == hashes.min()
+    return hashes < hashes.max() if held.all() and fraction else held
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", errors="replace")
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------- errors
+
+
+def _need(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise DataError(f"the corpus needs the package '{package}' ({error}); pip install 'shardwise[hf]'") from None
+
+
+@contextmanager
+def _loading(source: _Source) -> Iterator[Any]:
+    """The ``datasets`` module, offline and silent meanwhile; what fails in it becomes one of our errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        datasets = _need("datasets")
+        config, log, bars = datasets.config, datasets.utils.logging, not datasets.are_progress_bars_disabled()
+        before = config.HF_HUB_OFFLINE, config.HF_DATASETS_OFFLINE, log.get_verbosity()
+        config.HF_HUB_OFFLINE = config.HF_DATASETS_OFFLINE = True
+        log.set_verbosity(log.CRITICAL + 1)
+        datasets.disable_progress_bars()
+        try:
+            yield datasets
+        except Exception as error:
+            chain: list[BaseException] = [error]
+            while below := chain[-1].__cause__ or chain[-1].__context__:
+                chain.append(below)
+            for cause in chain:
+                if isinstance(cause, ShardwiseError) or getattr(cause, "errno", None) in _FULL | _DENIED:
+                    raise cause from None
+            reason = _first_line(chain[-1])
+            fix = "repair it or set data.format"
+            raise DataError(f"{source.where} cannot be read as {source.format}: {reason}; {fix}") from None
+        finally:
+            config.HF_HUB_OFFLINE, config.HF_DATASETS_OFFLINE = before[:2]
+            log.set_verbosity(before[2])
+            if bars:
+                datasets.enable_progress_bars()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _writing(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _DENIED:
+            raise UserError(f"corpus cache '{cache}' cannot be written: {reason}; use a folder you may write") from None
+        fix = "free space or use another folder"
+        raise MachineError(f"corpus cache '{cache}' cannot be written: {reason}; {fix}") from None

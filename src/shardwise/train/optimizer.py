@@ -29,7 +29,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
         made = load_object(table.factory, "optimizer.factory")(trained, lr=table.lr, **table.kwargs)
         if not isinstance(made, Optimizer):
             raise ConfigError(
-                f"optimizer.factory '{table.factory}' returned a {type(made).__name__}; it must return a torch Optimizer"
+                f"optimizer.factory '{table.factory}' returned a {type(made).__name__}; it must return an Optimizer"
             )
         return made
     if table.name == "sgd":

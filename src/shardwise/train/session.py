@@ -37,13 +37,13 @@ class Observer(Protocol):
     def on_prepared(self, session: Session) -> None:
         """The model and the optimizer stand as they will be trained."""
 
-    def on_step_start(self, session: Session, number: int) -> None:
-        """Before the first forward of step ``number`` (counted from 1)."""
+    def on_step_start(self, session: Session, step: Step) -> None:
+        """Before the first forward of a step."""
 
-    def on_gradients(self, session: Session, number: int) -> None:
+    def on_gradients(self, session: Session, step: Step) -> None:
         """Gradients are reduced, normalised and not yet clipped."""
 
-    def on_step_end(self, session: Session, number: int) -> None:
+    def on_step_end(self, session: Session, step: Step) -> None:
         """After the optimizer's step; gradients are still there."""
 
 
@@ -82,13 +82,16 @@ class StepResult:
 
 
 class Step:
-    """One optimizer step: iterate its micro batches, call `backward` on each, then `update` once."""
+    """One optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
+
+    ``number`` counts from 1, ``tokens`` is the number of labels in the whole global batch, ``micros`` are this rank's.
+    """
 
     def __init__(self, session: Session, number: int, micros: list[Micro], tokens: int) -> None:
         self.number = number
         self.tokens = tokens
         self._session = session
-        self._micros = micros
+        self.micros = micros
         self._current = -1
         self._backwards = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
@@ -96,9 +99,9 @@ class Step:
 
     def __iter__(self) -> Iterator[Micro]:
         """Each micro batch in turn; gradients synchronise during the backward of the last one."""
-        for index, micro in enumerate(self._micros):
+        for index, micro in enumerate(self.micros):
             self._current = index
-            self._session.begin_micro(last=index == len(self._micros) - 1)
+            self._session.begin_micro(last=index == len(self.micros) - 1)
             yield micro
 
     def backward(self, loss_sum: torch.Tensor, count: int | None = None) -> None:
@@ -111,7 +114,7 @@ class Step:
         Raises:
             UserError: ``count`` is not what was agreed on, or the loss is no scalar.
         """
-        session, micro = self._session, self._micros[self._current]
+        session, micro = self._session, self.micros[self._current]
         if loss_sum.ndim != 0:
             shape = tuple(loss_sum.shape)
             raise UserError(f"step.backward needs a 0-d summed loss, got shape {shape}; use reduction='sum'")
@@ -133,7 +136,7 @@ class Step:
         if not micro.filler:
             self._loss_sum += loss_sum.detach()
         session.phase = "control"
-        if self._backwards == len(self._micros) and session.ranks.world_size > 1:
+        if self._backwards == len(self.micros) and session.ranks.world_size > 1:
             self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
         session.phase = "forward"
 
@@ -145,15 +148,15 @@ class Step:
                 caller sees it when it reads the result).
         """
         session = self._session
-        if self._backwards != len(self._micros):
+        if self._backwards != len(self.micros):
             raise UserError(
-                f"step.update after {self._backwards} of {len(self._micros)} backward calls; "
+                f"step.update after {self._backwards} of {len(self.micros)} backward calls; "
                 "iterate the whole step and call step.backward on every micro batch"
             )
         session.check_optimizer(optimizer)
         if session.scaler is not None:
             session.scaler.unscale_(optimizer)
-        session.notify("on_gradients", self.number)
+        session.notify("on_gradients", self)
         norm = session.clip(clip_norm) if clip_norm is not None else None
         if self._loss_work is not None:
             self._loss_work.wait()
@@ -168,7 +171,7 @@ class Step:
             optimizer.step()
         session.phase = "control"
         session.steps_done = self.number
-        session.notify("on_step_end", self.number)
+        session.notify("on_step_end", self)
         optimizer.zero_grad()
         return result
 
@@ -302,8 +305,9 @@ class Session:
             last = micros[-1] if micros else last
             micros += [self._filler(last)] * (length - len(micros))
             number = self.steps_done + 1
-            self.notify("on_step_start", number)
-            yield Step(self, number, micros, tokens=sum(tokens for tokens, _, _ in rows))
+            step = Step(self, number, micros, tokens=sum(tokens for tokens, _, _ in rows))
+            self.notify("on_step_start", step)
+            yield step
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1

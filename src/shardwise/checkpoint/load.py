@@ -1,0 +1,208 @@
+"""`load_checkpoint`: fill a live model and optimizer, under any strategy and world size, from any other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import exchange
+from shardwise.checkpoint.format import (
+    Manifest,
+    Shard,
+    TensorEntry,
+    read_manifest,
+    saved_steps,
+    short_list,
+)
+from shardwise.checkpoint.layout import Slot, engine_of, like, local_of, slots_of
+from shardwise.checkpoint.shards import ShardReader, code_of, entry_dtype, fill, touched
+from shardwise.errors import CheckpointError
+
+# how an optimizer computes, not what: these stay as the live optimizer has them
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_FIX = "remove this checkpoint and load an earlier one"
+
+
+@dataclass
+class _Work:
+    """What is to be filled, what is to be set afterwards, and why it cannot be."""
+
+    problems: list[str] = field(default_factory=list)
+    jobs: list[tuple[torch.Tensor, TensorEntry]] = field(default_factory=list)
+    states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint with the highest step in ``folder``; ``None`` where there is none. Unfinished ones are ignored."""
+    steps = saved_steps(folder)
+    return steps[0][1] if steps else None
+
+
+def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer | None, verify: bool = False) -> Manifest:
+    """Fill ``model`` and ``optimizer`` in place from the checkpoint folder ``path``, and return its manifest.
+
+    Collective over the default group. Strategy and world size may differ from those that saved. Each rank reads
+    only what it holds; the values are bit-equal. Optimizer state is created as needed, on the parameter's device
+    and in its layout; hyperparameters are restored by parameter names, except how the optimizer computes
+    (``foreach``, ``fused``, ``capturable``, ``differentiable``). ``optimizer=None`` leaves its state unread.
+    ``verify=True`` first compares the hash of every shard that this rank needs. Nothing is changed before all
+    names and shapes were found to match.
+
+    Raises:
+        CheckpointError: names, shapes, dtypes or the optimizer do not match (at most ten are listed), or a file is
+            missing or damaged. The same on every rank.
+    """
+    manifest, mine = None, None
+    try:
+        manifest = _load(path, model, optimizer, verify)
+    except Exception as error:
+        mine = error
+    exchange.agree(mine)
+    if manifest is None:
+        raise CheckpointError(f"checkpoint '{path}' was not loaded")
+    return manifest
+
+
+def rng_for(path: Path, rank: int) -> dict[str, torch.Tensor] | None:
+    """The generator states that rank ``rank`` saved, by name, uint8 on the CPU; ``None`` where it saved none.
+
+    Raises:
+        CheckpointError: the manifest or the rank's file is missing or damaged.
+    """
+    prefix = f"rng/{rank}/"
+    entries = {n.removeprefix(prefix): e for n, e in read_manifest(path).tensors.items() if n.startswith(prefix)}
+    found = {name: torch.empty(entry.shape, dtype=entry_dtype(entry)) for name, entry in entries.items()}
+    with ShardReader(path, _FIX) as reader:
+        for name, tensor in found.items():
+            fill(tensor, entries[name].shards, reader)
+    return found or None
+
+
+def _load(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: bool) -> Manifest:
+    manifest = read_manifest(path)
+    slots = slots_of(model)
+    work = _Work()
+    _match_model(slots, manifest, work)
+    if optimizer is not None:
+        _match_groups(slots, optimizer, manifest, work)
+        _match_state(slots, optimizer, manifest, work)
+    if work.problems:
+        raise CheckpointError(f"checkpoint '{path}' does not fit the model and optimizer: {short_list(work.problems)}")
+    with ShardReader(path, _FIX) as reader:
+        if verify:
+            needed: dict[Shard, None] = {s: None for t, e in work.jobs for s, _ in touched(t, e.shards)}
+            reader.check(needed)
+        for tensor, entry in work.jobs:
+            fill(tensor, entry.shards, reader)
+    if optimizer is not None:
+        _set_optimizer(optimizer, work)
+    return manifest
+
+
+def _match_model(slots: list[Slot], manifest: Manifest, work: _Work) -> None:
+    live = {f"model/{name}" for slot in slots for name in slot.names}
+    for slot in slots:
+        name = f"model/{slot.name}"
+        entry = manifest.entry(name)
+        if entry is None:
+            work.problems.append(f"{name}: not in the checkpoint")
+            continue
+        if entry.shape != tuple(slot.tensor.shape):
+            work.problems.append(f"{name}: {entry.shape} in the checkpoint, {tuple(slot.tensor.shape)} in the model")
+        elif entry.dtype != code_of(slot.tensor):
+            work.problems.append(f"{name}: {entry.dtype} in the checkpoint, {code_of(slot.tensor)} in the model")
+        else:
+            work.jobs.append((slot.tensor, entry))
+        stored = manifest.aliases.get(name, name)
+        for alias in (f"model/{alias}" for alias in slot.aliases):
+            if manifest.entry(alias) and manifest.aliases.get(alias, alias) != stored:
+                work.problems.append(f"{alias}: tied to {name} in the model, on its own in the checkpoint")
+    extra = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith("model/") and name not in live]
+    work.problems += [f"{name}: in the checkpoint, not in the model" for name in extra]
+
+
+def _match_groups(slots: list[Slot], optimizer: Optimizer, manifest: Manifest, work: _Work) -> None:
+    saved = manifest.optimizer
+    kind = type(engine_of(optimizer)).__name__
+    if kind != saved.name:
+        work.problems.append(f"optimizer: {saved.name} in the checkpoint, {kind} here")
+    if len(optimizer.param_groups) != len(saved.groups):
+        here = len(optimizer.param_groups)
+        work.problems.append(f"optimizer: {len(saved.groups)} parameter groups in the checkpoint, {here} here")
+    names = _stored_names(slots, manifest)
+    home = {name: number for number, group in enumerate(saved.groups) for name in group.params}
+    seen: set[str] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in names for parameter in group["params"]):
+            work.problems.append(f"optimizer: group {number} has parameters that the model does not have")
+            continue
+        members = [names[id(parameter)] for parameter in group["params"]]
+        seen.update(members)
+        work.problems += [f"optimizer/{name}: not in the checkpoint" for name in members if name not in home]
+        homes = sorted({home[name] for name in members if name in home})
+        if len(homes) > 1:
+            work.problems.append(f"optimizer: group {number} mixes the groups {homes} of the checkpoint")
+        work.options.append(dict(saved.groups[homes[0]].options) if homes else {})
+    work.problems += [f"optimizer/{name}: in the checkpoint, not in the optimizer" for name in home if name not in seen]
+
+
+def _match_state(slots: list[Slot], optimizer: Optimizer, manifest: Manifest, work: _Work) -> None:
+    names = _stored_names(slots, manifest)
+    tensors: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for full, entry in manifest.tensors.items():
+        if full.startswith("optimizer/"):
+            name, key = full.removeprefix("optimizer/").rsplit("/", 1)
+            tensors[name][key] = entry
+    engine = engine_of(optimizer)
+    for group in engine.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter), "")
+            saved = tensors.get(name, {})
+            values: dict[str, Any] = dict(manifest.optimizer.state.get(name, {}))
+            keys, here = {*saved, *values}, set(engine.state.get(parameter, {}))
+            if keys and here and keys != here:
+                work.problems.append(f"optimizer/{name}: keys {sorted(keys)} in the checkpoint, {sorted(here)} here")
+                continue
+            for key, entry in saved.items():
+                values[key] = _empty_state(parameter, key, entry, group)
+                work.jobs.append((values[key], entry))
+            work.states.append((parameter, values))
+
+
+def _stored_names(slots: list[Slot], manifest: Manifest) -> dict[int, str]:
+    """Parameter to the name that it has in the checkpoint."""
+    stored = {id(slot.tensor): f"model/{slot.name}" for slot in slots}
+    return {key: manifest.aliases.get(name, name).removeprefix("model/") for key, name in stored.items()}
+
+
+def _empty_state(parameter: torch.Tensor, key: str, entry: TensorEntry, group: dict[str, Any]) -> torch.Tensor:
+    """Room for one state tensor: laid out as the parameter where it has its shape, otherwise whole on every rank."""
+    dtype = entry_dtype(entry)
+    with torch.no_grad():
+        if not entry.shape:  # counters live on the CPU, unless the optimizer works on them on the device
+            on_device = key != "step" or group.get("capturable") or group.get("fused")
+            return torch.empty((), dtype=dtype, device=local_of(parameter).device if on_device else "cpu")
+        if entry.shape == tuple(parameter.shape):
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        return parameter.detach().new_empty(entry.shape, dtype=dtype)
+
+
+def _set_optimizer(optimizer: Optimizer, work: _Work) -> None:
+    engine = engine_of(optimizer)
+    for parameter, values in work.states:
+        if values:
+            engine.state[parameter] = values
+        else:
+            engine.state.pop(parameter, None)
+    for number, (group, options) in enumerate(zip(optimizer.param_groups, work.options, strict=True)):
+        changed = {key: like(group.get(key), value) for key, value in options.items() if key not in _HOW}
+        group.update(changed)
+        if engine is not optimizer:
+            engine.param_groups[number].update(changed)

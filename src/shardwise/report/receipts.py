@@ -1,0 +1,26 @@
+"""Receipts and plans as tables for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.verify.receipt import Receipt
+
+
+def receipt_table(receipt: Receipt) -> Table:
+    """One row for each claim: planned, found, and a mark."""
+    table = Table(title=f"receipt: {receipt.title}", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("what")
+    table.add_column("planned", overflow="fold")
+    table.add_column("found", overflow="fold")
+    marks = {True: "[green]✓[/]", False: "[red]✗[/]", None: "·"}
+    for line in receipt.lines:
+        table.add_row(marks[line.ok], line.name, line.planned, line.found)
+    return table
+
+
+def print_receipt(receipt: Receipt, console: Console | None = None) -> None:
+    """Print a receipt to standard error, where it disturbs no program's output."""
+    (console or Console(stderr=True)).print(receipt_table(receipt))

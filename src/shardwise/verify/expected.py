@@ -1,0 +1,93 @@
+"""What a plan says a step must do: collectives, bytes, block calls. Pure functions of the plan and the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec, ParameterSpec, itemsize_of
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls and bytes of one collective in one optimizer step, each from least to most.
+
+    ``calls`` is ``None`` where PyTorch decides it by buckets.
+    """
+
+    calls: Range | None
+    num_bytes: Range
+
+
+def expected_traffic(spec: ModelSpec, plan: Plan, micros: int) -> dict[str, Traffic]:
+    """Each collective that must be seen in forward, backward and optimizer step; all others must not.
+
+    Bytes are those of the whole tensor, with the padding that even shards need. A range has two ends only where frozen
+    blocks leave open whether backward reaches them.
+    """
+    if plan.dims.dp == 1:
+        return {}
+    if plan.parsed.shards_parameters:
+        return _sharded_traffic(spec, plan, micros)
+    reduced = sum(p.num_elements * p.itemsize for p in spec.parameters if p.trainable)
+    traffic = {"all_reduce": Traffic(None, (reduced, reduced))}
+    if plan.parsed.base == "zero1":
+        number = sum(p.trainable for p in spec.parameters)
+        traffic["broadcast"] = Traffic((number, number), (reduced, reduced))
+    return traffic
+
+
+def units_of(spec: ModelSpec) -> list[list[ParameterSpec]]:
+    """Parameters of each sharding unit: the blocks, then the root's if it has any."""
+    units: dict[str | None, list[ParameterSpec]] = {block: [] for block in spec.blocks}
+    for parameter in spec.parameters:
+        units.setdefault(parameter.block, []).append(parameter)
+    return [units[name] for name in units if units[name]]
+
+
+def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
+    """Elements once dim 0 is padded to a multiple of ``ranks``."""
+    if not parameter.shape or not parameter.shape[0]:
+        return parameter.num_elements
+    rows = parameter.shape[0]
+    return math.ceil(rows / ranks) * ranks * (parameter.num_elements // rows)
+
+
+def _sharded_traffic(spec: ModelSpec, plan: Plan, micros: int) -> dict[str, Traffic]:
+    ranks, replicas = plan.dims.dp_shard, plan.dims.dp_replicate
+    again = 1 if plan.parsed.reshards_after_forward else 0
+    gathers, gathered, reduces, reduced, sliced = [0, 0], [0, 0], 0, 0, 0
+    for unit in units_of(spec):
+        is_block = unit[0].block is not None
+        trained = [p for p in unit if p.trainable]
+        narrow = None if plan.precision == "fp32" else itemsize_of(plan.precision)
+        size = sum(padded_elements(p, ranks) * (narrow or p.itemsize) for p in unit)
+        least = 1 + (again if is_block and trained else 0)
+        most = 1 + (again if is_block else 0)
+        for end, times in enumerate((least, most)):
+            gathers[end] += times * micros
+            gathered[end] += times * micros * size
+        if trained:
+            reduces += 1
+            whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
+            reduced += whole
+            sliced += whole // ranks
+    traffic = {}
+    if ranks > 1:
+        traffic["all_gather"] = Traffic((gathers[0], gathers[1]), (gathered[0], gathered[1]))
+        traffic["reduce_scatter"] = Traffic((reduces, reduces), (reduced, reduced))
+    if replicas > 1:
+        traffic["all_reduce"] = Traffic((reduces, reduces), (sliced, sliced))
+    return traffic
+
+
+def expected_block_calls(spec: ModelSpec, plan: Plan, micros: int) -> Range:
+    """Forward calls of the repeated blocks in one optimizer step, recomputed ones included."""
+    blocks = len(spec.blocks)
+    trained = {p.block for p in spec.parameters if p.trainable}
+    again = 0 if plan.recompute == "none" else 1
+    reached = sum(block in trained for block in spec.blocks)
+    return micros * (blocks + again * reached), micros * blocks * (1 + again)

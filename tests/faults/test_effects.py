@@ -1,0 +1,228 @@
+"""The effects receipt: silent on everything that is right, and loud on each kind of silent wrongness."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import shardwise.parallel.apply as apply_module
+import shardwise.parallel.shard as shard_module
+import shardwise.train.session as session_module
+from shardwise.cli.own_loop import start
+from shardwise.errors import ReceiptError
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.session import Session
+from shardwise.verify.effects import EffectsProbe
+from tests.models import decoder, ragged_batches
+from tests.worlds import run_world
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload", "hsdp+offload")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "frozen": {"frozen": True, "tied": True},
+    "recompute": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "recompute": "full", "tied": True},
+}
+
+
+def run(strategy: str, accum: int, variant: str, after: Callable[[Session], None] | None = None) -> Any:
+    """Some steps with AdamW; returns the receipt's false lines."""
+    options = dict(VARIANTS[variant])
+    start_options = {key: options.pop(key) for key in ("recompute", "precision") if key in options}
+    session = start(strategy, grad_accum=accum, receipts=False, **start_options)
+    probe = EffectsProbe(strict=False)
+    session.observers.append(probe)
+    model = decoder(**options).float()
+    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    if after is not None:
+        after(session)
+    number = 12 if variant == "fp16" else 3  # fp16's scaler skips steps until its scale fits
+    batches = ragged_batches(number * accum * session.ranks.world_size)
+    for step in session.steps(batches):
+        for micro in step:
+            step.backward(token_loss_sum(model(micro.inputs), micro.labels), count=micro.num_tokens)
+        step.update(optimizer, clip_norm=1.0)
+    assert probe.receipt is not None
+    assert len(probe.receipt.lines) > 7
+    session.close()
+    return [f"{line.name}: planned {line.planned}, found {line.found}" for line in probe.receipt.lines if line.ok is False]
+
+
+def clean(strategy: str) -> dict[str, Any]:
+    return {f"{a} {v}": run(strategy, a, v) for a, v in itertools.product((1, 3), VARIANTS)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_alarm_when_all_is_right(strategy: str, world: int) -> None:
+    for alarms in run_world(clean, world, strategy):
+        assert not {case: lines for case, lines in alarms.items() if lines}
+
+
+def sabotage_no_sync(strategy: str) -> list[str]:
+    """Every micro batch synchronises: three times the traffic, the same loss curve."""
+    session_module.set_gradient_sync = lambda outer, enabled: None
+    return run(strategy, 3, "plain")
+
+
+def sabotage_never_synced(strategy: str) -> list[str]:
+    apply_module.set_gradient_sync(nn.Module(), True)
+    original = apply_module.set_gradient_sync
+    session_module.set_gradient_sync = lambda outer, enabled: original(outer, False)
+    return run(strategy, 3, "plain")
+
+
+def sabotage_dropped_upcast(strategy: str) -> list[str]:
+    """Gradients are reduced in bf16 although fp32 was planned."""
+    shard_module.mixed_precision_policy = lambda plan, is_root: MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+    )
+    return run(strategy, 1, "bf16")
+
+
+def sabotage_compute_dtype(strategy: str) -> list[str]:
+    """bf16 was asked for and ignored."""
+    shard_module.mixed_precision_policy = lambda plan, is_root: MixedPrecisionPolicy()
+    apply_module.apply_autocast = lambda module, plan: None
+    return run(strategy, 1, "bf16")
+
+
+def sabotage_untied(strategy: str) -> list[str]:
+    def untie(session: Session) -> None:
+        session.module.head.weight = nn.Parameter(session.module.head.weight.detach().clone())
+
+    return run(strategy, 1, "tied", untie)
+
+
+def sabotage_one_unit(strategy: str) -> list[str]:
+    """Everything is one sharding unit: right gradients, no memory saved."""
+    original = apply_module.apply_shard
+    apply_module.apply_shard = lambda module, blocks, *rest: original(module, [], *rest)
+    return run(strategy, 1, "plain")
+
+
+def sabotage_optimizer_dtype(strategy: str) -> list[str]:
+    def narrow(session: Session) -> None:
+        inner = getattr(session.optimizer, "optim", session.optimizer)
+
+        def cast(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"].bfloat16()
+
+        def widen(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"].float()
+
+        inner.register_step_post_hook(cast)
+        inner.register_step_pre_hook(widen)
+
+    return run(strategy, 1, "plain", narrow)
+
+
+def sabotage_whole_optimizer(strategy: str) -> list[str]:
+    """ZeRO-1 was asked for, and each rank keeps the whole optimizer state."""
+    apply_module.shard_optimizer = lambda optimizer: optimizer
+    return run(strategy, 1, "plain")
+
+
+def sabotage_same_samples(strategy: str) -> list[str]:
+    """Two ranks with the same sampler."""
+    session_module.rank_batches = lambda loader, ranks: loader
+    return run(strategy, 1, "plain")
+
+
+def sabotage_recompute(strategy: str) -> list[str]:
+    apply_module.apply_recompute = lambda module, mode, blocks: [module.get_submodule(name) for name in blocks]
+    return run(strategy, 1, "recompute")
+
+
+def sabotage_offload(strategy: str) -> list[str]:
+    from torch.distributed.fsdp import OffloadPolicy
+
+    shard_module.CPUOffloadPolicy = lambda **options: OffloadPolicy()
+    return run(strategy, 1, "plain")
+
+
+def sabotage_resharding(strategy: str) -> list[str]:
+    """fsdp was asked for, and the parameters stay gathered (that is zero2)."""
+
+    def stay(session: Session) -> None:
+        for module in session.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(False)
+
+    return run(strategy, 1, "plain", stay)
+
+
+SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
+    (sabotage_no_sync, "ddp", "all_reduce per step"),
+    (sabotage_no_sync, "zero1", "all_reduce per step"),
+    (sabotage_no_sync, "zero2", "reduce_scatter per step"),
+    (sabotage_no_sync, "fsdp", "reduce_scatter per step"),
+    (sabotage_never_synced, "ddp", "all_reduce per step"),
+    (sabotage_never_synced, "fsdp", "reduce_scatter per step"),
+    (sabotage_dropped_upcast, "fsdp", "reduction dtype"),
+    (sabotage_dropped_upcast, "zero2", "reduction dtype"),
+    (sabotage_compute_dtype, "ddp", "compute dtype"),
+    (sabotage_compute_dtype, "fsdp", "compute dtype"),
+    (sabotage_untied, "ddp", "tied parameters"),
+    (sabotage_one_unit, "fsdp", "sharding units"),
+    (sabotage_one_unit, "zero2", "sharding units"),
+    (sabotage_optimizer_dtype, "ddp", "optimizer state dtype"),
+    (sabotage_optimizer_dtype, "zero1", "optimizer state dtype"),
+    (sabotage_optimizer_dtype, "fsdp", "optimizer state dtype"),
+    (sabotage_whole_optimizer, "zero1", "optimizer state held"),
+    (sabotage_same_samples, "ddp", "samples across ranks"),
+    (sabotage_same_samples, "fsdp", "samples across ranks"),
+    (sabotage_recompute, "ddp", "block forwards per step"),
+    (sabotage_recompute, "fsdp", "block forwards per step"),
+    (sabotage_offload, "fsdp+offload", "state lives on"),
+    (sabotage_resharding, "fsdp", "all_gather per step"),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "strategy", "line"), SABOTAGES)
+def test_each_sabotage_is_caught(sabotage: Callable[[str], list[str]], strategy: str, line: str) -> None:
+    for alarms in run_world(sabotage, 2, strategy):
+        assert any(alarm.startswith(f"{line}:") for alarm in alarms), alarms
+
+
+def strict_on_every_rank() -> str:
+    """Only rank 1 sees something wrong; all ranks must stop, and say that it was rank 1."""
+    if dist.get_rank() == 1:
+        session_module.Session.begin_micro = _begin_and_touch
+    session = start("ddp", receipts=False)
+    session.observers.append(EffectsProbe())
+    model = decoder(tied=True).float()
+    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    try:
+        for step in session.steps(ragged_batches(6)):
+            for micro in step:
+                step.backward(token_loss_sum(model(micro.inputs), micro.labels))
+            step.update(optimizer)
+    except ReceiptError as error:
+        return str(error)
+    return "no alarm"
+
+
+def _begin_and_touch(self: Session, *, last: bool) -> None:
+    for block in self.applied.blocks[:1]:
+        block(torch.zeros(1, 1, 12))  # one more forward than planned
+    session_module.set_gradient_sync(self.applied.outer, last)
+    self.phase = "forward"
+
+
+def test_a_finding_on_one_rank_stops_all() -> None:
+    for text in run_world(strict_on_every_rank, 2):
+        assert "block forwards per step" in text
+        assert "rank 1" in text

@@ -1,0 +1,145 @@
+"""The environment: what a launcher set, what a child rank gets, and what is said of a half-set one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.parallel import environment
+from shardwise.parallel.environment import Rendezvous
+
+WHOLE = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+}
+HERE = Rendezvous(rank=3, world_size=8, local_rank=1, local_world_size=2, master_addr="node-0", master_port=29500)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    for name, value in WHOLE.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_what_torchrun_sets_is_read(launched):
+    assert environment.rendezvous() == HERE
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_nobody_launched_this_process(launched, name):
+    launched.delenv(name)
+    assert environment.rendezvous() is None
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_half_set_rendezvous_names_what_is_missing(launched, name):
+    launched.delenv(name)
+    with pytest.raises(UserError, match=rf"^{name} is not set.*torchrun"):
+        environment.rendezvous()
+
+
+def test_an_empty_variable_is_a_missing_one(launched):
+    launched.setenv("MASTER_PORT", "")
+    with pytest.raises(UserError, match=r"^MASTER_PORT is not set"):
+        environment.rendezvous()
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "1.5", "²"])
+def test_a_number_that_is_none_is_named(launched, text):
+    launched.setenv("RANK", text)
+    with pytest.raises(UserError, match=f"^RANK is '{text}'"):
+        environment.rendezvous()
+
+
+def test_several_problems_are_told_at_once(launched):
+    launched.setenv("LOCAL_RANK", "x")
+    launched.delenv("MASTER_ADDR")
+    with pytest.raises(UserError) as raised:
+        environment.rendezvous()
+    assert len(raised.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("RANK", "8", "RANK is 8 and WORLD_SIZE is 8"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
+        ("LOCAL_WORLD_SIZE", "9", "LOCAL_WORLD_SIZE is greater"),
+        ("MASTER_PORT", "0", "MASTER_PORT is 0"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is 65536"),
+    ],
+)
+def test_numbers_that_cannot_be(launched, name, text, says):
+    launched.setenv(name, text)
+    with pytest.raises(UserError, match=says):
+        environment.rendezvous()
+
+
+def test_a_child_rank_reads_back_what_it_was_given(monkeypatch):
+    for name in WHOLE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("A_USERS_OWN", "kept")
+    env = environment.rank_environment(HERE, 4, error_file=Path("/some/where"), parent_fd=7)
+    assert "RANK" not in os.environ, "the parent's own environment is left alone"
+    assert env["A_USERS_OWN"] == "kept"
+    monkeypatch.setattr(os, "environ", env)
+    assert environment.rendezvous() == HERE
+    assert (environment.take_error_file(), environment.take_parent_fd()) == (Path("/some/where"), 7)
+    assert (environment.take_error_file(), environment.take_parent_fd()) == (None, None), "a child must not see them"
+
+
+def test_a_childs_environment_does_not_hand_on_the_parents_private_variables(monkeypatch):
+    given = environment.rank_environment(HERE, 1, parent_hosts_store=True, error_file=Path("/e"), parent_fd=7)
+    monkeypatch.setattr(os, "environ", given)
+    env = environment.rank_environment(HERE, 1)
+    monkeypatch.setattr(os, "environ", env)
+    assert (environment.take_error_file(), environment.take_parent_fd()) == (None, None)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+
+
+def test_the_store_is_the_parents_only_where_it_hosts_one():
+    name = "TORCHELASTIC_USE_AGENT_STORE"
+    assert environment.rank_environment(HERE, 1, parent_hosts_store=True)[name] == "True"
+    assert name not in environment.rank_environment(HERE, 1)
+
+
+@pytest.mark.parametrize(("users", "expected"), [(None, "4"), ("", "4"), ("11", "11")])
+def test_the_users_threads_win(monkeypatch, users, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", users)
+    assert environment.rank_environment(HERE, 4)["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, None),
+        ("", []),
+        ("-1", []),
+        ("0", ["0"]),
+        ("2, 0", ["2", "0"]),
+        ("1,-1,0", ["1"]),
+        ("GPU-8932f937,MIG-x", ["GPU-8932f937", "MIG-x"]),
+    ],
+)
+def test_visible_devices(monkeypatch, text, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if text is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    assert environment.visible_devices() == expected
+
+
+def test_neither_the_environment_nor_a_ranks_guard_loads_torch():
+    code = "import sys, shardwise.parallel.environment, shardwise.launch.local; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
