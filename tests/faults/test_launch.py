@@ -134,15 +134,15 @@ def test_the_ranks_get_their_places_and_their_output_is_kept(script, tmp_path, m
     path = script("""
         mark(f"env{rank}", " ".join(os.environ[n] for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")))
         assert os.getsid(0) == os.getpid(), "a terminal's Ctrl-C is for the parent alone"
-        print(f"hello from {rank}")
+        print(f"hello from {rank}", end="")
         print(f"trouble from {rank}", file=sys.stderr)
     """)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-1.error.json").write_text("of a run before")
     assert launch(path, 2) == 0
     assert [(tmp_path / f"env{r}").read_text() for r in range(2)] == ["0 2 1", "1 2 1"]
-    assert capfd.readouterr() == ("hello from 0\n", "trouble from 0\n")
-    assert (tmp_path / "logs" / "rank-1.log").read_text() == "hello from 1\ntrouble from 1\n"
+    assert capfd.readouterr() == ("hello from 0", "trouble from 0\n")
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "trouble from 1\nhello from 1"
     assert [f.name for f in (tmp_path / "logs").iterdir()] == ["rank-1.log"]
 
 
@@ -171,7 +171,7 @@ def test_a_rank_that_raises_is_blamed_though_its_victims_speak_first(script, tmp
 def test_a_rank_that_is_killed_is_blamed_and_not_its_victims(script, tmp_path, victims_say):
     path = script("""
         wire(int(sys.argv[1]))
-        print("the last words", flush=True)
+        print("the last words")
         os.kill(os.getpid(), signal.SIGKILL)
     """)
     for turn in range(5):
@@ -194,6 +194,15 @@ def test_a_rank_that_takes_long_to_die_is_blamed_all_the_same(script, monkeypatc
     """)
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"):
         launch(path, 2, 1, "Connection closed by peer")
+
+
+def test_a_fault_in_native_code_leaves_the_python_line_in_the_log(script):
+    path = script("""
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+    """)
+    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGSEGV \(a fault in native code\)\n(.*\n)+.* in main"):
+        launch(path, 2)
 
 
 def test_an_abort_after_another_ranks_error_is_what_a_victim_does(script):
@@ -451,7 +460,12 @@ def test_gloo_ranks_meet_at_the_parents_store(script, tmp_path, capfd):
     path = script(
         GLOO
         + """
-    time.sleep(0.3 * rank)
+    if rank == 0:
+        mark("pid", str(os.getpid()))
+    else:
+        pid = wait_for("pid")
+        time.sleep(0.5)
+        assert ") Z " not in Path(f"/proc/{pid}/stat").read_text(), "a rank that is done waits for the others"
     mark(f"total{rank}", str(total.item()))
     """
     )

@@ -181,8 +181,13 @@ def save_each(root: str, strategies: list[str]) -> None:
             assert not all(isinstance(p, DTensor) for p in model.parameters() if p.dim())
         rank = dist.get_rank()
         rng = {"torch": torch.full((16,), rank, dtype=torch.uint8)}
+        for buffer in plain_names(model)[1].values():
+            buffer += rank  # each rank has its own: those of rank 0 are saved
         path = save(Path(root) / strategy, 20, model, optimizer, rng=rng)
         assert path == Path(root) / strategy / "step-00000020"
+        for name, buffer in plain_names(model)[1].items():
+            assert torch.equal(buffer, full_value(name, buffer) + rank)
+            put(buffer, full_value(name, buffer))
         assert_all(model, optimizer, f"saving changed {strategy}")
 
 
@@ -529,6 +534,68 @@ def test_going_on_is_as_if_never_stopped(tmp_path: Path) -> None:
     load_checkpoint(path, model=again, optimizer=other)
     step(again, other)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+class Compiled(nn.Module):
+    """What ``torch.compile`` puts around a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+
+def test_wrappers_change_no_name(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, optimizer = trained()
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1] = Compiled(model.blocks[1])
+    path = save(tmp_path, 1, Compiled(model), optimizer)
+    model, optimizer = build("one")
+    load_checkpoint(path, model=model, optimizer=optimizer)
+    assert_all(model, optimizer, "from the wrapped one")
+    again, other = build("one")
+    load_checkpoint(path, model=Compiled(again), optimizer=other)
+    assert_all(again, other, "into the wrapped one")
+
+
+class Secretive(nn.Linear):
+    def get_extra_state(self) -> dict:
+        return {}
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    with pytest.raises(CheckpointError, match="complex128 cannot be stored as safetensors"):
+        one = nn.Linear(2, 2, dtype=torch.complex128)
+        save(tmp_path, 1, one, torch.optim.SGD(one.parameters(), lr=0.1))
+    with pytest.raises(ModelError, match=r"get_extra_state cannot be checkpointed: 0;"):
+        save(tmp_path, 1, nn.Sequential(Secretive(2, 2)), optimizer)
+    with pytest.raises(ModelError, match=r"0\.weight is on the meta device"):
+        load_weights(nn.Sequential(nn.Linear(2, 2, device="meta")), _weights(tmp_path))
+    with pytest.raises(CheckpointError, match=r"rng 'x' is torch.float32"):
+        save(tmp_path, 1, *trained(), rng={"x": torch.zeros(2)})
+    assert not list(tmp_path.glob("*step-*"))
+
+
+def _weights(folder: Path) -> Path:
+    save_file({"0.weight": torch.zeros(2, 2), "0.bias": torch.zeros(2)}, folder / "model.safetensors")
+    return folder
+
+
+def test_hyperparameters_keep_their_form_and_how_stays(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.3), foreach=False)
+    path = save(tmp_path, 1, model, optimizer)
+    live = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=(0.5, 0.5), foreach=True, capturable=True)
+    lr = live.param_groups[0]["lr"]
+    load_checkpoint(path, model=model, optimizer=live)
+    group = live.param_groups[0]
+    assert group["lr"] is lr
+    assert torch.equal(lr, torch.tensor(0.3))
+    assert group["betas"] == (0.9, 0.999)
+    assert (group["foreach"], group["capturable"]) == (True, True)
+    assert not live.state
 
 
 def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,11 +29,14 @@ from shardwise.errors import CheckpointError
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _FIX = "remove this checkpoint and load an earlier one"
 
+Result = TypeVar("Result")
+
 
 @dataclass
 class _Work:
     """What is to be filled, what is to be set afterwards, and why it cannot be."""
 
+    manifest: Manifest
     problems: list[str] = field(default_factory=list)
     jobs: list[tuple[torch.Tensor, TensorEntry]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
@@ -59,15 +63,9 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer | None
         CheckpointError: names, shapes, dtypes or the optimizer do not match (at most ten are listed), or a file is
             missing or damaged. The same on every rank.
     """
-    manifest, mine = None, None
-    try:
-        manifest = _load(path, model, optimizer, verify)
-    except Exception as error:
-        mine = error
-    exchange.agree(mine)
-    if manifest is None:
-        raise CheckpointError(f"checkpoint '{path}' was not loaded")
-    return manifest
+    work = _together(lambda: _match(path, model, optimizer))
+    _together(lambda: _fill(path, optimizer, work, verify))
+    return work.manifest
 
 
 def rng_for(path: Path, rank: int) -> dict[str, torch.Tensor] | None:
@@ -85,16 +83,32 @@ def rng_for(path: Path, rank: int) -> dict[str, torch.Tensor] | None:
     return found or None
 
 
-def _load(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: bool) -> Manifest:
-    manifest = read_manifest(path)
+def _together(do: Callable[[], Result]) -> Result:
+    """Call ``do``; what goes wrong on any rank is raised on all, when all are through. Collective."""
+    mine: Exception | None = None
+    done: list[Result] = []
+    try:
+        done.append(do())
+    except Exception as error:
+        mine = error
+    exchange.agree(mine)
+    return done[0]
+
+
+def _match(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Work:
+    """What is to be done, where everything fits; nothing of the model is changed."""
+    work = _Work(read_manifest(path))
     slots = slots_of(model)
-    work = _Work()
-    _match_model(slots, manifest, work)
+    _match_model(slots, work)
     if optimizer is not None:
-        _match_groups(slots, optimizer, manifest, work)
-        _match_state(slots, optimizer, manifest, work)
+        _match_groups(slots, optimizer, work)
+        _match_state(slots, optimizer, work)
     if work.problems:
         raise CheckpointError(f"checkpoint '{path}' does not fit the model and optimizer: {short_list(work.problems)}")
+    return work
+
+
+def _fill(path: Path, optimizer: Optimizer | None, work: _Work, verify: bool) -> None:
     with ShardReader(path, _FIX) as reader:
         if verify:
             needed: dict[Shard, None] = {s: None for t, e in work.jobs for s, _ in touched(t, e.shards)}
@@ -103,10 +117,10 @@ def _load(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: boo
             fill(tensor, entry.shards, reader)
     if optimizer is not None:
         _set_optimizer(optimizer, work)
-    return manifest
 
 
-def _match_model(slots: list[Slot], manifest: Manifest, work: _Work) -> None:
+def _match_model(slots: list[Slot], work: _Work) -> None:
+    manifest = work.manifest
     live = {f"model/{name}" for slot in slots for name in slot.names}
     for slot in slots:
         name = f"model/{slot.name}"
@@ -128,7 +142,8 @@ def _match_model(slots: list[Slot], manifest: Manifest, work: _Work) -> None:
     work.problems += [f"{name}: in the checkpoint, not in the model" for name in extra]
 
 
-def _match_groups(slots: list[Slot], optimizer: Optimizer, manifest: Manifest, work: _Work) -> None:
+def _match_groups(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
+    manifest = work.manifest
     saved = manifest.optimizer
     kind = type(engine_of(optimizer)).__name__
     if kind != saved.name:
@@ -153,7 +168,8 @@ def _match_groups(slots: list[Slot], optimizer: Optimizer, manifest: Manifest, w
     work.problems += [f"optimizer/{name}: in the checkpoint, not in the optimizer" for name in home if name not in seen]
 
 
-def _match_state(slots: list[Slot], optimizer: Optimizer, manifest: Manifest, work: _Work) -> None:
+def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
+    manifest = work.manifest
     names = _stored_names(slots, manifest)
     tensors: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for full, entry in manifest.tensors.items():

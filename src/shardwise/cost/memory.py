@@ -18,7 +18,7 @@ STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
 
 
 class Estimate(BaseModel):
-    """Predicted bytes on one rank (rank 0, which holds most), by category; ``None`` is unknown.
+    """Predicted bytes on the rank that holds most, by category; ``None`` is unknown.
 
     ``offloaded_bytes`` is the part of parameters, gradients and optimizer state that lives in host memory.
     """
@@ -46,7 +46,7 @@ class Estimate(BaseModel):
 
 
 def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload) -> Estimate:
-    """Bytes on rank 0 under ``plan``; see the module's docstring for what is left out."""
+    """Bytes on the fullest rank under ``plan``; see the module's docstring for what is left out."""
     parameters = sum(held_elements(p, plan) * p.itemsize for p in spec.parameters)
     gradients = sum(held_elements(p, plan) * p.itemsize for p in spec.parameters if p.trainable)
     optimizer = _optimizer_bytes(spec, plan, workload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device:
     )
 
 
-def _buffer_option(*, sync: bool) -> dict[str, bool]:
+def _buffer_option(*, sync: bool) -> dict[str, Any]:
     """DDP's switch for buffers under the name that this PyTorch gives it (renamed in 2.13)."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}

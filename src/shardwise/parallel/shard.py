@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from shardwise.parallel.materialize import broadcast_buffers, materialize
 from shardwise.parallel.precision import mixed_precision_policy
@@ -36,3 +36,10 @@ def apply_shard(
     policy = mixed_precision_policy(plan, is_root=True)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     return module
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the whole parameters that a forward without a backward has left gathered."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

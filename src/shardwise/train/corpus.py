@@ -84,8 +84,8 @@ class _Source:
     files: tuple[str, ...]
 
     def listing(self) -> list[Any]:
-        stats = [(name, (self.root / name).stat()) for name in self.files]
-        return [self.format, str(self.root.resolve()), [[n, s.st_size, s.st_mtime_ns] for n, s in stats]]
+        facts = [[name, s.st_size, s.st_mtime_ns] for name in self.files for s in [(self.root / name).stat()]]
+        return [self.format, str(self.root.resolve()), facts]
 
 
 def prepare_corpus(table: DataTable, cache: Path, say: Callable[[str], None]) -> Corpus:
@@ -244,10 +244,12 @@ def _load(source: _Source, field: str, cache_dir: Path) -> Any:
                 data = data["train"] if "train" in data else next(iter(data.values()))
             _need_column(source, field, data.column_names, "")
         elif source.format == "parquet":
+            parquet = _need("pyarrow.parquet")
             for path, name in zip(paths, source.files, strict=True):
-                columns = _need("pyarrow.parquet").read_schema(path).names
-                _need_column(source, field, columns, f" (file '{name}')")
-            exact = [glob.escape(path) for path in paths]  # datasets takes a path for a pattern
+                _need_column(source, field, parquet.read_schema(path).names, f" (file '{name}')")
+            exact = [glob.escape(path) for path in paths if parquet.read_metadata(path).num_rows]  # not as a pattern
+            if not exact:
+                raise DataError(f"{source.where} has only empty documents; give some with text")
             data = datasets.Dataset.from_parquet(exact, columns=[field], cache_dir=str(cache_dir))
         else:  # its own reader of text changes line ends, and that of JSON guesses the type of every column
             rows = _text_rows if source.format == "text" else _json_rows
@@ -268,7 +270,7 @@ def _text_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[di
 def _json_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[dict[str, str | None]]:
     """Rows of JSON lines, or of a file that is one JSON list; every row must have the field."""
     for path, name in zip(paths, source.files, strict=True):
-        with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
             whole = file.read(4096).lstrip().startswith("[")
             file.seek(0)
             for number, text in enumerate([file.read()] if whole else file, 1):
@@ -284,6 +286,7 @@ def _json_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[di
                     if not isinstance(row[field], str | None):
                         raise _not_text(field, f"{type(row[field]).__name__} ({at})")
                     yield {field: row[field]}
+    yield {field: None}  # no document: datasets has no way to hold no rows
 
 
 def _need_column(source: _Source, field: str, names: Iterable[str], at: str) -> None:
@@ -361,14 +364,15 @@ def _tokenizer(name: str) -> _Tokenizer:
     return _Tokenizer(max(vocab.values()) + 1, vocab[end], encode)
 
 
-class _Writer:
+class _Writer(ExitStack):
     """Appends documents to ``name.npy``, whose header is written again when the number of tokens is known."""
 
     def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
+        super().__init__()
         self.folder, self.name, self.tokenizer = folder, name, tokenizer
         self.dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
         self.lengths, self.num_bytes = [0], 0
-        self.file: BinaryIO = (folder / f"{name}.npy").open("wb")
+        self.file: BinaryIO = self.enter_context((folder / f"{name}.npy").open("wb"))
         self._header(0)
 
     def _header(self, num_tokens: int) -> None:
@@ -384,15 +388,11 @@ class _Writer:
             self.lengths.append(len(tokens))
             self.num_bytes += len(_utf8(text))
 
-    def close(self) -> None:
-        self.file.close()
-
     def finish(self) -> dict[str, int]:
         """Finish both files and say what they hold."""
         starts = np.cumsum(self.lengths, dtype=np.int64)
         self.file.seek(0)
         self._header(int(starts[-1]))
-        self.file.close()
         np.save(self.folder / f"{self.name}_starts.npy", starts)
         return {"num_tokens": int(starts[-1]), "num_bytes": self.num_bytes}
 
@@ -422,9 +422,7 @@ def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) 
         say(f"{leaked} of {len(hashes[1])} held-out documents are trained on too: they are in data.path")
     pieces = (texts for data in loaded for texts in _batches(data, table.text_field))
     with ExitStack() as stack:
-        files = [_Writer(work / "corpus", name, tokenizer) for name in ("train", "heldout")]
-        for file in files:
-            stack.callback(file.close)
+        files = [stack.enter_context(_Writer(work / "corpus", name, tokenizer)) for name in ("train", "heldout")]
         _tokenise(pieces, np.concatenate(held), scan.num_bytes, files, say)
         parts = {file.name: file.finish() for file in files if len(file.lengths) > 1}
     tokens, documents = count_text(sum(part["num_tokens"] for part in parts.values())), sum(map(len, held))
@@ -474,8 +472,8 @@ class _Scan:
         table = self.pairs.reshape(256, 256)
         singles = table.sum(0)
         singles[self.ends[0]] += 1
-        order1 = max(0.0, _entropy(self.pairs) - _entropy(table.sum(1)))
-        return {"order0_bits": _entropy(singles), "order1_bits": order1}
+        after = max(0.0, _entropy(self.pairs) - _entropy(table.sum(1)))
+        return {"order0_bits": _entropy(singles), "order1_bits": after}
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
@@ -529,9 +527,8 @@ def _loading(source: _Source) -> Iterator[Any]:
             for cause in chain:
                 if isinstance(cause, ShardwiseError) or getattr(cause, "errno", None) in _FULL | _DENIED:
                     raise cause from None
-            reason = _first_line(chain[-1])
-            fix = "repair it or set data.format"
-            raise DataError(f"{source.where} cannot be read as {source.format}: {reason}; {fix}") from None
+            reason = f"{_first_line(chain[-1])}; repair it or set data.format"
+            raise DataError(f"{source.where} cannot be read as {source.format}: {reason}") from None
         finally:
             config.HF_HUB_OFFLINE, config.HF_DATASETS_OFFLINE = before[:2]
             log.set_verbosity(before[2])
@@ -551,5 +548,4 @@ def _writing(cache: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in _DENIED:
             raise UserError(f"corpus cache '{cache}' cannot be written: {reason}; use a folder you may write") from None
-        fix = "free space or use another folder"
-        raise MachineError(f"corpus cache '{cache}' cannot be written: {reason}; {fix}") from None
+        raise MachineError(f"corpus cache '{cache}' cannot be written: {reason}; free space or use another") from None

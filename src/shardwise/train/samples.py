@@ -123,7 +123,7 @@ class PackedSamples(_Cut):
     def _text_labels(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
         text = super()._text_labels(begins, lengths)
         if self.mask_borders:
-            firsts = self._starts[1:-1]
+            firsts = self._starts[1:-1][np.diff(self._starts[1:]) > 1]  # that of an empty document is its separator
             last = np.searchsorted(firsts, begins + lengths, "right")
             text -= int((last - np.searchsorted(firsts, begins, "right")).sum())
         return text
@@ -150,9 +150,7 @@ class DocumentSamples(_Cut):
 
 def _need_labels(number: int) -> int:
     if number < 1:
-        raise DataError(
-            "the corpus has fewer than two tokens; a sample needs a token to predict from and one to predict"
-        )
+        raise DataError("the corpus has no token that follows another one; give documents with more text")
     return number
 
 

@@ -21,6 +21,7 @@ from shardwise.cost.memory import held_elements, zero1_shares
 from shardwise.measure import state
 from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.group import gather_ints, gather_text
+from shardwise.parallel.shard import reshard
 from shardwise.spec.model import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.train.session import Micro, Session, Step
 from shardwise.units import bytes_text
@@ -57,6 +58,7 @@ class EffectsProbe:
         self._seen += 1
         if self.receipt is not None or self._seen < PROBED_STEP or not _has_stepped(session):
             return
+        reshard(session.applied.outer)  # an evaluation may have left parameters gathered
         self._hooks = [inner.register_forward_pre_hook(self._count_call) for inner in _inner_blocks(session)]
         self._recorder = CollectiveRecorder(lambda: session.phase)
         self._recorder.__enter__()

@@ -1,0 +1,120 @@
+"""The entry of a rank: join the others, train, and print on rank 0 what the run came to.
+
+Started by ``shardwise train`` as ``python -m shardwise.cli.rank job.json``, or entered under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch.rank import guarded
+
+
+def main() -> int:
+    """Read the job file named on the command line, and run it."""
+    from shardwise.cli.job import Job
+
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
+    return run_job(job)
+
+
+def run_job(job: Any, ranks: Any = None) -> int:
+    """Train on this rank; returns the exit code."""
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from shardwise.cli.train import SUMMARY, identity
+    from shardwise.parallel.group import join
+    from shardwise.plan.plan import Plan
+    from shardwise.report.progress import ProgressReporter
+    from shardwise.train.corpus import open_corpus
+    from shardwise.train.loop import Run
+    from shardwise.train.session import Session
+    from shardwise.verify.effects import EffectsProbe
+    from shardwise.verify.fit import FitProbe
+
+    ranks = ranks or join(job.plan.device)
+
+    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+        plan: Plan = job.plan
+        return plan
+
+    session = Session(ranks=ranks, planner=planner)
+    signal.signal(signal.SIGINT, lambda *_: session.stop())
+    signal.signal(signal.SIGTERM, lambda *_: session.stop())
+    effects, fit = EffectsProbe(), FitProbe(job.estimate)
+    session.observers += [effects, fit]
+    reporter = ProgressReporter(as_json=job.as_json)
+    outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter).train()
+    if ranks.is_main:
+        receipts = {"effects": effects.receipt, "fit": fit.receipt}
+        document = {
+            "schema": 1,
+            "steps": outcome.steps,
+            "tokens": outcome.tokens,
+            "loss": outcome.loss,
+            "heldout_bits_per_byte": outcome.heldout_bits_per_byte,
+            "strategy": job.plan.strategy,
+            "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
+            "output": job.config.train.output,
+        }
+        corpus = open_corpus(job.corpus)
+        reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
+        temporary = Path(job.config.train.output) / f"{SUMMARY}.tmp"
+        temporary.write_text(json.dumps({**document, "config": identity(job.config)}))
+        temporary.replace(Path(job.config.train.output) / SUMMARY)
+        if job.as_json:
+            print(json.dumps(document), flush=True)
+    session.close()
+    return 0
+
+
+def run_under_launcher(config: Any, plan: Any, *, as_json: bool) -> None:
+    """This process is a rank of torchrun, Slurm or the like: rank 0 prepares the job, the others are told it."""
+
+    def inner() -> int:
+        from shardwise.cli.job import Job, prepare_job
+        from shardwise.errors import ShardwiseError, UserError
+        from shardwise.parallel.group import broadcast_text, join
+
+        ranks = join(config.parallel.device)
+        local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
+        here = config.model_copy(update={"parallel": local})
+        text, failure = "", None
+        if ranks.is_main:
+            try:
+                nodes = max(1, ranks.world_size // ranks.local_world_size)
+                prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json)
+                text = prepared.job.model_dump_json(by_alias=True)
+                _print_plan(prepared, as_json)
+            except ShardwiseError as error:
+                failure = error
+        text = broadcast_text(text, ranks)
+        if failure is not None:
+            raise failure
+        if not text:
+            raise UserError("rank 0 could not prepare the run; its message says why")
+        return run_job(Job.model_validate_json(text), ranks)
+
+    guarded(inner)
+
+
+def _say(text: str) -> None:
+    print(f"data: {text}", file=sys.stderr)
+
+
+def _print_plan(prepared: Any, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shardwise.report.plan import print_plan
+
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
+
+
+if __name__ == "__main__":
+    guarded(main)

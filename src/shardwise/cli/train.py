@@ -1,0 +1,100 @@
+"""``shardwise train``: prepare the job once, start the ranks, and speak for them if they fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardwise.cli.job import Job, prepare_job
+from shardwise.errors import ConfigError
+from shardwise.parallel.environment import rendezvous
+from shardwise.plan.plan import read_plan
+from shardwise.report.plan import print_plan
+from shardwise.train.config import Config, read_config
+
+SUMMARY = "summary.json"
+
+
+def run_train(
+    config_file: Path, overrides: list[str], *, plan_file: Path | None, master_port: int, as_json: bool
+) -> None:
+    """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself."""
+    config = read_config(config_file, overrides)
+    plan = read_plan(plan_file) if plan_file is not None else None
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    done = finished(config)
+    if done is not None and rendezvous() is None:
+        console.print(
+            f"finished: all {done['steps']} steps of '{config.train.output}' are done "
+            f"(loss {done['loss']:.4f}{_bits(done)}); raise train.steps to go on, or choose another train.output"
+        )
+        if as_json:
+            print(json.dumps(done))
+        return
+    if rendezvous() is not None:
+        from shardwise.cli.rank import run_under_launcher
+
+        run_under_launcher(config, plan, as_json=as_json)
+        return
+    prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), plan=plan, as_json=as_json)
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
+    launch(prepared.job, master_port)
+
+
+def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> None:
+    """Start one process for each rank of ``job`` and wait for them."""
+    from shardwise.launch.local import run_local
+
+    output = Path(job.config.train.output)
+    file = output / "job.json"
+    file.write_text(job.model_dump_json(by_alias=True))
+    sys.stdout.flush()
+    run_local(
+        [sys.executable, "-m", module, str(file)],
+        job.plan.dims.world_size,
+        threads=threads(job),
+        logs=output / "logs",
+        master_port=master_port,
+    )
+
+
+def threads(job: Job) -> int:
+    """CPU threads of a rank: as configured, or the cores divided by the ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return job.config.parallel.threads or max(1, cores // job.plan.dims.world_size)
+
+
+def finished(config: Config) -> dict[str, Any] | None:
+    """The summary of this very run, if it has done all its steps.
+
+    Raises:
+        ConfigError: the folder holds a finished run of another config that would be mixed up with this one.
+    """
+    try:
+        summary: dict[str, Any] = json.loads((Path(config.train.output) / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return None
+    if not config.checkpoint.resume:
+        raise ConfigError(
+            f"train.output '{config.train.output}' holds a run already and checkpoint.resume is false; "
+            "choose another train.output, or set checkpoint.resume=true to go on"
+        )
+    same = summary.pop("config", None) == identity(config)
+    return summary if same else None
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What makes two runs the same run: everything but how they are spread, saved and logged."""
+    document = config.model_dump(mode="json")
+    train = {key: value for key, value in document["train"].items() if key not in ("log_every", "output")}
+    return {**{key: document[key] for key in ("model", "data", "optimizer")}, "train": train}
+
+
+def _bits(summary: dict[str, Any]) -> str:
+    bits = summary.get("heldout_bits_per_byte")
+    return "" if bits is None else f", {bits:.3f} held-out bits per byte"

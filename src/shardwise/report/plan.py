@@ -1,0 +1,42 @@
+"""The plan for people: what was chosen, why, what it holds, and why not the others."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.search.choose import Choice
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.model import ModelSpec
+from shardwise.train.corpus import Corpus
+from shardwise.units import bytes_text, count_text
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+
+
+def print_plan(choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console) -> None:
+    """Print the whole plan."""
+    plan = choice.plan
+    frozen = spec.num_parameters - spec.num_trainable
+    console.print(
+        f"model: {count_text(spec.num_parameters)} parameters"
+        + (f", {count_text(frozen)} of them frozen" if frozen else "")
+        + f", {len(spec.blocks)} repeated blocks"
+        + (f", tied: {'; '.join(' = '.join(names) for names in spec.tied)}" if spec.tied else "")
+    )
+    heldout = count_text(len(corpus.heldout.tokens)) if corpus.heldout else "no"
+    console.print(f"data: {count_text(len(corpus.train.tokens))} training tokens, {heldout} held-out tokens")
+    memory = bytes_text(cluster.device_memory_bytes)
+    where = f"{cluster.world_size} × {cluster.device_name}, {memory} each"
+    console.print(
+        f"plan: [bold]{plan.strategy}[/] on {where} ({plan.dims}), {plan.precision}, recompute {plan.recompute}"
+    )
+    console.print(f"      {plan.reason}")
+    for name, why in choice.rejected:
+        console.print(f"      not {name}: {why}")
+    console.print(f"batch: {plan.batch_equation()}")
+    table = Table(title="predicted memory of a rank", title_justify="left", title_style="bold")
+    for name in CATEGORIES:
+        table.add_column(name, justify="right")
+    table.add_row(*(bytes_text(getattr(choice.estimate, name)) for name in CATEGORIES))
+    console.print(table)

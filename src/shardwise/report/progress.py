@@ -1,0 +1,94 @@
+"""Progress of a run on rank 0: a bar with loss, rate and ETA on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from shardwise.report.receipts import receipt_table
+from shardwise.train.corpus import Corpus
+from shardwise.train.loop import Outcome
+from shardwise.units import count_text, seconds_text
+from shardwise.verify.receipt import Receipt
+
+PLAIN_LINES = 10
+
+
+class ProgressReporter:
+    """Tells of a run: to stdout, or to stderr where stdout is for a program."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._evaluation: TaskID | None = None
+        self._first = self._total = 0
+        self._started = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text)
+
+    def begin(self, first: int, total: int) -> None:
+        """Open the bar, or be quiet where there is no terminal."""
+        self._first, self._total, self._started = first, total, time.perf_counter()
+        if not self.console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[news]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("step", total=total, completed=first, news="")
+        self._bar.start()
+
+    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
+        """Move the bar; without a terminal, one line for each tenth of the run."""
+        news = f"loss {loss:.4f}  {count_text(tokens_per_s)} tokens/s"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=number, news=news)
+        elif number * PLAIN_LINES // self._total > (number - 1) * PLAIN_LINES // self._total or number == 1:
+            done = (number - self._first) / max(1, self._total - self._first)
+            left = (time.perf_counter() - self._started) * (1 - done) / done
+            self.console.print(f"step {number}/{self._total}  {news}  {seconds_text(left)} left")
+
+    def evaluating(self, share: float) -> None:
+        """A bar of its own for an evaluation."""
+        if self._bar is None:
+            return
+        if self._evaluation is None:
+            self._evaluation = self._bar.add_task("evaluating", total=1.0, news="")
+        self._bar.update(self._evaluation, completed=share, visible=share < 1)
+
+    def evaluated(self, number: int, bits_per_byte: float) -> None:
+        """One line."""
+        self.console.print(f"held out after step {number}: {bits_per_byte:.4f} bits per byte")
+
+    def end(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def finish(self, outcome: Outcome, corpus: Corpus, receipts: Sequence[Receipt | None], output: str) -> None:
+        """The last page: held-out result against its baselines, then the receipts."""
+        if outcome.heldout_bits_per_byte is not None:
+            bits = outcome.heldout_bits_per_byte
+            verdict = "under" if bits < corpus.order1_bits else "over"
+            self.console.print(
+                f"held-out bits per byte: [bold]{bits:.3f}[/], {verdict} the order-1 baseline {corpus.order1_bits:.3f} "
+                f"(order 0: {corpus.order0_bits:.3f})"
+            )
+        shown = [receipt for receipt in receipts if receipt is not None]
+        for receipt in shown:
+            self.console.print(receipt_table(receipt))
+        if len(shown) < len(receipts):
+            self.console.print("receipts: not checked, because this process ran fewer than two steps")
+        took = seconds_text(time.perf_counter() - self._started)
+        self.console.print(f"done: {outcome.steps} steps in {took}; metrics and checkpoints are in '{output}'")

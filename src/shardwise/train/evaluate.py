@@ -1,0 +1,46 @@
+"""Held-out bits per byte: what a model needs to write one byte of text it has not seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardwise.parallel.shard import reshard
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.samples import Samples
+from shardwise.train.session import Session
+
+
+def held_out_bits_per_byte(
+    session: Session, samples: Samples, limit: int, batch: int, tick: Callable[[float], None] | None = None
+) -> float:
+    """Total cross-entropy of the first ``limit`` samples (0: all) in bits, over the bytes their labels stand for.
+
+    Every rank takes its share and runs the same number of forwards; all get the same answer. ``tick`` is told the
+    share that is done.
+    """
+    number = min(limit, len(samples)) if limit else len(samples)
+    ranks, world = session.ranks.rank, session.ranks.world_size
+    rounds = math.ceil(number / (batch * world))
+    ids = np.full(rounds * world * batch, -1, dtype=np.int64)
+    ids[:number] = np.arange(number)
+    share = ids.reshape(rounds, world, batch)[:, ranks]
+    total = torch.zeros((), dtype=torch.float64, device=session.device)
+    module = session.module
+    was_training = module.training
+    module.eval()
+    with torch.no_grad():
+        for index, row in enumerate(share):
+            inputs, labels = samples.batch(row)
+            total += token_loss_sum(module(inputs.to(session.device)), labels.to(session.device))
+            if tick is not None:
+                tick((index + 1) / rounds)
+    module.train(was_training)
+    reshard(module)
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / math.log(2) / samples.label_bytes(number)

@@ -1,0 +1,296 @@
+"""The training loop of ``shardwise train``: data, schedule, evaluation, checkpoints, resume. On one page."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.checkpoint.load import load_checkpoint, newest, rng_for
+from shardwise.checkpoint.save import save_checkpoint
+from shardwise.checkpoint.weights import load_weights
+from shardwise.errors import ConfigError, Interrupted
+from shardwise.parallel.materialize import build
+from shardwise.plan.plan import Plan
+from shardwise.train.config import Config
+from shardwise.train.corpus import Corpus
+from shardwise.train.evaluate import held_out_bits_per_byte
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.metrics import MetricsFile
+from shardwise.train.model import model_factory
+from shardwise.train.optimizer import build_optimizer, learning_rate
+from shardwise.train.order import Order, rank_ids
+from shardwise.train.samples import Samples, samples_for
+from shardwise.train.session import Session, StepResult, check_finite
+
+
+class Reporter(Protocol):
+    """Where progress is told; every call is made on rank 0 only."""
+
+    def say(self, text: str) -> None:
+        """A line of plain news."""
+
+    def begin(self, first: int, total: int) -> None:
+        """Training starts after step ``first`` of ``total``."""
+
+    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
+        """A logged step."""
+
+    def evaluating(self, share: float) -> None:
+        """An evaluation is this far."""
+
+    def evaluated(self, number: int, bits_per_byte: float) -> None:
+        """An evaluation is done."""
+
+    def end(self) -> None:
+        """No more steps."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. ``loss`` is the last step's."""
+
+    steps: int
+    tokens: int
+    loss: float
+    heldout_bits_per_byte: float | None
+
+
+def total_steps(config: Config, num_samples: int, global_batch: int) -> int:
+    """Optimizer steps of the whole run."""
+    if config.train.steps is not None:
+        return config.train.steps
+    return math.ceil((config.train.epochs or 1) * num_samples / global_batch)
+
+
+class Run:
+    """One ``shardwise train`` on this rank, from a config, a plan and a prepared corpus."""
+
+    def __init__(self, config: Config, plan: Plan, corpus: Corpus, session: Session, reporter: Reporter) -> None:
+        self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
+        self.output = Path(config.train.output)
+        self.samples = samples_for(corpus.train, config.data, corpus.separator)
+        self.heldout: Samples | None = None
+        if corpus.heldout is not None:
+            self.heldout = samples_for(corpus.heldout, config.data, corpus.separator)
+        self.order = Order(len(self.samples), config.train.seed, config.data.shuffle, config.train.epochs)
+        self.micro_batch = plan.micro_batch or 1
+        self.global_batch = plan.global_batch or plan.dims.dp
+        self.total = total_steps(config, len(self.samples), self.global_batch)
+        self.position = 0
+        self.tokens = 0
+        self.last_loss = math.nan
+        self.heldout_bits: float | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that reports."""
+        return self.session.ranks.is_main
+
+    def train(self) -> Outcome:
+        """Build, resume, train, evaluate and save.
+
+        Raises:
+            Interrupted: after a stop was asked for; the state is saved before.
+        """
+        model = self._prepare()
+        self._resume()
+        metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done) if self.is_main else None
+        if self.is_main:
+            self.reporter.begin(self.session.steps_done, self.total)
+        self._steps(model, metrics)
+        if self.is_main:
+            self.reporter.end()
+        if self.session.stopped and self.session.steps_done < self.total:
+            path = self._save()
+            raise Interrupted(
+                f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
+                "the same command goes on from there"
+            )
+        if self.heldout is not None and self.heldout_bits is None:
+            self._evaluate(metrics)
+        self._save()
+        if metrics is not None:
+            metrics.close()
+        return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits)
+
+    def _prepare(self) -> nn.Module:
+        config = self.config
+        factory = model_factory(config, self.corpus.vocab_size)
+        model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
+        model, _ = self.session.prepare(model, build_optimizer(model.parameters(), config.optimizer))
+        if config.model.weights is not None:
+            load_weights(self.session.module, Path(config.model.weights))
+        if self.is_main:
+            for note in self.session.applied.warnings:
+                self.reporter.say(f"warning: {note}")
+        seed_everything(config.train.seed, self.session.ranks.rank)
+        return model
+
+    def _steps(self, model: nn.Module, metrics: MetricsFile | None) -> None:
+        config, session, optimizer = self.config, self.session, self.session.optimizer
+        rate = learning_rate(config.optimizer, self.total)
+        clock = time.perf_counter()
+        since, tokens_since = session.steps_done, 0
+        for step in session.run_windows(self._windows(), limit=self.total - session.steps_done):
+            for micro in step:
+                step.backward(token_loss_sum(model(micro.inputs), micro.labels))
+            set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
+            result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
+            self.position += self.global_batch
+            self.tokens += result.tokens
+            tokens_since += result.tokens
+            if step.number % config.train.log_every == 0 or step.number == self.total:
+                check_finite(result, scaled=session.scaler is not None)
+                self.last_loss = result.loss
+                now = time.perf_counter()
+                self._log(metrics, result, rate(step.number), (now - clock) / (step.number - since), tokens_since)
+                clock, since, tokens_since = now, step.number, 0
+            self._between(step.number, metrics)
+
+    def _between(self, number: int, metrics: MetricsFile | None) -> None:
+        """Evaluation and checkpoint after step ``number``, where they are due."""
+        if number == self.total:
+            return
+        every = self.config.train.eval_every
+        if every and number % every == 0 and self.heldout is not None:
+            self._evaluate(metrics)
+            self.heldout_bits = None
+        if self.config.checkpoint.every and number % self.config.checkpoint.every == 0:
+            self._save()
+
+    def _windows(self) -> Iterator[list[Any]]:
+        """This rank's micro batches of each step, from the data position on."""
+        position, dp = self.position, self.plan.dims.dp
+        while True:
+            ids = rank_ids(self.order, position, dp, self.session.ranks.rank, self.micro_batch, self.plan.grad_accum)
+            yield [self.samples.batch(row) for row in ids]
+            position += self.global_batch
+
+    def _log(
+        self, metrics: MetricsFile | None, result: StepResult, rate: float, step_time_s: float, tokens: int
+    ) -> None:
+        if metrics is None:
+            return
+        per_second = tokens / (step_time_s * self.config.train.log_every) if step_time_s else 0.0
+        metrics.write(
+            step=result.number,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            tokens=self.tokens,
+            step_time_s=step_time_s,
+            tokens_per_s=per_second,
+            time=time.time(),
+        )
+        self.reporter.step(result.number, result.loss, per_second)
+
+    def _evaluate(self, metrics: MetricsFile | None) -> None:
+        if self.heldout is None:
+            return
+        batch = max(self.micro_batch, 8)
+        tick = self.reporter.evaluating if self.is_main else None
+        limit = self.config.train.eval_samples
+        self.heldout_bits = held_out_bits_per_byte(self.session, self.heldout, limit, batch, tick)
+        if metrics is not None:
+            metrics.write(step=self.session.steps_done, heldout_bits_per_byte=self.heldout_bits)
+            self.reporter.evaluated(self.session.steps_done, self.heldout_bits)
+
+    def _save(self) -> Path:
+        state = {
+            "position": self.position,
+            "tokens": self.tokens,
+            "loss": self.last_loss if math.isfinite(self.last_loss) else None,
+            "corpus": self.corpus.fingerprint,
+            "seed": self.config.train.seed,
+            "scheduler": {"step": self.session.steps_done, "total": self.total},
+            "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
+        }
+        return save_checkpoint(
+            self.output / "checkpoints",
+            self.session.steps_done,
+            model=self.session.module,
+            optimizer=self.session.optimizer,
+            plan=self.plan,
+            state=state,
+            rng=random_states(self.session.device),
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _resume(self) -> None:
+        path = newest(self.output / "checkpoints")
+        if path is None:
+            return
+        if not self.config.checkpoint.resume:
+            raise ConfigError(
+                f"train.output '{self.output}' holds a run already and checkpoint.resume is false; "
+                "choose another train.output, or set checkpoint.resume=true to go on"
+            )
+        manifest = load_checkpoint(path, model=self.session.module, optimizer=self.session.optimizer)
+        state = manifest.state
+        if state["corpus"] != self.corpus.fingerprint or state["seed"] != self.config.train.seed:
+            what = "the data" if state["corpus"] != self.corpus.fingerprint else "train.seed"
+            raise ConfigError(
+                f"'{path}' was trained with other settings: {what} changed since, so samples would repeat; "
+                "undo the change or choose another train.output"
+            )
+        self.session.steps_done = manifest.step
+        self.position, self.tokens = int(state["position"]), int(state["tokens"])
+        self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
+        if self.session.scaler is not None and state["scaler"]:
+            self.session.scaler.load_state_dict(state["scaler"])
+        saved = rng_for(path, self.session.ranks.rank)
+        if saved is not None:
+            restore_random_states(saved, self.session.device)
+        if self.is_main:
+            self.reporter.say(f"resuming after step {manifest.step} of {self.total} from '{path}'")
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:
+    """Set every group's rate; groups that began with another one than ``base`` keep the ratio."""
+    for group in optimizer.param_groups:
+        initial = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = rate * (initial / base)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Random states for dropout and the like: a function of the seed and the rank."""
+    torch.manual_seed(seed * 100_003 + rank)
+    random.seed(seed * 100_003 + rank)
+    np.random.seed((seed * 100_003 + rank) % 2**32)
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of every generator of this rank, as bytes."""
+    version, words, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    python = json.dumps([version, list(words), gauss])
+    legacy = json.dumps([kind, np.asarray(keys).tolist(), place, has_gauss, cached])
+    states = {"torch": torch.get_rng_state(), "python": _to_bytes(python), "numpy": _to_bytes(legacy)}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what `random_states` gave."""
+    torch.set_rng_state(states["torch"])
+    version, words, gauss = json.loads(bytes(states["python"].tolist()))
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, place, has_gauss, cached = json.loads(bytes(states["numpy"].tolist()))
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _to_bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

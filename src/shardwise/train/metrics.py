@@ -1,0 +1,40 @@
+"""Metrics as JSON lines: one object per logged step or evaluation, appended and flushed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class MetricsFile:
+    """``metrics.jsonl`` of a run. Opened at a step: what a dead run wrote after that step is cut off."""
+
+    def __init__(self, path: Path, after_step: int) -> None:
+        kept = [line for line in read_metrics(path) if line["step"] <= after_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(path)
+        self._file: TextIO = path.open("a")
+
+    def write(self, **values: Any) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file; a last line that a crash cut short is left out."""
+    if not path.exists():
+        return
+    with path.open() as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
