@@ -6,11 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.cli.own_loop import start as start
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.plan.dims import ParallelDims as ParallelDims
     from shardwise.plan.plan import Plan as Plan
+    from shardwise.train.session import Session as Session
 
 _HOMES = {
+    "Session": "shardwise.train.session",
+    "start": "shardwise.cli.own_loop",
     "ParallelDims": "shardwise.plan.dims",
     "Plan": "shardwise.plan.plan",
     "ShardwiseError": "shardwise.errors",

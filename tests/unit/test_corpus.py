@@ -325,6 +325,12 @@ class TestEntropy:
             expected = self.slow("".join(TEXTS).encode())
             assert (corpus.order0_bits, corpus.order1_bits) == pytest.approx(expected, abs=1e-9)
 
+    def test_across_batches(self, tmp_path: Path) -> None:
+        texts = [chr(97 + i * i % 26) for i in range(300)]
+        rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+        corpus = prepare(rows, tmp_path / "cache")
+        assert (corpus.order0_bits, corpus.order1_bits) == pytest.approx(self.slow("".join(texts).encode()), abs=1e-9)
+
     def test_across_chunks(self, tmp_path: Path) -> None:
         data = np.random.default_rng(0).integers(97, 105, 2_200_000, dtype=np.uint8).tobytes()
         (tmp_path / "big.txt").write_bytes(data)
@@ -423,10 +429,13 @@ class TestCache:
         assert everything(prepare(folder, tmp_path / "cache", lines)) == whole
         assert lines[0] == f"the corpus in '{corpus.folder}' is damaged, preparing it again"
 
-    def test_tokens_that_are_not_as_many_as_noted(self, folder: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("names", [("train",), ("train_starts",), ("train", "train_starts")])
+    def test_tokens_that_are_not_as_many_as_noted(self, names: tuple[str], folder: Path, tmp_path: Path) -> None:
         corpus = prepare(folder, tmp_path / "cache")
-        np.save(corpus.folder / "train.npy", np.zeros(5, np.uint16))
-        with pytest.raises(DataError, match=r"train\.npy has 5 tokens instead of \d+;"):
+        short = {"train": np.zeros(5, np.uint16), "train_starts": np.array([0, 5])}
+        for name in names:
+            np.save(corpus.folder / f"{name}.npy", short[name])
+        with pytest.raises(DataError, match=r"train\.npy has \d+ tokens instead of \d+;"):
             open_corpus(corpus.folder)
 
     def test_nothing_is_written_elsewhere_and_datasets_is_left_as_it_was(self, folder: Path, tmp_path: Path) -> None:
@@ -512,20 +521,32 @@ class TestErrors:
         message = fails(DataError, tmp_path / "rows.parquet", tmp_path / "cache", text_field="n")
         assert message == "data.text_field 'n' holds int64, not text; name a column of text"
 
-    def test_unreadable_files(self, tmp_path: Path, capfd) -> None:
+    def test_unreadable_files(self, tmp_path: Path) -> None:
         bad = tmp_path / "bad.jsonl"
-        bad.write_text('{"text": "a"}\n\n{"text"\n')
+        bad.write_text('\ufeff{"text": "a"}\n\n{"text"\n')
         message = fails(DataError, bad, tmp_path / "cache")
         rule = "file 'bad.jsonl', line 3 is not JSON: Expecting ':' delimiter"
         assert message == f"data.path '{bad}': {rule}; repair it"
         bad.write_text('{"text": "a"}\n"b"\n')
         message = fails(DataError, bad, tmp_path / "cache")
         assert message == f"data.path '{bad}': file 'bad.jsonl', line 2 holds 'b', not an object; repair it"
-        (tmp_path / "bad.parquet").write_bytes(b"PAR1 not at all")
-        message = fails(DataError, tmp_path / "bad.parquet", tmp_path / "cache")
-        assert message.startswith(f"data.path '{tmp_path / 'bad.parquet'}' cannot be read as parquet: ")
-        assert message.endswith("; repair it or set data.format")
-        assert capfd.readouterr() == ("", "")
+        whole = write_parquet(tmp_path / "bad.parquet", text=TEXTS).read_bytes()
+        for content in (b"PAR1 not at all", whole[:4] + b"?" * 200 + whole[204:]):
+            (tmp_path / "bad.parquet").write_bytes(content)
+            message = fails(DataError, tmp_path / "bad.parquet", tmp_path / "cache")
+            assert message.startswith(f"data.path '{tmp_path / 'bad.parquet'}' cannot be read as parquet: ")
+            assert message.endswith("; repair it or set data.format")
+        code = (
+            "import pathlib\n"
+            "from shardwise.train.config import DataTable\n"
+            "from shardwise.train.corpus import prepare_corpus\n"
+            "try:\n"
+            "    prepare_corpus(DataTable(path='bad.parquet', seq_len=8), pathlib.Path('cache'), lambda line: None)\n"
+            "except Exception as error:\n"
+            "    print(type(error).__name__)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert (done.stdout, done.stderr) == ("DataError\n", "")
 
     def test_a_dataset_that_is_none(self, folder: Path, tmp_path: Path) -> None:
         for path in (folder, folder / "00.txt"):
@@ -562,7 +583,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("code", "kind", "fix"),
         [
-            (errno.ENOSPC, MachineError, "free space or use another"),
+            (errno.ENOSPC, MachineError, "free space or use another folder"),
             (errno.EROFS, UserError, "use a folder you may write"),
         ],
     )

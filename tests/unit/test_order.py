@@ -22,7 +22,7 @@ def test_the_order_is_what_numpy_draws_for_seed_and_epoch() -> None:
 
 
 def test_the_order_does_not_change_between_releases() -> None:
-    assert Order(8, seed=0, shuffle=True).ids(0, 16).tolist() == GOLDEN
+    assert Order(8, seed=0, shuffle=True).ids(0, 16).tolist() == [2, 4, 3, 6, 5, 0, 1, 7, 1, 3, 7, 6, 0, 4, 2, 5]
 
 
 def test_an_id_depends_on_the_index_only() -> None:
@@ -57,7 +57,7 @@ def test_the_end() -> None:
 
 
 def test_no_samples() -> None:
-    with pytest.raises(DataError, match="^0 samples have no order; give a corpus with at least one sample$"):
+    with pytest.raises(DataError, match=r"^0 samples have no order; give a corpus with at least one sample$"):
         Order(0, seed=0, shuffle=True)
 
 
@@ -77,6 +77,3 @@ def test_where_a_sample_of_a_rank_is() -> None:
     order = Order(1000, seed=0, shuffle=False)
     found = rank_ids(order, position=100, dp=3, dp_rank=1, micro_batch=4, grad_accum=2)
     assert [ids.tolist() for ids in found] == [[104, 105, 106, 107], [116, 117, 118, 119]]
-
-
-GOLDEN: list[int] = []

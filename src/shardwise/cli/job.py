@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.memory import Estimate
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.plan import Plan, split_batch
+from shardwise.plan.plan import Plan, Recompute, split_batch
 from shardwise.search.choose import Choice, choose
 from shardwise.spec.cluster import ClusterSpec, detect
 from shardwise.spec.model import ModelSpec, read_model
 from shardwise.train.config import Config
 from shardwise.train.corpus import Corpus, prepare_corpus
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Job(BaseModel):
@@ -83,10 +87,7 @@ def choose_plan(
     """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
     from shardwise.parallel.apply import check
     from shardwise.parallel.materialize import build
-    from shardwise.parallel.precision import DTYPES
-    from shardwise.parallel.recompute import apply_recompute
-    from shardwise.train.loss import token_loss_sum
-    from shardwise.train.model import model_factory, saved_activation_bytes
+    from shardwise.train.model import model_factory
     from shardwise.train.optimizer import build_optimizer, workload_of
 
     factory = model_factory(config, corpus.vocab_size)
@@ -94,14 +95,7 @@ def choose_plan(
     spec = read_model(module)
     check(spec, draft)
     workload = workload_of(build_optimizer(module.parameters(), config.optimizer))
-    saved = saved_activation_bytes(
-        factory,
-        token_loss_sum,
-        seq_len=config.data.seq_len,
-        dtype=DTYPES[draft.precision],
-        prepare=lambda model: apply_recompute(model, draft.recompute, spec.blocks),
-    )
-    workload = workload.model_copy(update={"activation_bytes": {draft.recompute: saved}})
+    workload = workload.model_copy(update=_activations(config, draft, spec, factory))
     if fixed:
         return _fixed_choice(draft, spec, workload, cluster), spec
     parallel = config.parallel
@@ -115,6 +109,39 @@ def choose_plan(
         dp_shard=parallel.dp_shard,
     )
     return choice, spec
+
+
+def _activations(
+    config: Config, plan: Plan, spec: ModelSpec, factory: Callable[[], nn.Module]
+) -> dict[str, dict[str, int | None] | int | None]:
+    """Saved bytes of a sample under the plan's recompute mode, and its logits.
+
+    ``full`` holds the blocks' inputs plus one block that is being recomputed. What ``selective`` keeps is not seen by
+    autograd's hooks, so it stays unknown.
+    """
+    from shardwise.parallel.precision import DTYPES
+    from shardwise.parallel.recompute import apply_recompute
+    from shardwise.train.loss import token_loss_sum
+    from shardwise.train.model import forward_bytes
+
+    def measure(mode: Recompute) -> tuple[int, int] | None:
+        return forward_bytes(
+            factory,
+            token_loss_sum,
+            seq_len=config.data.seq_len,
+            dtype=DTYPES[plan.precision],
+            prepare=lambda model: apply_recompute(model, mode, spec.blocks),
+        )
+
+    whole = measure("none")
+    if whole is None:
+        return {}
+    saved: int | None = whole[0]
+    if plan.recompute == "selective":
+        saved = None
+    elif plan.recompute == "full" and (kept := measure("full")) is not None:
+        saved = kept[0] + (whole[0] - kept[0]) // len(spec.blocks)
+    return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": whole[1]}
 
 
 def _fixed_choice(plan: Plan, spec: ModelSpec, workload: object, cluster: ClusterSpec) -> Choice:

@@ -545,7 +545,7 @@ def _writing(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        what = f"corpus cache '{cache}' cannot be written: {error.strerror or error}"
         if error.errno in _DENIED:
-            raise UserError(f"corpus cache '{cache}' cannot be written: {reason}; use a folder you may write") from None
-        raise MachineError(f"corpus cache '{cache}' cannot be written: {reason}; free space or use another") from None
+            raise UserError(f"{what}; use a folder you may write") from None
+        raise MachineError(f"{what}; free space or use another folder") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.train.config import Config
@@ -90,23 +91,24 @@ def _checked_module(module: Any, where: str, freeze: list[str]) -> nn.Module:
     return module
 
 
-def saved_activation_bytes(
+def forward_bytes(
     factory: Callable[[], nn.Module],
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
     *,
     seq_len: int,
     dtype: torch.dtype,
     prepare: Callable[[nn.Module], object],
-) -> int | None:
-    """Bytes that one sample saves between forward and backward, read off a meta-device forward.
+) -> tuple[int, int] | None:
+    """Bytes of one sample's forward under fake tensors: what is saved for backward, and the logits in fp32.
 
     Every saved storage counts once; parameters do not count. ``prepare`` may change the module first (recompute).
-    Leaves out the backward's own temporaries. ``None`` where the model does not run on the meta device.
+    Leaves out backward's own temporaries, and attention's where the device has another kernel than the CPU.
+    ``None`` where the model does not run under fake tensors.
     """
-    with torch.device("meta"), warnings.catch_warnings():
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         try:
-            module = factory().to(dtype)
+            module = factory()
             prepare(module)
             own = {p.untyped_storage()._cdata for p in [*module.parameters(), *module.buffers()]}
             storages: dict[int, torch.UntypedStorage] = {}
@@ -118,8 +120,11 @@ def saved_activation_bytes(
                 return tensor
 
             ids = torch.zeros(1, seq_len, dtype=torch.int64)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss(module(ids), ids)
+            narrow = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), narrow:
+                outputs = module(ids)
+                loss(outputs, ids)
+            logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             return None
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storage.nbytes() for storage in storages.values()), logits.numel() * torch.float32.itemsize

@@ -52,13 +52,16 @@ class Micro:
     """One micro batch on this rank, on the device.
 
     ``num_tokens`` counts the labels that take part in the loss. A ``filler`` stands in on a rank that has run out of
-    data while others have not: it is computed, weighs nothing and counts nothing.
+    data while others have not: it is computed, weighs nothing and counts nothing. Unpacks as ``inputs, labels``.
     """
 
     inputs: Any
     labels: Any
     num_tokens: int
     filler: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.inputs, self.labels))
 
 
 class StepResult:
