@@ -61,3 +61,25 @@ def ragged_batches(number: int, micro_batch: int = 2, seed: int = 1) -> list[tup
             labels[:] = -100
         batches.append((inputs, labels))
     return batches
+
+
+class ByteDecoder(Decoder):
+    """The decoder over bytes, with dropout, so that a resumed run must also resume its luck."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__(tied=True)
+        self.embed = nn.Embedding(257, WIDTH)
+        nn.init.normal_(self.embed.weight, std=0.1)  # it is the head, too
+        self.head = nn.Linear(WIDTH, 257, bias=False)
+        self.head.weight = self.embed.weight
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.embed(ids))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+def byte_decoder(dropout: float = 0.1) -> ByteDecoder:
+    return ByteDecoder(dropout)

@@ -1,3 +1,10 @@
-"""Imported once by the fork server, so that each rank of a test starts with it loaded."""
+"""Imported once by the fork server, so that each rank of a test starts with everything loaded."""
 
-import torch.distributed.optim  # noqa: F401
+import torch.distributed.optim
+import torch.distributed.tensor
+
+import shardwise.cli.own_loop
+import shardwise.report.progress
+import shardwise.train.loop
+import shardwise.verify.effects
+import shardwise.verify.fit  # noqa: F401

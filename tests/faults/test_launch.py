@@ -401,9 +401,7 @@ def test_a_second_interrupt_kills(script, tmp_path):
         time.sleep(0.3)
         assert driver.poll() is None
         driver.send_signal(signal.SIGINT)
-        assert driver.communicate(timeout=4)[0].startswith(
-            "Interrupted interrupted; all ranks had to be killed before"
-        )
+        assert driver.communicate(timeout=4)[0].startswith("Interrupted interrupted; all ranks had to be killed before")
         assert driver.returncode == 130
         assert all(gone(pid) for pid in ranks)
 

@@ -536,17 +536,23 @@ class TestErrors:
             message = fails(DataError, tmp_path / "bad.parquet", tmp_path / "cache")
             assert message.startswith(f"data.path '{tmp_path / 'bad.parquet'}' cannot be read as parquet: ")
             assert message.endswith("; repair it or set data.format")
+
+    def test_what_datasets_logs_is_our_error_and_nothing_else(self, tmp_path: Path) -> None:
+        (tmp_path / "data").mkdir()
+        write_parquet(tmp_path / "data" / "a.parquet", text=["a"])
+        write_parquet(tmp_path / "data" / "b.parquet", text=[b"\xff\xfe"])
         code = (
             "import pathlib\n"
             "from shardwise.train.config import DataTable\n"
             "from shardwise.train.corpus import prepare_corpus\n"
             "try:\n"
-            "    prepare_corpus(DataTable(path='bad.parquet', seq_len=8), pathlib.Path('cache'), lambda line: None)\n"
+            "    prepare_corpus(DataTable(path='data', seq_len=8), pathlib.Path('cache'), lambda line: None)\n"
             "except Exception as error:\n"
-            "    print(type(error).__name__)\n"
+            "    print(error)\n"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-        assert (done.stdout, done.stderr) == ("DataError\n", "")
+        message = "data.path 'data' cannot be read as parquet: Invalid UTF8 payload; repair it or set data.format\n"
+        assert (done.stdout, done.stderr) == (message, "")
 
     def test_a_dataset_that_is_none(self, folder: Path, tmp_path: Path) -> None:
         for path in (folder, folder / "00.txt"):

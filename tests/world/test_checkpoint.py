@@ -589,6 +589,7 @@ def test_hyperparameters_keep_their_form_and_how_stays(tmp_path: Path) -> None:
     path = save(tmp_path, 1, model, optimizer)
     live = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=(0.5, 0.5), foreach=True, capturable=True)
     lr = live.param_groups[0]["lr"]
+    live.state[model.weight]["step"] = torch.tensor(3.0)  # the checkpoint has none: it goes
     load_checkpoint(path, model=model, optimizer=live)
     group = live.param_groups[0]
     assert group["lr"] is lr

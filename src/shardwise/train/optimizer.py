@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +83,9 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
     module_name, colon, name = path.partition(":")
     if not colon or not name:
         raise ConfigError(f"{key} '{path}' is not package.module:function")
+    here = str(Path.cwd())
+    if here not in sys.path:  # the installed command does not look where the user stands
+        sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,0 +1,155 @@
+"""``shardwise train`` as a user runs it: the command, real ranks, kill -9, Ctrl-C, torchrun."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwise.cli.job import prepare_job
+from shardwise.cli.rank import run_job
+from shardwise.train.config import read_config
+from tests.cli import configs
+from tests.worlds import run_world
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload", "hsdp+offload")
+
+
+def rank_of_job(text: str) -> None:
+    from shardwise.cli.job import Job
+
+    run_job(Job.model_validate_json(text))
+
+
+def train_here(folder: Path, strategy: str, world: int, **changes: dict[str, object]) -> dict[str, object]:
+    """What the command does, on the test world's ranks: seconds cheaper."""
+    folder.mkdir()
+    overrides = [f"parallel.strategy={strategy}", f"parallel.nproc={world}"]
+    config = read_config(configs.write_config(folder, **changes), overrides)
+    job = prepare_job(config, lambda text: None).job
+    run_world(rank_of_job, world, job.model_dump_json(by_alias=True))
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def test_every_strategy_ends_at_the_same_loss(tmp_path: Path) -> None:
+    found = {}
+    without_luck = {"model": {"kwargs": {"dropout": 0.0}}, "train": {"steps": 20}, "checkpoint": {"every": 0}}
+    for strategy in STRATEGIES:
+        summary = train_here(tmp_path / strategy, strategy, 4, **without_luck)
+        receipts = summary["receipts"]
+        assert receipts["effects"]["ok"], receipts
+        assert receipts["fit"]["ok"], receipts
+        assert summary["strategy"] == strategy
+        found[strategy] = summary["loss"]
+    alone = train_here(tmp_path / "alone", "ddp", 1, **without_luck)
+    assert all(abs(loss - alone["loss"]) < 1e-3 for loss in found.values()), (found, alone["loss"])
+    assert alone["loss"] < 4.5  # it learns: a uniform guess is log(257) = 5.55
+
+
+def test_first_weights_do_not_depend_on_strategy_or_world(tmp_path: Path) -> None:
+    """The first loss, before any update, is that of the same weights; bit for bit where one batch is not split."""
+    seen = set()
+    for strategy, world in (("ddp", 1), ("fsdp", 1), ("zero2", 1), ("zero1", 1)):
+        folder = tmp_path / f"{strategy}{world}"
+        train_here(folder, strategy, world, train={"steps": 2}, model={"kwargs": {"dropout": 0.0}})
+        seen.add(configs.losses(folder)[1])
+    assert len(seen) == 1
+    whole = float(seen.pop())
+    for strategy in ("ddp", "fsdp", "hsdp"):
+        folder = tmp_path / f"{strategy}4"
+        train_here(folder, strategy, 4, train={"steps": 2}, model={"kwargs": {"dropout": 0.0}})
+        assert abs(float(configs.losses(folder)[1]) - whole) < 1e-6
+
+
+def test_command_end_to_end(tmp_path: Path) -> None:
+    config = configs.write_config(tmp_path)
+    out, err = configs.train(config, "--json", "--strategy", "fsdp")
+    document = json.loads(out.splitlines()[-1])
+    assert document["schema"] == 1
+    assert document["steps"] == 12
+    assert document["strategy"] == "fsdp"
+    assert document["receipts"]["effects"]["ok"]
+    assert document["receipts"]["fit"]["ok"]
+    assert math.isfinite(document["heldout_bits_per_byte"])
+    assert "global batch 8 = micro batch 4 × accumulation 1 × dp 2" in err
+    assert "order-1 baseline" in err
+    assert len(configs.losses(tmp_path)) == 12
+    assert (tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").exists()
+    begin = time.process_time()
+    again, news = configs.train(config, "--json", "--strategy", "fsdp")
+    assert json.loads(again) == document
+    assert "finished" in news
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_killed_runs_resume_bit_identically(tmp_path: Path, strategy: str) -> None:
+    """kill -9 at random steps, of a rank or of the command itself; the losses and weights never notice."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    changes = {"train": {"steps": 60, "eval_samples": 8}, "checkpoint": {"every": 4}}
+    configs.train(configs.write_config(whole, **changes), "--strategy", strategy)
+    config = configs.write_config(broken, **changes)
+    luck = random.Random(strategy)
+    for step in sorted(luck.sample(range(3, 56), 5 if strategy == "ddp" else 2)):
+        process = configs.start_train(config, "--strategy", strategy)
+        configs.wait_for_step(process, broken, step)
+        victims = [p for p in psutil.Process(process.pid).children() if p.is_running()]
+        victim = luck.choice([*victims, psutil.Process(process.pid)])
+        victim.kill()
+        process.communicate(timeout=60)
+        assert process.returncode in (3, -signal.SIGKILL)
+        gone, alive = psutil.wait_procs(victims, timeout=10)
+        assert not alive
+    configs.train(config, "--strategy", strategy)
+    assert configs.losses(broken) == configs.losses(whole)
+    last = Path("run") / "checkpoints" / "step-00000060"
+    assert configs.hashes(broken / last) == configs.hashes(whole / last)
+
+
+def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    changes = {"train": {"steps": 300, "eval_samples": 8}, "checkpoint": {"every": 0}}
+    config = configs.write_config(broken, **changes)
+    process = configs.start_train(config)
+    configs.wait_for_step(process, broken, 20)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "stopped after step" in err
+    assert "Traceback" not in err
+    configs.train(config)
+    configs.train(configs.write_config(whole, **changes))
+    assert configs.losses(broken) == configs.losses(whole)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    config = configs.write_config(tmp_path)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise", "train", str(config), "--json"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=configs.ROOT, env=configs.environment(), text=True, capture_output=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["steps"] == 12
+    assert document["receipts"]["effects"]["ok"]
+
+
+def test_epochs_end_with_a_partial_window(tmp_path: Path) -> None:
+    """Every sample once, the last global batch smaller; the number of trained labels says so."""
+    summary = train_here(
+        tmp_path / "one", "fsdp", 2, train={"epochs": 1, "steps": None, "global_batch": 64}, checkpoint={"every": 0}
+    )
+    facts = json.loads(next((tmp_path / "one" / "run" / "data").rglob("corpus.json")).read_text())
+    assert summary["tokens"] == facts["parts"]["train"]["num_tokens"] - 1

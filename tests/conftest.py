@@ -1,0 +1,96 @@
+"""A test that leaves something behind fails: what one test leaks, another one trips over."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+PYTESTS_OWN = "PYTEST_CURRENT_TEST"
+TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch sets it when its compiler is first imported
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # live as long as the test process
+GRACE_S = 2.0  # for what is on its way out; waited for only where something is left
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} - {PYTESTS_OWN, TORCHS_OWN}
+    for name in names:  # the next test is not to suffer
+        os.environ.pop(name, None)
+        os.environ.update({name: before[name]} if name in before else {})
+    if names:
+        pytest.fail(f"environment variables changed: {', '.join(sorted(names))}")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_child_process() -> Iterator[None]:
+    before = set(psutil.pids())  # of the whole machine: far cheaper than asking each one for its parent
+    yield
+    left = _settled(lambda: [process for pid in psutil.pids() if pid not in before for process in _offspring(pid)])
+    if left:
+        pytest.fail(f"child processes left: {'; '.join(left)}")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_thread() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = _settled(lambda: [t for t in threading.enumerate() if t not in before and not t.daemon])
+    if left:
+        pytest.fail(f"threads left: {', '.join(thread.name for thread in left)}")
+
+
+@pytest.fixture(autouse=True)
+def leaves_torch_as_it_was() -> Iterator[None]:
+    before = _torch_state()
+    yield
+    after = _torch_state()
+    wrong = [f"{name} was {before[name]}, is {after[name]}" for name in before if before[name] != after[name]]
+    if not before and after.get("process group"):
+        wrong.append("a process group was made and not destroyed")
+    if wrong:
+        pytest.fail(f"torch is not as it was: {'; '.join(wrong)}")
+
+
+def _torch_state() -> dict[str, Any]:
+    """What a test might have changed; empty as long as nobody has imported torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_num_threads"):
+        return {}
+    dist = sys.modules.get("torch.distributed")
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "number of threads": torch.get_num_threads(),
+        "process group": dist is not None and dist.is_available() and dist.is_initialized(),
+    }
+
+
+def _settled(look: Callable[[], list[Any]]) -> list[Any]:
+    """What ``look`` still finds after a while; at once where it finds nothing."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _offspring(pid: int) -> list[str]:
+    """The process in words, if it descends from this one and works; else nothing."""
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline()
+        if all(parent.pid != os.getpid() for parent in process.parents()):
+            return []
+        if process.status() == psutil.STATUS_ZOMBIE or any(server in word for word in words for server in SERVERS):
+            return []
+        return [f"{pid} {' '.join(words)[:80]}"]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
