@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint.load import load_checkpoint, newest, rng_for
 from shardwise.checkpoint.save import save_checkpoint
@@ -226,6 +227,20 @@ class Run:
             keep=self.config.checkpoint.keep,
         )
 
+    def _prime(self) -> None:
+        """One backward that is thrown away, for DDP: it orders its buckets by the first one it sees.
+
+        The order decides in which order ranks are summed, so a run that resumes without it differs in the last bit
+        from one that was never interrupted, from three ranks on.
+        """
+        if not isinstance(self.session.applied.outer, DistributedDataParallel):
+            return
+        self.session.begin_micro(last=True)
+        inputs, labels = self.samples.batch(np.arange(self.micro_batch) % len(self.samples))
+        device = self.session.device
+        (token_loss_sum(self.session.applied.outer(inputs.to(device)), labels.to(device)) * 0.0).backward()
+        self.session.optimizer.zero_grad()
+
     def _resume(self) -> None:
         path = newest(self.output / "checkpoints")
         if path is None:
@@ -235,6 +250,7 @@ class Run:
                 f"train.output '{self.output}' holds a run already and checkpoint.resume is false; "
                 "choose another train.output, or set checkpoint.resume=true to go on"
             )
+        self._prime()
         manifest = load_checkpoint(path, model=self.session.module, optimizer=self.session.optimizer)
         state = manifest.state
         if state["corpus"] != self.corpus.fingerprint or state["seed"] != self.config.train.seed:
