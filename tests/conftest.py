@@ -23,7 +23,10 @@ def leaves_the_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} - {PYTESTS_OWN, TORCHS_OWN}
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} - {
+        PYTESTS_OWN,
+        TORCHS_OWN,
+    }
     for name in names:  # the next test is not to suffer
         os.environ.pop(name, None)
         os.environ.update({name: before[name]} if name in before else {})

@@ -7,12 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.cli.own_loop import start as start
+    from shardwise.cost.memory import Estimate as Estimate
     from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.measure.state import Measurement as Measurement
     from shardwise.plan.dims import ParallelDims as ParallelDims
     from shardwise.plan.plan import Plan as Plan
+    from shardwise.spec.cluster import ClusterSpec as ClusterSpec
+    from shardwise.spec.model import ModelSpec as ModelSpec
+    from shardwise.spec.workload import Workload as Workload
     from shardwise.train.session import Session as Session
+    from shardwise.verify.receipt import Receipt as Receipt
 
 _HOMES = {
+    "ClusterSpec": "shardwise.spec.cluster",
+    "Estimate": "shardwise.cost.memory",
+    "Measurement": "shardwise.measure.state",
+    "ModelSpec": "shardwise.spec.model",
+    "Receipt": "shardwise.verify.receipt",
+    "Workload": "shardwise.spec.workload",
     "Session": "shardwise.train.session",
     "start": "shardwise.cli.own_loop",
     "ParallelDims": "shardwise.plan.dims",

@@ -108,7 +108,7 @@ def test_killed_runs_resume_bit_identically(tmp_path: Path, strategy: str) -> No
         victim.kill()
         process.communicate(timeout=60)
         assert process.returncode in (3, -signal.SIGKILL)
-        gone, alive = psutil.wait_procs(victims, timeout=10)
+        _gone, alive = psutil.wait_procs(victims, timeout=10)
         assert not alive
     configs.train(config, "--strategy", strategy)
     assert configs.losses(broken) == configs.losses(whole)
@@ -136,9 +136,24 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     config = configs.write_config(tmp_path)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise", "train", str(config), "--json"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "shardwise",
+        "train",
+        str(config),
+        "--json",
+    ]
     done = subprocess.run(
-        [sys.executable, *command], cwd=configs.ROOT, env=configs.environment(), text=True, capture_output=True, timeout=150
+        [sys.executable, *command],
+        cwd=configs.ROOT,
+        env=configs.environment(),
+        text=True,
+        capture_output=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])

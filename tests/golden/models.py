@@ -40,6 +40,11 @@ class InATuple(Tiny):
         return (super().forward(ids),)
 
 
+class MeanOverTime(Tiny):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).mean(1)
+
+
 class FailsOnRankOne(Tiny):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if dist.is_initialized() and dist.get_rank() == 1:
@@ -65,6 +70,10 @@ def raises() -> nn.Module:
 
 def in_a_tuple() -> nn.Module:
     return InATuple(8, 257, 2)
+
+
+def one_for_a_sample() -> nn.Module:
+    return MeanOverTime(8, 257, 2)
 
 
 def fails_on_rank_one() -> nn.Module:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.memory import Estimate
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError, DataError, PlanError, ShardwiseError
 from shardwise.plan.plan import Plan, Recompute, split_batch
-from shardwise.search.choose import Choice, choose
+from shardwise.search.choose import Choice, check_degrees, choose
 from shardwise.spec.cluster import ClusterSpec, detect
 from shardwise.spec.model import ModelSpec, read_model
 from shardwise.train.config import Config
@@ -58,11 +59,67 @@ def prepare_job(
     check_output(Path(config.train.output))
     nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
     cluster = detect(config.parallel.device, nproc).model_copy(update={"nodes": nodes})
+    check_plan(config, cluster, plan)
     draft = plan or draft_plan(config, cluster)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
+    check_samples(config, corpus)
     choice, spec = choose_plan(config, draft, cluster, corpus, fixed=plan is not None)
     job = Job(config=config, plan=choice.plan, corpus=corpus.folder, estimate=choice.estimate, as_json=as_json)
     return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus)
+
+
+def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
+    """What can be said of the strategy and of a given plan before the data is read, which may take long.
+
+    Raises:
+        ConfigError: the device is not there.
+        PlanError: the degrees cannot be, or the given plan is for something else; all that differs.
+    """
+    parallel = config.parallel
+    if parallel.device == "cuda" and cluster.device != "cuda":
+        raise ConfigError(
+            "parallel.device 'cuda': no NVIDIA GPU was found on this machine; look whether nvidia-smi lists one, "
+            "or set parallel.device=cpu"
+        )
+    if plan is None:
+        check_degrees(parallel.strategy, cluster, dp_replicate=parallel.dp_replicate, dp_shard=parallel.dp_shard)
+        return
+    problems = []
+    if plan.dims.world_size != cluster.world_size:
+        problems.append(
+            f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but there are {cluster.world_size}; "
+            f"use --nproc {max(1, plan.dims.world_size // cluster.nodes)} or make a new plan"
+        )
+    if plan.device != cluster.device:
+        problems.append(
+            f"the plan is for {plan.device}, but the ranks are on {cluster.device}; "
+            f"set parallel.device={plan.device} where there is one, or make a new plan"
+        )
+    if plan.seq_len not in (None, config.data.seq_len):
+        problems.append(
+            f"the plan is for samples of {plan.seq_len} tokens, but data.seq_len is {config.data.seq_len}; "
+            f"set data.seq_len={plan.seq_len} or make a new plan"
+        )
+    if problems:
+        raise PlanError(*problems)
+
+
+def check_samples(config: Config, corpus: Corpus) -> None:
+    """Whether there is something to learn from, and something to measure on.
+
+    Raises:
+        DataError: there is not.
+    """
+    from shardwise.train.samples import samples_for
+
+    samples_for(corpus.train, config.data, corpus.separator)
+    if corpus.heldout is not None:
+        heldout = samples_for(corpus.heldout, config.data, corpus.separator)
+        if not heldout.label_bytes(config.train.eval_samples or None):
+            raise DataError(
+                "the held-out documents have no byte that can be predicted from one before it; "
+                "give data.heldout_path longer documents, or set data.heldout_fraction=0"
+            )
 
 
 def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
@@ -91,13 +148,15 @@ def choose_plan(
     from shardwise.train.optimizer import build_optimizer, workload_of
 
     factory = model_factory(config, corpus.vocab_size)
-    module = build(factory, config.train.seed, real=False)
+    with users_code(_key("model", config.model.factory, config.model.config)):
+        module = build(factory, config.train.seed, real=False)
     spec = read_model(module)
     check(spec, draft)
-    workload = workload_of(build_optimizer(module.parameters(), config.optimizer))
-    workload = workload.model_copy(update=_activations(config, draft, spec, factory))
+    with users_code(_key("optimizer", config.optimizer.factory, config.optimizer.name)):
+        workload = workload_of(build_optimizer(module.parameters(), config.optimizer))
+    workload = workload.model_copy(update=_activations(config, draft, spec, factory, corpus.vocab_size))
     if fixed:
-        return _fixed_choice(draft, spec, workload, cluster), spec
+        return _fixed_choice(draft, spec, workload), spec
     parallel = config.parallel
     choice = choose(
         draft,
@@ -111,8 +170,31 @@ def choose_plan(
     return choice, spec
 
 
+@contextmanager
+def users_code(where: str) -> Iterator[None]:
+    """What the user's function raises becomes a message that says where; a machine out of memory stays one.
+
+    Raises:
+        ConfigError: anything else was raised inside.
+    """
+    from shardwise.train.optimizer import raised_text
+
+    try:
+        yield
+    except (ShardwiseError, MemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} raised {raised_text(error)}; repair it, or change its arguments") from error
+
+
+def _key(table: str, factory: str | None, other: str | None) -> str:
+    if factory is not None:
+        return f"{table}.factory '{factory}'"
+    return f"model.config '{other}'" if table == "model" else f"optimizer.name '{other}'"
+
+
 def _activations(
-    config: Config, plan: Plan, spec: ModelSpec, factory: Callable[[], nn.Module]
+    config: Config, plan: Plan, spec: ModelSpec, factory: Callable[[], nn.Module], vocab_size: int
 ) -> dict[str, dict[str, int | None] | int | None]:
     """Saved bytes of a sample under the plan's recompute mode, and its logits.
 
@@ -129,6 +211,7 @@ def _activations(
             factory,
             token_loss_sum,
             seq_len=config.data.seq_len,
+            vocab_size=vocab_size,
             dtype=DTYPES[plan.precision],
             prepare=lambda model: apply_recompute(model, mode, spec.blocks),
         )
@@ -144,17 +227,10 @@ def _activations(
     return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": whole[1]}
 
 
-def _fixed_choice(plan: Plan, spec: ModelSpec, workload: object, cluster: ClusterSpec) -> Choice:
+def _fixed_choice(plan: Plan, spec: ModelSpec, workload: object) -> Choice:
     from shardwise.cost.memory import estimate_memory
     from shardwise.spec.workload import Workload
 
-    if plan.dims.world_size != cluster.world_size:
-        raise PlanError(
-            f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but there are {cluster.world_size}; "
-            f"use --nproc {plan.dims.world_size // cluster.nodes} or make a new plan"
-        )
-    if plan.device != cluster.device:
-        raise PlanError(f"the plan is for {plan.device}, but this machine gives {cluster.device}; set parallel.device")
     return Choice(plan=plan, estimate=estimate_memory(spec, plan, Workload.model_validate(workload)))
 
 
@@ -170,6 +246,6 @@ def check_output(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"train.output '{folder}' cannot be written to: {error.strerror}; choose another folder"
-        ) from None
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "a file is in the way" if is_file else error.strerror
+        raise ConfigError(f"train.output '{folder}' cannot be written to: {why}; choose another folder") from None

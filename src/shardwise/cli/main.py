@@ -82,7 +82,7 @@ def step(
 def main() -> None:
     """Run the command line; a user's mistake is one message, never a traceback."""
     try:
-        app()
+        app(prog_name="shardwise")
     except ShardwiseError as error:
         print_error(error)
         sys.exit(error.exit_code)

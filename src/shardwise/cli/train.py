@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
+from shardwise.checkpoint.format import saved_steps
 from shardwise.cli.job import Job, prepare_job
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, MachineError, PlanError
 from shardwise.parallel.environment import rendezvous
 from shardwise.plan.plan import read_plan
 from shardwise.report.plan import print_plan
@@ -24,6 +25,9 @@ def run_train(
     config_file: Path, overrides: list[str], *, plan_file: Path | None, master_port: int, as_json: bool
 ) -> None:
     """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself."""
+    named = [item for item in overrides if item.startswith("parallel.strategy=")]
+    if plan_file is not None and named:
+        raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
     config = read_config(config_file, overrides)
     plan = read_plan(plan_file) if plan_file is not None else None
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
@@ -52,7 +56,12 @@ def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> No
 
     output = Path(job.config.train.output)
     file = output / "job.json"
-    file.write_text(job.model_dump_json(by_alias=True))
+    try:
+        file.write_text(job.model_dump_json(by_alias=True))
+    except OSError as error:
+        raise MachineError(
+            f"'{file}' cannot be written: {error.strerror}; make room, or choose another train.output"
+        ) from None
     sys.stdout.flush()
     run_local(
         [sys.executable, "-m", module, str(file)],
@@ -73,17 +82,18 @@ def finished(config: Config) -> dict[str, Any] | None:
     """The summary of this very run, if it has done all its steps.
 
     Raises:
-        ConfigError: the folder holds a finished run of another config that would be mixed up with this one.
+        ConfigError: the folder holds a run, finished or not, and the config says that none is to be resumed.
     """
-    try:
-        summary: dict[str, Any] = json.loads((Path(config.train.output) / SUMMARY).read_text())
-    except (OSError, ValueError):
-        return None
-    if not config.checkpoint.resume:
+    output = Path(config.train.output)
+    if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(output / "checkpoints")):
         raise ConfigError(
             f"train.output '{config.train.output}' holds a run already and checkpoint.resume is false; "
             "choose another train.output, or set checkpoint.resume=true to go on"
         )
+    try:
+        summary: dict[str, Any] = json.loads((output / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return None
     same = summary.pop("config", None) == identity(config)
     return summary if same else None
 

@@ -52,7 +52,8 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload) -> Estimate
     optimizer = _optimizer_bytes(spec, plan, workload)
     saved = workload.activation_bytes.get(plan.recompute)
     micro = plan.micro_batch or 1
-    offloaded = parameters + gradients + (optimizer or 0) if plan.parsed.offload else 0
+    makes_room = plan.parsed.offload and plan.device != "cpu"  # a CPU's own memory is the host's
+    offloaded = parameters + gradients + (optimizer or 0) if makes_room else 0
     return Estimate(
         parameters=parameters,
         gradients=gradients,

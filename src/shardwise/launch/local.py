@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise import errors
 from shardwise.errors import Interrupted, RankError, ShardwiseError, UserError
-from shardwise.launch.rank import RankReport, is_peer_symptom
+from shardwise.launch.rank import RankReport, is_peer_symptom, spare
 from shardwise.parallel import environment
 from shardwise.units import bytes_text
 
@@ -132,7 +132,7 @@ class _World:
             for rank in range(world_size):
                 here = environment.Rendezvous(rank, world_size, rank, world_size, _HOST, port)
                 log, error_file = logs / f"rank-{rank}.log", (logs / f"rank-{rank}.error.json").absolute()
-                for old in (log, error_file):
+                for old in (log, error_file, spare(error_file)):
                     old.unlink(missing_ok=True)
                 env = environment.rank_environment(
                     here, threads, parent_hosts_store=True, error_file=error_file, parent_fd=ranks_end
@@ -176,6 +176,7 @@ class _World:
             rank.signal_group(signal.SIGKILL)  # data workers of a rank that has ended too
         self._wait_for_all(_KILL_S)
         for rank in self.ranks:
+            spare(rank.error_file).unlink(missing_ok=True)
             if rank.exit_code is not None:
                 rank.reap()
         if self._lifeline is not None:

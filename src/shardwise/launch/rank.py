@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import hashlib
 import io
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -81,19 +83,33 @@ class RankReport:
         )
 
     def write(self, path: Path) -> None:
-        """Write the whole of it, or nothing."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8", errors="backslashreplace")
-        partial.replace(path)
+        """Write the whole of it, or nothing; where ``path`` cannot be written (a full disk), to `spare` instead."""
+        text = json.dumps(asdict(self), indent=1)
+        try:
+            _write_whole(path, text)
+        except OSError:
+            _write_whole(spare(path), text)
 
     @classmethod
     def read(cls, path: Path) -> RankReport | None:
-        """The report at ``path``; ``None`` if there is none, or none that can be read."""
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{field.name: found[field.name] for field in fields(cls)})
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        """The report at ``path`` or at its `spare`; ``None`` if there is none, or none that can be read."""
+        for place in (path, spare(path)):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found = json.loads(place.read_text(encoding="utf-8"))
+                return cls(**{field.name: found[field.name] for field in fields(cls)})
+        return None
+
+
+def spare(path: Path) -> Path:
+    """Where a report goes whose own folder is full: the system's temporary folder, under a name of its own."""
+    name = hashlib.blake2b(str(path).encode(), digest_size=12).hexdigest()
+    return Path(tempfile.gettempdir()) / f"shardwise-{name}.error.json"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    partial.replace(path)
 
 
 def guarded(main: Callable[[], int]) -> NoReturn:

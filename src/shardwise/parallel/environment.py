@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +70,9 @@ def rank_environment(
     """A copy of this process's environment, made into that of one child rank.
 
     ``threads`` is for OMP_NUM_THREADS, unless the user has set it already. With ``parent_hosts_store`` even rank 0 is a
-    client of the store at ``master_addr:master_port``, as it is under torchrun. ``error_file`` is where the rank
-    reports its failure, ``parent_fd`` the pipe whose end tells it that its parent is gone.
+    client of the store at ``master_addr:master_port``, as it is under torchrun, and gloo talks over loopback unless the
+    user has named an interface: a laptop's host name often resolves to an address that is not there. ``error_file`` is
+    where the rank reports its failure, ``parent_fd`` the pipe whose end tells it that its parent is gone.
     """
     env = {k: v for k, v in os.environ.items() if k not in (_ERROR_FILE, _PARENT_FD, _AGENT_STORE)}
     env.update(
@@ -85,6 +87,7 @@ def rank_environment(
         env[_THREADS] = str(threads)
     if parent_hosts_store:
         env[_AGENT_STORE] = "True"
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if error_file is not None:
         env[_ERROR_FILE] = str(error_file)
     if parent_fd is not None:

@@ -66,11 +66,13 @@ def dims_for(
     wrong = {axis: degree for axis, degree in given.items() if chosen[axis] != degree}
     if wrong or replicate * shard != world_size:
         equation = " × ".join(f"{axis} {given.get(axis, chosen[axis])}" for axis in chosen)
-        fix = f"{strategy.base} on {world_size} ranks is dp_replicate {replicate} × dp_shard {shard}"
+        fix = f"{strategy.base} on {world_size} ranks is dp_replicate {replicate} × dp_shard {shard}; leave both out"
         if strategy.base == "hsdp":
             pairs = [f"{n} × {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0]
             fix = f"dp_replicate × dp_shard may be {', '.join(pairs)}"
-        raise PlanError(f"{equation} is not the world size {world_size}: {fix}")
+        product = given.get("dp_replicate", replicate) * given.get("dp_shard", shard)
+        what = f"is not the world size {world_size}" if product != world_size else f"does not go with {strategy.base}"
+        raise PlanError(f"{equation} {what}: {fix}")
     return ParallelDims(dp_replicate=replicate, dp_shard=shard)
 
 

@@ -88,23 +88,45 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"plan '{path}': {error.strerror or error}; give the path of a plan file") from None
     except ValueError as error:
         raise PlanError(f"plan '{path}' is not readable: {error}") from None
+    problems: list[str] = []
+    try:
+        if isinstance(data, dict) and isinstance(data.get("strategy"), str):
+            parse_strategy(data["strategy"])
+    except PlanError as error:
+        problems += error.problems
     try:
         plan = Plan.model_validate(data)
+        problems += [] if problems else _axis_problems(plan)
     except ValidationError as error:
-        raise PlanError(*(f"plan '{path}': {line}" for line in plan_problems(error))) from None
-    strategy = plan.parsed
-    if plan.dims.dp_shard > 1 and not strategy.shards_parameters:
-        raise PlanError(f"plan '{path}': {strategy} has no dp_shard axis, but dims say dp_shard {plan.dims.dp_shard}")
+        problems += plan_problems(error)
+    if problems:
+        raise PlanError(*(f"plan '{path}': {problem}" for problem in problems))
     return plan
+
+
+def _axis_problems(plan: Plan) -> list[str]:
+    """One line for each degree of a plan document that its strategy does not have."""
+    strategy, dims = plan.parsed, plan.dims
+    absent = ["pp", "cp", "tp"]
+    absent += [] if strategy.shards_parameters else ["dp_shard"]
+    absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []
+    found = {axis: getattr(dims, axis) for axis in absent}
+    return [f"{strategy} has no {axis} axis, but dims say {axis} {n}" for axis, n in found.items() if n > 1]
 
 
 def plan_problems(error: ValidationError) -> list[str]:
     """One line for each thing that is wrong in a plan document."""
     lines = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        hint = did_you_mean(where, ["schema", *Plan.model_fields]) if item["type"] == "extra_forbidden" else ""
-        lines.append(f"{where}: {item['msg']}, got {item['input']!r}{hint}")
+        *above, name = [str(part) for part in item["loc"]] or ["the document"]
+        where, rule = ".".join([*above, name]), item["msg"].replace("Input should", "must")
+        if item["type"] == "extra_forbidden":
+            known = ParallelDims.model_fields if above else ["schema", *Plan.model_fields]
+            lines.append(f"{where}: no such key{did_you_mean(name, known)}")
+        elif item["type"] == "model_type":
+            lines.append(f"{where}: must be a table, got {item['input']!r}")
+        else:
+            lines.append(f"{where}: {rule}, got {item['input']!r}")
     return lines
 
 
@@ -127,9 +149,9 @@ def split_batch(
         factors += [f"accumulation {grad_accum}"] if grad_accum else []
         below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
         nearest = f"{below} or {above}" if below else str(above)
+        equation = " × ".join(factors) + (f" = {divisor}" if len(factors) > 1 else "")
         raise PlanError(
-            f"global batch {global_batch} is not a multiple of {' × '.join(factors)} = {divisor}; "
-            f"set train.global_batch to {nearest}"
+            f"global batch {global_batch} is not a multiple of {equation}; set train.global_batch to {nearest}"
         )
     share = global_batch // dp
     if micro_batch and grad_accum:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory import Estimate, estimate_memory
 from shardwise.errors import DoesNotFit, PlanError
-from shardwise.plan.dims import dims_for
+from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.spec.cluster import ClusterSpec
@@ -28,6 +28,38 @@ class Choice:
     rejected: tuple[tuple[str, str], ...] = ()
 
 
+def check_degrees(
+    strategy: str, cluster: ClusterSpec, *, dp_replicate: int | None = None, dp_shard: int | None = None
+) -> None:
+    """Whether the strategy, or with ``auto`` any strategy, has these degrees on this cluster; needs no model.
+
+    Raises:
+        PlanError: it has not.
+    """
+    refused = []
+    for name in SIMPLEST_FIRST if strategy == "auto" else (strategy,):
+        try:
+            _dims(name, cluster, dp_replicate, dp_shard)
+            return
+        except PlanError as error:
+            refused.append(error)
+    if len(refused) == 1:
+        raise refused[0]
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+    world, text = cluster.world_size, " and ".join(f"parallel.{name} {n}" for name, n in given.items() if n)
+    raise PlanError(f"no strategy has {text} on {world} ranks; leave it out, or make dp_replicate × dp_shard {world}")
+
+
+def _dims(name: str, cluster: ClusterSpec, dp_replicate: int | None, dp_shard: int | None) -> ParallelDims:
+    return dims_for(
+        parse_strategy(name),
+        cluster.world_size,
+        devices_per_node=cluster.devices_per_node,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+    )
+
+
 def choose(
     draft: Plan,
     spec: ModelSpec,
@@ -47,16 +79,10 @@ def choose(
         PlanError: the strategy and the degrees do not go with the world size.
         DoesNotFit: ``auto`` found none; the message has every candidate with its bytes.
     """
-    world = cluster.world_size
+    check_degrees(strategy, cluster, dp_replicate=dp_replicate, dp_shard=dp_shard)
 
     def candidate(name: str, reason: str) -> Choice:
-        dims = dims_for(
-            parse_strategy(name),
-            world,
-            devices_per_node=cluster.devices_per_node,
-            dp_replicate=dp_replicate,
-            dp_shard=dp_shard,
-        )
+        dims = _dims(name, cluster, dp_replicate, dp_shard)
         plan = draft.model_copy(update={"strategy": str(parse_strategy(name)), "dims": dims, "reason": reason})
         return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload))
 
@@ -64,7 +90,7 @@ def choose(
         return candidate(strategy, "asked for by name")
     rejected: list[tuple[str, str]] = []
     for name in SIMPLEST_FIRST:
-        if name == "hsdp" and cluster.nodes == 1:
+        if name == "hsdp" and cluster.nodes == 1 and dp_replicate is None and dp_shard is None:
             rejected.append((name, "one node: nothing to gain over fsdp"))
             continue
         try:
@@ -83,6 +109,6 @@ def choose(
         rejected.append((name, f"needs {bytes_text(needed)}, {bytes_text(limit)} usable"))
     lines = "\n".join(f"  {name}: {why}" for name, why in rejected)
     raise DoesNotFit(
-        f"no plan fits {world} × {cluster.device_name}:\n{lines}\nuse more or larger devices, a smaller micro batch, "
-        "or parallel.recompute=full"
+        f"no plan fits {cluster.world_size} × {cluster.device_name}:\n{lines}\n"
+        "use more or larger devices, a smaller micro batch, or parallel.recompute=full"
     )

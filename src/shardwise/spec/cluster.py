@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from shardwise.errors import PlanError
+
 
 class ClusterSpec(BaseModel):
     """Nodes of equal devices. Memory is in bytes, for each device; ``host_memory_bytes`` is for each node."""
@@ -32,12 +34,19 @@ def detect(device: str = "auto", num_ranks: int | None = None) -> ClusterSpec:
 
     GPUs are asked through NVML, so no CUDA context is made. Without one, the ranks share the host's memory
     evenly and a core each is assumed (``num_ranks`` defaults to one rank a core, two at most).
+
+    Raises:
+        PlanError: GPUs are asked for and there are none, or fewer than ranks.
     """
     import psutil
 
     host_bytes = psutil.virtual_memory().total
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     gpus = _nvml_devices() if device in ("auto", "cuda") else []
+    if device == "cuda" and not gpus:
+        raise PlanError("device cuda: NVML finds no NVIDIA GPU here; use device cpu, or install the driver")
+    if gpus and num_ranks is not None and num_ranks > len(gpus):
+        raise PlanError(f"{num_ranks} ranks on {len(gpus)} × {gpus[0][0]}: a rank needs a GPU of its own; use fewer")
     if gpus:
         name, memory = gpus[0]
         return ClusterSpec(

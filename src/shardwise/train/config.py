@@ -7,10 +7,12 @@ file, applies ``key=value`` overrides and reports every problem in one `ConfigEr
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,11 +24,33 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+_RULES = {  # what pydantic calls a kind of mistake, and the rule in words
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text, in quotes",
+    "list_type": "a list, such as ['a', 'b']",
+    "too_short": "a list of {min_length}",
+    "too_long": "a list of {max_length}",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+
 
 class Table(BaseModel):
     """What all tables share: frozen, no unknown keys, no silent conversion of types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_nothing(cls, data: Any) -> Any:
+        """TOML has no null: ``"none"`` is one for the keys that can be left out."""
+        if not isinstance(data, dict):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if NoneType in get_args(field.annotation)}
+        return {key: None if key in optional and value == "none" else value for key, value in data.items()}
 
 
 class ModelTable(Table):
@@ -41,8 +65,10 @@ class ModelTable(Table):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.config is None) == (self.factory is None):
-            given = "neither" if self.config is None else "both"
+            given = "neither; add one" if self.config is None else "both; leave one out"
             raise ValueError(f"needs exactly one of 'config' and 'factory', got {given}")
+        if self.kwargs and self.factory is None:
+            raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
         return self
 
 
@@ -72,14 +98,20 @@ class OptimizerTable(Table):
     factory: str | None = Field(None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     lr: float = Field(1e-3, gt=0)
-    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
+    betas: list[Fraction] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: Count = 0
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
-    clip_norm: float | None = Field(1.0, gt=0, description="largest norm of the gradient; leave out with 'none'")
+    clip_norm: float | None = Field(1.0, gt=0, description="largest norm of the gradient; 'none' is no limit")
+
+    @model_validator(mode="after")
+    def _kwargs_of_a_factory(self) -> Self:
+        if self.kwargs and self.factory is None:
+            raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
+        return self
 
 
 class TrainTable(Table):
@@ -90,7 +122,7 @@ class TrainTable(Table):
     global_batch: Positive | None = Field(None, description="samples per optimizer step over all ranks")
     micro_batch: Positive | None = Field(None, description="samples per forward on one rank")
     grad_accum: Positive | None = Field(None, description="micro batches per optimizer step on one rank")
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: str = Field("runs/default", description="run folder")
     log_every: Positive = 1
     eval_every: Count = Field(0, description="steps between evaluations; 0 is only at the end")
@@ -99,7 +131,7 @@ class TrainTable(Table):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            given = "neither" if self.steps is None else "both"
+            given = "neither; add one" if self.steps is None else "both; leave one out"
             raise ValueError(f"needs exactly one of 'steps' and 'epochs', got {given}")
         return self
 
@@ -165,9 +197,11 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except FileNotFoundError:
         raise ConfigError(f"config '{path}' does not exist; give the path of a TOML file") from None
     except OSError as error:
-        raise ConfigError(f"config '{path}' cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config '{path}' is not TOML: {error}") from None
+        raise ConfigError(f"config '{path}' cannot be read: {error.strerror}; give the path of a TOML file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config '{path}' is not text in UTF-8; save it as that") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there (text needs quotes)") from None
     problems = [problem for item in overrides if (problem := _override(data, item))]
     try:
         config = Config.model_validate(data)
@@ -181,18 +215,18 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def _override(data: dict[str, Any], item: str) -> str | None:
     """Put one ``table.key=value`` into ``data``; returns what is wrong with it, if anything."""
     key, equals, value = item.partition("=")
-    table, dot, name = key.strip().partition(".")
-    if not equals or not dot or not name:
+    *tables, name = key.strip().split(".")
+    if not equals or not tables or not all([*tables, name]):
         return f"override '{item}' is not table.key=value, such as train.steps=20"
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value
-    if parsed == "none":
-        parsed = None
-    inner = data.setdefault(table, {})
-    if not isinstance(inner, dict):
-        return f"override '{item}': '{table}' is not a table in the config file"
+    inner = data
+    for depth, table in enumerate(tables, 1):
+        inner = inner.setdefault(table, {})
+        if not isinstance(inner, dict):
+            return f"override '{item}': '{'.'.join(tables[:depth])}' is not a table in the config file"
     inner[name] = parsed
     return None
 
@@ -212,7 +246,9 @@ def _explain(item: Any) -> str:
         return (
             f"{where}: {message}" if not message.startswith("(") else f"{where}: {'; '.join(item['ctx']['error'].args)}"
         )
-    return f"{where}: got {item['input']!r}; {message[0].lower()}{message[1:]}"
+    rule = _RULES.get(item["type"], message.partition(" should be ")[2] or message).format(**item.get("ctx", {}))
+    hint = did_you_mean(str(item["input"]), re.findall(r"'(\w+)'", rule)) if item["type"] == "literal_error" else ""
+    return f"{where}: got {item['input']!r}; it must be {rule}{hint}"
 
 
 def _known_keys(path: Sequence[str]) -> list[str]:

@@ -131,9 +131,6 @@ class Run:
         model, _ = self.session.prepare(model, build_optimizer(model.parameters(), config.optimizer))
         if config.model.weights is not None:
             load_weights(self.session.module, Path(config.model.weights))
-        if self.is_main:
-            for note in self.session.applied.warnings:
-                self.reporter.say(f"warning: {note}")
         seed_everything(config.train.seed, self.session.ranks.rank)
         return model
 

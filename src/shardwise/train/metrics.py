@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardwise.errors import MachineError
+
 
 class MetricsFile:
     """``metrics.jsonl`` of a run. Opened at a step: what a dead run wrote after that step is cut off."""
@@ -19,9 +21,19 @@ class MetricsFile:
         self._file: TextIO = path.open("a")
 
     def write(self, **values: Any) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """Append one line.
+
+        Raises:
+            MachineError: the disk is full or gone.
+        """
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise MachineError(
+                f"'{self._file.name}' cannot be written: {error.strerror}; free space on that disk and run the same "
+                "command again, which goes on from the last checkpoint"
+            ) from None
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.train.config import Config
-from shardwise.train.optimizer import load_object
+from shardwise.train.optimizer import check_kwargs, load_object
 
 
 def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
@@ -24,11 +25,12 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
 
     Raises:
         ModelError: there is no such configuration, or it does not go with the data.
-        ConfigError: the factory cannot be imported.
+        ConfigError: the factory cannot be imported, or does not take the arguments.
     """
     table = config.model
     if table.factory is not None:
         made = load_object(table.factory, "model.factory")
+        check_kwargs(made, f"model.factory '{table.factory}'", **table.kwargs)
         return lambda: _checked_module(made(**table.kwargs), f"model.factory '{table.factory}'", table.freeze)
     facts = _read_configuration(Path(str(table.config)))
     problems = []
@@ -61,19 +63,40 @@ def _read_configuration(path: Path) -> Any:
     if not file.is_file():
         raise ModelError(f"model.config '{path}': there is no file '{file}'; give a config.json or a folder with one")
     try:
-        from transformers import AutoConfig
+        keys = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.config '{path}': '{file}' cannot be read as JSON: {error}; repair it") from None
+    if not isinstance(keys, dict):
+        raise ModelError(f"model.config '{path}': '{file}' holds {keys!r:.40}, not an object; repair it")
+    kind = keys.get("model_type")
+    if "auto_map" in keys:
+        raise ModelError(
+            f"model.config '{path}' names code of its own to be run (auto_map), and no code of a model's folder is; "
+            "use a model that transformers has, or model.factory"
+        )
+    try:
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
         from transformers.utils import logging
     except ImportError:
         raise ModelError("model.config needs transformers; install it with: pip install 'shardwise[hf]'") from None
+    if kind not in CONFIG_MAPPING:
+        hint = did_you_mean(str(kind), CONFIG_MAPPING)
+        raise ModelError(
+            f"model.config '{path}': transformers has no model_type '{kind}'{hint}; "
+            f"repair '{file}' or update transformers"
+        )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         facts = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model.config '{path}' is no configuration that transformers knows: {reason}") from None
-    if getattr(facts, "auto_map", None):
-        raise ModelError(f"model.config '{path}' wants code from its own folder to be run (auto_map); it is refused")
+    except Exception as error:  # its checks raise classes of several packages
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ModelError(f"model.config '{path}' cannot be used: {reason}; repair '{file}'") from None
+    if type(facts) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model.config '{path}': model_type '{facts.model_type}' is no causal language model; "
+            "give the configuration of one, or use model.factory"
+        )
     facts.use_cache = False
     return facts
 
@@ -85,9 +108,12 @@ def _checked_module(module: Any, where: str, freeze: list[str]) -> nn.Module:
     for pattern in freeze:
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            raise ModelError(f"model.freeze '{pattern}' matches no parameter{did_you_mean(pattern, names)}")
+            hint = did_you_mean(pattern, names) or f"; names are such as {', '.join(list(names)[:3])}"
+            raise ModelError(f"model.freeze '{pattern}' matches no parameter{hint}")
         for name in matched:
             names[name].requires_grad_(False)
+    if freeze and not any(p.requires_grad for p in names.values()):
+        raise ModelError(f"model.freeze {freeze} leaves no parameter to train; take patterns out of it")
     return module
 
 
@@ -96,6 +122,7 @@ def forward_bytes(
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
     *,
     seq_len: int,
+    vocab_size: int,
     dtype: torch.dtype,
     prepare: Callable[[nn.Module], object],
 ) -> tuple[int, int] | None:
@@ -104,6 +131,9 @@ def forward_bytes(
     Every saved storage counts once; parameters do not count. ``prepare`` may change the module first (recompute).
     Leaves out backward's own temporaries, and attention's where the device has another kernel than the CPU.
     ``None`` where the model does not run under fake tensors.
+
+    Raises:
+        ModelError: what the model returns are no logits of ``vocab_size`` tokens.
     """
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
@@ -123,8 +153,25 @@ def forward_bytes(
             narrow = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), narrow:
                 outputs = module(ids)
+                logits = _checked_logits(outputs, seq_len, vocab_size)
                 loss(outputs, ids)
-            logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        except ModelError:
+            raise
+        except Exception:  # it need not be right for fake tensors
             return None
     return sum(storage.nbytes() for storage in storages.values()), logits.numel() * torch.float32.itemsize
+
+
+def _checked_logits(outputs: Any, seq_len: int, vocab_size: int) -> torch.Tensor:
+    logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
+    fix = "it must return logits [batch, length, vocabulary], or an object that has them as .logits"
+    if not isinstance(logits, torch.Tensor):
+        raise ModelError(f"the model's forward returned a {type(outputs).__name__}; {fix}")
+    if logits.ndim < 2 or logits.shape[:-1].numel() != seq_len:
+        raise ModelError(f"the model's forward returned {list(logits.shape)} for ids [1, {seq_len}]; {fix}")
+    if logits.shape[-1] < vocab_size:
+        raise ModelError(
+            f"the model's forward returned logits of {logits.shape[-1]} tokens, but the tokenizer has {vocab_size}; "
+            f"give the model a vocabulary of {vocab_size} or more"
+        )
+    return logits

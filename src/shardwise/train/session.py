@@ -7,6 +7,7 @@ synchronises. `shardwise train` runs on this class too; there is no second path.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -274,6 +275,9 @@ class Session:
         self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
         self.scaler = grad_scaler(self._plan)
+        if self.ranks.is_main:
+            for note in self._applied.warnings:
+                logging.getLogger("shardwise").warning(note)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer
 

@@ -1,0 +1,89 @@
+"""The five-line change: counted, and run in one process and under torchrun."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+
+from shardwise.cli.own_loop import start
+from tests.cli import configs
+from tests.models import decoder, ragged_batches
+from tests.worlds import run_world
+
+PLAIN = configs.ROOT / "examples" / "plain_loop.py"
+OWN = configs.ROOT / "examples" / "own_loop.py"
+
+
+def test_the_change_is_an_import_and_five_lines() -> None:
+    plain, own = PLAIN.read_text().splitlines(), OWN.read_text().splitlines()
+    changed = [line[2:].strip() for line in difflib.ndiff(plain, own) if line.startswith("+ ") and line[2:].strip()]
+    assert "import shardwise" in changed
+    assert len(changed) <= 6, changed
+    assert 40 <= len(plain) <= 62
+    assert "shardwise" not in PLAIN.read_text()
+
+
+def test_in_one_process_it_computes_what_its_twin_computes() -> None:
+    found = [_epochs(_run([str(path)])) for path in (PLAIN, OWN)]
+    assert len(found[0]) == 6
+    assert found[0][-1] < found[0][0] / 2
+    assert all(abs(a - b) <= 2e-3 for a, b in zip(*found, strict=True)), found
+
+
+def test_under_torchrun() -> None:
+    text = _run(["-m", "torch.distributed.run", "--nproc-per-node", "2", str(OWN)])
+    losses = _epochs(text)
+    assert len(losses) == 12  # each rank prints its own
+    assert max(losses[-2:]) < min(losses[:2])
+    assert "receipt: effects" in text
+    assert "4 distinct" in text
+
+
+def _run(words: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=configs.ROOT,
+        env=configs.environment(),
+        text=True,
+        capture_output=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def _epochs(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"epoch \d+: loss ([\d.]+)", text)]
+
+
+def adopts() -> tuple[bool, bool]:
+    """The world of the test exists already: it is used, and still there afterwards."""
+    session = start("fsdp", receipts=False)
+    model = decoder()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = dist.get_world_size()
+    for step in session.steps(ragged_batches(4)):
+        for inputs, labels in step:
+            step.backward(
+                torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="sum")
+            )
+        step.update(optimizer)
+    session.close()
+    return dist.is_initialized(), before == dist.get_world_size() == session.ranks.world_size
+
+
+def test_an_existing_group_is_adopted_and_left() -> None:
+    assert run_world(adopts, 2) == [(True, True)] * 2
+
+
+def test_a_world_of_one_leaves_no_group_behind() -> None:
+    assert not dist.is_initialized()
+    session = start("ddp", receipts=False)
+    assert dist.is_initialized()
+    session.close()
+    assert not dist.is_initialized()

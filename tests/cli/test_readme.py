@@ -1,0 +1,56 @@
+"""README's sessions are run: each ``$`` command of a console block must print what stands under it.
+
+Numbers that depend on the machine (rates, times, memory, the size of this Python's library) are masked on both sides;
+words, the batch equation and the receipts are compared as they are.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli import configs
+
+README = (configs.ROOT / "README.md").read_text()
+SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", README)
+MACHINE = re.compile(r"^(data|plan|step|held|done|\s+the simplest)|process peak|held-out bits")
+
+
+def masked(text: str) -> list[str]:
+    lines = []
+    for line in text.splitlines():
+        words = re.sub(r"[┏┳┓┡╇┩└┴┘━─]+", "", line)
+        if MACHINE.search(words):
+            words = re.sub(r"\d+(\.\d+)?( (h|min|ms|s|k|M|GiB|MiB))*", "#", words)
+            words = re.sub(r"\b(under|over)\b", "vs", words)
+        words = " ".join(words.split())
+        if words:
+            lines.append(words)
+    return lines
+
+
+@pytest.mark.parametrize(("command", "expected"), SESSIONS, ids=[command[:60] for command, _ in SESSIONS])
+def test_session(command: str, expected: str, tmp_path: Path) -> None:
+    words = [word.replace("runs/readme", str(tmp_path / "run")) for word in shlex.split(command)]
+    assert words[0] == "shardwise"
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=configs.ROOT,
+        env=configs.environment(),
+        text=True,
+        capture_output=True,
+        timeout=170,
+    )
+    found = (done.stdout + done.stderr).replace(str(tmp_path / "run"), "runs/readme")
+    assert masked(found) == masked(expected)
+
+
+def test_readme_has_the_two_commands_and_a_session() -> None:
+    assert "make train" in README
+    assert "make test" in README
+    assert len(SESSIONS) >= 2

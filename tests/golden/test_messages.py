@@ -1,0 +1,347 @@
+"""A user's mistakes and what the command says to each: exit code and text, word for word as in ``messages.json``.
+
+``python -m tests.golden.test_messages --write`` writes that file anew; read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.train.config import read_config
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).with_name("messages.json")
+FACTORY = "tests.golden.models:"
+CONFIG = f"""
+[model]
+factory = "{FACTORY}tiny"
+[data]
+path = "corpus"
+seq_len = 16
+[train]
+steps = 4
+global_batch = 8
+output = "run"
+[parallel]
+nproc = 2
+"""
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+HOST_BYTES = 8 * 1024**3  # what the machine is said to have, so that messages do not depend on it
+NO_SOURCE = "model.factory=none"
+
+OVERRIDES: dict[str, list[str]] = {
+    "unknown key": ["train.stepz=5"],
+    "unknown key far from all": ["data.zzz=5"],
+    "unknown table": ["trian.steps=5"],
+    "override below a key that is no table": ["train.steps.more=16"],
+    "wrong types": ["train.steps=many", "checkpoint.resume=3", "data.include=a", "optimizer.betas=[0.9]"],
+    "a table that is a number": ["optimizer.lr=1", "data=3"],
+    "several at once": ["train.stepz=5", "data.seq_len=0", "optimizer.lr=-1", "parallel.strategy=fsdb", "junk"],
+    "word that is no choice": ["data.format=json", "optimizer.schedule=cosin", "parallel.precision=fp8"],
+    "infinite numbers": ["optimizer.lr=inf", "optimizer.clip_norm=nan"],
+    "betas out of range": ["optimizer.betas=[0.9, 1.5]"],
+    "seed too large": ["train.seed=100000000000000000000"],
+    "neither config nor factory": [NO_SOURCE],
+    "both config and factory": ["model.config=llama"],
+    "kwargs without a factory": [NO_SOURCE, "model.config=llama", "model.kwargs={width=3}", "optimizer.kwargs={a=1}"],
+    "neither steps nor epochs": ["train.steps=none"],
+    "both steps and epochs": ["train.epochs=1"],
+    "bad override": ["train.steps"],
+    "unknown strategy": ["parallel.strategy=fsdp2"],
+    "ddp with offload": ["parallel.strategy=ddp+offload"],
+    "tensor parallel": ["parallel.strategy=fsdp+tp2"],
+    "unknown option of a strategy": ["parallel.strategy=zero2+offlaod"],
+    "global batch does not divide": ["train.global_batch=9", "train.micro_batch=2"],
+    "global batch smaller than the world": ["train.global_batch=1"],
+    "batch equation contradicts itself": ["train.micro_batch=2", "train.grad_accum=3", "train.global_batch=24"],
+    "corpus is missing": ["data.path=nowhere"],
+    "held-out corpus is missing": ["data.heldout_path=nowhere"],
+    "no such python package": ["data.path=python:NOSUCH"],
+    "tokenizer is missing": ["data.tokenizer=nowhere"],
+    "not a saved dataset": ["data.format=dataset"],
+    "nothing to train": ['model.freeze=["*"]'],
+    "freeze matches nothing": ['model.freeze=["blocks.9.*"]'],
+    "factory without a function": ["model.factory=tests.golden.models"],
+    "factory is not importable": ["model.factory=no_such_package.models:tiny"],
+    "factory has no such function": [f"model.factory={FACTORY}tinny"],
+    "factory is no function": [f"model.factory={FACTORY}NUMBER"],
+    "factory returns no module": [f"model.factory={FACTORY}no_module"],
+    "factory raises": [f"model.factory={FACTORY}raises"],
+    "kwargs that the factory does not take": ["model.kwargs.widht=16"],
+    "optimizer factory returns no optimizer": [f"optimizer.factory={FACTORY}no_optimizer"],
+    "optimizer factory does not take kwargs": [f"optimizer.factory={FACTORY}no_optimizer", "optimizer.kwargs={rho=1}"],
+    "model returns a tuple": [f"model.factory={FACTORY}in_a_tuple"],
+    "model returns one row of logits": [f"model.factory={FACTORY}one_for_a_sample"],
+    "vocabulary of the factory is too small": ["model.kwargs={vocab=100}"],
+    "recompute without blocks": [f"model.factory={FACTORY}without_blocks", "parallel.recompute=full"],
+    "hsdp degrees do not divide": ["parallel.strategy=hsdp", "parallel.nproc=4", "parallel.dp_replicate=3"],
+    "hsdp on three ranks": ["parallel.strategy=hsdp", "parallel.nproc=3", "train.global_batch=9"],
+    "ddp with dp_shard": ["parallel.strategy=ddp", "parallel.dp_shard=2"],
+    "auto with degrees that do not divide": ["parallel.dp_shard=3"],
+    "nothing fits": ["data.seq_len=16000000"],
+    "gpu without a gpu": ["parallel.device=cuda"],
+    "config of a model is missing": [NO_SOURCE, "model.config=nowhere"],
+}
+
+
+LLAMA_WORDS = [NO_SOURCE, "model.config=llama.json"]
+
+
+def llama(**changes: Any) -> dict[str, str]:
+    """The file of a Hugging Face configuration of which some keys are changed."""
+    return {"llama.json": json.dumps(LLAMA | changes)}
+
+
+FILES: dict[str, tuple[dict[str, str], list[str]]] = {
+    "config is not toml": ({"config.toml": "[model]\nfactory = tiny\n"}, []),
+    "empty config": ({"config.toml": ""}, []),
+    "corpus of empty files": ({"empty.txt": ""}, ["data.path=empty.txt"]),
+    "corpus without the column": ({"rows.jsonl": '{"texts": "a story"}'}, ["data.path=rows.jsonl"]),
+    "corpus with broken rows": ({"rows.jsonl": '{"text": "a story"}\n{"text": \n'}, ["data.path=rows.jsonl"]),
+    "held-out documents too short": ({"letter.txt": "a"}, ["data.heldout_path=letter.txt"]),
+    "tokenizer is damaged": ({"tokenizer.json": "{}"}, ["data.tokenizer=tokenizer.json"]),
+    "factory with a syntax error": ({"golden_broken.py": "def tiny(:"}, ["model.factory=golden_broken:tiny"]),
+    "factory that needs a package": ({"golden_needy.py": "import no_such"}, ["model.factory=golden_needy:tiny"]),
+    "vocabulary and positions too small": (llama(vocab_size=256), [*LLAMA_WORDS, "data.seq_len=65"]),
+    "model type is unknown": (llama(model_type="lama"), LLAMA_WORDS),
+    "model type is no language model": (llama(model_type="vit"), LLAMA_WORDS),
+    "model config has a wrong type": (llama(hidden_size="wide"), LLAMA_WORDS),
+    "model config contradicts itself": (llama(hidden_size=9), LLAMA_WORDS),
+    "model config wants code": (llama(auto_map={"AutoConfig": "evil.Config"}), LLAMA_WORDS),
+    "model config is not json": ({"llama.json": "[]"}, LLAMA_WORDS),
+    "plan is a list": ({"plan.json": "[]"}, ["--plan", "plan.json"]),
+    "plan is bad": (
+        {"plan.json": '{"strateggy": "ddp", "strategy": "fsdb", "dims": {"tq": 0}, "micro_batch": "two"}'},
+        ["--plan", "plan.json"],
+    ),
+    "plan with axes that no strategy has": (
+        {"plan.toml": 'strategy = "fsdp"\n[dims]\ntp = 2\ndp_replicate = 2'},
+        ["--plan", "plan.toml"],
+    ),
+    "plan for another world": ({"plan.toml": 'strategy = "fsdp"\n[dims]\ndp_shard = 4'}, ["--plan", "plan.toml"]),
+    "plan for another device and length": (
+        {"plan.toml": 'device = "cuda"\nseq_len = 32\n[dims]\ndp_replicate = 2'},
+        ["--plan", "plan.toml"],
+    ),
+    "plan and strategy": ({"plan.toml": "[dims]\ndp_replicate = 2"}, ["--plan", "plan.toml", "--strategy", "fsdp"]),
+    "output is a file": ({"file": ""}, ["train.output=file"]),
+    "finished run must not resume": ({"run/summary.json": "{}"}, ["checkpoint.resume=false"]),
+    "run that is there must not resume": (
+        {"run/checkpoints/step-00000002/manifest.json": "{}"},
+        ["checkpoint.resume=false"],
+    ),
+    "weights are missing": ({}, ["model.weights=nowhere", "parallel.nproc=1"]),
+    "weights are pickled": ({"weights/model.bin": ""}, ["model.weights=weights", "parallel.nproc=1"]),
+    "plan is missing": ({}, ["--plan", "nowhere.toml"]),
+    "port is too large": ({}, ["--master-port", "70000"]),
+    "unknown option": ({}, ["--strateggy", "fsdp"]),
+    "no rank at all": ({}, ["--nproc", "0"]),
+}
+WORDS = {
+    "config is missing": ["train", "nowhere.toml"],
+    "config is a folder": ["train", "corpus"],
+    "no config": ["train"],
+    "unknown verb": ["trian", "config.toml"],
+}
+
+
+def config_is_not_text(folder: Path, stack: ExitStack) -> list[str]:
+    (folder / "config.toml").write_bytes(b"\xff\xfe\x00")
+    return []
+
+
+def empty_corpus_folder(folder: Path, stack: ExitStack) -> list[str]:
+    (folder / "empty").mkdir()
+    return ["data.path=empty"]
+
+
+def corpus_too_short(folder: Path, stack: ExitStack) -> list[str]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "word": 1}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "blank.txt").write_text("  \n")
+    return ["data.path=blank.txt", "data.tokenizer=tokenizer.json"]
+
+
+def mount(folder: Path, options: str, stack: ExitStack) -> None:
+    """A small file system of its own at ``folder``; taken away with ``stack``."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root can mount a file system, and not everywhere")
+    stack.callback(subprocess.run, ["umount", str(folder)], check=True)
+
+
+def output_is_read_only(folder: Path, stack: ExitStack) -> list[str]:
+    mount(folder / "read-only", "ro,size=64k", stack)
+    return ["train.output=read-only/run"]
+
+
+def disk_is_full_before_the_start(folder: Path, stack: ExitStack) -> list[str]:
+    data = folder / "run" / "data"
+    data.rename(folder / "data")
+    (folder / "run").rmdir()
+    mount(folder / "run", "size=256k", stack)
+    shutil.move(folder / "data", data)
+    (folder / "run" / "filler").write_bytes(bytes(shutil.disk_usage(folder / "run").free))
+    return []
+
+
+def port_is_in_use(folder: Path, stack: ExitStack) -> list[str]:
+    holder = stack.enter_context(socket.socket())
+    holder.bind(("127.0.0.1", 0))
+    holder.listen()
+    return ["--master-port", str(holder.getsockname()[1])]
+
+
+def launched_by_half(folder: Path, stack: ExitStack) -> list[str]:
+    stack.enter_context(mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "two"}))
+    return []
+
+
+Setup = Callable[[Path, ExitStack], list[str]]
+SETUPS: dict[str, Setup] = {
+    name.replace("_", " "): found
+    for name, found in list(globals().items())
+    if isinstance(found, types.FunctionType) and found.__annotations__ == config_is_not_text.__annotations__
+}
+CASES = [*OVERRIDES, *FILES, *WORDS, *SETUPS]
+
+
+def prepare(name: str, folder: Path, stack: ExitStack) -> list[str]:
+    """Make what the case needs in ``folder``; returns the words of the command."""
+    if name in WORDS:
+        return WORDS[name]
+    files, words = FILES.get(name, ({}, OVERRIDES.get(name, [])))
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return ["train", "config.toml", *(SETUPS[name](folder, stack) if name in SETUPS else words)]
+
+
+def make_shared(folder: Path) -> Path:
+    """The corpus of most cases, and its prepared tokens: making them takes longer than all the rest."""
+    from shardwise.train.corpus import prepare_corpus
+
+    (folder / "corpus").mkdir()
+    for number in range(4):
+        (folder / "corpus" / f"{number}.txt").write_text(f"{number} bottles of milk on the wall. " * 20)
+    (folder / "config.toml").write_text(CONFIG)
+    with contextlib.chdir(folder):
+        prepare_corpus(read_config(Path("config.toml")).data, Path("run/data"), lambda text: None)
+    return folder
+
+
+def run_case(name: str, shared: Path, folder: Path) -> dict[str, Any]:
+    """Run the command in ``folder`` as a user would; what it ended with and what it said on stderr."""
+    shutil.copytree(shared / "run", folder / "run")
+    (folder / "corpus").symlink_to(shared / "corpus")
+    (folder / "config.toml").write_text(CONFIG)
+    said, code = io.StringIO(), 0
+    with ExitStack() as stack:
+        words = prepare(name, folder, stack)
+        stack.enter_context(contextlib.chdir(folder))
+        stack.enter_context(mock.patch.object(sys, "argv", ["shardwise", *words]))
+        stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
+        stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}))
+        stack.enter_context(mock.patch("psutil.virtual_memory", lambda: types.SimpleNamespace(total=HOST_BYTES)))
+        stack.enter_context(mock.patch("shardwise.spec.cluster._nvml_devices", list))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    return {"exit_code": code, "message": portable(said.getvalue(), folder, words)}
+
+
+def portable(text: str, folder: Path, words: list[str]) -> str:
+    """The text without what is different on another machine or at another time."""
+    text = text.replace(str(folder.resolve()), "<folder>").replace(str(folder), "<folder>").replace(str(ROOT), "<root>")
+    if "--master-port" in words:
+        text = text.replace(words[words.index("--master-port") + 1], "<port>")
+    return re.sub(r"[\d.]+ (B|KiB|MiB|GiB) are free", "<free> are free", text)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shared(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    return json.loads(GOLDEN.read_text())
+
+
+def test_every_message_has_its_case(golden: dict[str, Any]) -> None:
+    assert sorted(golden) == sorted(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name: str, shared: Path, golden: dict[str, Any], tmp_path: Path) -> None:
+    found = run_case(name, shared, tmp_path)
+    assert found == golden[name]
+    assert "Traceback" not in found["message"]
+    assert found["exit_code"] in (1, 2, 3)
+    assert found["message"].strip()
+
+
+def test_interrupted_before_there_are_ranks(shared: Path, tmp_path: Path) -> None:
+    with mock.patch("shardwise.cli.train.prepare_job", side_effect=KeyboardInterrupt):
+        found = run_case("port is in use", shared, tmp_path)
+    assert found["exit_code"] == 130
+    assert "Traceback" not in found["message"]
+
+
+def test_none_is_nothing_only_where_a_key_can_be_left_out(shared: Path) -> None:
+    words = ["parallel.recompute=none", "optimizer.clip_norm=none", "model.kwargs.width=16", "model.kwargs.kind=none"]
+    config = read_config(shared / "config.toml", words)
+    assert config.parallel.recompute == "none"
+    assert config.optimizer.clip_norm is None
+    assert config.model.kwargs == {"width": 16, "kind": "none"}
+
+
+def write() -> None:
+    """Run every case and write what it says."""
+    found = {}
+    with tempfile.TemporaryDirectory() as top:
+        (Path(top) / "shared").mkdir()
+        shared = make_shared(Path(top) / "shared")
+        for number, name in enumerate(CASES):
+            (Path(top) / str(number)).mkdir()
+            found[name] = run_case(name, shared, Path(top) / str(number))
+    GOLDEN.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python -m tests.golden.test_messages --write")
+    write()
