@@ -16,7 +16,7 @@ class Reverser(nn.Module):
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.place = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
         self.transformer = nn.Transformer(
-            WIDTH, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=128, dropout=0.0, batch_first=True
+            WIDTH, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=128, dropout=0, batch_first=True
         )
         self.head = nn.Linear(WIDTH, VOCAB)
 

@@ -1,8 +1,5 @@
 """Imported once by the fork server, so that each rank of a test starts with everything loaded."""
 
-import torch.distributed.optim
-import torch.distributed.tensor
-
 import shardwise.cli.own_loop
 import shardwise.report.progress
 import shardwise.train.loop

@@ -55,7 +55,9 @@ def run(strategy: str, accum: int, variant: str, after: Callable[[Session], None
     assert probe.receipt is not None
     assert len(probe.receipt.lines) > 7
     session.close()
-    return [f"{line.name}: planned {line.planned}, found {line.found}" for line in probe.receipt.lines if line.ok is False]
+    return [
+        f"{line.name}: planned {line.planned}, found {line.found}" for line in probe.receipt.lines if line.ok is False
+    ]
 
 
 def clean(strategy: str) -> dict[str, Any]:

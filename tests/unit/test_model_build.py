@@ -138,7 +138,6 @@ class TestBuild:
         found = build(lambda: Decoder(tied=True), 0, real=False)
         assert found.head.weight is found.embed.weight
 
-    @pytest.mark.xfail(strict=True, reason="each registration of a real parameter makes a meta parameter of its own")
     def test_a_parameter_registered_twice_stays_one(self):
         found = build(TiedByHand, 0, real=False)
         assert found.first.weight is found.second.weight

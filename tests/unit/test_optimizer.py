@@ -166,11 +166,7 @@ def test_a_factory_is_found_where_the_user_stands(tmp_path, monkeypatch):
         (torch.optim.RAdam, {}),
         (torch.optim.SGD, {}),
         (torch.optim.SGD, {"momentum": 0.9}),
-        pytest.param(
-            torch.optim.NAdam,
-            {},
-            marks=pytest.mark.xfail(strict=True, reason="NAdam keeps two 0-d states, step and mu_product; one is told"),
-        ),
+        (torch.optim.NAdam, {}),
     ],
 )
 def test_what_an_optimizer_will_keep(kind, options):

@@ -131,7 +131,6 @@ class TestRanks:
     def test_the_users_own_batch_sampler_is_kept(self, shares):
         assert joined(shares, "own batches") == list(OwnBatches())
 
-    @pytest.mark.xfail(strict=True, reason="without batches each rank draws an order of its own")
     def test_a_shuffled_loader_of_single_samples_gives_each_to_one_rank(self, shares):
         assert sorted(flat(joined(shares, "unbatched"))) == list(range(NUMBER))
 

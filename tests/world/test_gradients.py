@@ -112,7 +112,7 @@ def train(strategy: str, world: int, accum: int, variant: str, *, mean_of_means:
             batches[index * per_window : (index + 1) * per_window], CLIP, **options
         )
         for found, expected in ((watch.raw[-1], raw), (watch.clipped[-1], clipped)):
-            error, name = worst_error(found, expected)
+            error, _ = worst_error(found, expected)
             worst = max(worst, error)
         worst = max(worst, relative(result.grad_norm, norm))
         if step.tokens:
@@ -149,5 +149,5 @@ def mean_of_means(strategy: str) -> float:
 
 
 def test_a_failing_rank_is_reported() -> None:
-    with pytest.raises(WorldError, match="no such strategy|is none of"):
+    with pytest.raises(WorldError, match="is none of"):
         run_world(train, 2, "nonsense", 2, 1, "plain")

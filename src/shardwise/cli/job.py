@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.memory import Estimate
 from shardwise.errors import ConfigError, DataError, PlanError, ShardwiseError
+from shardwise.parallel.environment import visible_devices
 from shardwise.plan.plan import Plan, Recompute, split_batch
 from shardwise.search.choose import Choice, check_degrees, choose
 from shardwise.spec.cluster import ClusterSpec, detect
@@ -58,7 +59,7 @@ def prepare_job(
     """
     check_output(Path(config.train.output))
     nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
-    cluster = detect(config.parallel.device, nproc).model_copy(update={"nodes": nodes})
+    cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
     draft = plan or draft_plan(config, cluster)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
@@ -72,15 +73,9 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
     """What can be said of the strategy and of a given plan before the data is read, which may take long.
 
     Raises:
-        ConfigError: the device is not there.
         PlanError: the degrees cannot be, or the given plan is for something else; all that differs.
     """
     parallel = config.parallel
-    if parallel.device == "cuda" and cluster.device != "cuda":
-        raise ConfigError(
-            "parallel.device 'cuda': no NVIDIA GPU was found on this machine; look whether nvidia-smi lists one, "
-            "or set parallel.device=cpu"
-        )
     if plan is None:
         check_degrees(parallel.strategy, cluster, dp_replicate=parallel.dp_replicate, dp_shard=parallel.dp_shard)
         return
@@ -142,7 +137,7 @@ def choose_plan(
     config: Config, draft: Plan, cluster: ClusterSpec, corpus: Corpus, *, fixed: bool
 ) -> tuple[Choice, ModelSpec]:
     """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
-    from shardwise.parallel.apply import check
+    from shardwise.parallel.apply import check, parameter_names
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
     from shardwise.train.optimizer import build_optimizer, workload_of
@@ -153,7 +148,7 @@ def choose_plan(
     spec = read_model(module)
     check(spec, draft)
     with users_code(_key("optimizer", config.optimizer.factory, config.optimizer.name)):
-        workload = workload_of(build_optimizer(module.parameters(), config.optimizer))
+        workload = workload_of(build_optimizer(module.parameters(), config.optimizer), parameter_names(module))
     workload = workload.model_copy(update=_activations(config, draft, spec, factory, corpus.vocab_size))
     if fixed:
         return _fixed_choice(draft, spec, workload), spec

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.group import Ranks, join
 from shardwise.plan.plan import Plan, Precision, Recompute, read_plan
 from shardwise.plan.strategy import parse_strategy
@@ -80,6 +81,7 @@ def _searching(strategy: str, draft: Plan, ranks: Ranks) -> Planner:
         cluster = detect(draft.device, ranks.local_world_size).model_copy(
             update={"nodes": max(1, ranks.world_size // ranks.local_world_size)}
         )
-        return choose(draft, read_model(model), workload_of(optimizer), cluster, strategy=strategy).plan
+        workload = workload_of(optimizer, parameter_names(model))
+        return choose(draft, read_model(model), workload, cluster, strategy=strategy).plan
 
     return planner

@@ -78,31 +78,41 @@ def held_elements(parameter: ParameterSpec, plan: Plan, rank: int = 0) -> int:
     return mine * (parameter.num_elements // rows if rows else 0)
 
 
-def zero1_shares(spec: ModelSpec, world_size: int) -> list[list[ParameterSpec]]:
-    """Which rank steps which parameter under ``zero1``: largest first, each to the rank with the least so far."""
+def stepped_groups(spec: ModelSpec, workload: Workload) -> list[list[ParameterSpec]]:
+    """The trainable parameters that the optimizer steps, by its parameter groups."""
+    trainable = {p.name: p for p in spec.parameters if p.trainable}
+    if workload.parameter_groups is None:
+        return [list(trainable.values())]
+    return [[trainable[name] for name in group if name in trainable] for group in workload.parameter_groups]
+
+
+def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[list[ParameterSpec]]:
+    """Which rank steps which parameter under ``zero1``.
+
+    Group after group, largest first, each to the rank with the least so far: ZeroRedundancyOptimizer's own rule.
+    """
     shares: list[list[ParameterSpec]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    trainable = [p for p in spec.parameters if p.trainable]
-    for parameter in sorted(trainable, key=lambda p: p.num_elements, reverse=True):
-        rank = loads.index(min(loads))
-        shares[rank].append(parameter)
-        loads[rank] += parameter.num_elements
+    for group in groups:
+        for parameter in sorted(group, key=lambda p: p.num_elements, reverse=True):
+            rank = loads.index(min(loads))
+            shares[rank].append(parameter)
+            loads[rank] += parameter.num_elements
     return shares
 
 
 def _optimizer_bytes(spec: ModelSpec, plan: Plan, workload: Workload) -> int | None:
     if workload.optimizer_states is None:
         return None
-    if plan.parsed.base == "zero1":
-        shares = zero1_shares(spec, plan.dims.dp)
-        return max(
-            sum(p.num_elements * p.itemsize * workload.optimizer_states for p in share)
-            + len(share) * workload.scalar_states * STATE_ITEMSIZE
-            for share in shares
-        )
-    trainable = [p for p in spec.parameters if p.trainable]
-    states = sum(held_elements(p, plan) * p.itemsize for p in trainable) * workload.optimizer_states
-    return states + len(trainable) * workload.scalar_states * STATE_ITEMSIZE
+    groups = stepped_groups(spec, workload)
+    shares = (
+        zero1_shares(groups, plan.dims.dp) if plan.parsed.base == "zero1" else [[p for group in groups for p in group]]
+    )
+    return max(
+        sum(held_elements(p, plan) * p.itemsize for p in share) * workload.optimizer_states
+        + len(share) * workload.scalar_states * STATE_ITEMSIZE
+        for share in shares
+    )
 
 
 def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:

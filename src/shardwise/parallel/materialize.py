@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @contextmanager
@@ -23,11 +24,13 @@ def parameters_on_meta() -> Iterator[None]:
     Buffers must be real because many (rotary frequencies, masks) exist only as the constructor's code.
     """
     register = nn.Module.register_parameter
+    made = WeakIdKeyDictionary()  # one that is registered under two names (tied by hand) must stay one
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
-            keep = param.requires_grad
-            param = type(param)(param.detach().to("meta"), requires_grad=keep)
+            if param not in made:
+                made[param] = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param = made[param]
         register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]

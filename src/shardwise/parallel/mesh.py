@@ -9,7 +9,7 @@ from shardwise.plan.plan import Plan
 
 
 def build_mesh(plan: Plan, world_size: int) -> DeviceMesh | None:
-    """The mesh that parameters are sharded over; ``None`` where parameters stay whole.
+    """The mesh that parameters are sharded over; ``None`` where parameters stay whole. One rank has one axis.
 
     Raises:
         PlanError: the plan is for another number of ranks.
@@ -22,7 +22,7 @@ def build_mesh(plan: Plan, world_size: int) -> DeviceMesh | None:
     strategy = plan.parsed
     if not strategy.shards_parameters:
         return None
-    if strategy.base == "hsdp":
+    if strategy.base == "hsdp" and world_size > 1:
         shape = (plan.dims.dp_replicate, plan.dims.dp_shard)
         return init_device_mesh(plan.device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     return init_device_mesh(plan.device, (plan.dims.dp_shard,), mesh_dim_names=("dp_shard",))

@@ -53,6 +53,7 @@ class Plan(BaseModel):
     def fingerprint(self) -> str:
         """Sixteen hex digits over everything that changes what is computed."""
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason"})
+        facts["strategy"] = str(self.parsed)  # zero3 and fsdp are one thing
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def batch_equation(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -29,10 +30,10 @@ class ClusterSpec(BaseModel):
         return self.nodes * self.devices_per_node
 
 
-def detect(device: str = "auto", num_ranks: int | None = None) -> ClusterSpec:
+def detect(device: str = "auto", num_ranks: int | None = None, *, visible: Sequence[str] | None = None) -> ClusterSpec:
     """Look at this machine.
 
-    GPUs are asked through NVML, so no CUDA context is made. Without one, the ranks share the host's memory
+    GPUs are asked through NVML, so no CUDA context is made; ``visible`` is CUDA_VISIBLE_DEVICES as a list, if set. Without one, the ranks share the host's memory
     evenly and a core each is assumed (``num_ranks`` defaults to one rank a core, two at most).
 
     Raises:
@@ -43,8 +44,13 @@ def detect(device: str = "auto", num_ranks: int | None = None) -> ClusterSpec:
     host_bytes = psutil.virtual_memory().total
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     gpus = _nvml_devices() if device in ("auto", "cuda") else []
+    if visible is not None:  # by index where they are numbers; names (UUIDs) are only counted
+        numbers = all(name.isdigit() for name in visible)
+        gpus = [gpus[int(n)] for n in visible if int(n) < len(gpus)] if numbers else gpus[: len(visible)]
     if device == "cuda" and not gpus:
-        raise PlanError("device cuda: NVML finds no NVIDIA GPU here; use device cpu, or install the driver")
+        raise PlanError(
+            "device 'cuda': no NVIDIA GPU was found on this machine; look whether nvidia-smi lists one, or use cpu"
+        )
     if gpus and num_ranks is not None and num_ranks > len(gpus):
         raise PlanError(f"{num_ranks} ranks on {len(gpus)} × {gpus[0][0]}: a rank needs a GPU of its own; use fewer")
     if gpus:

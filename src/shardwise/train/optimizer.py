@@ -48,15 +48,23 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
     )
 
 
-def workload_of(optimizer: Optimizer) -> Workload:
-    """How many states the optimizer will keep for each parameter; unknown for classes not known here."""
-    if isinstance(optimizer, _ADAMS):
-        amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
-        return Workload(optimizer_states=3 if amsgrad else 2, scalar_states=1)
-    if isinstance(optimizer, torch.optim.SGD):
-        momentum = any(group["momentum"] for group in optimizer.param_groups)
-        return Workload(optimizer_states=1 if momentum else 0, scalar_states=0)
-    return Workload(optimizer_states=None, scalar_states=0)
+def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None) -> Workload:
+    """How many states the optimizer will keep for each parameter; unknown for classes not known here.
+
+    ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are told, too. Of an optimizer
+    whose state is split over ranks (zero1) the inner one is looked at.
+    """
+    groups = None
+    if names is not None:
+        groups = tuple(tuple(names[id(p)] for p in g["params"] if id(p) in names) for g in optimizer.param_groups)
+    inner = getattr(optimizer, "optim", optimizer)
+    states: tuple[int | None, int] = (None, 0)
+    if isinstance(inner, _ADAMS):
+        amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
+        states = (3 if amsgrad else 2, 2 if isinstance(inner, torch.optim.NAdam) else 1)
+    elif isinstance(inner, torch.optim.SGD):
+        states = (1 if any(group["momentum"] for group in inner.param_groups) else 0, 0)
+    return Workload(optimizer_states=states[0], scalar_states=states[1], parameter_groups=groups)
 
 
 def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], float]:

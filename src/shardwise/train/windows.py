@@ -17,14 +17,14 @@ from shardwise.errors import DataError
 from shardwise.parallel.group import Ranks, gather_ints
 
 
-class RankBatches(Sampler[list[int]]):
-    """Every ``dp``-th batch of another batch sampler, which draws the same order on every rank."""
+class RankBatches(Sampler[Any]):
+    """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), drawn alike on all ranks."""
 
-    def __init__(self, inner: Iterable[list[int]], ranks: Ranks) -> None:
+    def __init__(self, inner: Iterable[Any], ranks: Ranks) -> None:
         self.inner = inner
         self.ranks = ranks
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         seed = gather_ints([int(torch.randint(2**62, ()))], self.ranks)[0][0]
         with torch.random.fork_rng(devices=[]):  # a random sampler draws its order with the first batch
             torch.manual_seed(seed)
@@ -45,22 +45,25 @@ def rank_batches(loader: Iterable[Any], ranks: Ranks) -> Iterable[Any]:
     if isinstance(loader, DataLoader):
         if isinstance(loader.sampler, DistributedSampler):
             return loader
-        batches = loader.batch_sampler
-        if batches is not None and not isinstance(loader.dataset, IterableDataset):
-            inner = getattr(batches, "sampler", None)
-            if isinstance(batches, BatchSampler) and isinstance(inner, DistributedSampler):
-                return loader
-            return _rebuilt(loader, RankBatches(batches, ranks))
+        if isinstance(loader.batch_sampler, BatchSampler) and isinstance(
+            loader.batch_sampler.sampler, DistributedSampler
+        ):
+            return loader
+        if not isinstance(loader.dataset, IterableDataset):
+            return _rebuilt(loader, ranks)
     return itertools.islice(iter(loader), ranks.rank, None, ranks.world_size)
 
 
-def _rebuilt(loader: DataLoader[Any], batches: RankBatches) -> DataLoader[Any]:
+def _rebuilt(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
     options: dict[str, Any] = {}
     if loader.num_workers:
         options = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    if loader.batch_sampler is not None:
+        options["batch_sampler"] = RankBatches(loader.batch_sampler, ranks)
+    else:  # batch_size=None: the dataset's items are batches already
+        options |= {"batch_size": None, "sampler": RankBatches(loader.sampler, ranks)}
     return DataLoader(
         loader.dataset,
-        batch_sampler=batches,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils import _pytree
 
-from shardwise.cost.memory import held_elements, zero1_shares
+from shardwise.cost.memory import held_elements, stepped_groups, zero1_shares
 from shardwise.measure import state
 from shardwise.measure.collectives import CollectiveRecorder
+from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.group import gather_ints, gather_text
 from shardwise.parallel.shard import reshard
 from shardwise.spec.model import CHECKPOINT_WRAPPER_PART, clean_name
+from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Micro, Session, Step
 from shardwise.units import bytes_text
 from shardwise.verify.expected import expected_block_calls, expected_traffic, units_of
@@ -156,23 +158,17 @@ def _share_lines(session: Session) -> Iterator[Line]:
     expected = sum(held[p.name] for p in trained)
     found = state.local_elements(state.gradients(module))
     yield _share("gradients held", expected, found, spec.num_trainable)
-    states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
-    copies = _copies(session)
-    if copies is None:
+    workload = workload_of(session.optimizer, parameter_names(module))
+    if workload.optimizer_states is None:
         return
+    groups = stepped_groups(spec, workload)
+    mine = every = [p for group in groups for p in group if p.shape]
     if plan.parsed.base == "zero1" and plan.dims.dp > 1:
-        expected = sum(p.num_elements for p in zero1_shares(spec, plan.dims.dp)[session.ranks.rank])
-    scalars = sum(held[p.name] for p in trained if not p.shape)
-    expected = (expected - scalars) * copies
-    yield _share(
-        "optimizer state held", expected, state.local_elements(states), (spec.num_trainable - scalars) * copies
-    )
-
-
-def _copies(session: Session) -> int | None:
-    from shardwise.train.optimizer import workload_of
-
-    return workload_of(getattr(session.optimizer, "optim", session.optimizer)).optimizer_states
+        mine = [p for p in zero1_shares(groups, plan.dims.dp)[session.ranks.rank] if p.shape]
+    expected = sum(held[p.name] for p in mine) * workload.optimizer_states
+    whole = sum(p.num_elements for p in every) * workload.optimizer_states
+    states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
+    yield _share("optimizer state held", expected, state.local_elements(states), whole)
 
 
 def _share(name: str, planned: int, found: int, whole: int) -> Line:
