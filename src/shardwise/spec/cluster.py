@@ -33,7 +33,8 @@ class ClusterSpec(BaseModel):
 def detect(device: str = "auto", num_ranks: int | None = None, *, visible: Sequence[str] | None = None) -> ClusterSpec:
     """Look at this machine.
 
-    GPUs are asked through NVML, so no CUDA context is made; ``visible`` is CUDA_VISIBLE_DEVICES as a list, if set. Without one, the ranks share the host's memory
+    GPUs are asked through NVML, so no CUDA context is made; ``visible`` is CUDA_VISIBLE_DEVICES as a list, if set.
+    Without a GPU, the ranks share the host's memory
     evenly and a core each is assumed (``num_ranks`` defaults to one rank a core, two at most).
 
     Raises:
