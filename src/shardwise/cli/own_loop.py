@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.parallel.apply import parameter_names
+from shardwise.parallel.environment import visible_devices
 from shardwise.parallel.group import Ranks, join
 from shardwise.plan.plan import Plan, Precision, Recompute, read_plan
 from shardwise.plan.strategy import parse_strategy
@@ -78,7 +79,7 @@ def _fixed(plan: Plan) -> Planner:
 
 def _searching(strategy: str, draft: Plan, ranks: Ranks) -> Planner:
     def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
-        cluster = detect(draft.device, ranks.local_world_size).model_copy(
+        cluster = detect(draft.device, ranks.local_world_size, visible=visible_devices()).model_copy(
             update={"nodes": max(1, ranks.world_size // ranks.local_world_size)}
         )
         workload = workload_of(optimizer, parameter_names(model))
