@@ -14,6 +14,7 @@
     │   └── TrainingError    the loss is not a number
     ├── MachineError         a rank, a link, a disk or a port failed                    exit 3
     │   ├── CheckpointError  a checkpoint is damaged or cannot be written
+    │   │   └── CheckpointMismatch  a checkpoint of another model or optimizer       exit 2
     │   └── RankError        a rank died, hung or raised
     └── Interrupted          somebody asked for the stop                                exit 130
 """
@@ -80,6 +81,12 @@ class MachineError(ShardwiseError):
 
 class CheckpointError(MachineError):
     """A checkpoint is damaged, or could not be written."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint and the run that is to go on from it do not go together: a user's mistake."""
+
+    exit_code = 2
 
 
 class RankError(MachineError):

@@ -435,11 +435,11 @@ def test_a_failure_while_stopping_is_not_hidden(script):
 def test_the_signal_handlers_are_those_that_were_there(script):
     path = script("pass")
     mine = lambda number, frame: None  # noqa: E731
-    before = signal.signal(signal.SIGTERM, mine)
+    before, interrupt = signal.signal(signal.SIGTERM, mine), signal.getsignal(signal.SIGINT)
     try:
         launch(path, 1)
         assert signal.getsignal(signal.SIGTERM) is mine
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is interrupt
     finally:
         signal.signal(signal.SIGTERM, before)
 

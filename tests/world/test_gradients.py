@@ -59,6 +59,8 @@ class Watch:
     def on_gradients(self, session: Session, step: Step) -> None:
         self.raw.append(whole_gradients(session.module))
 
+    def on_step_abandoned(self, session: Session, step: Step) -> None: ...
+
     def on_step_end(self, session: Session, step: Step) -> None:
         self.clipped.append(whole_gradients(session.module))
 

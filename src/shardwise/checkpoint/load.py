@@ -23,7 +23,7 @@ from shardwise.checkpoint.format import (
 )
 from shardwise.checkpoint.layout import Slot, engine_of, like, local_of, slots_of
 from shardwise.checkpoint.shards import ShardReader, code_of, entry_dtype, fill, touched
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointMismatch
 
 # how an optimizer computes, not what: these stay as the live optimizer has them
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -104,7 +104,10 @@ def _match(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Work:
         _match_groups(slots, optimizer, work)
         _match_state(slots, optimizer, work)
     if work.problems:
-        raise CheckpointError(f"checkpoint '{path}' does not fit the model and optimizer: {short_list(work.problems)}")
+        raise CheckpointMismatch(
+            f"checkpoint '{path}' does not fit the model and optimizer: {short_list(work.problems)}; "
+            "undo the change to the model or the optimizer, or choose another output folder"
+        )
     return work
 
 

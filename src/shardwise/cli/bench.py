@@ -26,6 +26,8 @@ def run_bench_step(config_file: Path, overrides: list[str], *, steps: int, outpu
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(config_file, [*overrides, f"train.output={folder}", f"train.steps={steps}"])
+        if config.parallel.precision != "fp32" or config.parallel.recompute != "none":
+            raise UserError("bench step compares fp32 loops without recompute; leave both at their defaults")
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
         if prepared.job.plan.dims.world_size < 2:
             raise UserError("bench step compares distributed loops and needs 2 ranks or more; use --nproc 2")
@@ -97,6 +99,8 @@ def rank_main() -> int:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "batch": job.plan.batch_equation(),
+            "model": job.config.model.config or job.config.model.factory,
+            "precision": job.plan.precision,
             "samples": [item.model_dump() for item in found],
         }
         (Path(job.config.train.output) / "samples.json").write_text(json.dumps(document))

@@ -61,6 +61,7 @@ def prepare_job(
     nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
     cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
+    check_model_path(config)
     draft = plan or draft_plan(config, cluster)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
     check_samples(config, corpus)
@@ -90,6 +91,20 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             f"the plan is for {plan.device}, but the ranks are on {cluster.device}; "
             f"set parallel.device={plan.device} where there is one, or make a new plan"
         )
+    given = {
+        "parallel.strategy": (config.parallel.strategy, plan.strategy),
+        "parallel.precision": (config.parallel.precision, plan.precision),
+        "parallel.recompute": (config.parallel.recompute, plan.recompute),
+        "parallel.dp_replicate": (config.parallel.dp_replicate, plan.dims.dp_replicate),
+        "parallel.dp_shard": (config.parallel.dp_shard, plan.dims.dp_shard),
+        "train.global_batch": (config.train.global_batch, plan.global_batch),
+        "train.micro_batch": (config.train.micro_batch, plan.micro_batch),
+        "train.grad_accum": (config.train.grad_accum, plan.grad_accum),
+    }
+    for key, (asked, planned) in given.items():
+        table, _, name = key.partition(".")
+        if name in getattr(config, table).model_fields_set and asked not in (planned, None, "auto"):
+            problems.append(f"{key} is {asked}, but the plan says {planned}; take the key out or make a new plan")
     if plan.seq_len not in (None, config.data.seq_len):
         problems.append(
             f"the plan is for samples of {plan.seq_len} tokens, but data.seq_len is {config.data.seq_len}; "
@@ -97,6 +112,18 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         )
     if problems:
         raise PlanError(*problems)
+
+
+def check_model_path(config: Config) -> None:
+    """Whether the model's configuration is there, before the data is read.
+
+    Raises:
+        ModelError: it is not.
+    """
+    from shardwise.train.model import configuration_file
+
+    if config.model.config is not None:
+        configuration_file(Path(config.model.config))
 
 
 def check_samples(config: Config, corpus: Corpus) -> None:

@@ -16,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog="Example: shardwise train examples/stdlib.toml",
 )
 bench = typer.Typer(help="Measure; every bench keeps its raw samples.", no_args_is_help=True)
 app.add_typer(bench, name="bench")

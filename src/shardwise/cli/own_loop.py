@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.environment import visible_devices
-from shardwise.parallel.group import Ranks, join
+from shardwise.parallel.group import Ranks, join, leave
 from shardwise.plan.plan import Plan, Precision, Recompute, read_plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import choose
@@ -66,7 +66,7 @@ def start(
         from shardwise.verify.effects import EffectsProbe
 
         session.observers.append(EffectsProbe(on_receipt=print_receipt))
-    atexit.register(session.close)
+    atexit.register(leave, ranks)  # and not the session, which would keep the model alive
     return session
 
 

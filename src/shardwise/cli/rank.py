@@ -27,7 +27,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from torch import nn
     from torch.optim import Optimizer
 
-    from shardwise.cli.train import SUMMARY, identity
+    from shardwise.cli.train import SUMMARY, identity, spread_of
     from shardwise.parallel.group import join
     from shardwise.plan.plan import Plan
     from shardwise.report.progress import ProgressReporter
@@ -64,8 +64,13 @@ def run_job(job: Any, ranks: Any = None) -> int:
         }
         corpus = open_corpus(job.corpus)
         reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
+        facts = {
+            "config": identity(job.config),
+            "spread": spread_of(job.config, job.plan),
+            "corpus": corpus.fingerprint,
+        }
         temporary = Path(job.config.train.output) / f"{SUMMARY}.tmp"
-        temporary.write_text(json.dumps({**document, "config": identity(job.config)}))
+        temporary.write_text(json.dumps({**document, **facts}))
         temporary.replace(Path(job.config.train.output) / SUMMARY)
         if job.as_json:
             print(json.dumps(document), flush=True)
@@ -89,7 +94,7 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool) -> None:
             try:
                 nodes = max(1, ranks.world_size // ranks.local_world_size)
                 prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json)
-                text = prepared.job.model_dump_json(by_alias=True)
+                text = prepared.job.model_dump_json(by_alias=True, exclude_unset=True)
                 _print_plan(prepared, as_json)
             except ShardwiseError as error:
                 failure = error

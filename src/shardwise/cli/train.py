@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from shardwise.checkpoint.format import saved_steps
-from shardwise.cli.job import Job, prepare_job
+from shardwise.cli.job import Job, check_output, prepare_job
 from shardwise.errors import ConfigError, MachineError, PlanError
 from shardwise.parallel.environment import rendezvous
-from shardwise.plan.plan import read_plan
+from shardwise.plan.plan import Plan, read_plan
+from shardwise.plan.strategy import parse_strategy
 from shardwise.report.plan import print_plan
 from shardwise.train.config import Config, read_config
+from shardwise.train.corpus import prepare_corpus
 
 SUMMARY = "summary.json"
 
@@ -34,7 +39,7 @@ def run_train(
     done = finished(config)
     if done is not None and rendezvous() is None:
         console.print(
-            f"finished: all {done['steps']} steps of '{config.train.output}' are done "
+            f"finished: all {done['steps']} steps of '{config.train.output}' are done under {done['strategy']} "
             f"(loss {done['loss']:.4f}{_bits(done)}); raise train.steps to go on, or choose another train.output"
         )
         if as_json:
@@ -45,9 +50,28 @@ def run_train(
 
         run_under_launcher(config, plan, as_json=as_json)
         return
-    prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), plan=plan, as_json=as_json)
-    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
-    launch(prepared.job, master_port)
+    check_output(Path(config.train.output))
+    with only_run_in(Path(config.train.output)):
+        prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), plan=plan, as_json=as_json)
+        print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
+        launch(prepared.job, master_port)
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this run; the lock goes with the process, however it ends.
+
+    Raises:
+        ConfigError: another run has it.
+    """
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"train.output '{folder}': another run is writing there now; wait for it, or choose another folder"
+            ) from None
+        yield
 
 
 def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> None:
@@ -57,7 +81,8 @@ def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> No
     output = Path(job.config.train.output)
     file = output / "job.json"
     try:
-        file.write_text(job.model_dump_json(by_alias=True))
+        file.write_text(job.model_dump_json(by_alias=True, exclude_unset=True))
+        (output / "plan.toml").write_text(job.plan.to_toml())
     except OSError as error:
         raise MachineError(
             f"'{file}' cannot be written: {error.strerror}; make room, or choose another train.output"
@@ -79,10 +104,11 @@ def threads(job: Job) -> int:
 
 
 def finished(config: Config) -> dict[str, Any] | None:
-    """The summary of this very run, if it has done all its steps.
+    """The summary of this very run, if it has done all its steps on data that is still the same.
 
     Raises:
-        ConfigError: the folder holds a run, finished or not, and the config says that none is to be resumed.
+        ConfigError: the folder holds a run, finished or not, and the config says that none is to be resumed; or it
+            holds this run, finished under another strategy or precision than is asked for now.
     """
     output = Path(config.train.output)
     if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(output / "checkpoints")):
@@ -94,8 +120,31 @@ def finished(config: Config) -> dict[str, Any] | None:
         summary: dict[str, Any] = json.loads((output / SUMMARY).read_text())
     except (OSError, ValueError):
         return None
-    same = summary.pop("config", None) == identity(config)
-    return summary if same else None
+    spread, trained_on = summary.pop("spread", {}), summary.pop("corpus", None)
+    if summary.pop("config", None) != identity(config):
+        return None
+    wanted = spread_of(config)
+    other = [
+        f"{key} {value} (not {wanted[key]})" for key, value in spread.items() if wanted[key] not in (value, "auto")
+    ]
+    if other:
+        raise ConfigError(
+            f"train.output '{config.train.output}' holds this run, finished with {', '.join(other)}; "
+            "choose another train.output to run it again"
+        )
+    corpus = prepare_corpus(config.data, output / "data", lambda text: None)
+    return summary if corpus.fingerprint == trained_on else None
+
+
+def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
+    """How a run is spread and computed, as far as a user asks for it by name."""
+    parallel = config.parallel
+    strategy = parallel.strategy if plan is None else plan.strategy
+    return {
+        "strategy": strategy if strategy == "auto" else str(parse_strategy(strategy)),
+        "precision": parallel.precision if plan is None else plan.precision,
+        "recompute": parallel.recompute if plan is None else plan.recompute,
+    }
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -53,20 +53,20 @@ class CollectiveRecorder(TorchDispatchMode):
             if tensors:
                 size = sum(t.numel() * t.element_size() for t in tensors)
                 self.collectives.append(Collective(field, size, dtype_name(tensors[0].dtype), self._phase()))
-        elif func.namespace == "aten" and name in _MATMULS:
+        elif func.namespace == "aten" and name in _MATMULS and self._phase() in ("forward", "backward"):
             self.matmul_dtypes.add(dtype_name(args[-1].dtype))
         return func(*args, **(kwargs or {}))
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Calls and bytes of each collective that moved parameters or gradients.
 
-        Left out: what the session itself says to other ranks, the norm of the gradient, and broadcasts during forward,
-        by which DDP keeps its book-keeping and batch norm's statistics together.
+        Left out: what the session itself says to other ranks, the norm of the gradient, and all but gathers during
+        forward, where DDP keeps its book-keeping and batch norm's statistics together, and the user may send things.
         """
         found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for item in self.collectives:
-            moved = item.phase in ("forward", "backward", "optimizer")
-            if moved and (item.name, item.phase) != ("broadcast", "forward"):
+            moved = item.phase in ("backward", "optimizer") or (item.phase, item.name) == ("forward", "all_gather")
+            if moved:
                 calls, size = found[item.name]
                 found[item.name] = (calls + 1, size + item.num_bytes)
         return dict(found)

@@ -9,6 +9,7 @@ What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from shardwise.parallel.shard import apply_shard
 from shardwise.parallel.zero1 import shard_optimizer
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec, clean_name, read_model
+
+_MARK = "_shardwise_prepared"
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,14 @@ def apply(module: nn.Module, plan: Plan, device: torch.device) -> Applied:
     Raises:
         ModelError: the model has nothing to train, or does not allow what the plan asks for.
     """
+    if getattr(module, _MARK, False):
+        raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
     spec = read_model(module)
     check(spec, plan)
     mesh = build_mesh(plan, dist.get_world_size())
     module, notes = apply_batch_norm(module, spec, plan)
+    if plan.recompute != "none":
+        notes += stop_caching(module)
     blocks = apply_recompute(module, plan.recompute, spec.blocks)
     if mesh is not None:
         outer = apply_shard(module, blocks, plan, mesh, device)
@@ -56,16 +63,45 @@ def apply(module: nn.Module, plan: Plan, device: torch.device) -> Applied:
         apply_autocast(module, plan)
         materialize(module, device, broadcast=False)  # DDP sends rank 0's weights itself
         outer = apply_replicate(module, spec, dist.get_world_size(), device)
+    setattr(module, _MARK, True)
     return Applied(outer=outer, module=module, blocks=tuple(blocks), spec=spec, warnings=notes)
 
 
 def check(spec: ModelSpec, plan: Plan) -> None:
     """What the model does not allow is said before anything is changed."""
+    problems: list[str] = []
     if not spec.num_trainable:
         frozen = f"all {len(spec.parameters)} parameters are frozen" if spec.parameters else "it has no parameter"
         raise ModelError(f"the model has nothing to train: {frozen}; leave requires_grad True on some")
     if plan.recompute != "none" and not spec.blocks:
         apply_recompute(nn.Module(), plan.recompute, ())
+    if plan.parsed.shards_parameters:
+        units = [[p for p in spec.parameters if p.block == block] for block in (*spec.blocks, None)]
+        odd = [p for p in spec.parameters if not p.shape or not p.num_elements]
+        problems += [f"{plan.strategy} cannot shard '{p.name}' of shape {p.shape}; give it shape (1,)" for p in odd[:3]]
+    else:
+        units = [[p for p in spec.parameters if p.trainable]] if plan.parsed.base == "zero1" else []
+    for unit in units:
+        kinds = sorted({p.dtype for p in unit})
+        if len(kinds) > 1:
+            examples = " and ".join(f"'{next(p.name for p in unit if p.dtype == kind)}' {kind}" for kind in kinds)
+            problems.append(f"{plan.strategy} needs one dtype for what it handles together, got {examples}; cast one")
+            break
+    if problems:
+        raise ModelError(*(f"{problem}, or use ddp" for problem in problems))
+
+
+def stop_caching(module: nn.Module) -> tuple[str, ...]:
+    """transformers models keep keys and values by default; recompute would append them a second time."""
+    notes = []
+    for name in ("config", "config.text_config"):
+        config: Any = module
+        for part in name.split("."):
+            config = getattr(config, part, None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+            notes.append(f"model.{name}.use_cache is now False: recompute would fill the cache twice")
+    return tuple(notes)
 
 
 def apply_batch_norm(module: nn.Module, spec: ModelSpec, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
@@ -90,7 +126,10 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         ModelError: the optimizer has stepped already, or holds parameters that are not the model's.
     """
     if optimizer.state:
-        raise ModelError("the optimizer has state already; call session.prepare before the first optimizer.step")
+        raise ModelError(
+            f"the optimizer ({type(optimizer).__name__}) has state already: call session.prepare before the "
+            "first step; one that makes its state when it is built cannot follow its parameters, so use another"
+        )
     live = {clean_name(name): p for name, p in applied.module.named_parameters(remove_duplicate=False)}
     strangers = 0
     for group in optimizer.param_groups:

@@ -20,12 +20,22 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device:
     """
     if world_size == 1:
         return module
-    return DistributedDataParallel(
+    return Replicated(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **_buffer_option(sync=bool(spec.batch_norms)),
     )
+
+
+class Replicated(DistributedDataParallel):
+    """DDP through which the user's own attributes (``model.config``, ``model.generate``) can still be reached."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 def _buffer_option(*, sync: bool) -> dict[str, Any]:

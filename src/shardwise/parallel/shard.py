@@ -43,3 +43,19 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def discard_gradients(outer: nn.Module) -> None:
+    """Throw away every gradient, also those that FSDP2 keeps of micro batches that did not synchronise."""
+    for module in outer.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for held in group.fsdp_params if group is not None else ():
+            held.unsharded_accumulated_grad = None
+            whole = getattr(held, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+    reshard(outer)
+    for parameter in outer.parameters():
+        parameter.grad = None

@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from shardwise.errors import ModelError
+
 
 def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """The same optimizer with its state split over the ranks by whole parameters.
@@ -23,10 +25,20 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     kind = type(optimizer)
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ModelError(
+            "a learning-rate scheduler was built before session.prepare, and zero1 replaces the optimizer; "
+            "build the scheduler from the optimizer that prepare returns"
+        )
     accepted = inspect.signature(kind).parameters
     defaults: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key in accepted and key != "params"}
         groups.append({**options, "params": [p for p in group["params"] if p.requires_grad]})
-    return ZeroRedundancyOptimizer(groups, kind, **defaults)
+    try:
+        return ZeroRedundancyOptimizer(groups, kind, **defaults)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"zero1 cannot build {kind.__name__} anew from its defaults ({error}); use fsdp or ddp"
+        ) from None

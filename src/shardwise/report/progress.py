@@ -25,7 +25,7 @@ class ProgressReporter:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._evaluation: TaskID | None = None
-        self._first = self._total = 0
+        self._first = self._total = self._tenth = 0
         self._started = time.perf_counter()
 
     def say(self, text: str) -> None:
@@ -35,6 +35,7 @@ class ProgressReporter:
     def begin(self, first: int, total: int) -> None:
         """Open the bar, or be quiet where there is no terminal."""
         self._first, self._total, self._started = first, total, time.perf_counter()
+        self._tenth = first * PLAIN_LINES // max(1, total)
         if not self.console.is_terminal:
             return
         self._bar = Progress(
@@ -53,7 +54,8 @@ class ProgressReporter:
         news = f"loss {loss:.4f}  {count_text(tokens_per_s)} tokens/s"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, news=news)
-        elif number * PLAIN_LINES // self._total > (number - 1) * PLAIN_LINES // self._total or number == 1:
+        elif number * PLAIN_LINES // self._total > self._tenth or number == self._first + 1:
+            self._tenth = number * PLAIN_LINES // self._total
             done = (number - self._first) / max(1, self._total - self._first)
             left = (time.perf_counter() - self._started) * (1 - done) / done
             self.console.print(f"step {number}/{self._total}  {news}  {seconds_text(left)} left")
@@ -63,8 +65,8 @@ class ProgressReporter:
         if self._bar is None:
             return
         if self._evaluation is None:
-            self._evaluation = self._bar.add_task("evaluating", total=1.0, news="")
-        self._bar.update(self._evaluation, completed=share, visible=share < 1)
+            self._evaluation = self._bar.add_task("evaluating, %", total=100, news="")
+        self._bar.update(self._evaluation, completed=round(share * 100), visible=share < 1)
 
     def evaluated(self, number: int, bits_per_byte: float) -> None:
         """One line."""

@@ -133,7 +133,8 @@ def _repeated(module: nn.Module, prefix: str, *, composite: bool) -> Iterator[st
         kinds: dict[type, list[str]] = defaultdict(list)
         for name, child in children.items():
             is_composite = any(True for _ in child.children())
-            if is_composite == composite and any(True for _ in child.parameters()):
+            runs = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # a list of lists is no list of blocks
+            if runs and is_composite == composite and any(True for _ in child.parameters()):
                 kinds[_inner_type(child)].append(name)
         chosen = {name for names in kinds.values() if len(names) > 1 for name in names}
     for name, child in children.items():

@@ -90,6 +90,23 @@ class DataTable(Table):
     heldout_path: str | None = Field(None, description="held-out documents from here instead")
     shuffle: bool = Field(True, description="a new order each epoch, a function of train.seed")
 
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if self.mask_borders and not self.pack:
+            raise ValueError("'mask_borders' does nothing where pack is false; take it out")
+        if self.heldout_path is not None and "heldout_fraction" in self.model_fields_set:
+            raise ValueError("'heldout_path' and 'heldout_fraction' both say what is held out; leave one out")
+        return self
+
+
+_OWNERS = {
+    "name": ("adamw", "sgd"),
+    "betas": ("adamw",),
+    "eps": ("adamw",),
+    "momentum": ("sgd",),
+    "weight_decay": ("adamw", "sgd"),
+}
+
 
 class OptimizerTable(Table):
     """``[optimizer]``: the optimizer, its schedule and clipping."""
@@ -108,9 +125,15 @@ class OptimizerTable(Table):
     clip_norm: float | None = Field(1.0, gt=0, description="largest norm of the gradient; 'none' is no limit")
 
     @model_validator(mode="after")
-    def _kwargs_of_a_factory(self) -> Self:
+    def _nothing_is_ignored(self) -> Self:
         if self.kwargs and self.factory is None:
             raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
+        kind = "a factory" if self.factory is not None else self.name
+        for key, owners in _OWNERS.items():
+            if key in self.model_fields_set and kind not in owners:
+                raise ValueError(f"'{key}' does nothing for {kind}, only for {' and '.join(owners)}; take it out")
+        if "min_lr_ratio" in self.model_fields_set and self.schedule == "constant":
+            raise ValueError("'min_lr_ratio' does nothing for the schedule constant; take it out")
         return self
 
 
@@ -177,6 +200,12 @@ class Config(Table):
     train: TrainTable
     parallel: ParallelTable = ParallelTable()
     checkpoint: CheckpointTable = CheckpointTable()
+
+    @model_validator(mode="after")
+    def _something_to_evaluate(self) -> Self:
+        if self.train.eval_every and not self.data.heldout_fraction and self.data.heldout_path is None:
+            raise ValueError("'train.eval_every' does nothing where data.heldout_fraction is 0; take it out")
+        return self
 
 
 def json_schema() -> str:

@@ -17,11 +17,11 @@ from shardwise.train.session import Session
 
 def held_out_bits_per_byte(
     session: Session, samples: Samples, limit: int, batch: int, tick: Callable[[float], None] | None = None
-) -> float:
+) -> float | None:
     """Total cross-entropy of the first ``limit`` samples (0: all) in bits, over the bytes their labels stand for.
 
     Every rank takes its share and runs the same number of forwards; all get the same answer. ``tick`` is told the
-    share that is done.
+    share that is done. ``None`` when a stop was asked for meanwhile, on any rank.
     """
     number = min(limit, len(samples)) if limit else len(samples)
     ranks, world = session.ranks.rank, session.ranks.world_size
@@ -39,8 +39,12 @@ def held_out_bits_per_byte(
             total += token_loss_sum(module(inputs.to(session.device)), labels.to(session.device))
             if tick is not None:
                 tick((index + 1) / rounds)
+            if session.stop_agreed():
+                break
     module.train(was_training)
     reshard(module)
+    if session.stopped:
+        return None
     if world > 1:
         dist.all_reduce(total)
     return total.item() / math.log(2) / samples.label_bytes(number)

@@ -66,6 +66,15 @@ class Outcome:
     heldout_bits_per_byte: float | None
 
 
+@dataclass(frozen=True)
+class StepWindow:
+    """What lies between two logged steps: evaluations and checkpoints are not in ``seconds``."""
+
+    steps: int
+    tokens: int
+    seconds: float
+
+
 def total_steps(config: Config, num_samples: int, global_batch: int) -> int:
     """Optimizer steps of the whole run."""
     if config.train.steps is not None:
@@ -109,19 +118,18 @@ class Run:
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
         self._steps(model, metrics)
+        path = self._save()  # before the evaluation, which may take long and must lose nothing
+        if self.heldout is not None and not self.session.stop_agreed():
+            self._evaluate(metrics)
         if self.is_main:
             self.reporter.end()
-        if self.session.stopped and self.session.steps_done < self.total:
-            path = self._save()
+        if metrics is not None:
+            metrics.close()
+        if self.session.stopped:
             raise Interrupted(
                 f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
                 "the same command goes on from there"
             )
-        if self.heldout is not None and self.heldout_bits is None:
-            self._evaluate(metrics)
-        self._save()
-        if metrics is not None:
-            metrics.close()
         return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits)
 
     def _prepare(self) -> nn.Module:
@@ -150,20 +158,23 @@ class Run:
             if step.number % config.train.log_every == 0 or step.number == self.total:
                 check_finite(result, scaled=session.scaler is not None)
                 self.last_loss = result.loss
-                now = time.perf_counter()
-                self._log(metrics, result, rate(step.number), (now - clock) / (step.number - since), tokens_since)
-                clock, since, tokens_since = now, step.number, 0
-            self._between(step.number, metrics)
+                window = StepWindow(step.number - since, tokens_since, time.perf_counter() - clock)
+                self._log(metrics, result, rate(step.number), window)
+                clock, since, tokens_since = time.perf_counter(), step.number, 0
+            paused = time.perf_counter()
+            self._between(result, metrics)
+            clock += time.perf_counter() - paused  # evaluations and checkpoints are no step time
 
-    def _between(self, number: int, metrics: MetricsFile | None) -> None:
-        """Evaluation and checkpoint after step ``number``, where they are due."""
+    def _between(self, result: StepResult, metrics: MetricsFile | None) -> None:
+        """Evaluation and checkpoint after a step, where they are due."""
+        number = result.number
         if number == self.total:
             return
         every = self.config.train.eval_every
         if every and number % every == 0 and self.heldout is not None:
             self._evaluate(metrics)
-            self.heldout_bits = None
         if self.config.checkpoint.every and number % self.config.checkpoint.every == 0:
+            check_finite(result, scaled=self.session.scaler is not None)  # no checkpoint of weights that are NaN
             self._save()
 
     def _windows(self) -> Iterator[list[Any]]:
@@ -174,19 +185,17 @@ class Run:
             yield [self.samples.batch(row) for row in ids]
             position += self.global_batch
 
-    def _log(
-        self, metrics: MetricsFile | None, result: StepResult, rate: float, step_time_s: float, tokens: int
-    ) -> None:
+    def _log(self, metrics: MetricsFile | None, result: StepResult, rate: float, window: StepWindow) -> None:
         if metrics is None:
             return
-        per_second = tokens / (step_time_s * self.config.train.log_every) if step_time_s else 0.0
+        per_second = window.tokens / window.seconds
         metrics.write(
             step=result.number,
             loss=result.loss,
             learning_rate=rate,
             grad_norm=result.grad_norm,
             tokens=self.tokens,
-            step_time_s=step_time_s,
+            step_time_s=window.seconds / window.steps,
             tokens_per_s=per_second,
             time=time.time(),
         )
@@ -199,7 +208,7 @@ class Run:
         tick = self.reporter.evaluating if self.is_main else None
         limit = self.config.train.eval_samples
         self.heldout_bits = held_out_bits_per_byte(self.session, self.heldout, limit, batch, tick)
-        if metrics is not None:
+        if metrics is not None and self.heldout_bits is not None:
             metrics.write(step=self.session.steps_done, heldout_bits_per_byte=self.heldout_bits)
             self.reporter.evaluated(self.session.steps_done, self.heldout_bits)
 
@@ -208,8 +217,7 @@ class Run:
             "position": self.position,
             "tokens": self.tokens,
             "loss": self.last_loss if math.isfinite(self.last_loss) else None,
-            "corpus": self.corpus.fingerprint,
-            "seed": self.config.train.seed,
+            "order": self._order_facts(),
             "scheduler": {"step": self.session.steps_done, "total": self.total},
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
         }
@@ -223,6 +231,18 @@ class Run:
             rng=random_states(self.session.device),
             keep=self.config.checkpoint.keep,
         )
+
+    def _order_facts(self) -> dict[str, Any]:
+        """Everything that decides which sample comes at which index, under the names that a user can change."""
+        data = self.config.data
+        return {
+            "the data (fingerprint)": self.corpus.fingerprint,
+            "train.seed": self.config.train.seed,
+            "data.seq_len": data.seq_len,
+            "data.pack": data.pack,
+            "data.mask_borders": data.mask_borders,
+            "data.shuffle": data.shuffle,
+        }
 
     def _prime(self) -> None:
         """One backward that is thrown away, for DDP: it orders its buckets by the first one it sees.
@@ -250,11 +270,18 @@ class Run:
         self._prime()
         manifest = load_checkpoint(path, model=self.session.module, optimizer=self.session.optimizer)
         state = manifest.state
-        if state["corpus"] != self.corpus.fingerprint or state["seed"] != self.config.train.seed:
-            what = "the data" if state["corpus"] != self.corpus.fingerprint else "train.seed"
+        facts = self._order_facts()
+        then = state["order"]
+        changed = [f"{key} was {then.get(key)}, is {now}" for key, now in facts.items() if then.get(key) != now]
+        if changed:
             raise ConfigError(
-                f"'{path}' was trained with other settings: {what} changed since, so samples would repeat; "
+                f"'{path}' was trained on other samples, so some would repeat: {'; '.join(changed)}; "
                 "undo the change or choose another train.output"
+            )
+        if manifest.step > self.total:
+            raise ConfigError(
+                f"train.output '{self.output}' holds a run of {manifest.step} steps, and this one has {self.total}; "
+                f"set train.steps to {manifest.step} or more, or choose another train.output"
             )
         self.session.steps_done = manifest.step
         self.position, self.tokens = int(state["position"]), int(state["tokens"])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from shardwise.errors import DataError
+
 IGNORED = -100
 
 
@@ -29,7 +31,10 @@ def token_loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 def count_labels(labels: Any) -> int:
     """How many terms a summed loss over ``labels`` has: integer labels that are not ``-100``, else samples."""
     if not isinstance(labels, torch.Tensor):
-        return 0
+        raise DataError(
+            f"labels are a {type(labels).__name__}, not a tensor; say how many loss terms they stand for with "
+            "session.steps(loader, count=...)"
+        )
     if labels.is_floating_point() or labels.is_complex():
         return labels.shape[0] if labels.ndim else 1
     return int((labels != IGNORED).sum())

@@ -58,10 +58,23 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
     return build
 
 
-def _read_configuration(path: Path) -> Any:
+def configuration_file(path: Path) -> Path:
+    """The ``config.json`` that ``model.config`` means.
+
+    Raises:
+        ModelError: there is none.
+    """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ModelError(f"model.config '{path}': there is no file '{file}'; give a config.json or a folder with one")
+        raise ModelError(
+            f"model.config '{path}': there is no file '{file.absolute()}'; give a config.json or a folder with one "
+            "(paths in a config are relative to the folder the command runs in)"
+        )
+    return file
+
+
+def _read_configuration(path: Path) -> Any:
+    file = configuration_file(path)
     try:
         keys = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -63,7 +63,8 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None) -> Wo
         amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
         states = (3 if amsgrad else 2, 2 if isinstance(inner, torch.optim.NAdam) else 1)
     elif isinstance(inner, torch.optim.SGD):
-        states = (1 if any(group["momentum"] for group in inner.param_groups) else 0, 0)
+        kept = {bool(group["momentum"]) for group in inner.param_groups}
+        states = (int(kept.pop()) if len(kept) == 1 else None, 0)  # unknown where groups differ
     return Workload(optimizer_states=states[0], scalar_states=states[1], parameter_groups=groups)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
@@ -24,8 +25,9 @@ from shardwise.errors import DataError, ModelError, TrainingError, UserError
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
 from shardwise.parallel.group import Ranks, gather_ints, leave
 from shardwise.parallel.precision import grad_scaler
+from shardwise.parallel.shard import discard_gradients, reshard
 from shardwise.plan.plan import Plan
-from shardwise.spec.model import ModelSpec
+from shardwise.spec.model import ModelSpec, clean_name
 from shardwise.train.loss import count_labels
 from shardwise.train.windows import rank_batches, split_batch, windows
 
@@ -46,6 +48,9 @@ class Observer(Protocol):
 
     def on_step_end(self, session: Session, step: Step) -> None:
         """After the optimizer's step; gradients are still there."""
+
+    def on_step_abandoned(self, session: Session, step: Step) -> None:
+        """The loop was left in the middle of a step; its gradients are thrown away."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Step:
         self._backwards = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
         self._loss_work: dist.Work | None = None
+        self._updated = False
 
     def __iter__(self) -> Iterator[Micro]:
         """Each micro batch in turn; gradients synchronise during the backward of the last one."""
@@ -132,6 +138,7 @@ class Step:
                 f"step.backward was called {self._backwards} times before micro batch {self._current}; "
                 "call it once for each micro batch"
             )
+        _refuse_mean(loss_sum, micro)
         self._backwards += 1
         weight = 0.0 if micro.filler or not self.tokens else session.dp / self.tokens
         loss = loss_sum * weight
@@ -139,10 +146,9 @@ class Step:
         (loss if session.scaler is None else session.scaler.scale(loss)).backward()
         if not micro.filler:
             self._loss_sum += loss_sum.detach()
-        session.phase = "control"
+        session.phase = "control"  # what the user sends between micro batches is not the plan's traffic
         if self._backwards == len(self.micros) and session.ranks.world_size > 1:
             self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
-        session.phase = "forward"
 
     def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer and clear the gradients.
@@ -157,7 +163,13 @@ class Step:
                 f"step.update after {self._backwards} of {len(self.micros)} backward calls; "
                 "iterate the whole step and call step.backward on every micro batch"
             )
+        if self._updated:
+            raise UserError(f"step.update was called twice for step {self.number}; call it once")
+        self._updated = True
         session.check_optimizer(optimizer)
+        reshard(session.applied.outer)  # a forward without a backward would leave stale weights gathered
+        if session.steps_done == session.first_step:
+            session.check_unused()
         if session.scaler is not None:
             session.scaler.unscale_(optimizer)
         session.notify("on_gradients", self)
@@ -178,6 +190,19 @@ class Step:
         session.notify("on_step_end", self)
         optimizer.zero_grad()
         return result
+
+
+def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:
+    """A mean would be normalised twice; where autograd shows that the loss is one, it is refused."""
+    node = loss.grad_fn
+    is_mean = node is not None and (
+        node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1  # at::Reduction::Mean
+    )
+    if is_mean:  # whatever the number of labels, so that no rank goes on alone
+        raise UserError(
+            f"step.backward got a mean ({node.name() if node else ''}) over {micro.num_tokens} labels; it normalises "
+            "itself, by the labels of the whole global batch: pass the sum, with reduction='sum'"
+        )
 
 
 def check_finite(result: StepResult, *, scaled: bool = False) -> None:
@@ -209,6 +234,7 @@ class Session:
     planner: Planner
     observers: list[Observer] = field(default_factory=list)
     steps_done: int = 0
+    first_step: int = 0
     phase: str = "control"
     stopped: bool = False
     scaler: torch.amp.GradScaler | None = None
@@ -300,21 +326,35 @@ class Session:
     ) -> Iterator[Step]:
         """As `steps`, from windows that are this rank's own already."""
         source, last = iter(share), None
+        if self._applied is not None:  # of a loop that was left in the middle of a step
+            discard_gradients(self.applied.outer)
+        self.first_step = self.steps_done
         while limit is None or limit > 0:
             micros = [self._micro(batch, count) for batch in next(source, [])]
-            rows = gather_ints([sum(m.num_tokens for m in micros), len(micros), int(self._stop_asked)], self.ranks)
-            if any(stop for _, _, stop in rows):
+            last = micros[-1] if micros else last
+            tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
+            rows = gather_ints([tokens, len(micros), int(self._stop_asked), ready], self.ranks)
+            if any(stop for _, _, stop, _ in rows):
                 self.stopped = True
                 return
-            length = max(number for _, number, _ in rows)
+            length = max(number for _, number, _, _ in rows)
             if length == 0:
                 return
-            last = micros[-1] if micros else last
-            micros += [self._filler(last)] * (length - len(micros))
+            starved = [rank for rank, row in enumerate(rows) if not row[3]]
+            if starved or last is None:
+                raise DataError(
+                    f"rank {starved[0]} got no batch at all while others did: fewer batches than ranks; "
+                    "use a smaller batch size or fewer ranks"
+                )
+            micros += [Micro(last.inputs, last.labels, num_tokens=0, filler=True)] * (length - len(micros))
             number = self.steps_done + 1
-            step = Step(self, number, micros, tokens=sum(tokens for tokens, _, _ in rows))
+            step = Step(self, number, micros, tokens=sum(row[0] for row in rows))
             self.notify("on_step_start", step)
-            yield step
+            try:
+                yield step
+            finally:
+                if self.steps_done != number:
+                    self.notify("on_step_abandoned", step)
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1
@@ -323,9 +363,33 @@ class Session:
         """Ask for the end at the next step's border; one rank's wish stops all. Safe in a signal handler."""
         self._stop_asked = True
 
+    def stop_agreed(self) -> bool:
+        """Whether any rank was asked to stop; collective, and remembered as ``stopped``."""
+        self.stopped = self.stopped or any(row[0] for row in gather_ints([int(self._stop_asked)], self.ranks))
+        return self.stopped
+
     def close(self) -> None:
-        """Leave the world: destroys the process group if the session made it."""
+        """Leave the world: destroys the process group if the session made it, and lets go of the model."""
         leave(self.ranks)
+        self._applied = self._optimizer = None
+        self._trainable = []
+        self.observers = []
+
+    def check_unused(self) -> None:
+        """DDP waits for the gradient of every parameter; one that takes no part in the loss is said by name.
+
+        Raises:
+            ModelError: after the first step, before PyTorch would fail in the second.
+        """
+        if not isinstance(self.applied.outer, DistributedDataParallel):
+            return
+        unused = [clean_name(name) for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            raise ModelError(
+                f"{', '.join(unused[:3])}{more} got no gradient: they take no part in the loss, and "
+                f"{self.plan.strategy} waits for them; freeze them with requires_grad_(False), or use fsdp"
+            )
 
     def begin_micro(self, *, last: bool) -> None:
         """Called by `Step` before each micro batch."""
@@ -363,11 +427,3 @@ class Session:
                 torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (inputs, labels)
             )
         return Micro(inputs=inputs, labels=labels, num_tokens=number)
-
-    def _filler(self, last: Micro | None) -> Micro:
-        if last is None:
-            raise DataError(
-                f"rank {self.ranks.rank} got no batch at all while others did: fewer batches than ranks; "
-                "use a smaller batch size or fewer ranks"
-            )
-        return Micro(inputs=last.inputs, labels=last.labels, num_tokens=0, filler=True)

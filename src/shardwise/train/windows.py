@@ -7,31 +7,34 @@ a window over all ranks is the next ``dp × accumulation`` batches of the stream
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from shardwise.errors import DataError
-from shardwise.parallel.group import Ranks, gather_ints
+from shardwise.parallel.group import Ranks, broadcast_text
+
+CHUNK = 64  # items of a rank that are told at once
 
 
 class RankBatches(Sampler[Any]):
-    """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), drawn alike on all ranks."""
+    """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), as rank 0 draws them."""
 
     def __init__(self, inner: Iterable[Any], ranks: Ranks) -> None:
         self.inner = inner
         self.ranks = ranks
 
     def __iter__(self) -> Iterator[Any]:
-        seed = gather_ints([int(torch.randint(2**62, ()))], self.ranks)[0][0]
-        with torch.random.fork_rng(devices=[]):  # a random sampler draws its order with the first batch
-            torch.manual_seed(seed)
-            batches = iter(self.inner)
-            first = list(itertools.islice(batches, 1))
-        mine = itertools.islice(itertools.chain(first, batches), self.ranks.rank, None, self.ranks.world_size)
-        yield from mine
+        size = CHUNK * self.ranks.world_size  # so that every rank has had as many when the next chunk is due
+        source = iter(self.inner) if self.ranks.is_main else None
+        while True:
+            drawn = [] if source is None else list(itertools.islice(source, size))
+            chunk = json.loads(broadcast_text(json.dumps(drawn, default=int), self.ranks))
+            yield from chunk[self.ranks.rank :: self.ranks.world_size]
+            if len(chunk) < size:
+                return
 
 
 def rank_batches(loader: Iterable[Any], ranks: Ranks) -> Iterable[Any]:
@@ -89,9 +92,9 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    if isinstance(batch, dict) and "labels" in batch:
+    if isinstance(batch, Mapping) and "labels" in batch:
         return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
-    keys = f" with keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else ""
+    keys = f" with keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
     raise DataError(
         f"the loader gave a {type(batch).__name__}{keys}; a batch is a pair (inputs, labels) or a dict with 'labels'"
     )

@@ -23,7 +23,7 @@ from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.group import gather_ints, gather_text
 from shardwise.parallel.shard import reshard
-from shardwise.spec.model import CHECKPOINT_WRAPPER_PART, clean_name
+from shardwise.spec.model import CHECKPOINT_WRAPPER_PART, ModelSpec, clean_name
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Micro, Session, Step
 from shardwise.units import bytes_text
@@ -50,6 +50,7 @@ class EffectsProbe:
         self._recorder: CollectiveRecorder | None = None
         self._block_calls = 0
         self._hooks: list[Any] = []
+        self._before: set[str] = set()
         self._gradient_lines: list[Line] = []
 
     def on_prepared(self, session: Session) -> None:
@@ -57,7 +58,10 @@ class EffectsProbe:
 
     def on_step_start(self, session: Session, step: Step) -> None:
         """Start recording when it is the step to watch."""
+        self._stop_recording()
         self._seen += 1
+        if self._seen < PROBED_STEP:
+            self._before = {_digest(micro) for micro in step.micros}
         if self.receipt is not None or self._seen < PROBED_STEP or not _has_stepped(session):
             return
         reshard(session.applied.outer)  # an evaluation may have left parameters gathered
@@ -72,19 +76,30 @@ class EffectsProbe:
         """Stop recording, compare, and tell."""
         if self._recorder is None:
             return
-        recorder, self._recorder = self._recorder, None
-        recorder.__exit__(None, None, None)
-        for hook in self._hooks:
-            hook.remove()
-        lines = [*effects_lines(session, step, recorder, self._block_calls), distinct_line(session, step.micros)]
+        recorder, calls = self._recorder, self._block_calls
+        self._stop_recording()
+        lines = [*effects_lines(session, step, recorder, calls), distinct_line(session, step.micros, self._before)]
         self.receipt = agree(session, "effects", lines)
         if self._on_receipt is not None and session.ranks.is_main:
             self._on_receipt(self.receipt)
         if self._strict:
             self.receipt.require()
 
+    def on_step_abandoned(self, session: Session, step: Step) -> None:
+        """Stop recording; a later step is looked at instead."""
+        self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+            self._seen -= 1
+        for hook in self._hooks:
+            hook.remove()
+        self._recorder, self._hooks, self._block_calls = None, [], 0
+
     def _count_call(self, module: nn.Module, args: Any) -> None:
-        self._block_calls += 1
+        if torch.is_grad_enabled():  # an evaluation inside the step is the user's own
+            self._block_calls += 1
 
 
 def _has_stepped(session: Session) -> bool:
@@ -122,6 +137,14 @@ def effects_lines(session: Session, step: Step, recorder: CollectiveRecorder, bl
     ]
 
 
+def used_spec(session: Session) -> ModelSpec:
+    """The model's facts with parameters that got no gradient counted as frozen: nothing is reduced for them."""
+    live = dict(session.module.named_parameters())
+    used = {clean_name(name) for name, p in live.items() if p.grad is not None}
+    parameters = (p.model_copy(update={"trainable": p.trainable and p.name in used}) for p in session.spec.parameters)
+    return session.spec.model_copy(update={"parameters": tuple(parameters)})
+
+
 def _same(name: str, planned: str, found: str) -> Line:
     return Line(name=name, planned=planned, found=found, ok=planned == found)
 
@@ -133,7 +156,7 @@ def _batch_lines(session: Session, step: Step) -> Iterator[Line]:
 
 
 def _dtype_lines(session: Session, recorder: CollectiveRecorder) -> Iterator[Line]:
-    plan, spec, module = session.plan, session.spec, session.module
+    plan, spec, module = session.plan, used_spec(session), session.module
     own = ", ".join(sorted({p.dtype for p in spec.parameters}))
     trained = ", ".join(sorted({p.dtype for p in spec.parameters if p.trainable}))
     yield _same("parameter dtype", own, state.dtypes(module.parameters()))
@@ -150,7 +173,7 @@ def _dtype_lines(session: Session, recorder: CollectiveRecorder) -> Iterator[Lin
 
 
 def _share_lines(session: Session) -> Iterator[Line]:
-    plan, spec, module = session.plan, session.spec, session.module
+    plan, spec, module = session.plan, used_spec(session), session.module
     rank = session.ranks.rank % plan.dims.dp_shard
     held = {p.name: held_elements(p, plan, rank) for p in spec.parameters}
     trained = [p for p in spec.parameters if p.trainable]
@@ -179,7 +202,7 @@ def _share(name: str, planned: int, found: int, whole: int) -> Line:
 
 
 def _traffic_lines(session: Session, step: Step, recorder: CollectiveRecorder) -> Iterator[Line]:
-    expected = expected_traffic(session.spec, session.plan, len(step.micros))
+    expected = expected_traffic(used_spec(session), session.plan, len(step.micros))
     found = recorder.totals()
     for name in sorted({*expected, *found}):
         calls, size = found.get(name, (0, 0))
@@ -200,7 +223,11 @@ def _range(ends: tuple[int, int], text: Callable[[int], str]) -> str:
 
 
 def _structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[Line]:
-    plan, spec, module = session.plan, session.spec, session.module
+    plan, spec, module = session.plan, used_spec(session), session.module
+    unused = session.spec.num_trainable - spec.num_trainable
+    if unused:
+        found = f"{unused} of {session.spec.num_trainable} trainable elements take no part in the loss"
+        yield Line(name="gradients missing", planned="none", found=found, ok=None)
     if plan.parsed.shards_parameters:
         units = sum(isinstance(m, FSDPModule) and _holds_parameters(m) for m in module.modules())
         yield _same("sharding units", str(len(units_of(spec))), str(units))
@@ -249,9 +276,14 @@ def _inner_blocks(session: Session) -> list[nn.Module]:
     return [getattr(block, name, block) for block in session.applied.blocks]
 
 
-def distinct_line(session: Session, micros: list[Micro]) -> Line:
-    """No micro batch of this step was given to two ranks, or twice to one: its inputs are compared by hash."""
-    mine = [_digest(micro.inputs) for micro in micros if not micro.filler]
+def distinct_line(session: Session, micros: list[Micro], before: set[str]) -> Line:
+    """No micro batch of this step was given to two ranks: they are compared by hash.
+
+    Where the data repeats itself from step to step (``before`` are the last step's hashes), as when one batch is
+    overfitted on purpose, that is told and not held against the run.
+    """
+    mine = [_digest(micro) for micro in micros if not micro.filler]
+    repeats = any(row[0] for row in gather_ints([int(bool(before & set(mine)))], session.ranks))
     everyone = [text.split() for text in gather_text(" ".join(mine), session.ranks)]
     holders: dict[str, list[int]] = {}
     for rank, digests in enumerate(everyone):
@@ -262,14 +294,19 @@ def distinct_line(session: Session, micros: list[Micro]) -> Line:
     found = f"{len(holders)} distinct"
     if twice:
         found += f"; the same samples on ranks {', '.join(str(r) for r in sorted(set(twice[0])))}"
-    return Line(name="samples across ranks", planned=f"{total} distinct", found=found, ok=not twice)
+    if repeats:
+        found += "; the data repeats itself from step to step"
+    ok = None if repeats else not twice
+    return Line(name="samples across ranks", planned=f"{total} distinct", found=found, ok=ok)
 
 
-def _digest(inputs: Any) -> str:
+def _digest(micro: Micro) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for leaf in _pytree.tree_leaves(inputs):
+    for leaf in _pytree.tree_leaves((micro.inputs, micro.labels)):
         if isinstance(leaf, torch.Tensor):
             flat = leaf.detach().to("cpu").contiguous().flatten()
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        else:
+            digest.update(repr(leaf).encode())
     return digest.hexdigest()

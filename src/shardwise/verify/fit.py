@@ -40,6 +40,9 @@ class FitProbe:
     def on_gradients(self, session: Session, step: Step) -> None:
         """Nothing: the optimizer's state is not there before the first step has ended."""
 
+    def on_step_abandoned(self, session: Session, step: Step) -> None:
+        """Nothing."""
+
     def on_step_end(self, session: Session, step: Step) -> None:
         """Measure once, and tell."""
         if self.receipt is not None or self._seen < PROBED_STEP:
@@ -48,18 +51,19 @@ class FitProbe:
         held = [getattr(self.measurement, name) for name in EXACT]
         most = [max(column) for column in zip(*gather_ints(held, session.ranks), strict=True)]
         fullest = self.measurement.model_copy(update=dict(zip(EXACT, most, strict=True)))
-        lines = list(self._lines(fullest, scaled=session.scaler is not None))
+        unused = any(p.requires_grad and p.grad is None for p in session.module.parameters())
+        lines = list(self._lines(fullest, told=session.scaler is not None or unused))
         self.receipt = agree(session, "fit (bytes on the fullest rank)", lines)
         if self._on_receipt is not None and session.ranks.is_main:
             self._on_receipt(self.receipt)
         self.receipt.require()
 
-    def _lines(self, found: Measurement, *, scaled: bool) -> Iterator[Line]:
+    def _lines(self, found: Measurement, *, told: bool) -> Iterator[Line]:
         for name in EXACT:
             planned, seen = getattr(self._estimate, name), getattr(found, name)
             ok: bool | None = planned == seen
-            if planned is None or (scaled and name == "optimizer" and seen == 0):
-                ok = None  # an optimizer we do not know, or fp16's scaler has skipped every step so far
+            if planned is None or (told and name != "parameters" and seen < planned):
+                ok = None  # an unknown optimizer, fp16's scaler has skipped every step, or parameters are unused
             yield Line(name=name, planned=bytes_text(planned), found=bytes_text(seen), ok=ok)
         for name in TOLD:
             planned, seen = getattr(self._estimate, name), getattr(found, name)
