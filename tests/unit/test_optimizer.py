@@ -64,7 +64,7 @@ def test_cosine_is_a_cosine_and_linear_a_line():
 
 
 def test_constant_is_constant():
-    assert rates(6, lr=0.3, schedule="constant", warmup_steps=1, min_lr_ratio=0.5) == [0.3] * 6
+    assert rates(6, lr=0.3, schedule="constant", warmup_steps=1) == [0.3] * 6
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
+import shardwise.train.windows as windows_module
 from shardwise.errors import DataError
 from shardwise.parallel.group import Ranks
 from shardwise.train.windows import RankBatches, rank_batches, split_batch, windows
@@ -149,11 +150,18 @@ class TestOneProcess:
         assert rank_batches(loader, fake_ranks()) is loader
 
     @pytest.mark.parametrize("world", [2, 3, 5, 13])
-    def test_batch_b_goes_to_rank_b_mod_dp(self, world):
-        inner = BatchSampler(SequentialSampler(range(NUMBER)), BATCH, drop_last=False)
-        whole = list(inner)
-        for rank in range(world):
-            assert list(RankBatches(inner, fake_ranks(rank, world))) == whole[rank::world]
+    @pytest.mark.parametrize("number", [0, 1, 12, 64 * 13, 64 * 13 + 1, 2000])
+    def test_item_n_goes_to_rank_n_mod_dp(self, world, number, monkeypatch):
+        """Whatever the chunks, and with as many chunks told to each rank, or some would wait for ever."""
+        items, said = list(range(number)), []
+        monkeypatch.setattr(windows_module, "broadcast_text", lambda text, ranks: said.append(text) or text)
+        assert list(RankBatches(items, fake_ranks(0, world))) == items[::world]
+        told = list(said)
+        for rank in range(1, world):
+            heard = iter(told)
+            monkeypatch.setattr(windows_module, "broadcast_text", lambda text, ranks, heard=heard: next(heard))
+            assert list(RankBatches([], fake_ranks(rank, world))) == items[rank::world]
+            assert list(heard) == []
 
     def test_options_of_the_loader_are_kept(self):
         loader = DataLoader(Numbers(), BATCH, collate_fn=sum, timeout=0, worker_init_fn=print, pin_memory=False)

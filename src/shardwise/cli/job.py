@@ -62,7 +62,7 @@ def prepare_job(
     cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
     check_model_path(config)
-    draft = plan or draft_plan(config, cluster)
+    draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
     check_samples(config, corpus)
     choice, spec = choose_plan(config, draft, cluster, corpus, fixed=plan is not None)
@@ -103,7 +103,11 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
     }
     for key, (asked, planned) in given.items():
         table, _, name = key.partition(".")
-        if name in getattr(config, table).model_fields_set and asked not in (planned, None, "auto"):
+        if (
+            name in getattr(config, table).model_fields_set
+            and planned is not None
+            and asked not in (planned, None, "auto")
+        ):
             problems.append(f"{key} is {asked}, but the plan says {planned}; take the key out or make a new plan")
     if plan.seq_len not in (None, config.data.seq_len):
         problems.append(
@@ -112,6 +116,20 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         )
     if problems:
         raise PlanError(*problems)
+
+
+def completed(plan: Plan, config: Config) -> Plan:
+    """A plan that leaves the batch open (one made for a loop of one's own) takes it from the config."""
+    if plan.micro_batch is not None:
+        return plan.model_copy(update={"seq_len": config.data.seq_len})
+    train = config.train
+    micro, accum = split_batch(
+        plan.dims.dp,
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        grad_accum=plan.grad_accum if plan.grad_accum > 1 else train.grad_accum,
+    )
+    return plan.model_copy(update={"micro_batch": micro, "grad_accum": accum, "seq_len": config.data.seq_len})
 
 
 def check_model_path(config: Config) -> None:
