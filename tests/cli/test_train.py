@@ -34,7 +34,7 @@ def train_here(folder: Path, strategy: str, world: int, **changes: dict[str, obj
     overrides = [f"parallel.strategy={strategy}", f"parallel.nproc={world}"]
     config = read_config(configs.write_config(folder, **changes), overrides)
     job = prepare_job(config, lambda text: None).job
-    run_world(rank_of_job, world, job.model_dump_json(by_alias=True))
+    run_world(rank_of_job, world, job.to_json())
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
@@ -119,7 +119,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    changes = {"train": {"steps": 300, "eval_samples": 8}, "checkpoint": {"every": 0}}
+    changes = {"train": {"steps": 150, "eval_samples": 8}, "checkpoint": {"every": 0}}
     config = configs.write_config(broken, **changes)
     process = configs.start_train(config)
     configs.wait_for_step(process, broken, 20)

@@ -60,14 +60,14 @@ def run(strategy: str, accum: int, variant: str, after: Callable[[Session], None
     ]
 
 
-def clean(strategy: str) -> dict[str, Any]:
-    return {f"{a} {v}": run(strategy, a, v) for a, v in itertools.product((1, 3), VARIANTS)}
+def clean(strategy: str, accums: tuple[int, ...]) -> dict[str, Any]:
+    return {f"{a} {v}": run(strategy, a, v) for a, v in itertools.product(accums, VARIANTS)}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_alarm_when_all_is_right(strategy: str, world: int) -> None:
-    for alarms in run_world(clean, world, strategy):
+    for alarms in run_world(clean, world, strategy, {1: (1,), 2: (1, 3), 4: (3,)}[world]):
         assert not {case: lines for case, lines in alarms.items() if lines}
 
 

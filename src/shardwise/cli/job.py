@@ -35,6 +35,10 @@ class Job(BaseModel):
     estimate: Estimate
     as_json: bool = False
 
+    def to_json(self) -> str:
+        """For the ranks. Keys that the user left out stay out: a config says when a key that is given does nothing."""
+        return self.model_dump_json(by_alias=True, exclude_unset=True)
+
 
 class Prepared(BaseModel):
     """A job, and what was found out on the way, for those who print it."""

@@ -94,7 +94,7 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool) -> None:
             try:
                 nodes = max(1, ranks.world_size // ranks.local_world_size)
                 prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json)
-                text = prepared.job.model_dump_json(by_alias=True, exclude_unset=True)
+                text = prepared.job.to_json()
                 _print_plan(prepared, as_json)
             except ShardwiseError as error:
                 failure = error

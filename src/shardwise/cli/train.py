@@ -81,7 +81,7 @@ def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> No
     output = Path(job.config.train.output)
     file = output / "job.json"
     try:
-        file.write_text(job.model_dump_json(by_alias=True, exclude_unset=True))
+        file.write_text(job.to_json())
         (output / "plan.toml").write_text(job.plan.to_toml())
     except OSError as error:
         raise MachineError(

@@ -138,11 +138,25 @@ def effects_lines(session: Session, step: Step, recorder: CollectiveRecorder, bl
 
 
 def used_spec(session: Session) -> ModelSpec:
-    """The model's facts with parameters that got no gradient counted as frozen: nothing is reduced for them."""
-    live = dict(session.module.named_parameters())
-    used = {clean_name(name) for name, p in live.items() if p.grad is not None}
+    """The model's facts with parameters that got no gradient counted as frozen: nothing is reduced for them.
+
+    A gradient that is there but was never reduced over the ranks is one all the same.
+    """
+    used = {clean_name(name) for name, p in session.module.named_parameters() if p.grad is not None}
+    used |= set(_never_reduced(session.module))
     parameters = (p.model_copy(update={"trainable": p.trainable and p.name in used}) for p in session.spec.parameters)
     return session.spec.model_copy(update={"parameters": tuple(parameters)})
+
+
+def _never_reduced(module: nn.Module) -> Iterator[str]:
+    for unit in module.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for held in group.fsdp_params if group is not None else ():
+            whole = getattr(held, "_unsharded_param", None)
+            if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                yield clean_name(str(held._param_fqn))
 
 
 def _same(name: str, planned: str, found: str) -> Line:
