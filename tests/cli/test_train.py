@@ -119,7 +119,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    changes = {"train": {"steps": 150, "eval_samples": 8}, "checkpoint": {"every": 0}}
+    changes = {"train": {"steps": 300, "eval_samples": 8}, "checkpoint": {"every": 0}}
     config = configs.write_config(broken, **changes)
     process = configs.start_train(config)
     configs.wait_for_step(process, broken, 20)
