@@ -152,7 +152,7 @@ def _never_reduced(module: nn.Module) -> Iterator[str]:
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        group = unit._get_fsdp_state()._fsdp_param_group
+        group = _group(unit)
         for held in group.fsdp_params if group is not None else ():
             whole = getattr(held, "_unsharded_param", None)
             if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
@@ -258,7 +258,7 @@ def _structure_lines(session: Session, step: Step, block_calls: int) -> Iterator
 
 
 def _holds_parameters(module: FSDPModule) -> bool:
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = _group(module)
     return group is not None and bool(group.fsdp_params)
 
 
