@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.cli.own_loop import start as start
-    from shardwise.cost.memory import Estimate as Estimate
+    from shardwise.cost.estimate import Estimate as Estimate
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.measure.state import Measurement as Measurement
     from shardwise.plan.dims import ParallelDims as ParallelDims
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ClusterSpec": "shardwise.spec.cluster",
-    "Estimate": "shardwise.cost.memory",
+    "Estimate": "shardwise.cost.estimate",
     "Measurement": "shardwise.measure.state",
     "ModelSpec": "shardwise.spec.model",
     "Receipt": "shardwise.verify.receipt",

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.cost.memory import Estimate, estimate_memory, held_elements, stepped_groups, unit_elements, zero1_shares
+from shardwise.cost.estimate import Estimate
+from shardwise.cost.memory import estimate_memory, held_elements, stepped_groups, unit_elements, zero1_shares
 from shardwise.errors import DoesNotFit, PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import SIMPLEST_FIRST, choose
 from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.model import ModelSpec, ParameterSpec, read_model
+from shardwise.spec.model import ModelSpec, ParameterSpec
+from shardwise.spec.read import read_model
 from shardwise.spec.workload import Workload
 from shardwise.train.optimizer import workload_of
 from shardwise.units import bytes_text

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from shardwise.errors import PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan, read_plan, split_batch
-from shardwise.plan.strategy import ALIASES, BASES, Strategy, parse_strategy
+from shardwise.plan.strategy import ALIASES, BASES, Strategy, parse_strategy, runnable_strategy
 
 FULL = Plan(
     strategy="fsdp+offload",
@@ -90,11 +90,14 @@ class TestStrategy:
             ("zero_3", "(did you mean 'zero3'?)"),
             ("banana", "'banana' is none of ddp, zero1, zero2, fsdp, hsdp, auto"),
             ("", "'' is none of"),
-            ("fsdp+ofload", "'+ofload' is no option (did you mean 'offload'?); use +offload"),
+            ("fsdp+ofload", "'+ofload' is no option (did you mean 'offload'?); known are +offload, +nvme"),
             ("fsdp+ddp", "'+ddp' is no option"),
             ("fsdp+", "'+' is no option"),
-            ("fsdp+tp2", "'+tp2' is not supported by this version; leave it out"),
-            ("fsdp+nvme", "'+nvme' is not supported by this version"),
+            ("fsdp+tp", "'+tp' needs a degree of 1 or more; write +tp2"),
+            ("fsdp+tp0", "'+tp0' needs a degree of 1 or more"),
+            ("fsdp+tp2+tp4", "+tp2 and +tp4 contradict each other"),
+            ("fsdp+lora+qlora", "+lora and +qlora exclude each other"),
+            ("fsdp+nvme", "only DeepSpeed swaps to NVMe; use deepspeed-zero3+nvme, or fsdp+offload"),
         ],
     )
     def test_words_that_are_not_in_the_grammar(self, text, says):
@@ -110,12 +113,20 @@ class TestStrategy:
 
     def test_all_wrong_words_are_told_at_once(self):
         with pytest.raises(PlanError) as raised:
-            parse_strategy("fdsp+ofload+tp2")
+            parse_strategy("fdsp+ofload+tq2")
         assert [re.search("'([^']*)' is", problem)[1] for problem in raised.value.problems] == [
             "fdsp",
             "+ofload",
-            "+tp2",
+            "+tq2",
         ]
+
+    @pytest.mark.parametrize(
+        "text", ["fsdp+tp2+pp4+cp2+offload", "hsdp+tp2+lora", "ddp+qlora", "deepspeed-zero3+offload+nvme", "zero2+pp4"]
+    )
+    def test_what_is_planned_is_written_as_it_was_read_and_refused_where_it_is_run(self, text):
+        assert str(parse_strategy(text)) == text
+        with pytest.raises(PlanError, match="can be planned but is not run by this version"):
+            runnable_strategy(text)
 
 
 class TestDims:

@@ -15,7 +15,8 @@ from shardwise.parallel.materialize import parameters_on_meta
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.spec import cluster
 from shardwise.spec.cluster import ClusterSpec, detect
-from shardwise.spec.model import ParameterSpec, clean_name, dtype_name, find_blocks, itemsize_of, read_model
+from shardwise.spec.model import ParameterSpec, itemsize_of
+from shardwise.spec.read import clean_name, dtype_name, find_blocks, read_model
 from shardwise.spec.workload import Workload
 from tests.models import VOCAB, WIDTH, Block, Decoder
 

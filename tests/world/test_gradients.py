@@ -66,7 +66,7 @@ class Watch:
 
 
 def whole_gradients(module: nn.Module) -> Gradients:
-    from shardwise.spec.model import clean_name
+    from shardwise.spec.read import clean_name
 
     found = {}
     for name, parameter in module.named_parameters():

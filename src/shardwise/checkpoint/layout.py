@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
 from shardwise.errors import CheckpointError, ModelError
-from shardwise.spec.model import clean_name
+from shardwise.spec.read import clean_name
 
 _COMPILED_PART = "_orig_mod."
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from shardwise.cost.memory import Estimate
+from shardwise.cost.estimate import Estimate
 from shardwise.errors import ConfigError, DataError, PlanError, ShardwiseError
 from shardwise.parallel.environment import visible_devices
 from shardwise.plan.plan import Plan, Recompute, split_batch
 from shardwise.search.choose import Choice, check_degrees, choose
 from shardwise.spec.cluster import ClusterSpec, detect
-from shardwise.spec.model import ModelSpec, read_model
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import read_model
 from shardwise.train.config import Config
 from shardwise.train.corpus import Corpus, prepare_corpus
 

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.environment import visible_devices
 from shardwise.parallel.group import Ranks, join, leave
-from shardwise.plan.plan import Plan, Precision, Recompute, read_plan
-from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.plan import Plan, Recompute, RunPrecision, read_plan, runnable
+from shardwise.plan.strategy import runnable_strategy
 from shardwise.search.choose import choose
 from shardwise.spec.cluster import detect
-from shardwise.spec.model import read_model
+from shardwise.spec.read import read_model
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Planner, Session
 
@@ -24,7 +24,7 @@ def start(
     plan: str | Plan | Path = "auto",
     *,
     grad_accum: int = 1,
-    precision: Precision = "fp32",
+    precision: RunPrecision = "fp32",
     recompute: Recompute = "none",
     device: str = "auto",
     receipts: bool = True,
@@ -46,9 +46,9 @@ def start(
         PlanError: the strategy or the plan cannot be.
     """
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".toml", ".json"))):
-        plan = read_plan(Path(plan))
+        plan = runnable(read_plan(Path(plan)))
     if isinstance(plan, str) and plan != "auto":
-        parse_strategy(plan)
+        runnable_strategy(plan)
     ranks = join(device)
     if isinstance(plan, Plan):
         planner = _fixed(plan)

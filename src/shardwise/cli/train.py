@@ -17,7 +17,7 @@ from shardwise.checkpoint.format import saved_steps
 from shardwise.cli.job import Job, check_output, prepare_job
 from shardwise.errors import ConfigError, MachineError, PlanError
 from shardwise.parallel.environment import rendezvous
-from shardwise.plan.plan import Plan, read_plan
+from shardwise.plan.plan import Plan, read_plan, runnable
 from shardwise.plan.strategy import parse_strategy
 from shardwise.report.plan import print_plan
 from shardwise.train.config import Config, read_config
@@ -34,7 +34,7 @@ def run_train(
     if plan_file is not None and named:
         raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
     config = read_config(config_file, overrides)
-    plan = read_plan(plan_file) if plan_file is not None else None
+    plan = runnable(read_plan(plan_file)) if plan_file is not None else None
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     done = finished(config)
     if done is not None and rendezvous() is None:

@@ -8,41 +8,12 @@ from __future__ import annotations
 
 import math
 
-from pydantic import BaseModel, ConfigDict
-
+from shardwise.cost.estimate import Estimate
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec, ParameterSpec, itemsize_of
 from shardwise.spec.workload import Workload
 
 STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
-
-
-class Estimate(BaseModel):
-    """Predicted bytes on the rank that holds most, by category; ``None`` is unknown.
-
-    ``offloaded_bytes`` is the part of parameters, gradients and optimizer state that lives in host memory.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    parameters: int
-    gradients: int
-    optimizer: int | None
-    activations: int | None
-    logits: int | None
-    buffers: int
-    offloaded_bytes: int = 0
-
-    @property
-    def device_bytes(self) -> int:
-        """What is known to be needed on the device at the peak of a step."""
-        parts = (self.parameters, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
-        return sum(part or 0 for part in parts) - self.offloaded_bytes
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Categories that `device_bytes` leaves out."""
-        return tuple(name for name in ("optimizer", "activations", "logits") if getattr(self, name) is None)
 
 
 def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload) -> Estimate:

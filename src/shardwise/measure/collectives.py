@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.spec.model import dtype_name
+from shardwise.spec.read import dtype_name
 
 # c10d operator → (its field name, the argument that holds the whole tensor)
 _OPERATORS = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.spec.model import dtype_name
+from shardwise.spec.read import dtype_name
 
 
 class Measurement(BaseModel):

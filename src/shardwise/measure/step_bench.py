@@ -16,7 +16,7 @@ from shardwise.parallel.group import Ranks
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.model import find_blocks
+from shardwise.spec.read import find_blocks
 from shardwise.train.config import Config
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import build_optimizer

@@ -26,7 +26,8 @@ from shardwise.parallel.replicate import apply_replicate
 from shardwise.parallel.shard import apply_shard
 from shardwise.parallel.zero1 import shard_optimizer
 from shardwise.plan.plan import Plan
-from shardwise.spec.model import ModelSpec, clean_name, read_model
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name, read_model
 
 _MARK = "_shardwise_prepared"
 

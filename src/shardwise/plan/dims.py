@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import PlanError
-from shardwise.plan.strategy import Strategy
+from shardwise.plan.strategy import DEGREES, Strategy
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -46,34 +46,44 @@ def dims_for(
 ) -> ParallelDims:
     """The degrees of ``strategy`` on ``world_size`` ranks.
 
-    Plain strategies use one axis. ``hsdp`` shards inside a node and replicates across nodes; on one node it
-    replicates twice where the world size is even. Given degrees are kept and checked.
+    ``tp``, ``pp`` and ``cp`` are the strategy's own; what is left of the world is data parallel. Plain strategies use
+    one data-parallel axis. ``hsdp`` shards inside a node and replicates across nodes; on one node it replicates twice
+    where the number is even. Given degrees are kept and checked.
 
     Raises:
         PlanError: the degrees do not multiply to the world size, or the strategy has no such axis.
     """
     if world_size < 1:
         raise PlanError(f"world size {world_size}: at least one rank is needed")
+    model_ranks = strategy.tp * strategy.pp * strategy.cp
+    if world_size % model_ranks:
+        shown = " × ".join(f"{axis} {getattr(strategy, axis)}" for axis in DEGREES if getattr(strategy, axis) > 1)
+        raise PlanError(
+            f"{strategy}: {shown} = {model_ranks} does not divide the world size {world_size}; "
+            f"use degrees whose product divides {world_size}"
+        )
+    ranks = world_size // model_ranks
     asked = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
     given = {axis: degree for axis, degree in asked.items() if degree is not None}
     if strategy.base == "hsdp":
-        replicate, shard = _hsdp_degrees(world_size, devices_per_node, dp_replicate, dp_shard)
+        in_node = None if devices_per_node is None else max(1, devices_per_node // (strategy.tp * strategy.cp))
+        replicate, shard = _hsdp_degrees(ranks, in_node, dp_replicate, dp_shard)
     elif strategy.shards_parameters:
-        replicate, shard = 1, world_size
+        replicate, shard = 1, ranks
     else:
-        replicate, shard = world_size, 1
+        replicate, shard = ranks, 1
     chosen = {"dp_replicate": replicate, "dp_shard": shard}
     wrong = {axis: degree for axis, degree in given.items() if chosen[axis] != degree}
-    if wrong or replicate * shard != world_size:
+    if wrong or replicate * shard != ranks:
         equation = " × ".join(f"{axis} {given.get(axis, chosen[axis])}" for axis in chosen)
-        fix = f"{strategy.base} on {world_size} ranks is dp_replicate {replicate} × dp_shard {shard}; leave both out"
+        fix = f"{strategy.base} on {ranks} ranks is dp_replicate {replicate} × dp_shard {shard}; leave both out"
         if strategy.base == "hsdp":
-            pairs = [f"{n} × {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0]
+            pairs = [f"{n} × {ranks // n}" for n in range(1, ranks + 1) if ranks % n == 0]
             fix = f"dp_replicate × dp_shard may be {', '.join(pairs)}"
         product = given.get("dp_replicate", replicate) * given.get("dp_shard", shard)
-        what = f"is not the world size {world_size}" if product != world_size else f"does not go with {strategy.base}"
+        what = f"is not the world size {ranks}" if product != ranks else f"does not go with {strategy.base}"
         raise PlanError(f"{equation} {what}: {fix}")
-    return ParallelDims(dp_replicate=replicate, dp_shard=shard)
+    return ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=strategy.tp, pp=strategy.pp, cp=strategy.cp)
 
 
 def _hsdp_degrees(

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.dims import ParallelDims
-from shardwise.plan.strategy import Strategy, parse_strategy
+from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 
-Precision = Literal["fp32", "bf16", "fp16"]
+RunPrecision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are planned, not run
 Recompute = Literal["none", "selective", "full"]
 DeviceType = Literal["cpu", "cuda"]
 
@@ -105,14 +106,32 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
+def runnable(plan: Plan) -> Plan:
+    """``plan`` itself.
+
+    Raises:
+        PlanError: this version plans it but does not run it.
+    """
+    runnable_strategy(plan.strategy)
+    if plan.precision == "fp8":
+        raise PlanError("precision fp8 can be planned but is not run by this version; use bf16")
+    return plan
+
+
 def _axis_problems(plan: Plan) -> list[str]:
     """One line for each degree of a plan document that its strategy does not have."""
     strategy, dims = plan.parsed, plan.dims
-    absent = ["pp", "cp", "tp"]
+    wrong = [
+        f"{strategy} has {axis} {getattr(strategy, axis)}, but dims say {axis} {getattr(dims, axis)}"
+        for axis in ("pp", "cp", "tp")
+        if getattr(strategy, axis) > 1 and getattr(strategy, axis) != getattr(dims, axis)
+    ]
+    absent = [axis for axis in ("pp", "cp", "tp") if getattr(strategy, axis) == 1]
     absent += [] if strategy.shards_parameters else ["dp_shard"]
     absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []
     found = {axis: getattr(dims, axis) for axis in absent}
-    return [f"{strategy} has no {axis} axis, but dims say {axis} {n}" for axis, n in found.items() if n > 1]
+    wrong += [f"{strategy} has no {axis} axis, but dims say {axis} {n}" for axis, n in found.items() if n > 1]
+    return wrong
 
 
 def plan_problems(error: ValidationError) -> list[str]:

@@ -1,7 +1,10 @@
 """The strategy grammar: one string for every way to spread a model, the same for every engine.
 
-``ddp``, ``zero1``, ``zero2``, ``fsdp`` and ``hsdp``, each optionally with ``+offload`` where PyTorch can;
+``ddp``, ``zero1``, ``zero2``, ``fsdp`` and ``hsdp``, each with any of ``+tp2``, ``+pp4``, ``+cp2``, ``+offload``,
+``+nvme``, ``+lora`` and ``+qlora``; ``deepspeed-zero1``, ``-zero2`` and ``-zero3`` are the same plans on DeepSpeed;
 ``auto`` lets the search choose. ``zero3`` and the FSDP1 names are understood and written as ``fsdp``.
+
+Every string of the grammar can be planned. What this version can also run is said by `not_runnable`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from shardwise.errors import PlanError, did_you_mean
 
 Base = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+Engine = Literal["torch", "deepspeed"]
+Adapter = Literal["none", "lora", "qlora"]
 
 BASES: tuple[Base, ...] = get_args(Base)
 ALIASES: dict[str, Base] = {
@@ -22,24 +27,37 @@ ALIASES: dict[str, Base] = {
     "hybrid_shard": "hsdp",
     "no_shard": "ddp",
 }
+DEEPSPEED: dict[str, Base] = {"deepspeed-zero1": "zero1", "deepspeed-zero2": "zero2", "deepspeed-zero3": "fsdp"}
 SHARDED: frozenset[Base] = frozenset({"zero2", "fsdp", "hsdp"})
-LATER = ("nvme", "tp", "pp", "cp", "lora", "qlora")
+FLAGS = ("offload", "nvme", "lora", "qlora")
+DEGREES = ("tp", "pp", "cp")
 
 
 class Strategy(BaseModel):
-    """A parsed strategy string; ``str()`` gives the normal form back."""
+    """A parsed strategy string; ``str()`` gives the normal form back. ``tp``, ``pp`` and ``cp`` are degrees."""
 
     model_config = ConfigDict(frozen=True)
 
     base: Base
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
     offload: bool = False
+    nvme: bool = False
+    adapter: Adapter = "none"
+    engine: Engine = "torch"
 
     def __str__(self) -> str:
-        return f"{self.base}+offload" if self.offload else self.base
+        stage = "zero3" if self.base == "fsdp" else self.base
+        words = [f"deepspeed-{stage}" if self.engine == "deepspeed" else self.base]
+        words += [f"{name}{getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
+        words += [name for name in ("offload", "nvme") if getattr(self, name)]
+        words += [self.adapter] if self.adapter != "none" else []
+        return "+".join(words)
 
     @property
     def shards_parameters(self) -> bool:
-        """True where parameters are DTensors (FSDP2 underneath)."""
+        """True where the data-parallel ranks shard parameters (FSDP2 underneath)."""
         return self.base in SHARDED
 
     @property
@@ -47,33 +65,84 @@ class Strategy(BaseModel):
         """True where a block's parameters are freed between its forward and its backward."""
         return self.base in ("fsdp", "hsdp")
 
+    @property
+    def not_runnable(self) -> tuple[str, ...]:
+        """The words of this strategy that this version plans and costs but does not run; empty if it runs."""
+        words = [f"+{name}{getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
+        words += ["+nvme"] if self.nvme else []
+        words += [f"+{self.adapter}"] if self.adapter != "none" else []
+        words += ["deepspeed"] if self.engine == "deepspeed" else []
+        return tuple(words)
+
+
+def runnable_strategy(text: str) -> Strategy:
+    """`parse_strategy` for a strategy that is to be run.
+
+    Raises:
+        PlanError: it is not in the grammar, or this version only plans it.
+    """
+    strategy = parse_strategy(text)
+    if strategy.not_runnable:
+        words = ", ".join(strategy.not_runnable)
+        raise PlanError(
+            f"strategy '{text}': {words} can be planned but is not run by this version; "
+            f"use one of {', '.join(BASES)}, where sharded with +offload"
+        )
+    return strategy
+
 
 def parse_strategy(text: str) -> Strategy:
-    """Read ``fsdp+offload`` and the like.
+    """Read ``fsdp+tp2+offload`` and the like.
 
     Raises:
         PlanError: every word that is not in the grammar, each with the nearest one that is.
     """
     words = [word.strip().lower() for word in text.split("+")]
     problems: list[str] = []
-    base = ALIASES.get(words[0], words[0])
+    engine: Engine = "deepspeed" if words[0] in DEEPSPEED else "torch"
+    base: str = {**ALIASES, **DEEPSPEED}.get(words[0], words[0])
     if base not in BASES:
-        known = [*BASES, *ALIASES, "auto"]
+        known = [*BASES, *ALIASES, *DEEPSPEED, "auto"]
         hint = did_you_mean(words[0], known)
         problems.append(f"strategy '{text}': '{words[0]}' is none of {', '.join(BASES)}, auto{hint}")
+    degrees: dict[str, int] = {}
+    flags: set[str] = set()
     for word in words[1:]:
-        if word == "offload":
-            continue
-        if word.rstrip("0123456789") in LATER:
-            problems.append(f"strategy '{text}': '+{word}' is not supported by this version; leave it out")
-        else:
-            problems.append(f"strategy '{text}': '+{word}' is no option{did_you_mean(word, ['offload'])}; use +offload")
-    offload = "offload" in words[1:]
-    if not problems and offload and base not in SHARDED:
+        problem = _read_word(word, degrees, flags)
+        problems += [f"strategy '{text}': {problem}"] if problem else []
+    if {"lora", "qlora"} <= flags:
+        problems.append(f"strategy '{text}': +lora and +qlora exclude each other; keep one")
+    torch_offload = flags & {"offload", "nvme"} and engine == "torch"
+    if not problems and "nvme" in flags and engine == "torch":
+        problems.append(
+            f"strategy '{text}': only DeepSpeed swaps to NVMe; use deepspeed-zero3+nvme, or {base}+offload for host RAM"
+        )
+    elif not problems and torch_offload and base not in SHARDED:
         problems.append(
             f"strategy '{text}': PyTorch can offload only sharded parameters (FSDP2's CPUOffloadPolicy), "
             f"and {base} keeps whole ones; use zero2+offload or fsdp+offload"
         )
     if problems:
         raise PlanError(*problems)
-    return Strategy(base=base, offload=offload)
+    adapter: Adapter = "qlora" if "qlora" in flags else "lora" if "lora" in flags else "none"
+    return Strategy.model_validate(
+        {"base": base, "engine": engine, "adapter": adapter, "offload": "offload" in flags, "nvme": "nvme" in flags}
+        | degrees
+    )
+
+
+def _read_word(word: str, degrees: dict[str, int], flags: set[str]) -> str:
+    """Note one ``+word``; returns what is wrong with it, empty if nothing."""
+    name = word.rstrip("0123456789")
+    number = word.removeprefix(name)
+    if word in FLAGS:
+        flags.add(word)
+        return ""
+    if name in DEGREES and number and int(number) >= 1:
+        if degrees.setdefault(name, int(number)) != int(number):
+            return f"+{name}{degrees[name]} and +{word} contradict each other; keep one"
+        return ""
+    if name in DEGREES:
+        return f"'+{word}' needs a degree of 1 or more; write +{name}2"
+    known = [*FLAGS, *(f"{degree}2" for degree in DEGREES)]
+    return f"'+{word}' is no option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.cost.memory import Estimate, estimate_memory
+from shardwise.cost.estimate import Estimate
+from shardwise.cost.memory import estimate_memory
 from shardwise.errors import DoesNotFit, PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan

@@ -9,10 +9,16 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.errors import PlanError
+from shardwise.spec.hardware import GpuSpec, Link
 
 
 class ClusterSpec(BaseModel):
-    """Nodes of equal devices. Memory is in bytes, for each device; ``host_memory_bytes`` is for each node."""
+    """Nodes of equal devices. Memory is in bytes, for each device; ``host_memory_bytes`` is for each node.
+
+    ``gpu`` is the device's row of the hardware table, ``None`` where it has none. ``link`` joins the devices of a node,
+    ``network`` the nodes: bytes per second for each device, one direction. A price is US dollars for an hour of one
+    device.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,6 +29,10 @@ class ClusterSpec(BaseModel):
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     cores_per_node: int | None = None
+    gpu: GpuSpec | None = None
+    link: Link | None = None
+    network: Link | None = None
+    price_per_device_hour: float | None = None
 
     @property
     def world_size(self) -> int:

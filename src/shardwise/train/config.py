@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.errors import ConfigError, PlanError, did_you_mean
-from shardwise.plan.plan import Precision, Recompute
-from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.plan import Recompute, RunPrecision
+from shardwise.plan.strategy import runnable_strategy
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -167,7 +167,7 @@ class ParallelTable(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dp_replicate: Positive | None = None
     dp_shard: Positive | None = None
-    precision: Precision = "fp32"
+    precision: RunPrecision = "fp32"
     recompute: Recompute = "none"
     threads: Positive | None = Field(
         None, description="CPU threads of a rank; the cores divided by the ranks if left out"
@@ -177,7 +177,7 @@ class ParallelTable(Table):
     def _strategy_exists(self) -> Self:
         if self.strategy != "auto":
             try:
-                parse_strategy(self.strategy)
+                runnable_strategy(self.strategy)
             except PlanError as error:
                 raise ValueError(*error.problems) from None
         return self

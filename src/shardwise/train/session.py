@@ -27,7 +27,8 @@ from shardwise.parallel.group import Ranks, gather_ints, leave
 from shardwise.parallel.precision import grad_scaler
 from shardwise.parallel.shard import discard_gradients, reshard
 from shardwise.plan.plan import Plan
-from shardwise.spec.model import ModelSpec, clean_name
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name
 from shardwise.train.loss import count_labels
 from shardwise.train.windows import rank_batches, split_batch, windows
 

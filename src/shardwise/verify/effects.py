@@ -23,7 +23,8 @@ from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.group import gather_ints, gather_text
 from shardwise.parallel.shard import reshard
-from shardwise.spec.model import CHECKPOINT_WRAPPER_PART, ModelSpec, clean_name
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Micro, Session, Step
 from shardwise.units import bytes_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardwise.cost.memory import Estimate
+from shardwise.cost.estimate import Estimate
 from shardwise.measure.state import Measurement, measure_state
 from shardwise.parallel.group import gather_ints
 from shardwise.train.session import Session, Step

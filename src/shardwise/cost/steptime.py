@@ -1,0 +1,31 @@
+"""`StepTime`: predicted seconds of one optimizer step, and where they go."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class StepTime(BaseModel):
+    """Seconds of one step on the slowest rank. The parts add up to ``step_s``; ``exposed_*`` is communication that no
+    computation hides. ``low_s`` and ``high_s`` bound the middle 80 % of what the model's error on published
+    measurements makes likely. ``mfu`` is None where the device's peak is not known; it counts 6 FLOPs a parameter and
+    token plus the whole attention square (the PaLM convention), recompute not counted.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    step_s: float
+    low_s: float
+    high_s: float
+    compute_s: float = 0.0
+    recompute_s: float = 0.0
+    exposed_dp_s: float = 0.0
+    exposed_tp_s: float = 0.0
+    exposed_cp_s: float = 0.0
+    pipeline_s: float = 0.0
+    optimizer_s: float = 0.0
+    offload_s: float = 0.0
+    host_s: float = 0.0
+    tokens_per_s_per_device: float | None = None
+    mfu: float | None = None
+    calibrated: str = ""

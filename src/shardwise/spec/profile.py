@@ -1,0 +1,143 @@
+"""`ModelProfile`: a model as a short list of units, each with its weights and its operations.
+
+What the cost model needs and nothing else: shapes, floating-point operations, elements moved and elements kept for
+backward. Sizes are per sample of ``seq_len`` tokens (or per sample, where samples are no sequences), forward only,
+on one device; how a plan divides or repeats them is the cost model's business. No torch is needed to hold one.
+
+Elements at the *compute width* take the bytes of the plan's precision (2 in bf16, 4 in fp32); those named ``fp32`` take
+4 bytes always; those named ``bytes`` are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+OpKind = Literal["matmul", "attention", "conv", "norm", "pointwise", "embedding", "loss"]
+Cut = Literal["column", "row", "heads", "sequence", "vocab", "none"]
+UnitKind = Literal["embedding", "block", "head", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of a unit. ``tp_dim`` is the dim that tensor parallel cuts, ``None`` where it is replicated."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: float = 4.0  # at rest; 4-bit storage with double quantisation has 0.516
+    trainable: bool = True
+    tp_dim: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Elements, 1 for a 0-d parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a unit's forward, or several small ones that always come together.
+
+    ``m``, ``k``, ``n`` are a matmul's rows per sample, contraction and columns (a convolution's as implicit GEMM);
+    an attention has ``heads``, ``kv_heads``, ``head_dim`` and its rows in ``m``. ``flops`` counts a multiply-add as two
+    and a causal attention as the half that is computed. ``moved`` is what a memory-bound kernel reads and writes.
+    ``saved`` is kept for backward, each storage counted at the first op that keeps it. ``temporary`` lives only while
+    the op runs forward. ``cut`` says how tensor parallel divides it: ``column`` divides ``n``, ``row`` divides ``k``,
+    ``heads`` divides the heads, ``vocab`` divides the vocabulary, ``sequence`` divides the rows (sequence parallel),
+    ``none`` repeats it on every rank.
+    """
+
+    name: str
+    kind: OpKind
+    m: int = 0
+    k: int = 0
+    n: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    causal: bool = False
+    flops: float = 0.0
+    moved: int = 0
+    moved_fp32: int = 0
+    launches: int = 1  # kernels that eager PyTorch launches forward
+    saved: int = 0
+    saved_fp32: int = 0
+    saved_bytes: int = 0
+    temporary: int = 0
+    temporary_fp32: int = 0
+    cut: Cut = "none"
+    fusible: bool = False  # torch.compile merges it with its neighbours
+    kept_by_selective: bool = False  # selective recompute keeps its output instead of computing it again
+    weight: bool = False  # backward also computes a weight gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A piece that runs as a whole, ``count`` times one after the other: a block, the embedding, the head.
+
+    ``input_elements`` per sample at compute width is what full recompute keeps of it, and what crosses a pipeline cut
+    in front of it. A unit of kind ``block`` is one of the repeated blocks: a unit of sharding and of recompute.
+    """
+
+    name: str
+    kind: UnitKind
+    weights: tuple[Weight, ...]
+    ops: tuple[Op, ...]
+    input_elements: int
+    count: int = 1
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the weights of one of the ``count``."""
+        return sum(w.num_elements for w in self.weights)
+
+    @property
+    def num_trainable(self) -> int:
+        """Elements that get a gradient, of one of the ``count``."""
+        return sum(w.num_elements for w in self.weights if w.trainable)
+
+    @property
+    def flops(self) -> float:
+        """Forward floating-point operations per sample, of one of the ``count``."""
+        return sum(op.flops for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """A model in order of execution. ``tied`` names weights ``(kept, alias)``: a head that is the embedding has no
+    weight of its own, but its op is there. ``unknown`` says what could not be found out, for people.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    seq_len: int | None
+    origin: Literal["catalogue", "config", "traced"]
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    max_seq_len: int | None = None
+    tied: tuple[tuple[str, str], ...] = ()
+    source: str = ""
+    unknown: tuple[str, ...] = field(default=())
+
+    @property
+    def num_blocks(self) -> int:
+        """Repeated blocks."""
+        return sum(unit.count for unit in self.units if unit.kind == "block")
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights, tied ones once."""
+        return sum(unit.num_elements * unit.count for unit in self.units)
+
+    @property
+    def num_trainable(self) -> int:
+        """Elements that get a gradient."""
+        return sum(unit.num_trainable * unit.count for unit in self.units)
+
+    @property
+    def flops(self) -> float:
+        """Forward floating-point operations of one sample, causal attention counted as the half that is computed."""
+        return sum(unit.flops * unit.count for unit in self.units)
