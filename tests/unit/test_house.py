@@ -37,6 +37,7 @@ LAYERS = (
     "cli",
 )
 DISTRIBUTED = {"parallel", "checkpoint", "train", "measure", "watch", "verify"}
+DRY_RUN = {"search.dryrun", "search.record", "search.prove"}  # the real step under a fake process group
 PLANNING = ("spec.cluster", "plan.", "cost.", "search.")
 FILE_LINES, FUNCTION_LINES, PUBLIC_NAMES = 400, 60, 25
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -202,7 +203,8 @@ def is_distributed(name: str) -> bool:
 def distributed_elsewhere(source: Source) -> Iterator[str]:
     if source.layer in DISTRIBUTED:
         return
-    for node in source.nodes:
+    at_import_only = source.name in DRY_RUN  # planning imports these files, so only their functions may
+    for node in at_import(source.tree.body, types=False) if at_import_only else source.nodes:
         for name in [*imported(node, source), dotted(node)]:
             if is_distributed(name):
                 yield f"{getattr(node, 'lineno', 0)}: {name}"

@@ -1,0 +1,159 @@
+"""Published measurements as typed inputs of the cost model: what was run, on what, and what was measured."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.spec.adapters import with_adapters
+from shardwise.spec.architecture import Architecture
+from shardwise.spec.catalogue import find_architecture
+from shardwise.spec.cluster import ClusterSpec, parse_cluster
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.transformer import profile_of
+from shardwise.spec.workload import Workload
+
+DATA = Path(__file__).parent / "data" / "published.csv"
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {"gated": True, "norm": "rms", "positions": "rope"},
+    "gpt": {
+        "gated": False,
+        "norm": "layer",
+        "norm_bias": True,
+        "positions": "learned",
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "tied": True,
+    },
+    "mpt": {"gated": False, "norm": "layer", "positions": "alibi", "tied": True},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. ``memory_bytes`` is of ``memory_kind``; ``reserved_bytes`` where the source has both."""
+
+    source: str
+    model: str
+    framework: str
+    profile: ModelProfile
+    plan: Plan
+    workload: Workload
+    cluster: ClusterSpec
+    gpu: str
+    gpus: int
+    virtual_stages: int
+    step_time_s: float | None
+    memory_bytes: int | None
+    memory_kind: str
+    reserved_bytes: int | None
+    oom: bool
+
+    @property
+    def label(self) -> str:
+        """A short description for tables."""
+        plan = self.plan
+        compiled = " compiled" if self.workload.compiled else ""
+        return (
+            f"{self.source} {self.model} {self.gpus}x{self.gpu} {plan.strategy} s{plan.seq_len} "
+            f"b{plan.micro_batch}x{plan.grad_accum} {plan.recompute} {plan.precision}{compiled}"
+        )
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Rows of one group compute the same thing on the same GPUs by different plans."""
+        return (self.source, self.model, self.gpu, self.gpus, self.plan.seq_len, self.plan.global_batch)
+
+
+def load_rows(*sources: str) -> list[Row]:
+    """All rows, or those of ``sources``, in the order of the file. Rows of unknown models are left out."""
+    with DATA.open(newline="") as file:
+        records = [r for r in csv.DictReader(file) if not sources or r["source"] in sources]
+    return [row for record in records if (row := _row(record)) is not None]
+
+
+def _row(record: dict[str, str]) -> Row | None:
+    architecture = _architecture(record)
+    if architecture is None or architecture.experts:
+        return None
+    strategy = parse_strategy(record["strategy"])
+    seq_len, compiled = int(record["seq_len"]), record["compiled"] == "yes"
+    gpus, per_node = int(record["gpus"]), int(record["gpus_per_node"])
+    dims = dims_for(strategy, gpus, devices_per_node=per_node)
+    plan = Plan.model_validate(
+        {
+            "strategy": str(strategy),
+            "dims": dims,
+            "micro_batch": int(record["micro_batch"]),
+            "grad_accum": int(record["grad_accum"]),
+            "seq_len": seq_len,
+            "precision": record["precision"],
+            "recompute": record["recompute"],
+            "device": "cuda",
+        }
+    )
+    workload = Workload.model_validate(
+        {
+            "optimizer": record["optimizer"],
+            "seq_len": seq_len,
+            "global_batch": plan.global_batch,
+            "compiled": compiled,
+            "lora_rank": 8 if record["source"] in ("litgpt", "torchtune") else 64,
+        }
+    )
+    return Row(
+        source=record["source"],
+        model=record["model"],
+        framework=record["framework"],
+        profile=_profile(architecture, seq_len, strategy.adapter, workload.lora_rank),
+        plan=plan,
+        workload=workload,
+        cluster=_cluster(record["gpu"], gpus, per_node, record["network_gbit_per_node"]),
+        gpu=record["gpu"],
+        gpus=gpus,
+        virtual_stages=int(record["virtual_stages"]),
+        step_time_s=float(record["step_time_s"]) if record["step_time_s"] else None,
+        memory_bytes=int(record["memory_bytes"]) if record["memory_bytes"] else None,
+        memory_kind=record["memory_kind"],
+        reserved_bytes=int(record["reserved_bytes"]) if record["reserved_bytes"] else None,
+        oom=record["status"] == "oom",
+    )
+
+
+def _architecture(record: dict[str, str]) -> Architecture | None:
+    known = find_architecture(record["model"])
+    shape = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    if known is not None and all(not record[key] or int(record[key]) == getattr(known, key) for key in shape):
+        return known
+    if not all(record[key] for key in shape):
+        return None
+    numbers = {key: int(record[key]) for key in shape}
+    return Architecture.model_validate(
+        {"name": record["model"], "family": record["family"], "head_dim": numbers["hidden"] // numbers["heads"]}
+        | {"max_seq_len": int(record["seq_len"])}
+        | numbers
+        | FAMILIES[record["family"]]
+    )
+
+
+@lru_cache(maxsize=512)
+def _profile(architecture: Architecture, seq_len: int, adapter: str, rank: int) -> ModelProfile:
+    profile = profile_of(architecture, seq_len)
+    return profile if adapter == "none" else with_adapters(profile, adapter, rank=rank)
+
+
+@lru_cache(maxsize=256)
+def _cluster(gpu: str, gpus: int, per_node: int, network_gbit_per_node: str) -> ClusterSpec:
+    nodes = gpus // per_node
+    cluster = parse_cluster(f"{nodes}x{per_node}x{gpu}" if nodes > 1 else f"{gpus}x{gpu}")
+    if network_gbit_per_node and nodes > 1:
+        per_device = float(network_gbit_per_node) * 1e9 / 8 / per_node
+        network = (cluster.network or cluster.link).model_copy(update={"kind": "network", "bytes_per_s": per_device})
+        cluster = cluster.model_copy(update={"network": network})
+    return cluster
