@@ -34,6 +34,7 @@ OTHERS = {
     "seq_len": 129,
     "precision": "fp16",
     "recompute": "selective",
+    "gradient_sync": "every",
     "device": "cpu",
     "reason": "",
 }

@@ -15,6 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.cli.own_loop import start
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session, Step
 from tests.models import decoder, ragged_batches
@@ -89,7 +92,9 @@ def relative(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
-def train(strategy: str, world: int, accum: int, variant: str, *, mean_of_means: bool = False) -> float:
+def train(
+    strategy: str | Plan, world: int, accum: int, variant: str, *, mean_of_means: bool = False, receipts: bool = False
+) -> float:
     """Two whole windows and a partial one; returns the largest relative error seen."""
     options = dict(VARIANTS[variant])
     recompute = options.pop("recompute", "none")
@@ -97,7 +102,7 @@ def train(strategy: str, world: int, accum: int, variant: str, *, mean_of_means:
     partial = max(1, per_window // 2) if per_window > 1 else 0  # some ranks run dry
     batches = ragged_batches(2 * per_window + partial)
     watch = Watch()
-    session = start(strategy, grad_accum=accum, recompute=recompute, receipts=False)
+    session = start(strategy, grad_accum=accum, recompute=recompute, receipts=receipts)
     session.observers.append(watch)
     torch.manual_seed(100 + session.ranks.rank)  # a rank's own luck must not matter
     model = decoder(seed=0 if session.ranks.is_main else 7, **options)
@@ -124,6 +129,22 @@ def train(strategy: str, world: int, accum: int, variant: str, *, mean_of_means:
     assert index == (2 if partial else 1)
     session.close()
     return worst
+
+
+def shards_of_gradients(strategy: str, world: int) -> dict[str, float]:
+    """Accumulation that reduces after every micro batch; the receipt must agree that it did."""
+    errors = {}
+    for accum, recompute in ((3, "none"), (4, "full")):
+        dims = dims_for(parse_strategy(strategy), world)
+        plan = Plan(strategy=strategy, dims=dims, grad_accum=accum, recompute=recompute, gradient_sync="every")
+        errors[f"{accum} {recompute}"] = train(plan, world, accum, "tied", receipts=True)
+    return errors
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("zero2", 2), ("fsdp", 2), ("hsdp", 4), ("fsdp+offload", 2)])
+def test_gradients_may_be_reduced_after_every_micro_batch(strategy: str, world: int) -> None:
+    for errors in run_world(shards_of_gradients, world, strategy, world):
+        assert all(error <= LIMIT for error in errors.values()), errors
 
 
 def matrix(strategy: str, world: int, accums: tuple[int, ...], variants: tuple[str, ...]) -> dict[str, float]:

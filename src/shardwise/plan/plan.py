@@ -17,6 +17,7 @@ from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 RunPrecision = Literal["fp32", "bf16", "fp16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are planned, not run
 Recompute = Literal["none", "selective", "full"]
+GradientSync = Literal["last", "every"]
 DeviceType = Literal["cpu", "cuda"]
 
 
@@ -24,7 +25,9 @@ class Plan(BaseModel):
     """How one global batch is computed: the strategy, the degrees, the batch split, the precision.
 
     ``micro_batch`` and ``global_batch`` count samples; ``seq_len`` counts tokens (``None`` where samples are
-    no sequences). ``reason`` says why this plan was chosen and is no part of the fingerprint.
+    no sequences). ``gradient_sync`` is for sharded strategies that accumulate: ``last`` reduces gradients after the last
+    micro batch only and keeps whole ones until then, ``every`` reduces after each and keeps shards: more traffic,
+    no whole gradient in memory. ``reason`` says why this plan was chosen and is no part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,6 +40,7 @@ class Plan(BaseModel):
     seq_len: int | None = Field(default=None, ge=1)
     precision: Precision = "fp32"
     recompute: Recompute = "none"
+    gradient_sync: GradientSync = "last"
     device: DeviceType = "cpu"
     reason: str = ""
 
@@ -55,7 +59,14 @@ class Plan(BaseModel):
         """Sixteen hex digits over everything that changes what is computed."""
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason"})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are one thing
+        if self.gradient_sync == "last":
+            del facts["gradient_sync"]  # it came later than the first plans did
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def syncs_every_micro_batch(self) -> bool:
+        """True where gradients are reduced, and kept as shards, after every micro batch of several."""
+        return self.gradient_sync == "every" and self.grad_accum > 1 and self.parsed.shards_parameters
 
     def batch_equation(self) -> str:
         """``global batch 16 = micro batch 4 × accumulation 2 × dp 2``, with tokens where they are known."""
@@ -90,6 +101,8 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"plan '{path}': {error.strerror or error}; give the path of a plan file") from None
     except ValueError as error:
         raise PlanError(f"plan '{path}' is not readable: {error}") from None
+    if isinstance(data, dict):
+        data.pop("question", None)  # what ``shardwise plan`` was asked, kept beside its answer for ``explain``
     problems: list[str] = []
     try:
         if isinstance(data, dict) and isinstance(data.get("strategy"), str):
@@ -126,6 +139,8 @@ def _axis_problems(plan: Plan) -> list[str]:
         for axis in ("pp", "cp", "tp")
         if getattr(strategy, axis) > 1 and getattr(strategy, axis) != getattr(dims, axis)
     ]
+    if plan.gradient_sync == "every" and not strategy.shards_parameters:
+        wrong.append(f"{strategy} keeps whole gradients whenever it reduces them; take gradient_sync = 'every' out")
     absent = [axis for axis in ("pp", "cp", "tp") if getattr(strategy, axis) == 1]
     absent += [] if strategy.shards_parameters else ["dp_shard"]
     absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []

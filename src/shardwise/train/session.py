@@ -228,7 +228,8 @@ def check_finite(result: StepResult, *, scaled: bool = False) -> None:
 class Session:
     """A training session on this rank; make one with ``shardwise.start``.
 
-    ``plan`` is known after `prepare`. ``phase`` says what the session is doing, for those who watch it.
+    ``plan`` is known after `prepare`. ``phase`` says what the session is doing, for those who watch it; who must know
+    the moment that it changes puts a function into ``phase_watchers``.
     """
 
     ranks: Ranks
@@ -236,7 +237,7 @@ class Session:
     observers: list[Observer] = field(default_factory=list)
     steps_done: int = 0
     first_step: int = 0
-    phase: str = "control"
+    phase_watchers: list[Callable[[str], None]] = field(default_factory=list)
     stopped: bool = False
     scaler: torch.amp.GradScaler | None = None
     _plan: Plan | None = None
@@ -244,6 +245,18 @@ class Session:
     _optimizer: Optimizer | None = None
     _trainable: list[nn.Parameter] = field(default_factory=list)
     _stop_asked: bool = False
+    _phase: str = "control"
+
+    @property
+    def phase(self) -> str:
+        """``forward``, ``backward``, ``clip``, ``optimizer``, or ``control`` between them."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._phase = name
+        for watcher in self.phase_watchers:
+            watcher(name)
 
     @property
     def device(self) -> torch.device:
@@ -374,7 +387,7 @@ class Session:
         leave(self.ranks)
         self._applied = self._optimizer = None
         self._trainable = []
-        self.observers = []
+        self.observers, self.phase_watchers = [], []
 
     def check_unused(self) -> None:
         """DDP waits for the gradient of every parameter; one that takes no part in the loss is said by name.
@@ -394,7 +407,7 @@ class Session:
 
     def begin_micro(self, *, last: bool) -> None:
         """Called by `Step` before each micro batch."""
-        set_gradient_sync(self.applied.outer, last)
+        set_gradient_sync(self.applied.outer, last or self.plan.syncs_every_micro_batch)
         self.phase = "forward"
 
     def clip(self, clip_norm: float) -> torch.Tensor:

@@ -75,6 +75,8 @@ def _sharded_traffic(spec: ModelSpec, plan: Plan, micros: int) -> dict[str, Traf
             whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
             reduced += whole
             sliced += whole // ranks
+    if plan.syncs_every_micro_batch:
+        reduces, reduced, sliced = reduces * micros, reduced * micros, sliced * micros
     traffic = {}
     if ranks > 1:
         traffic["all_gather"] = Traffic((gathers[0], gathers[1]), (gathered[0], gathered[1]))
