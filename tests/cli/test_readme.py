@@ -18,7 +18,7 @@ from tests.cli import configs
 
 README = (configs.ROOT / "README.md").read_text()
 SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", README)
-MACHINE = re.compile(r"^(data|plan|step|held|done|\s+the simplest)|process peak|held-out bits")
+MACHINE = re.compile(r"^(data|plan|step|held|done|\s+the simplest)|peak|activations|held-out bits")
 
 
 def masked(text: str) -> list[str]:

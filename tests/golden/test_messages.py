@@ -163,7 +163,37 @@ FILES: dict[str, tuple[dict[str, str], list[str]]] = {
     "unknown option": ({}, ["--strateggy", "fsdp"]),
     "no rank at all": ({}, ["--nproc", "0"]),
 }
+PLAN = ["--cluster", "8xA100-80GB", "--seq-len", "1024", "--global-batch", "64"]
+PLANS = {
+    "plan without a model": [],
+    "plan of an unknown model": ["llama-3.1-70", *PLAN],
+    "plan of a model that is far from all": ["zzz", *PLAN],
+    "plan of experts": ["mixtral-8x7b", *PLAN],
+    "plan on an unknown gpu": ["gpt2", "--cluster", "8xA100-80BG"],
+    "plan on an unknown link": ["gpt2", "--cluster", "4xRTX4090@nvlnk"],
+    "plan on a cluster that is no cluster": ["gpt2", "--cluster", "eight"],
+    "plan with an unknown strategy": ["gpt2", *PLAN, "--strategy", "fsdb+tp2"],
+    "plan with degrees that do not divide": ["gpt2", *PLAN, "--strategy", "fsdp+tp5+pp13"],
+    "plan with a batch that does not divide": ["gpt2", *PLAN[:-1], "60", "--strategy", "fsdp"],
+    "plan with a micro batch that does not divide": ["gpt2", *PLAN, "--strategy", "fsdp", "--micro-batch", "3"],
+    "plan with a sequence too long": ["gpt2", *PLAN, "--seq-len", "2048"],
+    "plan with words that are no choice": [
+        *["gpt2", *PLAN, "--precision", "bf61", "--recompute", "ful", "--optimizer", "adam", "--tokens", "many"],
+        *["--framework-overhead", "of"],
+    ],
+    "plan with all wrong at once": ["gtp2", "--cluster", "8xZ100", "--strategy", "fsdb", "--precision", "bf61"],
+    "plan with prices that are missing": ["gpt2", *PLAN, "--price", "nowhere.toml"],
+    "plan of a configuration that is missing": ["nowhere/config.json", *PLAN],
+    "plan of a factory that is missing": [f"{FACTORY}tinny", *PLAN],
+    "plan of a factory that raises": [f"{FACTORY}raises", *PLAN],
+    "plan of a factory that gives no module": [f"{FACTORY}no_module", *PLAN],
+    "plan of a package that is missing": ["no_such_package.models:tiny", *PLAN],
+    "plan that does not fit": ["llama-3.1-8b", "--cluster", "1xA100-80GB", "--strategy", "ddp", *PLAN[2:]],
+    "proof of a plan that is not run": ["gpt2", *PLAN, "--strategy", "ddp+tp2", "--prove"],
+}
 WORDS = {
+    **{name: ["plan", *words] for name, words in PLANS.items()},
+    "explain a file that is missing": ["explain", "nowhere.toml"],
     "config is missing": ["train", "nowhere.toml"],
     "config is a folder": ["train", "corpus"],
     "no config": ["train"],

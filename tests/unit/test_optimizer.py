@@ -98,7 +98,8 @@ def test_sgd_of_the_config():
     made = build_optimizer(weights(), OptimizerTable(name="sgd", lr=0.01, momentum=0.7, weight_decay=0.3))
     assert type(made) is torch.optim.SGD
     (group,) = made.param_groups
-    assert [group[key] for key in ("lr", "momentum", "weight_decay", "fused")] == [0.01, 0.7, 0.3, True]
+    assert [group[key] for key in ("lr", "momentum", "weight_decay")] == [0.01, 0.7, 0.3]
+    assert not group["fused"], "PyTorch has no fused SGD for sharded parameters"
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

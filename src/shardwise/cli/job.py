@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from shardwise.cli.calibration import corrected_costs
 from shardwise.cost.estimate import Estimate
-from shardwise.errors import ConfigError, DataError, PlanError, ShardwiseError
+from shardwise.cost.steptime import StepTime
+from shardwise.errors import ConfigError, DataError, ModelError, PlanError, ShardwiseError
 from shardwise.parallel.environment import visible_devices
 from shardwise.plan.plan import Plan, Recompute, split_batch
-from shardwise.search.choose import Choice, check_degrees, choose
+from shardwise.plan.strategy import parse_strategy
+from shardwise.search.candidate import Pins
+from shardwise.search.choose import Choice, check_degrees, choose, choose_profiled, exact
+from shardwise.search.search import ask, cost_of
 from shardwise.spec.cluster import ClusterSpec, detect
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.profile import ModelProfile
 from shardwise.spec.read import read_model
+from shardwise.spec.workload import Workload
 from shardwise.train.config import Config
 from shardwise.train.corpus import Corpus, prepare_corpus
 
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Job(BaseModel):
-    """A config, the plan for it, where the prepared corpus lies, and what memory was predicted."""
+    """A config, the plan for it, where the prepared corpus lies, and what memory and time were predicted."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -34,6 +41,7 @@ class Job(BaseModel):
     plan: Plan
     corpus: Path
     estimate: Estimate
+    step_time: StepTime | None = None
     as_json: bool = False
 
     def to_json(self) -> str:
@@ -71,7 +79,14 @@ def prepare_job(
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
     check_samples(config, corpus)
     choice, spec = choose_plan(config, draft, cluster, corpus, fixed=plan is not None)
-    job = Job(config=config, plan=choice.plan, corpus=corpus.folder, estimate=choice.estimate, as_json=as_json)
+    job = Job(
+        config=config,
+        plan=choice.plan,
+        corpus=corpus.folder,
+        estimate=choice.estimate,
+        step_time=choice.time,
+        as_json=as_json,
+    )
     return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus)
 
 
@@ -199,9 +214,17 @@ def choose_plan(
     check(spec, draft)
     with users_code(_key("optimizer", config.optimizer.factory, config.optimizer.name)):
         workload = workload_of(build_optimizer(module.parameters(), config.optimizer), parameter_names(module))
-    workload = workload.model_copy(update=_activations(config, draft, spec, factory, corpus.vocab_size))
+    told = _activations(config, draft, spec, factory, corpus.vocab_size)
+    named = config.optimizer.name if config.optimizer.factory is None else None
+    batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else cluster.world_size)
+    facts = {"optimizer": named, "seq_len": config.data.seq_len, "global_batch": batch}
+    workload = workload.model_copy(update={**told, **facts})
+    profile = profile_of_module(module, config, corpus.vocab_size)
     if fixed:
-        return _fixed_choice(draft, spec, workload), spec
+        return _fixed_choice(draft, spec, workload, profile, cluster), spec
+    if profile is not None:
+        costs = corrected_costs(cluster)
+        return choose_profiled(profile, spec, workload, cluster, _pins(config), costs=costs), spec
     parallel = config.parallel
     choice = choose(
         draft,
@@ -272,11 +295,41 @@ def _activations(
     return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": whole[1]}
 
 
-def _fixed_choice(plan: Plan, spec: ModelSpec, workload: object) -> Choice:
-    from shardwise.cost.memory import estimate_memory
-    from shardwise.spec.workload import Workload
+def profile_of_module(module: nn.Module, config: Config, vocab_size: int) -> ModelProfile | None:
+    """The traced profile; ``None`` for a module that does not run on fake tensors."""
+    from shardwise.spec.trace import trace_module
 
-    return Choice(plan=plan, estimate=estimate_memory(spec, plan, Workload.model_validate(workload)))
+    try:
+        return trace_module(module, seq_len=config.data.seq_len, vocab_size=vocab_size)
+    except ModelError:
+        return None
+
+
+def _pins(config: Config) -> Pins:
+    """What the config fixes; where it leaves the batch split open, the largest micro batch that fits is looked for."""
+    parallel, train = config.parallel, config.train
+    split = {"micro_batch": train.micro_batch, "grad_accum": train.grad_accum}
+    return Pins(
+        strategy=None if parallel.strategy == "auto" else parse_strategy(parallel.strategy),
+        recompute=parallel.recompute,
+        precision=parallel.precision,
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.dp_shard,
+        **split,
+    )
+
+
+def _fixed_choice(
+    plan: Plan, spec: ModelSpec, workload: Workload, profile: ModelProfile | None, cluster: ClusterSpec
+) -> Choice:
+    """A plan that is given, with its costs."""
+    from shardwise.cost.memory import estimate_memory
+
+    if profile is None:
+        return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload))
+    pins = Pins(strategy=plan.parsed, precision=plan.precision)
+    found = cost_of(ask(profile, workload, cluster, pins), plan)
+    return Choice(plan=plan, estimate=exact(found, spec, workload), time=found.time)
 
 
 def check_output(folder: Path) -> None:

@@ -60,6 +60,79 @@ def train(
     run_train(config, chosen, plan_file=plan, master_port=master_port, as_json=json)
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Catalogue name, config.json or folder, or package.module:factory.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a file; else this machine."),
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample.", min=1)] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Samples of an optimizer step, all devices.", min=1)] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 1e12 or 300B.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="Pin it, such as fsdp+tp2; costed fitting or not.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Pin it: samples of a forward on one rank.", min=1)] = None,
+    recompute: Annotated[str | None, typer.Option(help="Pin it: none, selective or full.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; bf16 where the GPU has it.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd or adafactor.")] = "adamw",
+    compiled: Annotated[bool, typer.Option("--compile", help="Blocks run under torch.compile.")] = False,
+    framework_overhead: Annotated[str, typer.Option(help="Context, communicators, host time: on, off.")] = "on",
+    price: Annotated[Path | None, typer.Option(help="TOML file of your own prices: A100-80GB = 1.89 ($/h).")] = None,
+    prove: Annotated[bool, typer.Option("--prove", help="Run the plan's program under fake tensors.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the recommended plan here.")] = None,
+    json: Json = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json, and stop.")] = False,
+) -> None:
+    """Will it fit, on what, how fast, for how much: every strategy side by side. Needs no GPU.
+
+    Example: shardwise plan llama-3.1-70b --cluster 8xA100-80GB --seq-len 4096 --global-batch 64
+    """
+    if schema:
+        from shardwise.report.plan_json import json_schema
+
+        print(json_schema())
+        return
+    if model is None:
+        raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
+    from shardwise.cli.plan import run_plan
+    from shardwise.cli.question import Words
+
+    words = Words(
+        model=model,
+        cluster=cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        tokens=tokens,
+        strategy=strategy,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        precision=precision,
+        optimizer=optimizer,
+        compiled=compiled,
+        framework_overhead=framework_overhead,
+        price=price,
+    )
+    run_plan(words, output=output, as_json=json, prove=prove)
+
+
+@app.command()
+def explain(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file of shardwise plan -o.", show_default=False)],
+    why_not: Annotated[str | None, typer.Option(help="A strategy to compare with, such as fsdp+tp2.")] = None,
+    json: Json = False,
+) -> None:
+    """The arithmetic of a plan: each category's formula, phases, time, traffic; and why not another strategy.
+
+    Example: shardwise explain plan.toml --why-not fsdp+tp2
+    """
+    from shardwise.cli.explain import run_explain
+
+    run_explain(plan_file, not_this=why_not, as_json=json)
+
+
 @bench.command()
 def step(
     config: ConfigPath,
@@ -78,6 +151,23 @@ def step(
     chosen = list(overrides or [])
     chosen += [f"parallel.nproc={nproc}"] if nproc is not None else []
     run_bench_step(config, chosen, steps=steps, output=output, as_json=json)
+
+
+@bench.command()
+def choice(
+    configs: Annotated[list[Path], typer.Argument(help="TOML config files.", show_default=False)],
+    nproc: Annotated[list[int] | None, typer.Option(help="Ranks on this machine; may be given several times.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each strategy.", min=4)] = 20,
+    output: Annotated[Path, typer.Option(help="Folder for the raw samples.")] = Path("benchmarks/choice"),
+    json: Json = False,
+) -> None:
+    """The plan that auto takes against every other one that fits, measured on real ranks.
+
+    Example: shardwise bench choice benchmarks/choice/*.toml --nproc 1 --nproc 2 --nproc 4
+    """
+    from shardwise.cli.choice import run_bench_choice
+
+    run_bench_choice(configs, [], worlds=nproc or [2], steps=steps, output=output, as_json=json)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch.rank import guarded
+from shardwise.units import seconds_text
 
 
 def main() -> int:
@@ -51,6 +52,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     reporter = ProgressReporter(as_json=job.as_json)
     outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter).train()
     if ranks.is_main:
+        step_time = remember_run(job, session, fit, reporter)
         receipts = {"effects": effects.receipt, "fit": fit.receipt}
         document = {
             "schema": 1,
@@ -59,6 +61,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
             "loss": outcome.loss,
             "heldout_bits_per_byte": outcome.heldout_bits_per_byte,
             "strategy": job.plan.strategy,
+            "step_time_s": step_time,
             "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
             "output": job.config.train.output,
         }
@@ -76,6 +79,36 @@ def run_job(job: Any, ranks: Any = None) -> int:
             print(json.dumps(document), flush=True)
     session.close()
     return 0
+
+
+def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, float | None]:
+    """Put the run into this machine's history; the predicted and the measured seconds of a step."""
+    import torch
+
+    from shardwise.measure.history import median_step_s, remember
+
+    predicted = getattr(job, "step_time", None)
+    planned = None if predicted is None else predicted.step_s
+    found = median_step_s(Path(job.config.train.output) / "metrics.jsonl", session.first_step)
+    estimate, peaks = job.estimate, fit.peaks
+    whole = estimate.device_bytes if estimate.allocated is None else estimate.allocated
+    device = session.device
+    problem = remember(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        base=job.plan.parsed.base,
+        world_size=session.ranks.world_size,
+        planned_peak=None if estimate.unknown else whole,
+        found_peak=None if peaks is None else max(peaks.allocated.values(), default=None),
+        planned_step_s=planned,
+        found_step_s=found,
+    )
+    if problem:
+        reporter.say(problem)
+    if planned is not None and found is not None:
+        reporter.say(
+            f"step time: {seconds_text(found)}, predicted {seconds_text(planned)} ({found / planned:.2f} × plan)"
+        )
+    return {"planned": planned, "found": found}
 
 
 def run_under_launcher(config: Any, plan: Any, *, as_json: bool) -> None:

@@ -1,18 +1,39 @@
-"""Bytes that a rank holds, by category. Closed formulas over the model's structure; nothing is run.
+"""Bytes that a rank holds, by category and by phase. Nothing is run.
 
-Exact: parameters, gradients and optimizer state at rest. Not counted: allocator rounding and fragmentation, the
-framework's own context, communicator buffers, the optimizer's temporaries. A category that is not known is ``None``.
+`estimate` plays the program of one rank (`shardwise.cost.program`) to a model of the caching allocator and sees the
+peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest, in microseconds.
+`estimate_memory` is what a run's receipt compares with: closed formulas over a live model's parameters, exact for
+parameters, gradients and optimizer state; there allocator, context and communicators are not counted.
+A category that is not known is ``None``.
 """
 
 from __future__ import annotations
 
 import math
 
-from shardwise.cost.estimate import Estimate
+from shardwise.cost.context import context_bytes
+from shardwise.cost.estimate import CATEGORIES, Estimate
+from shardwise.cost.held import Layout, layout_of
+from shardwise.cost.program import WRITTEN, Program, Setting, Tape, write_program
+from shardwise.cost.replay import Played, fullest, replay, settings_of
+from shardwise.cost.screen import screen
 from shardwise.plan.plan import Plan
+from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec, ParameterSpec, itemsize_of
+from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import Workload
 
+__all__ = [
+    "estimate",
+    "estimate_memory",
+    "held_elements",
+    "screen",
+    "stepped_groups",
+    "unit_elements",
+    "zero1_shares",
+]
+
+NEAR = 0.85  # of the highest live peak: below, no rank's allocator reserves most
 STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
 
 
@@ -97,7 +118,8 @@ def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
         gathered = root + sum(sorted(units.values(), reverse=True)[:2])  # one in use, one prefetched
     else:
         gathered = root + sum(units.values())
-    waiting = spec.num_trainable * STATE_ITEMSIZE if plan.grad_accum > 1 else 0
+    waits = plan.grad_accum > 1 and not plan.syncs_every_micro_batch
+    waiting = spec.num_trainable * STATE_ITEMSIZE if waits else 0
     largest = max([root, *units.values()])
     return gathered * compute + waiting + largest * STATE_ITEMSIZE  # and one unit's gradient on its way
 
@@ -108,3 +130,114 @@ def unit_elements(spec: ModelSpec) -> dict[str | None, int]:
     for parameter in spec.parameters:
         units[parameter.block] = units.get(parameter.block, 0) + parameter.num_elements
     return units
+
+
+def estimate(
+    profile: ModelProfile,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    expandable: bool = True,
+    fused_loss: bool = False,
+    buckets_add: bool = False,
+) -> Estimate:
+    """Bytes on the fullest rank under ``plan``, by category and phase; `shardwise.cost.program` says what is left out.
+
+    The keywords say what program runs; their defaults are this package's, others are for comparing with measurements of
+    other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth
+    more. ``fused_loss`` is a cross-entropy that never widens the logits (flash-attn's, with its gradient in place).
+    ``buckets_add`` accumulates in the buckets of whole gradients; DDP's ``no_sync`` keeps a second copy beside them.
+    ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it is ``allocated``.
+    ``phases``: ``load`` of random weights (rank 0's; others' are the same), ``first_step`` (all of it, without state
+    before its end), ``forward``, ``backward`` and ``optimizer`` of later steps, ``save`` and ``resume``, which copy one
+    tensor at a time through the host. Of a pipeline each figure is of the stage that holds most of it.
+    """
+    layout = layout_of(plan)
+    micro = plan.micro_batch or 1
+    written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
+    program = Program(plan.grad_accum, plan.recompute, plan.gradient_sync == "last", buckets_add, fused_loss, written)
+    ranks = list(settings_of(profile, layout, workload, micro, program))
+    tapes = [write_program(setting) for setting in ranks]
+    context = context_bytes(layout, cluster) if workload.framework_overhead else 0
+    played = fullest(_played(tapes, cuda=layout.is_cuda, expandable=expandable))
+    squeezed = _squeezed(tapes, played, cluster, context, expandable=expandable) if layout.is_cuda else None
+    played = squeezed or played
+
+    def at_rest(setting: Setting, name: str) -> int:
+        pairs = zip(setting.weights, setting.pieces, strict=True)
+        return sum(getattr(weights, name) * piece.count for weights, piece in pairs)
+
+    parameters = max(at_rest(setting, "parameters") for setting in ranks)
+    gradients = max(at_rest(setting, "gradients") for setting in ranks)
+    known = workload.optimizer is not None or workload.optimizer_states is not None
+    state = max(setting.optimizer for setting in ranks) if known else None
+    offloaded = parameters + gradients + (state or 0) if layout.offloads else 0
+    reserved = played.peak("reserved")
+    most = dict(zip(CATEGORIES, played.most, strict=True))
+    return Estimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        activations=most["activations"],
+        logits=most["logits"],
+        buffers=most["buffers"],
+        temporaries=most["temporaries"],
+        context=context,
+        allocated=played.peak("allocated"),
+        reserved=reserved,
+        device=reserved + context,
+        offloaded_bytes=offloaded,
+        host_bytes=_host_bytes(profile, layout, cluster, offloaded),
+        phases=played.phases,
+        notes=_notes(profile, layout, workload, known=known, squeezed=squeezed is not None),
+    )
+
+
+def _played(tapes: list[Tape], *, cuda: bool, expandable: bool) -> list[Played]:
+    """Of several ranks only those that can reserve most go through the allocator's model, which takes its time."""
+    if len(tapes) == 1 or not cuda:
+        return [replay(tape, cuda=cuda, expandable=expandable) for tape in tapes]
+    lives = [replay(tape, cuda=False) for tape in tapes]
+    most = max(live.peak("allocated") for live in lives) * NEAR
+    return [
+        replay(tape, cuda=True, expandable=expandable) if live.peak("allocated") >= most else live
+        for tape, live in zip(tapes, lives, strict=True)
+    ]
+
+
+def _squeezed(
+    tapes: list[Tape], played: Played, cluster: ClusterSpec, context: int, *, expandable: bool
+) -> Played | None:
+    """The same where only cached memory does not fit: PyTorch gives it back to the device and tries again."""
+    memory = cluster.device_memory_bytes
+    if memory is None or played.peak("reserved") + context <= memory or played.peak("allocated") + context > memory:
+        return None
+    limit = memory - context
+    again = fullest([replay(tape, cuda=True, expandable=expandable, limit_bytes=limit) for tape in tapes])
+    return again if again.fits else None
+
+
+def _host_bytes(profile: ModelProfile, layout: Layout, cluster: ClusterSpec, offloaded: int) -> int:
+    """Host RAM of the fullest node: what is offloaded there, and rank 0's whole model while it is built.
+
+    On a CPU the ranks' own memory is not repeated here. Python, libraries and the data loader are not counted.
+    """
+    ranks = min(cluster.devices_per_node, layout.replicas * layout.tp * layout.pp)
+    whole = sum(math.ceil(w.num_elements * w.itemsize) * u.count for u in profile.units for w in u.weights)
+    return whole + offloaded * ranks
+
+
+def _notes(
+    profile: ModelProfile, layout: Layout, workload: Workload, *, known: bool, squeezed: bool
+) -> tuple[str, ...]:
+    notes = list(profile.unknown)
+    if layout.is_cuda and workload.framework_overhead:
+        notes.append("context and communicator buffers are typical figures, good to some 0.3 GiB")
+    if layout.strategy.engine == "deepspeed":
+        notes.append("counted as the same plan on PyTorch; DeepSpeed's own buffers are not known")
+    if squeezed:
+        notes.append("fits only because the allocator gives cached memory back and asks again, which costs time")
+    if not known:
+        notes.append("the optimizer is not known: its state is left out")
+    return tuple(notes)

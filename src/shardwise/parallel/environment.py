@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,9 @@ _ERROR_FILE = "SHARDWISE_ERROR_FILE"
 _PARENT_FD = "SHARDWISE_PARENT_FD"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _THREADS = "OMP_NUM_THREADS"
+_HISTORY = "SHARDWISE_HISTORY"
+_PROFILER_LEVEL = "KINETO_LOG_LEVEL"
+_SILENT = "99"  # above the highest level there is
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _RENDEZVOUS = (*_NUMBERS, "MASTER_ADDR")
 
@@ -105,6 +110,42 @@ def take_parent_fd() -> int | None:
     """The pipe that ends with the parent. Read once, as in a child process the number would mean something else."""
     text = os.environ.pop(_PARENT_FD, None)
     return int(text) if text and text.isascii() and text.isdigit() else None
+
+
+def history_file() -> Path | None:
+    """Where this machine's record of predictions against measurements lies; ``None``: none is to be kept.
+
+    SHARDWISE_HISTORY is ``off`` (or ``0``, ``no``, ``false``), or the file itself; else it is
+    ``shardwise/history.jsonl`` in XDG_DATA_HOME, or in ``~/.local/share`` where that is not set or is no absolute path.
+    """
+    text = os.environ.get(_HISTORY, "").strip()
+    if text.lower() in ("off", "0", "no", "false"):
+        return None
+    if text:
+        return Path(text).expanduser().absolute()
+    data = Path(os.environ.get("XDG_DATA_HOME", ""))
+    if not data.is_absolute():
+        home = Path(os.path.expanduser("~"))
+        if not home.is_absolute():
+            return None
+        data = home / ".local" / "share"
+    return data / "shardwise" / "history.jsonl"
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keeps torch's profiler from writing of its own start and end to stderr; it reads the level on its first use.
+
+    A level that the user has set (KINETO_LOG_LEVEL) stays. The first use decides for the whole process.
+    """
+    if _PROFILER_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_PROFILER_LEVEL] = _SILENT
+    try:
+        yield
+    finally:
+        del os.environ[_PROFILER_LEVEL]
 
 
 def visible_devices() -> list[str] | None:

@@ -29,7 +29,8 @@ def parameters_on_meta() -> Iterator[None]:
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             if param not in made:
-                made[param] = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+                kind = type(param) if nn.Parameter in type(param).__mro__ else nn.Parameter  # a fake one is a plain one
+                made[param] = kind(param.detach().to("meta"), requires_grad=param.requires_grad)
             param = made[param]
         register(self, name, param)
 

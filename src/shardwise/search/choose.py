@@ -1,17 +1,28 @@
-"""Choose the simplest plan that fits; every plan that was passed over keeps its reason."""
+"""Choose the plan of a run on this machine; every plan that was passed over keeps its reason.
+
+`choose_profiled` is the planner's search among what this version runs. `choose` is for loops of one's own, where
+neither batch nor length is known before the first step, and for models that cannot be traced: the simplest plan whose
+known bytes fit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.cost.estimate import Estimate
 from shardwise.cost.memory import estimate_memory
+from shardwise.cost.steptime import StepTime
 from shardwise.errors import DoesNotFit, PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.search.candidate import Candidate, Pins
+from shardwise.search.enumerate import complexity
+from shardwise.search.search import Costs, ask, cost_of, search
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import Workload
 from shardwise.units import bytes_text
 
@@ -27,6 +38,7 @@ class Choice:
     plan: Plan
     estimate: Estimate
     rejected: tuple[tuple[str, str], ...] = ()
+    time: StepTime | None = None
 
 
 def check_degrees(
@@ -113,3 +125,44 @@ def choose(
         f"no plan fits {cluster.world_size} × {cluster.device_name}:\n{lines}\n"
         "use more or larger devices, a smaller micro batch, or parallel.recompute=full"
     )
+
+
+def choose_profiled(
+    profile: ModelProfile,
+    spec: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    pins: Pins,
+    shorter: Callable[[int], ModelProfile] | None = None,
+    costs: Costs | None = None,
+) -> Choice:
+    """The search's recommendation among the strategies that run; a pinned one is kept, fitting or not.
+
+    ``costs`` are those to choose by; what the choice says of itself is the cost model's own, uncorrected.
+
+    Raises:
+        PlanError: what is pinned cannot be laid out.
+        DoesNotFit: nothing fits; the message has every candidate with its bytes, and what would fit.
+    """
+    result = search(profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs)
+    best = result.candidates[result.recommended or 0]
+    if result.recommended is None and pins.strategy is None:
+        lines = [f"  {c.plan.strategy}: {c.reason}" for c in result.candidates]
+        lines += [f"  {line}" for line in result.advice]
+        lines += ["use more or larger devices, shorter samples, a smaller batch, or parallel.recompute=full"]
+        raise DoesNotFit(f"no plan fits {cluster.world_size} × {cluster.device_name}:\n" + "\n".join(lines))
+    simpler = complexity(best.plan.parsed)
+    others = [c for c in result.candidates if c is not best]
+    passed = [c for c in others if complexity(c.plan.parsed) < simpler or c.tie]
+    rejected = tuple((c.plan.strategy, c.reason) for c in sorted(passed, key=lambda c: complexity(c.plan.parsed)))
+    if costs is not None:
+        plain = pins.model_copy(update={"strategy": best.plan.parsed})
+        best = cost_of(ask(profile, workload, cluster, plain), best.plan)
+    return Choice(plan=best.plan, estimate=exact(best, spec, workload), rejected=rejected, time=best.time)
+
+
+def exact(candidate: Candidate, spec: ModelSpec, workload: Workload) -> Estimate:
+    """The candidate's estimate with parameters, gradients and optimizer state as the live module's own names say."""
+    held = estimate_memory(spec, candidate.plan, workload)
+    kept = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+    return candidate.memory.model_copy(update=kept)

@@ -24,7 +24,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RA
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -> Optimizer:
-    """The optimizer of a config. AdamW and SGD are fused: one pass over the weights, on CPU and on GPU alike.
+    """The optimizer of a config. AdamW is fused: one pass over the weights, on CPU and on GPU alike.
 
     Raises:
         ConfigError: the factory cannot be imported or does not return an optimizer.
@@ -39,9 +39,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
             raise ConfigError(f"{where} returned a {type(made).__name__}; it must return an Optimizer")
         return made
     if table.name == "sgd":
-        return torch.optim.SGD(
-            trained, lr=table.lr, momentum=table.momentum, weight_decay=table.weight_decay, fused=True
-        )
+        # not fused: PyTorch has no fused SGD for sharded parameters
+        return torch.optim.SGD(trained, lr=table.lr, momentum=table.momentum, weight_decay=table.weight_decay)
     first, second = table.betas
     return torch.optim.AdamW(
         trained, lr=table.lr, betas=(first, second), eps=table.eps, weight_decay=table.weight_decay, fused=True

@@ -254,6 +254,7 @@ class Session:
 
     @phase.setter
     def phase(self, name: str) -> None:
+        """Change the phase, and tell those who watch."""
         self._phase = name
         for watcher in self.phase_watchers:
             watcher(name)

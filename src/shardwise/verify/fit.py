@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shardwise.cost.estimate import Estimate
-from shardwise.measure.state import Measurement, measure_state
+from shardwise.measure import state
+from shardwise.measure.peaks import PHASES, PeakWatch, peak_watch
+from shardwise.measure.state import Measurement, Peaks, measure_state
 from shardwise.parallel.group import gather_ints
 from shardwise.train.session import Session, Step
 from shardwise.units import bytes_text
@@ -13,66 +15,154 @@ from shardwise.verify.effects import PROBED_STEP, agree
 from shardwise.verify.receipt import Line, Receipt
 
 EXACT = ("parameters", "gradients", "optimizer")
-TOLD = ("activations", "logits", "buffers")
+PEAK_STEP = PROBED_STEP + 1  # the second step moves DDP's buckets, and other receipts look at it
+_NEVER = "not measured: fewer than three steps"
+_UNSEEN = "not measured: another profiler is on"
 
 
 class FitProbe:
-    """Observes the memory at the end of the second step, when the state is complete.
+    """Compares the bytes at rest at the end of the second step, and the peaks of the third.
 
     Parameters, gradients and optimizer state must be what was predicted, to the byte, on the rank that holds most.
-    Peaks are compared where the device has an allocator that counts, and told otherwise.
+    The peaks of forward, backward and optimizer are told, with their ratio to the prediction, and what is held for
+    backward when it begins, beside the most that activations and logits are predicted to take at any moment.
+    Until a third step is done, or where the run ends before it, the receipt stands without them.
     """
 
     def __init__(self, estimate: Estimate, on_receipt: Callable[[Receipt], None] | None = None) -> None:
         self.receipt: Receipt | None = None
         self.measurement: Measurement | None = None
+        self.peaks: Peaks | None = None
         self._estimate = estimate
         self._on_receipt = on_receipt
         self._seen = 0
+        self._watch: PeakWatch | None = None
+        self._blind = False
+        self._final = False
+        self._kept: Step | None = None
 
     def on_prepared(self, session: Session) -> None:
         """Nothing yet."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Count steps."""
+        """Count steps, and watch the one whose peaks are compared."""
         self._seen += 1
+        if self._seen < PEAK_STEP or self._final or not self._complete(session):
+            return
+        watch = peak_watch(session.device)
+        if watch.start(session):
+            self._watch = watch
+        self._blind = any(row[0] for row in gather_ints([int(self._watch is None)], session.ranks))
 
     def on_gradients(self, session: Session, step: Step) -> None:
         """Nothing: the optimizer's state is not there before the first step has ended."""
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """Nothing."""
+        """A later step is looked at instead."""
+        if self._watch is not None:
+            self._watch.stop(session, step)
+            self._watch = None
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Measure once, and tell."""
-        if self.receipt is not None or self._seen < PROBED_STEP:
+        """Measure, and tell."""
+        watch, self._watch = self._watch, None
+        peaks = watch.stop(session, step) if watch is not None else None
+        if self._final or self._seen < PROBED_STEP:
             return
-        self.measurement = measure_state(session.module, session.optimizer, session.device)
+        if peaks is not None and not self._blind:
+            self.peaks = fullest_peaks(peaks, session)
+        self._final = self.peaks is not None or self._blind
+        self._kept = None if self._final else step  # what the next step would otherwise free, unseen
+        if self.receipt is not None and not self._final:
+            return
+        measured = measure_state(session.module, session.optimizer)
+        self.measurement = measured.model_copy(update={"peaks": self.peaks})
         held = [getattr(self.measurement, name) for name in EXACT]
         most = [max(column) for column in zip(*gather_ints(held, session.ranks), strict=True)]
         fullest = self.measurement.model_copy(update=dict(zip(EXACT, most, strict=True)))
         unused = any(p.requires_grad and p.grad is None for p in session.module.parameters())
-        lines = list(self._lines(fullest, told=session.scaler is not None or unused))
+        lines = [
+            *self._exact_lines(fullest, told=session.scaler is not None or unused),
+            *self._told_lines(session),
+            *self._device_lines(fullest),
+        ]
         self.receipt = agree(session, "fit (bytes on the fullest rank)", lines)
         if self._on_receipt is not None and session.ranks.is_main:
             self._on_receipt(self.receipt)
         self.receipt.require()
 
-    def _lines(self, found: Measurement, *, told: bool) -> Iterator[Line]:
+    def _complete(self, session: Session) -> bool:
+        """False while fp16's scaler has skipped every step, so that there is no optimizer state yet."""
+        if session.scaler is None:
+            return True
+        mine = any(True for _ in state.optimizer_tensors(session.optimizer))
+        return any(row[0] for row in gather_ints([int(mine)], session.ranks))
+
+    def _exact_lines(self, found: Measurement, *, told: bool) -> Iterator[Line]:
         for name in EXACT:
             planned, seen = getattr(self._estimate, name), getattr(found, name)
             ok: bool | None = planned == seen
             if planned is None or (told and name != "parameters" and seen < planned):
                 ok = None  # an unknown optimizer, fp16's scaler has skipped every step, or parameters are unused
             yield Line(name=name, planned=bytes_text(planned), found=bytes_text(seen), ok=ok)
-        for name in TOLD:
-            planned, seen = getattr(self._estimate, name), getattr(found, name)
-            text = "not measured here" if seen is None else bytes_text(seen)
-            yield Line(name=name, planned=bytes_text(planned), found=text, ok=None)
-        if found.device_peak is not None:
-            planned = self._estimate.device_bytes
-            text = f"{bytes_text(found.device_peak)} ({found.device_peak / max(planned, 1):.2f} of planned)"
-            yield Line(name="device peak", planned=bytes_text(planned), found=text, ok=None)
+
+    def _told_lines(self, session: Session) -> Iterator[Line]:
+        estimate, peaks = self._estimate, self.peaks
+        allocated, reserved = (peaks.allocated, peaks.reserved) if peaks is not None else ({}, {})
+        narrow = not session.plan.parsed.shards_parameters and session.plan.precision != "fp32"
+        parts = [estimate.activations, estimate.logits, *([estimate.buffers] if narrow else [])]
+        planned = None if None in parts else sum(part or 0 for part in parts)
+        name = "activations, logits, narrow weights" if narrow else "activations, logits"
+        bound = "not predicted" if planned is None else f"≤ {bytes_text(planned)}"  # each at its own fullest moment
+        saved = self._told(name, None, peaks.saved if peaks is not None else None)
+        yield saved.model_copy(update={"planned": bound})
+        brief = estimate.temporaries + (0 if narrow else estimate.buffers)
+        label = "temporaries" if narrow else "buffers, temporaries"
+        yield Line(name=label, planned=bytes_text(brief), found="part of the peaks", ok=None)
+        by_phase = {str(phase.name): phase.allocated for phase in estimate.phases}
+        for phase in PHASES:
+            yield self._told(f"peak in {phase}", by_phase.get(phase), allocated.get(phase))
+        whole = estimate.device_bytes if estimate.allocated is None else estimate.allocated
+        yield self._told("peak allocated", whole, max(allocated.values(), default=None))
+        if session.device.type == "cuda":
+            yield self._told("peak reserved", estimate.reserved, max(reserved.values(), default=None))
+
+    def _told(self, name: str, planned: int | None, found: int | None) -> Line:
+        text = bytes_text(found)
+        if found is None:
+            text = _UNSEEN if self._blind else _NEVER
+        elif planned:
+            text += f" ({found / planned:.2f} × plan)"
+        said = "not predicted" if planned is None else bytes_text(planned)
+        return Line(name=name, planned=said, found=text, ok=None)
+
+    def _device_lines(self, found: Measurement) -> Iterator[Line]:
+        if self.peaks is not None and self.peaks.device is not None:
+            yield self._told("taken of the device", self._estimate.device, self.peaks.device)
         yield Line(
             name="process peak (with libraries)", planned="not predicted", found=bytes_text(found.process_peak), ok=None
         )
+
+
+def fullest_peaks(peaks: Peaks, session: Session) -> Peaks:
+    """Each figure of the rank where it is largest; collective."""
+    names = [*(f"allocated {phase}" for phase in PHASES), *(f"reserved {phase}" for phase in PHASES)]
+    mine = [
+        peaks.start,
+        -1 if peaks.saved is None else peaks.saved,
+        peaks.gathered,
+        -1 if peaks.device is None else peaks.device,
+        *(getattr(peaks, kind).get(phase, -1) for kind, _, phase in (name.partition(" ") for name in names)),
+    ]
+    start, saved, gathered, device, *rest = (
+        max(column) for column in zip(*gather_ints(mine, session.ranks), strict=True)
+    )
+    found = dict(zip(names, rest, strict=True))
+    return Peaks(
+        start=start,
+        saved=None if saved < 0 else saved,
+        gathered=gathered,
+        device=None if device < 0 else device,
+        allocated={phase: found[f"allocated {phase}"] for phase in PHASES if found[f"allocated {phase}"] >= 0},
+        reserved={phase: found[f"reserved {phase}"] for phase in PHASES if found[f"reserved {phase}"] >= 0},
+    )

@@ -1,0 +1,66 @@
+"""``shardwise explain``: ask a plan file's question again, and show the arithmetic of its plan, or of another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.cli.calibration import corrected_costs
+from shardwise.cli.plan import answer_console
+from shardwise.cli.question import read_question
+from shardwise.plan.plan import Plan, read_plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.report.candidates import print_explanation, print_facts
+from shardwise.search.candidate import Candidate
+from shardwise.search.explain import against, why_not
+from shardwise.search.search import Question, ask, cost_of
+from shardwise.spec.load import load_profile
+
+
+def run_explain(plan_file: Path, *, not_this: str | None, as_json: bool) -> None:
+    """The verb.
+
+    Raises:
+        UserError: the file is no plan, has no question, or the strategy cannot be read.
+    """
+    other = None if not_this is None else parse_strategy(not_this)
+    plan = read_plan(plan_file)
+    asked = read_question(plan_file)
+    console = answer_console(as_json)
+    profile = load_profile(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
+    pins = asked.pins.model_copy(update={"precision": plan.precision})
+    costs = corrected_costs(asked.cluster)
+    own = pins.model_copy(update={"strategy": plan.parsed})
+    question = ask(profile, asked.workload, asked.cluster, own, costs=costs)
+    best = cost_of(question, plan)
+    print_facts(question.profile, asked.cluster, console)
+    print_explanation(question.profile, asked.cluster, best, console)
+    found: Candidate | None = None
+    lines: list[str] = []
+    if other is not None:
+        free = ask(profile, asked.workload, asked.cluster, pins.model_copy(update={"strategy": None}), costs=costs)
+        found, lines = why_not(free, other, best)
+        console.print()
+        for line in lines:
+            console.print(line, markup=False)
+        if found is not None:
+            print_explanation(profile, asked.cluster, found, console)
+    if as_json:
+        print(_json(question, best, found, lines))
+
+
+def _json(question: Question, best: Candidate, other: Candidate | None, lines: list[str]) -> str:
+    import json
+
+    def entry(candidate: Candidate) -> dict[str, object]:
+        plan: Plan = candidate.plan
+        return {
+            "plan": plan.model_dump(mode="json", by_alias=True),
+            "fits": candidate.fits,
+            "memory": candidate.memory.model_dump(mode="json"),
+            "time": candidate.time.model_dump(mode="json") if candidate.time else None,
+        }
+
+    document: dict[str, object] = {"schema": 1, "chosen": entry(best)}
+    if other is not None:
+        document["other"] = {**entry(other), "reason": against(question, other, best)}
+    return json.dumps({**document, "why_not": lines})

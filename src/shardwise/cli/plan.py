@@ -1,0 +1,72 @@
+"""``shardwise plan``: read the question, search, show the answer, and end with 1 where nothing fits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwise.cli.calibration import corrected_costs
+from shardwise.cli.question import Asked, Words, read_words, write_plan_file
+from shardwise.errors import DoesNotFit
+from shardwise.report.candidates import print_candidates, print_recommendation
+from shardwise.report.plan_json import document
+from shardwise.search.search import search
+from shardwise.spec.profile import ModelProfile
+
+PIPED = 132
+
+
+def run_plan(words: Words, *, output: Path | None, as_json: bool, prove: bool) -> None:
+    """The verb.
+
+    Raises:
+        UserError: whatever of the question cannot be.
+        DoesNotFit: nothing fits, or what was pinned does not.
+    """
+    asked, profile, prices, told = read_words(words)
+    console = answer_console(as_json)
+    for line in told:
+        console.print(line, markup=False)
+
+    def shorter(length: int) -> ModelProfile:
+        from shardwise.spec.load import load_profile
+
+        return load_profile(asked.model, seq_len=length, compiled=asked.compiled)
+
+    result = search(
+        profile,
+        asked.workload,
+        asked.cluster,
+        asked.pins,
+        costs=corrected_costs(asked.cluster),
+        shorter=shorter if profile.seq_len else None,
+    )
+    print_candidates(profile, asked.cluster, result, console)
+    print_recommendation(profile, asked.cluster, result, prices, console)
+    best = result.candidates[result.recommended or 0]
+    proof = None
+    if prove:
+        from shardwise.cli.prove import prove_candidate
+
+        proof = prove_candidate(asked.model, asked.optimizer, best, console)
+    if as_json:
+        print(document(profile, asked.cluster, asked.workload, result, proof).model_dump_json(by_alias=True))
+    if output is not None:
+        write_plan_file(output, best.plan.to_toml(), asked)
+        console.print(f"plan: {output} (shardwise explain {output})", markup=False)
+    if result.recommended is None:
+        raise DoesNotFit(_verdict(asked))
+
+
+def answer_console(as_json: bool) -> Console:
+    """As wide as the terminal; where the text goes into a file or a pipe, wide enough that nothing is cut."""
+    stream = sys.stderr if as_json else sys.stdout
+    width = None if stream.isatty() else PIPED
+    return Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
+
+
+def _verdict(asked: Asked) -> str:
+    what = f"the pinned {asked.strategy} does not fit" if asked.strategy else "no plan fits"
+    return f"{what} {asked.cluster.world_size} × {asked.cluster.device_name}; what would fit stands above"

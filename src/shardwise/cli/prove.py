@@ -1,0 +1,134 @@
+"""``shardwise plan --prove``: the recommended plan's own program, the whole model, under fake tensors, in a child."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.errors import UserError
+from shardwise.search.candidate import Candidate
+from shardwise.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.search.dryrun import DryRun, ModelSource
+    from shardwise.spec.architecture import Architecture
+
+
+def prove_candidate(model: str, optimizer: str, candidate: Candidate, console: Console) -> dict[str, Any]:
+    """Run the dry run of every rank that holds something else, print it beside the estimate, and return it.
+
+    Raises:
+        UserError: this version does not run the plan, or the model cannot be built from what was given.
+    """
+    from shardwise.search.dryrun import prove
+
+    plan = candidate.plan
+    if plan.parsed.not_runnable or plan.precision == "fp8":
+        words = ", ".join(plan.parsed.not_runnable) or plan.precision
+        raise UserError(
+            f"--prove runs the plan's own program, and this version plans {words} but does not run it; "
+            "pin a strategy that runs, such as --strategy fsdp"
+        )
+    if optimizer not in ("adamw", "sgd"):
+        raise UserError(f"--prove steps adamw or sgd, not {optimizer}; leave --prove out, or change --optimizer")
+    source = source_of(model)
+    settings = {"name": optimizer} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+    console.print("proving: two steps of the program itself under fake tensors ...")
+    found = prove(source, plan, optimizer=settings)
+    _print(found, candidate, console)
+    return {"ranks": [_document(run, candidate) for run in found]}
+
+
+def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
+    """How a child process builds the model that a MODEL argument names.
+
+    Raises:
+        UserError: it cannot be built, only counted.
+    """
+    from shardwise.search.dryrun import ModelSource
+
+    path = Path(model)
+    if path.is_dir() or path.suffix == ".json":
+        return ModelSource(config=json.loads((path / "config.json" if path.is_dir() else path).read_text()))
+    if ":" in model:
+        place, _, name = model.rpartition(":")
+        return _function(Path(place), name) if place.endswith(".py") else ModelSource(factory=model)
+    from shardwise.spec.catalogue import find_architecture
+
+    architecture = find_architecture(model)
+    if architecture is None:
+        raise UserError(f"--prove cannot build '{model}'; give a config.json or package.module:factory")
+    return ModelSource(config=configuration(architecture))
+
+
+def _function(file: Path, name: str) -> Callable[[], nn.Module]:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: Callable[[], nn.Module] = getattr(module, name)
+    return made
+
+
+def configuration(a: Architecture) -> dict[str, Any]:
+    """The Hugging Face configuration of a catalogue's architecture, as far as its shape goes."""
+    if a.family == "gpt2":
+        shape = {"n_embd": a.hidden, "n_layer": a.layers, "n_head": a.heads, "n_inner": a.ffn}
+        shape |= {"n_positions": a.max_seq_len or 1024}
+    else:
+        shape = {
+            "hidden_size": a.hidden,
+            "intermediate_size": a.ffn,
+            "num_hidden_layers": a.layers,
+            "num_attention_heads": a.heads,
+            "num_key_value_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+            "max_position_embeddings": a.max_seq_len or 4096,
+        }
+    return {"model_type": a.family, "vocab_size": a.vocab, "tie_word_embeddings": a.tied} | shape
+
+
+def _print(found: tuple[DryRun, ...], candidate: Candidate, console: Console) -> None:
+    estimate = candidate.memory
+    table = Table(title=f"proof of {candidate.plan.strategy}: program against estimate", title_justify="left", box=None)
+    for name in ("rank", "peak of live bytes", "estimate", "difference", "reserved", "took"):
+        table.add_column(name, justify="right")
+    for run in found:
+        gap = difference(run.allocated, estimate.allocated)
+        table.add_row(
+            f"{run.rank} of {run.world_size}",
+            bytes_text(run.allocated),
+            bytes_text(estimate.allocated),
+            "unknown" if gap is None else f"{gap:+.1%}",
+            bytes_text(run.reserved),
+            seconds_text(run.seconds),
+        )
+    console.print(table)
+    for total in found[0].collectives:
+        console.print(f"  {total.name}: {total.calls} calls, {bytes_text(total.num_bytes)} a step")
+
+
+def difference(measured: int, estimated: int | None) -> float | None:
+    """How far the estimate is above the program, as a share; ``None`` where it is not known."""
+    return None if estimated is None or not measured else estimated / measured - 1
+
+
+def _document(run: DryRun, candidate: Candidate) -> dict[str, Any]:
+    gap = difference(run.allocated, candidate.memory.allocated)
+    kept = {"rank", "world_size", "allocated", "reserved", "reserved_expandable", "categories", "seconds"}
+    return {
+        **run.model_dump(mode="json", include=kept),
+        "phases": [phase.model_dump(mode="json") for phase in run.phases],
+        "collectives": [total.model_dump(mode="json") for total in run.collectives],
+        "estimated_allocated": candidate.memory.allocated,
+        "difference": None if gap is None or not math.isfinite(gap) else gap,
+    }

@@ -1,0 +1,242 @@
+"""The question of ``shardwise plan``: read off the command line, checked at once, kept beside its plan."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.cost.money import Prices, price_of, read_prices
+from shardwise.errors import PlanError, UserError, did_you_mean
+from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.strategy import parse_strategy
+from shardwise.search.candidate import Pins
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.workload import OptimizerName, Workload
+
+USUAL_LENGTH = 4096
+SHORTER = (2048, 1024, 512, 128)
+STATES: dict[str, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 1, "adafactor": 0}  # parameter-shaped; sgd with momentum
+
+
+class Asked(BaseModel):
+    """What was asked, with every default filled in: enough to ask again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    cluster: ClusterSpec
+    cluster_text: str
+    seq_len: int | None = None
+    global_batch: int = Field(ge=1)
+    tokens: float | None = None
+    optimizer: OptimizerName = "adamw"
+    compiled: bool = False
+    framework_overhead: bool = True
+    strategy: str | None = None
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+    precision: Precision | None = None
+
+    @property
+    def workload(self) -> Workload:
+        """For the costs."""
+        return Workload(
+            optimizer=self.optimizer,
+            optimizer_states=STATES[self.optimizer],
+            scalar_states=0 if self.optimizer == "sgd" else 1,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            tokens=self.tokens,
+            compiled=self.compiled,
+            framework_overhead=self.framework_overhead,
+        )
+
+    @property
+    def pins(self) -> Pins:
+        """What was fixed by hand."""
+        return Pins(
+            strategy=None if self.strategy is None else parse_strategy(self.strategy),
+            micro_batch=self.micro_batch,
+            recompute=self.recompute,
+            precision=self.precision,
+        )
+
+
+class Words(BaseModel):
+    """The command's own words, not yet checked; ``None`` is left out."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    cluster: str | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    tokens: str | None = None
+    strategy: str | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    precision: str | None = None
+    optimizer: str = "adamw"
+    compiled: bool = False
+    framework_overhead: str = "on"
+    price: Path | None = None
+
+
+def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
+    """Check all words, look the model and the cluster up; also what was filled in, in words.
+
+    Raises:
+        UserError: every word that cannot be, at once.
+    """
+    problems = _bad_choices(words)
+    tokens, cluster, prices, profile = None, None, Prices(), None
+    try:
+        tokens = None if words.tokens is None else read_count(words.tokens)
+    except UserError as error:
+        problems += error.problems
+    try:
+        strategy = None if words.strategy in (None, "auto") else str(parse_strategy(str(words.strategy)))
+    except PlanError as error:
+        problems += error.problems
+    try:
+        cluster = find_cluster(words.cluster)
+    except UserError as error:
+        problems += error.problems
+    try:
+        prices = Prices() if words.price is None else _prices(words.price)
+    except UserError as error:
+        problems += error.problems
+    told: list[str] = []
+    try:
+        profile, told = _profile(words)
+    except UserError as error:
+        problems += error.problems
+    if problems or cluster is None or profile is None:
+        raise UserError(*problems)
+    if (hour := price_of(prices.hour, cluster.device_name)) is not None:
+        cluster = cluster.model_copy(update={"price_per_device_hour": hour})
+    batch = words.global_batch
+    if batch is None:
+        batch = cluster.world_size * (words.micro_batch or 1)
+        told.append(f"--global-batch was not given: {batch}, {words.micro_batch or 1} for each device")
+    asked = Asked.model_validate(
+        {
+            **words.model_dump(include={"model", "micro_batch", "recompute", "precision", "optimizer", "compiled"}),
+            "cluster": cluster,
+            "cluster_text": words.cluster or "this machine",
+            "seq_len": profile.seq_len,
+            "global_batch": batch,
+            "tokens": tokens,
+            "framework_overhead": words.framework_overhead == "on",
+            "strategy": strategy,
+        }
+    )
+    return asked, profile, prices, told
+
+
+def _bad_choices(words: Words) -> list[str]:
+    choices: list[tuple[str, str | None, tuple[str, ...]]] = [
+        ("--recompute", words.recompute, get_args(Recompute)),
+        ("--precision", words.precision, get_args(Precision)),
+        ("--optimizer", words.optimizer, get_args(OptimizerName)),
+        ("--framework-overhead", words.framework_overhead, ("on", "off")),
+    ]
+    return [
+        f"{option} '{value}' must be one of {', '.join(known)}{did_you_mean(value, known)}"
+        for option, value, known in choices
+        if value is not None and value not in known
+    ]
+
+
+def read_count(text: str) -> float:
+    """``1e12``, ``300B`` or ``1.5T`` as a number.
+
+    Raises:
+        UserError: it is none, or not above 0.
+    """
+    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1.0)
+    try:
+        number = float(digits.replace("_", "")) * unit
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UserError(f"--tokens '{text}' is no number above 0; write it as 1e12, 300B or 1.5T")
+    return number
+
+
+def find_cluster(text: str | None) -> ClusterSpec:
+    """The cluster of a ``--cluster`` text or file; this machine without one."""
+    if text is not None:
+        from shardwise.spec.cluster import parse_cluster
+
+        return parse_cluster(text)
+    from shardwise.parallel.environment import visible_devices
+    from shardwise.spec.cluster import detect
+
+    return detect(visible=visible_devices())
+
+
+def _prices(path: Path) -> Prices:
+    from shardwise.spec.hardware import gpu_names
+
+    return read_prices(path, gpu_names())
+
+
+def _profile(words: Words) -> tuple[ModelProfile, list[str]]:
+    """The model's profile; where no length is given, the usual one or the longest that it can take, and it is said."""
+    from shardwise.spec.load import load_profile
+
+    lengths = [words.seq_len] if words.seq_len is not None else [USUAL_LENGTH, *SHORTER]
+    for length in lengths:
+        try:
+            profile = load_profile(words.model, seq_len=length, compiled=words.compiled)
+        except UserError:
+            if length == lengths[-1]:
+                raise
+            continue
+        break
+    told = []
+    if words.seq_len is None and profile.seq_len is not None:
+        told.append(f"--seq-len was not given: {profile.seq_len} tokens")
+    return profile, told
+
+
+def write_plan_file(path: Path, plan_toml: str, asked: Asked) -> None:
+    """The plan, and the question in a table ``[question]`` of the same file, which `read_plan` passes over.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    import tomli_w
+
+    question = asked.model_dump(mode="json", exclude_none=True)
+    try:
+        path.write_text(plan_toml + "\n" + tomli_w.dumps({"question": question}))
+    except OSError as error:
+        raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
+
+
+def read_question(path: Path) -> Asked:
+    """The question of a plan file.
+
+    Raises:
+        UserError: the file has none, or it is damaged.
+    """
+    text = path.read_text()
+    data: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    if "question" not in data:
+        raise UserError(
+            f"plan '{path}' has no [question] table, so it cannot be explained; "
+            f"make it with: shardwise plan MODEL -o {path}"
+        )
+    try:
+        return Asked.model_validate(data["question"])
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise UserError(*(f"plan '{path}', table [question]: {line}" for line in lines)) from None

@@ -1,0 +1,127 @@
+"""Activation bytes of one unit and one sample on one rank: what is kept, what lives for a moment, forward and backward.
+
+Tensor parallel divides what an op keeps by its cut. A column-cut product keeps its input whole, because PyTorch's
+tensor parallel gathers the rows in front of it and saves what was gathered (Megatron gathers again in backward and
+keeps a share). Context parallel divides all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.cost.held import FP32, Layout, Same
+from shardwise.plan.plan import Recompute
+from shardwise.spec.profile import Op, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class OpBytes:
+    """Bytes of one op for one sample. ``gradient_in`` is the gradient that its backward hands on."""
+
+    saved: float
+    temporary: float
+    gradient_in: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """Bytes of one unit for one sample. ``ops`` are those before the loss; ``logits`` counts the elements it reads.
+
+    Backward of the loss holds ``loss_copies`` fp32 tensors of that size: log-probabilities and the gradients of both
+    sides; where the vocabulary is divided, their exponentials, too (``torch.distributed.tensor.parallel.loss``).
+    ``kept`` stays from forward to backward, ``again`` is made a second time in backward by recompute; ``forward`` is
+    the most that lives beside it for a moment in forward.
+    """
+
+    ops: tuple[OpBytes, ...]
+    input: float
+    kept: float
+    again: float
+    forward: float
+    logits: float
+    loss_copies: int
+
+
+def unit_bytes(unit: Unit, layout: Layout, recompute: Recompute, compiled: bool) -> UnitBytes:
+    """Work out `UnitBytes`; cached by the unit's identity."""
+    mode = recompute if unit.kind == "block" else "none"
+    return _unit_bytes(Same(unit), layout.width, layout.autocasts, layout.tp, layout.cp, mode, compiled)
+
+
+@lru_cache(maxsize=4096)
+def _unit_bytes(
+    same: Same, width: int, autocasts: bool, tp: int, cp: int, mode: Recompute, compiled: bool
+) -> UnitBytes:
+    unit = same.unit
+    autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # a narrow base makes a narrow stream
+    ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
+    for op in unit.ops:
+        if op.kind == "loss":
+            divided = tp > 1 and op.cut == "vocab"
+            logits = op.temporary / (cp * (tp if divided else 1))
+            continue
+        ops.append(_op_bytes(op, width, autocasts, tp, cp, compiled))
+        if op.kept_by_selective:
+            result = _output_bytes(op, width, tp, cp)
+            outputs += result
+            shared += 0.0 if op.temporary else result  # a later op would have kept it, too
+    entry = unit.input_elements * (FP32 if autocasts else width) / (cp * _entry_share(unit, tp))
+    saved = sum(op.saved for op in ops)
+    kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]
+    again = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
+    return UnitBytes(
+        ops=tuple(ops),
+        input=entry,
+        kept=kept,
+        again=again,
+        forward=_forward_peak(ops, keeps=mode == "none"),
+        logits=logits,
+        loss_copies=(4 if divided else 3) if logits else 0,
+    )
+
+
+def _op_bytes(op: Op, width: int, autocasts: bool, tp: int, cp: int, compiled: bool) -> OpBytes:
+    """Under autocast what a norm keeps, the stream between sublayers, is fp32. Fused ops keep no fp32 copies."""
+    fused = compiled and op.fusible
+    rows = FP32 if autocasts and op.kind == "norm" else width
+    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cp * _input_share(op, tp))
+    temporary = 0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (cp * _output_share(op, tp))
+    gradient_in = op.m * op.k * width / (cp * _input_share(op, tp)) if op.kind == "matmul" else saved
+    elements = op.k * op.n / (tp if op.cut in ("column", "row", "vocab") else 1)
+    return OpBytes(saved, temporary, gradient_in, elements if op.weight and op.kind == "matmul" else 0.0)
+
+
+def _input_share(op: Op, tp: int) -> int:
+    """Ranks that what an op keeps is divided over: a product cut by columns has its whole input."""
+    whole = op.cut == "none" or (op.kind == "matmul" and op.cut in ("column", "vocab"))
+    return 1 if whole else tp
+
+
+def _output_share(op: Op, tp: int) -> int:
+    """Ranks that an op's result is divided over: a product cut by rows makes whole partial sums."""
+    return 1 if op.cut == "none" or (op.kind == "matmul" and op.cut == "row") else tp
+
+
+def _output_bytes(op: Op, width: int, tp: int, cp: int) -> float:
+    """What selective recompute keeps of an op: its result, of an attention also a row's log-sum (fp32)."""
+    if op.kind == "attention":
+        return op.m * op.heads * (op.head_dim * width + FP32) / (tp * cp)
+    return op.m * op.n * width / (cp * _output_share(op, tp))
+
+
+def _entry_share(unit: Unit, tp: int) -> int:
+    """Sequence parallel: the stream between blocks is divided where the block's norms are."""
+    return tp if any(op.cut == "sequence" for op in unit.ops) else 1
+
+
+def _forward_peak(ops: list[OpBytes], *, keeps: bool) -> float:
+    """Most bytes beside what is kept for good, over the ops of one forward.
+
+    Where nothing is kept, an op's results and those of the op before it live together.
+    """
+    if keeps:
+        return max((op.temporary for op in ops), default=0.0)
+    pairs = zip([0.0, *(op.saved for op in ops)], ops, strict=False)
+    return max((before + op.saved + op.temporary for before, op in pairs), default=0.0)

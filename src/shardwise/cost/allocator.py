@@ -1,0 +1,292 @@
+"""A model of PyTorch's caching allocator: what it *reserves* for a sequence of allocations and frees.
+
+Live bytes are not what a device must have: the allocator rounds, takes memory from the device in segments, keeps freed
+blocks per stream, and cannot use a hole that is too small. Here its rules are replayed, on integers.
+
+Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.x, default settings (no max_split_size_mb, no power-of-two
+rounding, no garbage-collection threshold). Left out: private pools of CUDA graphs, and blocks that other streams have
+marked with ``record_stream`` (FSDP2 marks none). Addresses of segments are taken to grow in the order of allocation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from shardwise.units import MIB
+
+MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is rounded up to a multiple
+SMALL_BYTES = MIB  # kSmallSize: requests up to here come from the small pool
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer: segment of a request below MIN_LARGE_BYTES; page of a growing segment
+MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here a request has a segment of its own, rounded to
+ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
+_ENDLESS = LARGE_SEGMENT_BYTES << 40  # a multiple of both pages
+
+
+class Block:
+    """A piece of a segment. ``mapped`` is False for addresses of a growing segment that have no memory yet."""
+
+    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "requested", "size")
+
+    def __init__(self, pool: _Pool, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.free = True
+        self.mapped = True
+        self.requested = 0
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+class _Pool:
+    """Free blocks of one stream and one size class, by size and then by address; unmapped ones by address."""
+
+    __slots__ = ("blocks", "is_small", "keys", "unmapped")
+
+    def __init__(self, is_small: bool) -> None:
+        self.is_small = is_small
+        self.keys: list[tuple[int, int]] = []
+        self.blocks: dict[int, Block] = {}
+        self.unmapped: list[Block] = []
+
+    def add(self, block: Block) -> None:
+        insort(self.keys, (block.size, block.address))
+        self.blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        del self.keys[bisect_left(self.keys, (block.size, block.address))]
+        del self.blocks[block.address]
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorStats:
+    """Bytes now and at the fullest moment. ``allocated`` counts rounded blocks that are in use, as PyTorch does."""
+
+    allocated: int
+    reserved: int
+    requested: int
+    peak_allocated: int
+    peak_reserved: int
+    peak_requested: int
+    segments: int
+    out_of_memory: bool
+
+
+class CachingAllocator:
+    """PyTorch's allocator on one device; all sizes in bytes.
+
+    ``expandable`` is ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``. With ``limit_bytes`` the device has no more
+    than that: cached blocks are given back and the request is tried again, as PyTorch does; where that does not help,
+    ``out_of_memory`` is set and the request is granted all the same, so that the peak says how much was missing.
+    """
+
+    def __init__(self, *, expandable: bool = False, limit_bytes: int | None = None) -> None:
+        self.expandable = expandable
+        self.limit_bytes = limit_bytes
+        self.allocated = 0
+        self.reserved = 0
+        self.requested = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
+        self.peak_requested = 0
+        self.segments = 0
+        self.retries = 0
+        self.out_of_memory = False
+        self._pools: dict[tuple[Hashable, bool], _Pool] = {}
+        self._end = 0
+
+    def alloc(self, num_bytes: int, stream: Hashable = 0) -> Block | None:
+        """A block for ``num_bytes`` on ``stream``; ``None`` for nothing, which takes no memory."""
+        if num_bytes <= 0:
+            return None
+        size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        is_small = size <= SMALL_BYTES
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = _Pool(is_small)
+        place = bisect_left(pool.keys, (size, -1))
+        if place < len(pool.keys):
+            block = self._best(pool, place) if self.expandable else pool.blocks.pop(pool.keys.pop(place)[1])
+        else:
+            block = self._grow(pool, size) if self.expandable else self._new_segment(pool, size)
+        remaining = block.size - size
+        splits = remaining >= MIN_BLOCK_BYTES if is_small or self.expandable else remaining > SMALL_BYTES
+        if splits:
+            pool.add(self._cut(block, size))
+        block.free = False
+        block.requested = num_bytes
+        self.requested += num_bytes
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        if self.requested > self.peak_requested:
+            self.peak_requested = self.requested
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Give ``block`` back to its stream's pool; neighbours that are free become one with it."""
+        if block is None:
+            return
+        if block.free:
+            raise ValueError(f"the block at {block.address} was freed before")
+        pool = block.pool
+        self.allocated -= block.size
+        self.requested -= block.requested
+        block.free = True
+        self._join(block)
+        pool.add(block)
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew from what is there now."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        self.peak_requested = self.requested
+
+    def empty_cache(self) -> None:
+        """Give every whole free segment back to the device, or every whole free page of growing segments."""
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                if self.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+                    self.segments -= 1
+
+    def stats(self) -> AllocatorStats:
+        """All counters at once."""
+        return AllocatorStats(**{name: getattr(self, name) for name in AllocatorStats.__slots__})
+
+    def _take(self, num_bytes: int) -> None:
+        """Memory from the device."""
+        self.out_of_memory |= self._lacks(num_bytes)
+        self.reserved += num_bytes
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+
+    def _lacks(self, num_bytes: int) -> bool:
+        return self.limit_bytes is not None and self.reserved + num_bytes > self.limit_bytes
+
+    def _release(self) -> None:
+        self.retries += 1
+        self.empty_cache()
+
+    def _new_segment(self, pool: _Pool, size: int) -> Block:
+        if pool.is_small:
+            whole = SMALL_SEGMENT_BYTES
+        elif size < MIN_LARGE_BYTES:
+            whole = LARGE_SEGMENT_BYTES
+        else:
+            whole = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        if self._lacks(whole):
+            self._release()
+        self._take(whole)
+        block = Block(pool, self._end, whole)
+        self._end += whole
+        self.segments += 1
+        return block
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Shorten ``block`` to ``size``; returns the rest, which stands behind it."""
+        rest = Block(block.pool, block.address + size, block.size - size)
+        rest.mapped = block.mapped
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after = rest
+        block.size = size
+        return rest
+
+    def _join(self, block: Block) -> None:
+        """Take in free neighbours, and out of the pool."""
+        before, after = block.before, block.after
+        if before is not None and before.free and before.mapped:
+            block.pool.remove(before)
+            block.address, block.size = before.address, block.size + before.size
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.free and after.mapped:
+            block.pool.remove(after)
+            block.size += after.size
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+
+    # growing segments
+
+    def _best(self, pool: _Pool, place: int) -> Block:
+        """Best fit, where a block counts with the unmapped addresses behind it."""
+
+        def reach(index: int) -> int:
+            block = pool.blocks[pool.keys[index][1]]
+            after = block.after
+            return block.size + (after.size if after is not None and not after.mapped else 0)
+
+        while place + 1 < len(pool.keys) and reach(place + 1) < reach(place):
+            place += 1
+        return pool.blocks.pop(pool.keys.pop(place)[1])
+
+    def _grow(self, pool: _Pool, size: int) -> Block:
+        """Map pages behind a free block, or in a hole, or at the segment's end."""
+        page = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
+        hole, pages = self._hole(pool, size, page)
+        if self._lacks(pages):
+            self._release()
+            hole, pages = self._hole(pool, size, page)
+        self._take(pages)
+        place = pool.unmapped.index(hole)
+        if hole.size > pages:
+            pool.unmapped[place] = self._cut(hole, pages)
+        else:
+            del pool.unmapped[place]
+        hole.mapped = True
+        self._join(hole)
+        return hole
+
+    def _hole(self, pool: _Pool, size: int, page: int) -> tuple[Block, int]:
+        """The first hole that, with the free block before it, holds ``size``; and the bytes of pages it lacks."""
+        for hole in pool.unmapped:
+            before = hole.before
+            head = before.size if before is not None and before.free else 0
+            if head + hole.size >= size:
+                return hole, -(-(size - head) // page) * page
+        tail = Block(pool, self._end, _ENDLESS)  # addresses cost nothing: the segment can always grow
+        self._end += _ENDLESS
+        tail.mapped = False
+        pool.unmapped.append(tail)
+        self.segments += 1
+        return tail, -(-size // page) * page
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole pages inside a free block; they become a hole."""
+        pool = block.pool
+        page = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
+        first = -(-block.address // page) * page  # segments begin at multiples of every page
+        last = (block.address + block.size) // page * page
+        if last <= first:
+            return
+        pool.remove(block)
+        if first > block.address:
+            inner = self._cut(block, first - block.address)
+            pool.add(block)
+            block = inner
+        if last < block.address + block.size:
+            pool.add(self._cut(block, last - block.address))
+        self.reserved -= block.size
+        block.mapped = False
+        after, before = block.after, block.before
+        if after is not None and not after.mapped:
+            pool.unmapped.remove(after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after is not None:
+                block.after.before = block
+        if before is not None and not before.mapped:
+            before.size, before.after = before.size + block.size, block.after
+            if block.after is not None:
+                block.after.before = before
+        else:
+            pool.unmapped.append(block)
+            pool.unmapped.sort(key=lambda hole: hole.address)

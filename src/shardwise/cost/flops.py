@@ -1,0 +1,82 @@
+"""Floating-point operations of a step, and the utilisation figures made from them.
+
+Two conventions, because published numbers use both. `palm_flops` is the numerator of MFU in the PaLM paper
+(arXiv 2204.02311, appendix B): 6 for each parameter and token, plus 12 · layers · hidden · length for the whole
+attention square, causal or not. `hardware_flops` is what is really executed: a causal attention's half, frozen weights
+without a weight gradient, recompute included (HFU).
+"""
+
+from __future__ import annotations
+
+from shardwise.plan.plan import Recompute
+from shardwise.spec.hardware import GpuSpec
+from shardwise.spec.profile import ModelProfile, Op, Unit
+
+PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+
+
+def attention_square_flops(op: Op) -> float:
+    """Forward FLOPs of an attention op on one sample with the whole square counted: 4 · rows² · heads · head dim."""
+    return 4.0 * op.m * op.m * op.heads * op.head_dim
+
+
+def palm_flops(profile: ModelProfile, samples: float = 1.0) -> float:
+    """FLOPs of one step over ``samples`` in the PaLM convention.
+
+    A model whose samples are no sequences has no such convention; three times its forward is taken.
+    """
+    if profile.seq_len is None:
+        return 3.0 * profile.flops * samples
+    square = sum(
+        attention_square_flops(op) * unit.count for unit in profile.units for op in unit.ops if op.kind == "attention"
+    )
+    return samples * (6.0 * profile.num_parameters * profile.seq_len + 3.0 * square)
+
+
+def hardware_flops(profile: ModelProfile, recompute: Recompute, samples: float = 1.0) -> float:
+    """FLOPs that the devices execute together in one step over ``samples``, recompute included."""
+    return samples * sum(_unit_flops(unit, recompute) * unit.count for unit in profile.units)
+
+
+def _unit_flops(unit: Unit, recompute: Recompute) -> float:
+    again = recomputed(unit, recompute)
+    total = 0.0
+    for op, twice in zip(unit.ops, again, strict=True):
+        backward = op.flops * (2.0 if op.weight or op.kind == "attention" else 1.0)
+        total += op.flops * (1.0 + twice) + backward
+    return total
+
+
+def recomputed(unit: Unit, recompute: Recompute) -> tuple[bool, ...]:
+    """For each op of ``unit`` whether ``recompute`` executes it a second time. Only repeated blocks are recomputed.
+
+    PyTorch's checkpoint stops once everything that backward needs is there again: a block's last product needs only
+    its input, so neither it nor what follows it is executed (``set_checkpoint_early_stop``, on by default).
+    """
+    if unit.kind != "block" or recompute == "none":
+        return (False,) * len(unit.ops)
+    end = max(
+        (i for i, op in enumerate(unit.ops) if op.kind in ("matmul", "conv") and op.weight), default=len(unit.ops)
+    )
+    return tuple(i < end and (recompute == "full" or not op.kept_by_selective) for i, op in enumerate(unit.ops))
+
+
+def mfu(profile: ModelProfile, gpu: GpuSpec | None, precision: str, samples_per_s_per_device: float) -> float | None:
+    """Model FLOPs utilisation by `palm_flops`; ``None`` where the peak is not known.
+
+    fp8 is held against the bf16 peak, as its publishers mostly do: the figure can exceed what bf16 reaches.
+    """
+    peak = gpu.peak_flops.get(PEAK_OF.get(precision, precision)) if gpu is not None else None
+    return None if not peak else palm_flops(profile) * samples_per_s_per_device / peak
+
+
+def hfu(
+    profile: ModelProfile,
+    gpu: GpuSpec | None,
+    precision: str,
+    samples_per_s_per_device: float,
+    recompute: Recompute = "none",
+) -> float | None:
+    """Hardware FLOPs utilisation by `hardware_flops`; ``None`` where the peak is not known."""
+    peak = gpu.peak_flops.get(PEAK_OF.get(precision, precision)) if gpu is not None else None
+    return None if not peak else hardware_flops(profile, recompute) * samples_per_s_per_device / peak

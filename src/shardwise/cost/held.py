@@ -1,0 +1,308 @@
+"""What one rank holds at rest: its pipeline stage, its part of each weight, gradients and optimizer state. Exact.
+
+FSDP2 cuts dim 0 into chunks of ``ceil(rows / ranks)`` and pads what it sends to equal chunks; the first rank is the
+fullest. ``zero1`` deals out whole parameters, the largest first, to the rank with the least so far. Tensor parallel
+cuts ``Weight.tp_dim`` first, into chunks of ``ceil(size / tp)``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.cost.pipeline import blocks_per_stage, in_flight
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy, parse_strategy
+from shardwise.spec.profile import ModelProfile, Unit, Weight
+from shardwise.spec.workload import Workload
+
+FP32 = 4
+STATE_ITEMSIZE = FP32  # step counters, and what is factored or quantised is scaled in fp32
+QUANTISED_BLOCK = 256  # elements that share an fp32 scale in 8-bit Adam (Dettmers 2021, arXiv 2110.02861; bitsandbytes)
+QUANTISED_FROM = 4096  # tensors with fewer elements keep fp32 state (bitsandbytes: min_8bit_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The plain numbers of a plan that decide what a rank holds. Hashable and cheap, unlike the plan.
+
+    Ranks of one context-parallel group hold equal weights and different gradients, so state is cut over them, too:
+    ``replicas`` ranks reduce gradients together, FSDP2 cuts over ``shard_ranks`` of them.
+    """
+
+    strategy: Strategy
+    replicas: int
+    shard_ranks: int
+    tp: int
+    pp: int
+    cp: int
+    width: int  # bytes of an element in forward and backward
+    is_cuda: bool
+
+    @property
+    def shards(self) -> bool:
+        """Parameters are cut over ``dp_shard`` ranks by FSDP2."""
+        return self.strategy.shards_parameters
+
+    @property
+    def autocasts(self) -> bool:
+        """Whole fp32 weights are copied to the narrow type as they are used."""
+        return not self.shards and self.width < 4
+
+    @property
+    def offloads(self) -> bool:
+        """Parameters, gradients and optimizer state rest in host memory (a CPU's own memory is the host's)."""
+        return (self.strategy.offload or self.strategy.nvme) and self.is_cuda
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``count`` equal units, one after the other, on one stage. A block is a sharding unit of its own."""
+
+    unit: Unit
+    count: int
+
+    @property
+    def is_block(self) -> bool:
+        """Sharded, and recomputed, on its own; everything else belongs to the root."""
+        return self.unit.kind == "block"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWeights:
+    """Bytes of one unit's weights on one rank.
+
+    ``gathered`` are the whole weights in the compute type, one size for each tensor; ``reduce_in`` the padded fp32
+    gradient that is reduced, ``reduce_out`` this rank's part of it; ``copies`` autocast's narrow weights.
+    """
+
+    parameters: int
+    gradients: int
+    trained: int  # elements at rest of the trained weights
+    whole: int  # as they are made, before they are cut
+    gathered: tuple[int, ...]
+    sent: int
+    shard_sent: int
+    whole_gradients: int  # in the type that backward makes them in
+    waiting: int  # whole fp32 gradients that wait for the last micro batch
+    reduce_in: int
+    reduce_out: int
+    copies: int
+    widened: int  # the largest weight that is stored narrower than it is computed with
+
+
+def layout_of(plan: Plan) -> Layout:
+    """The numbers of ``plan`` that decide what a rank holds."""
+    dims = plan.dims
+    return Layout(
+        strategy=_strategy(plan.strategy),
+        replicas=dims.dp_replicate * dims.dp_shard * dims.cp,
+        shard_ranks=dims.dp_shard * dims.cp,
+        tp=dims.tp,
+        pp=dims.pp,
+        cp=dims.cp,
+        width=4 if plan.precision == "fp32" else 2,
+        is_cuda=plan.device == "cuda",
+    )
+
+
+@lru_cache(maxsize=4096)
+def _strategy(text: str) -> Strategy:
+    return parse_strategy(text)
+
+
+def stage_pieces(profile: ModelProfile, stages: int, stage: int) -> tuple[Piece, ...]:
+    """The units of one pipeline stage. What stands before the first block is the first stage's, the rest the last's.
+
+    A tied weight is on both of the stages that use it.
+    """
+    if stages == 1:
+        return tuple(Piece(unit, unit.count) for unit in profile.units)
+    counts = blocks_per_stage(profile.num_blocks, stages)
+    first, last = sum(counts[:stage]), sum(counts[: stage + 1])
+    pieces: list[Piece] = []
+    seen = 0
+    for unit in profile.units:
+        if unit.kind == "block":
+            here = min(last, seen + unit.count) - max(first, seen)
+            pieces += [Piece(unit, here)] if here > 0 else []
+            seen += unit.count
+        elif stage == (0 if seen == 0 else stages - 1):
+            pieces.append(Piece(unit, unit.count))
+    if stage == stages - 1:
+        pieces += [Piece(unit, unit.count) for unit in _tied_copies(profile)]
+    return tuple(pieces)
+
+
+def _tied_copies(profile: ModelProfile) -> list[Unit]:
+    """Units that hold the second copy of each weight that the first and the last stage share."""
+    kept = {name.rpartition(".")[2] for name, _ in profile.tied} | {name for name, _ in profile.tied}
+    found = []
+    for unit in profile.units:
+        if unit.kind == "block":
+            break
+        shared = tuple(w for w in unit.weights if w.name in kept or f"{unit.name}.{w.name}" in kept)
+        if shared:
+            found.append(Unit(f"{unit.name} (tied)", "other", shared, (), 0))
+    return found
+
+
+def heavy_stages(layout: Layout, blocks: int) -> tuple[int, ...]:
+    """Stages that can be the fullest: the first (most micro batches in flight), the last (head and loss), and the
+    second, where it has more blocks than the first.
+    """
+    if layout.pp == 1:
+        return (0,)
+    counts = blocks_per_stage(blocks, layout.pp)
+    second = (1,) if layout.pp > 2 and counts[1] > counts[0] else ()
+    return (0, *second, layout.pp - 1)
+
+
+def micro_batches_held(layout: Layout, stage: int, grad_accum: int) -> int:
+    """Micro batches whose activations 1F1B holds on ``stage`` at the fullest moment."""
+    return math.ceil(in_flight(stage, layout.pp, grad_accum)) if layout.pp > 1 else 1
+
+
+def unit_weights(unit: Unit, layout: Layout) -> UnitWeights:
+    """Bytes of one of ``unit`` on the fullest rank; cached by the unit's identity."""
+    return _unit_weights(Same(unit), layout.shard_ranks if layout.shards else 1, layout.tp, layout.width, layout.shards)
+
+
+class Same:
+    """A unit that is equal only to itself: hashing its contents would cost more than what is cached."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.unit is other.unit
+
+    def __hash__(self) -> int:
+        return id(self.unit)
+
+
+@lru_cache(maxsize=4096)
+def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool) -> UnitWeights:
+    weights = same.unit.weights
+    shapes = [tp_shape(weight, tp) for weight in weights]
+    local = [math.prod(shape) for shape in shapes]
+    at_rest = [rest_elements(shape, ranks) for shape in shapes]
+    both = [(w, n, rest, rest * ranks) for w, n, rest in zip(weights, local, at_rest, strict=True)]
+    trained = [row for row in both if row[0].trainable]
+    sent = [math.ceil(padded * min(w.itemsize, wide)) for w, _, _, padded in both]
+    cast = not shards and wide < FP32 and same.unit.kind != "embedding"
+    return UnitWeights(
+        parameters=sum(math.ceil(rest * w.itemsize) for w, _, rest, _ in both),
+        gradients=sum(math.ceil(rest * max(w.itemsize, wide)) for w, _, rest, _ in trained),
+        trained=sum(rest for _, _, rest, _ in trained),
+        whole=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
+        gathered=_merged(sent),
+        sent=sum(sent),
+        shard_sent=sum(sent) // ranks,
+        whole_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in trained),
+        waiting=sum(n * FP32 for _, n, _, _ in trained),
+        reduce_in=sum(padded * FP32 for _, _, _, padded in trained),
+        reduce_out=sum(rest * FP32 for _, _, rest, _ in trained),
+        copies=sum(n * wide for w, n, _, _ in both if cast and len(w.shape) > 1 and w.itemsize > wide),
+        widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
+    )
+
+
+def _merged(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes, with those below 1 MiB added up: they share segments."""
+    values = list(sizes)
+    large = [size for size in values if size >= 1 << 20]
+    small = sum(size for size in values if size < 1 << 20)
+    return tuple([*large, small] if small else large)
+
+
+def tp_shape(weight: Weight, tp: int) -> tuple[int, ...]:
+    """Shape of ``weight`` on the fullest rank of a tensor-parallel group."""
+    if tp == 1 or weight.tp_dim is None:
+        return weight.shape
+    dim = weight.tp_dim
+    return (*weight.shape[:dim], math.ceil(weight.shape[dim] / tp), *weight.shape[dim + 1 :])
+
+
+def rest_elements(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a tensor on the fullest of ``ranks`` ranks: FSDP2's first chunk of dim 0."""
+    if ranks == 1 or not shape or not shape[0]:
+        return math.prod(shape)
+    return math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+
+
+def optimizer_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int | None:
+    """Optimizer state of the fullest rank of a stage; ``None`` where the optimizer is not known.
+
+    AdamW: two tensors of the weight's size and a step counter. 8-bit AdamW: two bytes and two scales a block of 256,
+    its lookup tables not counted. SGD: its momentum. Adafactor: one row and one column for a matrix, the whole for a
+    vector (Shazeer 2018, arXiv 1804.04235).
+    """
+    if workload.optimizer is None and workload.optimizer_states is None:
+        return None
+    if layout.strategy.base == "zero1" and layout.replicas > 1:
+        return _fullest_share(pieces, layout, workload)
+    ranks = layout.shard_ranks if layout.shards else 1
+    return sum(
+        piece.count * _state_bytes(_rest_shape(tp_shape(w, layout.tp), ranks), workload)
+        for piece in pieces
+        for w in piece.unit.weights
+        if w.trainable
+    )
+
+
+def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int | None:
+    """An even share of a stage's optimizer state under ``zero1``: no more than the fullest rank's, found sooner."""
+    if workload.optimizer is None and workload.optimizer_states is None:
+        return None
+    whole = sum(
+        p.count * _state_bytes(tp_shape(w, layout.tp), workload) for p in pieces for w in p.unit.weights if w.trainable
+    )
+    return whole // layout.replicas
+
+
+def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    return shape if ranks == 1 or not shape else (math.ceil(shape[0] / ranks), *shape[1:])
+
+
+def _fullest_share(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int:
+    """ZeroRedundancyOptimizer's partition, as `cost.memory.zero1_shares`, kept as sums on a heap."""
+    shapes = [
+        tp_shape(w, layout.tp)
+        for piece in pieces
+        for _ in range(piece.count)
+        for w in piece.unit.weights
+        if w.trainable
+    ]
+    loads = [(0, rank) for rank in range(layout.replicas)]
+    states = [0] * layout.replicas
+    for shape in sorted(shapes, key=math.prod, reverse=True):
+        load, rank = heapq.heappop(loads)
+        heapq.heappush(loads, (load + math.prod(shape), rank))
+        states[rank] += _state_bytes(shape, workload)
+    return max(states)
+
+
+@lru_cache(maxsize=4096)
+def _counts(optimizer: str | None, states: int | None, scalars: int) -> tuple[int, int]:
+    """Tensors of the weight's shape and 0-d ones."""
+    if optimizer == "sgd":
+        return (1 if states is None or states > 1 else states), 0
+    return (2 if states is None else states), scalars
+
+
+def _state_bytes(shape: tuple[int, ...], workload: Workload) -> int:
+    elements = math.prod(shape)
+    states, scalars = _counts(workload.optimizer, workload.optimizer_states, workload.scalar_states)
+    fixed = scalars * STATE_ITEMSIZE
+    if workload.optimizer == "adafactor":
+        held = math.prod(shape[:-1]) + elements // max(1, shape[-2]) if len(shape) > 1 else elements
+        return held * STATE_ITEMSIZE + fixed
+    if workload.optimizer == "adamw8bit" and elements >= QUANTISED_FROM:
+        return states * (elements + math.ceil(elements / QUANTISED_BLOCK) * STATE_ITEMSIZE) + fixed
+    return states * elements * STATE_ITEMSIZE + fixed

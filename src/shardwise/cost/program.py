@@ -1,0 +1,492 @@
+"""Two steps of one rank as a list of allocations and frees, with stream and category: what the allocator would see.
+
+The order is that of this package's own program: FSDP2 on each block and on the rest (root), DDP with gradients in its
+buckets, autocast for whole weights, one loss over fp32 logits. Of a long row of equal blocks the first two and the
+last two are written op by op, those between as one, so that the length of the list does not depend on depth; live
+bytes are the same at every peak, because between them they only rise or only fall.
+
+FSDP2 (torch.distributed.fsdp, ``_fsdp_collectives.py`` of 2.13): all-gather inputs and outputs are allocated on a
+stream of their own, and an output lives until the next unit is gathered; whole weights are copied out of it on the
+default stream; reduced gradients are allocated on the reduce-scatter stream, whose fp32 input, on the default stream,
+lives until the next unit's. What one stream has freed, another cannot use.
+
+Left out: buffers of the model, inputs and labels, workspaces of matrix libraries, and what the user's loop keeps alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.cost.activations import OpBytes, UnitBytes
+from shardwise.cost.estimate import CATEGORIES, PhaseName
+from shardwise.cost.held import FP32, Layout, Piece, UnitWeights
+from shardwise.plan.plan import Recompute
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARIES = range(len(CATEGORIES))
+COMPUTE, GATHER, REDUCE = range(3)  # streams
+WRITTEN = 4  # blocks of a row that are written op by op
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """How a step is computed, whatever the rank.
+
+    Under ``gradients_wait`` only the last micro batch reduces sharded gradients (``set_requires_gradient_sync``), and
+    whole fp32 ones wait until then; otherwise shards add up. Whole gradients wait beside DDP's buckets (``no_sync``),
+    unless ``buckets_add``. ``fused_loss`` is one kernel that reads narrow logits and writes their gradient in their
+    place. ``written`` blocks of a row are written op by op.
+    """
+
+    grad_accum: int = 1
+    recompute: Recompute = "none"
+    gradients_wait: bool = True
+    buckets_add: bool = False
+    fused_loss: bool = False
+    written: int = WRITTEN
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All that one rank's allocations depend on. ``held`` micro batches are in flight before the first backward."""
+
+    pieces: tuple[Piece, ...]
+    weights: tuple[UnitWeights, ...]
+    bytes: tuple[UnitBytes, ...]
+    layout: Layout
+    program: Program
+    micro: int
+    held: int
+    optimizer: int
+    temporaries: int
+
+    @property
+    def waits(self) -> bool:
+        """Sharded gradients wait whole for the last micro batch; a pipeline's always do, as
+        ``torch.distributed.pipelining`` holds their reduction back.
+        """
+        return self.program.gradients_wait or self.layout.pp > 1
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Blocks keep their whole weights from forward to backward: zero2, and pipelines (micro batches share them)."""
+        return not self.layout.strategy.reshards_after_forward or self.layout.pp > 1
+
+    @property
+    def has_buckets(self) -> bool:
+        """DDP's buckets are the gradients, and stay."""
+        return not self.layout.shards and self.layout.replicas > 1
+
+
+class Tape:
+    """Allocations and frees in order. ``events`` holds (bytes, category, stream), or (-1 - handle, 0, 0) for a free."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int, int]] = []
+        self.phases: list[tuple[int, PhaseName]] = []
+        self.count = 0
+
+    def alloc(self, num_bytes: float, category: int, stream: int = COMPUTE) -> int:
+        """Returns the handle; -1 for nothing."""
+        size = int(num_bytes)
+        if size <= 0:
+            return -1
+        self.events.append((size, category, stream))
+        self.count += 1
+        return self.count - 1
+
+    def free(self, *handles: int) -> None:
+        """Free each; -1 is ignored."""
+        self.events += [(-1 - handle, 0, 0) for handle in handles if handle >= 0]
+
+    def phase(self, name: PhaseName) -> None:
+        """What follows belongs to ``name``."""
+        self.phases.append((len(self.events), name))
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A piece in execution: ``number`` of its units at once, and what it left for backward."""
+
+    piece: int
+    number: int
+    saved: list[list[int]]
+    gathered: list[int]
+    copies: int = -1
+
+
+def write_program(setting: Setting) -> Tape:
+    """Load, two whole steps, and the end of the second: phases ``load``, ``first_step``, ``forward``, … ``save``."""
+    writer = _Writer(setting)
+    writer.tape.phase("load")
+    writer.load()
+    for first in (True, False):
+        if first:
+            writer.tape.phase("first_step")
+        writer.step(first=first)
+    writer.tape.phase("save")
+    return writer.tape
+
+
+class _Writer:
+    """Keeps the handles of what lives while the program is written."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.s = setting
+        self.tape = Tape()
+        self.visits = list(_visits(setting))
+        self.root = [i for i, piece in enumerate(setting.pieces) if not piece.is_block]
+        self.root_gathered: list[int] = []
+        self.root_gradients: list[int] = []
+        self.gradients: list[int] = []
+        self.waiting: dict[tuple[int, int], int] = {}
+        self.last_gather = -1
+        self.last_reduce = -1
+        self.fetched: list[int] = []
+        self.late: list[int] = []
+        self.log_probabilities = -1
+        self.adds = self.reduces = False
+
+    def load(self) -> None:
+        """Units take real memory one after the other; a sharded one is cut at once. The root comes last, as a whole."""
+        tape, layout, s = self.tape, self.s.layout, self.s
+        blocks = [([v.piece], v.number) for v in self.visits if s.pieces[v.piece].is_block]
+        for group, number in [*blocks, (self.root, 1)]:
+            weights = [s.weights[i] for i in group]
+            whole = tape.alloc(sum(w.whole for w in weights), BUFFERS) if layout.shards else -1
+            if not layout.offloads:
+                for unit in weights:
+                    tape.alloc(unit.parameters * number, PARAMETERS)
+            tape.free(whole)
+        if s.has_buckets:
+            pairs = zip(s.weights, s.pieces, strict=True)
+            tape.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
+
+    def step(self, *, first: bool) -> None:
+        """Micro batches, the optimizer, and the gradients' end."""
+        s, tape = self.s, self.tape
+        crowd = -1
+        for index in range(min(s.program.grad_accum, 2)):
+            if not first and index == 0:
+                tape.phase("forward")
+            if index == 0 and s.held > 1:
+                crowd = tape.alloc(self._kept() * (s.held - 1), ACTIVATIONS)
+            self.forward()
+            if not first:
+                tape.phase("backward")
+            last = index == min(s.program.grad_accum, 2) - 1
+            always = s.layout.shards and not s.waits
+            self.backward(last=last or always, again=index > 0 and always)
+            if index or s.program.grad_accum <= s.held:  # a longer pipeline is full again while gradients wait
+                tape.free(crowd)
+                crowd = -1
+            if not first and index == 0 and s.program.grad_accum > 1:
+                tape.phase("forward")
+        if not first:
+            tape.phase("optimizer")
+        if not s.layout.offloads:
+            if first:
+                tape.alloc(s.optimizer, OPTIMIZER)
+            tape.free(tape.alloc(s.temporaries, TEMPORARIES))
+        tape.free(*self.gradients)
+        self.gradients = []
+        self.waiting = {}
+
+    def _kept(self) -> float:
+        """Bytes that one micro batch keeps on this stage."""
+        rows = zip(self.s.bytes, self.s.weights, self.s.pieces, strict=True)
+        copies = self.s.layout.autocasts and self.s.program.recompute == "none"
+        return sum(p.count * (b.kept * self.s.micro + (w.copies if copies else 0)) for b, w, p in rows)
+
+    # forward
+
+    def forward(self) -> None:
+        """One micro batch up to its logits."""
+        tape = self.tape
+        if self.s.layout.shards and not self.root_gathered:
+            self.root_gathered = self._gather(self.root, ahead=True)
+        for visit in self.visits:
+            is_block = self.s.pieces[visit.piece].is_block
+            if self.s.layout.shards and is_block and not visit.gathered:
+                visit.gathered = self._gather([visit.piece], ahead=True, number=visit.number)
+            visit.saved = self._forward_unit(visit)
+            if is_block and not self.s.stays_gathered:
+                tape.free(*visit.gathered)
+                visit.gathered = []
+        tape.free(self.last_gather, *self.late)
+        self.last_gather, self.late = -1, []
+        self._loss()
+
+    def _copies(self, visit: _Visit, number: int) -> None:
+        """Autocast's narrow weights: kept by backward, or under recompute by autocast's cache until forward ends."""
+        if not self.s.layout.autocasts:
+            return
+        handle = self.tape.alloc(self.s.weights[visit.piece].copies * number, BUFFERS)
+        if self._mode(visit) == "none":
+            visit.copies = handle
+        else:
+            self.late.append(handle)
+
+    def _mode(self, visit: _Visit) -> Recompute:
+        return self.s.program.recompute if self.s.pieces[visit.piece].is_block else "none"
+
+    def _forward_unit(self, visit: _Visit) -> list[list[int]]:
+        tape, unit, micro, number = self.tape, self.s.bytes[visit.piece], self.s.micro, visit.number
+        if self._mode(visit) != "none":
+            kept = []
+            for _ in range(number):  # one by one: what is freed between them leaves holes
+                self._copies(visit, 1)
+                kept.append(tape.alloc(unit.kept * micro, ACTIVATIONS))
+            if number == 1:
+                self._pass(unit)
+            return [kept]
+        self._copies(visit, number)
+        if number > 1:
+            return [[tape.alloc(op.saved * micro * number, ACTIVATIONS)] for op in unit.ops]
+        saved, unpacked = [], tape.alloc(self.s.weights[visit.piece].widened, BUFFERS)
+        for op in unit.ops:
+            moment = tape.alloc(op.temporary * micro, ACTIVATIONS)
+            saved.append([tape.alloc(op.saved * micro, ACTIVATIONS)])
+            tape.free(moment)
+        tape.free(unpacked)
+        return saved
+
+    def _pass(self, unit: UnitBytes) -> None:
+        """Ops whose results nobody keeps: each lives until the next has run."""
+        before = -1
+        for op in unit.ops:
+            moment = self.tape.alloc(op.temporary * self.s.micro, ACTIVATIONS)
+            here = self.tape.alloc(op.saved * self.s.micro, ACTIVATIONS)
+            self.tape.free(moment, before)
+            before = here
+        self.tape.free(before)
+
+    def _loss(self) -> None:
+        """Narrow logits, their fp32 copy, log-probabilities; then the gradients of both in backward."""
+        tape, elements = self.tape, max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro
+        narrow = tape.alloc(elements * self.s.layout.width, LOGITS)
+        if self.s.program.fused_loss:
+            self.log_probabilities = narrow
+            return
+        wide = tape.alloc(elements * FP32, LOGITS) if self.s.layout.width < FP32 else narrow
+        if wide != narrow:
+            tape.free(narrow)
+        self.log_probabilities = tape.alloc(elements * FP32, LOGITS)
+        tape.free(wide)
+
+    # backward
+
+    def backward(self, *, last: bool, again: bool = False) -> None:
+        """One micro batch back to its inputs; ``last`` reduces gradients, ``again`` adds them to those of before."""
+        tape, s = self.tape, self.s
+        self.adds, self.reduces = again, last
+        incoming = self._loss_gradient()
+        for position in range(len(self.visits) - 1, -1, -1):
+            visit = self.visits[position]
+            is_block = s.pieces[visit.piece].is_block
+            if s.layout.shards and is_block and not visit.gathered:
+                visit.gathered = self._take_fetched(visit)
+                self._prefetch(position)
+            incoming, whole = self._backward_unit(visit, incoming)
+            if not s.layout.shards:
+                continue
+            if is_block:
+                self._finish(visit, whole, last=last)
+            else:
+                self.root_gradients += whole
+        tape.free(incoming)
+        if s.layout.shards:
+            self._finish_root(last=last)
+
+    def _loss_gradient(self) -> int:
+        """The gradient of the logits, at compute width."""
+        tape, s = self.tape, self.s
+        if s.program.fused_loss:
+            return self.log_probabilities
+        elements = max((b.logits for b in s.bytes), default=0.0) * s.micro
+        copies = max((b.loss_copies for b in s.bytes), default=0)
+        outer = [tape.alloc(elements * FP32, LOGITS) for _ in range(copies - 2)]
+        inner = tape.alloc(elements * FP32, LOGITS)
+        tape.free(self.log_probabilities, *outer)
+        if s.layout.width == FP32:
+            return inner
+        incoming = tape.alloc(elements * s.layout.width, LOGITS)
+        tape.free(inner)
+        return incoming
+
+    def _backward_unit(self, visit: _Visit, incoming: int) -> tuple[int, list[int]]:
+        """Returns the handle of the gradient that goes on, and those of whole weight gradients."""
+        tape, s, unit, weights = self.tape, self.s, self.s.bytes[visit.piece], self.s.weights[visit.piece]
+        mode, whole = self._mode(visit), []
+        if visit.number > 1:
+            tape.free(*(handle for group in visit.saved for handle in group), visit.copies)
+            visit.copies = -1
+            if not s.layout.shards:
+                self._own_gradients(visit)
+            return incoming, []
+        again: list[int] = []
+        if mode != "none":
+            tape.free(visit.copies)
+            visit.copies = tape.alloc(weights.copies, BUFFERS) if s.layout.autocasts else -1
+            again = self._remake(unit)
+        done, unpacked = 0, tape.alloc(weights.widened, BUFFERS)
+        for index in range(len(unit.ops) - 1, -1, -1):
+            op = unit.ops[index]
+            moment = tape.alloc(op.temporary * s.micro, ACTIVATIONS)
+            outgoing = tape.alloc(max(op.gradient_in, 0) * s.micro, ACTIVATIONS)
+            gradient = int(op.weight_gradient) * s.layout.width
+            whole += self._weight_gradient(gradient, op)
+            done += gradient
+            tape.free(moment)
+            if outgoing >= 0:
+                tape.free(incoming)
+                incoming = outgoing
+            tape.free(*(visit.saved[index] if mode == "none" else [again[index]]))
+        if mode != "none":
+            tape.free(*visit.saved[0])
+        total = weights.whole_gradients
+        if s.layout.shards and total > done:
+            whole.append(tape.alloc(total - done, BUFFERS))
+        elif not s.layout.shards:
+            self._own_gradients(visit)
+        tape.free(visit.copies, unpacked)
+        visit.copies = -1
+        return incoming, whole
+
+    def _remake(self, unit: UnitBytes) -> list[int]:
+        """What recompute makes again, one handle for each op."""
+        share = unit.again / max(1.0, sum(op.saved for op in unit.ops))
+        handles = []
+        for op in unit.ops:
+            moment = self.tape.alloc(op.temporary * self.s.micro, ACTIVATIONS)
+            handles.append(self.tape.alloc(op.saved * share * self.s.micro, ACTIVATIONS))
+            self.tape.free(moment)
+        return handles
+
+    def _weight_gradient(self, gradient: int, op: OpBytes) -> list[int]:
+        """FSDP2 keeps it until the unit is done. Whole weights get an fp32 copy, which goes into its bucket."""
+        if self.s.layout.shards:
+            return [self.tape.alloc(gradient, BUFFERS)]
+        narrow = self.tape.alloc(gradient, BUFFERS)
+        if self.s.layout.width < FP32:
+            self.tape.free(self.tape.alloc(op.weight_gradient * FP32, BUFFERS))
+        self.tape.free(narrow)
+        return []
+
+    def _own_gradients(self, visit: _Visit) -> None:
+        """Whole gradients outside DDP's buckets: all of them where there is no DDP, until the step's end; with it those
+        of micro batches that do not reduce (``no_sync``), until the last one puts them into the buckets.
+        """
+        key = (visit.piece, id(visit))
+        if self.s.has_buckets and self.s.program.buckets_add:
+            return
+        if self.s.has_buckets and self.reduces:
+            self.tape.free(self.waiting.pop(key, -1))
+        elif key not in self.waiting:
+            total = self.s.weights[visit.piece].gradients * visit.number
+            self.waiting[key] = self.tape.alloc(total, BUFFERS if self.s.has_buckets else GRADIENTS)
+            self.gradients += [] if self.s.has_buckets else [self.waiting[key]]
+
+    # FSDP2
+
+    def _gather(self, group: list[int], *, ahead: bool, number: int = 1) -> list[int]:
+        """Whole weights on the default stream; ``ahead`` keeps the all-gather's output until the next."""
+        tape = self.tape
+        if number == 1:
+            output = self._send(group)
+            if ahead:
+                tape.free(self.last_gather)
+                self.last_gather = output
+            else:
+                tape.free(output)
+        elif not self.s.stays_gathered:
+            return []
+        return [tape.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
+
+    def _send(self, group: list[int]) -> int:
+        """The all-gather's input and output on its stream; the input goes at once."""
+        tape, layout = self.tape, self.s.layout
+        if layout.shard_ranks == 1:
+            return -1
+        weights = [self.s.weights[i] for i in group]
+        moved = [tape.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
+        narrow = tape.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
+        output = tape.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
+        tape.free(narrow, *moved)
+        return output
+
+    def _take_fetched(self, visit: _Visit) -> list[int]:
+        if visit.number > 1:
+            return []
+        output = self.fetched.pop() if self.fetched else self._send([visit.piece])
+        gathered = [self.tape.alloc(size, BUFFERS) for size in self.s.weights[visit.piece].gathered]
+        self.tape.free(output)
+        return gathered
+
+    def _prefetch(self, position: int) -> None:
+        """The all-gather of the block that runs backward next."""
+        before = [v for v in self.visits[:position] if self.s.pieces[v.piece].is_block and v.number == 1]
+        if before and not self.fetched and not before[-1].gathered:
+            self.fetched.append(self._send([before[-1].piece]))
+
+    def _finish(self, visit: _Visit, whole: list[int], *, last: bool) -> None:
+        """After a block's backward: weights go, gradients wait in fp32 or are reduced."""
+        tape, s, weights = self.tape, self.s, self.s.weights[visit.piece]
+        if last or s.layout.pp == 1:  # FSDP2 reshards after each backward, a pipeline's stage only after the last
+            tape.free(*visit.gathered)
+            visit.gathered = []
+        key = (visit.piece, id(visit))
+        if not last:
+            self._wait(key, weights.waiting * visit.number)
+            tape.free(*whole)
+            return
+        self._reduce(weights, [*whole, self.waiting.pop(key, -1)], visit.number)
+
+    def _finish_root(self, *, last: bool) -> None:
+        tape, key = self.tape, (-1, 0)
+        weights = [self.s.weights[i] for i in self.root]
+        if last or self.s.layout.pp == 1:
+            tape.free(*self.root_gathered)
+            self.root_gathered = []
+        if not last:
+            self._wait(key, sum(w.waiting for w in weights))
+            tape.free(*self.root_gradients)
+            self.root_gradients = []
+            return
+        tape.free(self.last_reduce)
+        self.last_reduce = tape.alloc(sum(w.reduce_in for w in weights), BUFFERS)
+        tape.free(*self.root_gradients, self.waiting.pop(key, -1))
+        self.root_gradients = []
+        self._reduced(sum(w.reduce_out for w in weights))
+        tape.free(self.last_reduce)
+        self.last_reduce = -1
+
+    def _wait(self, key: tuple[int, int], size: int) -> None:
+        if key not in self.waiting:
+            self.waiting[key] = self.tape.alloc(size, BUFFERS)
+
+    def _reduce(self, weights: UnitWeights, whole: list[int], number: int) -> None:
+        tape = self.tape
+        if number == 1:
+            tape.free(self.last_reduce)
+            self.last_reduce = tape.alloc(weights.reduce_in, BUFFERS)
+        tape.free(*whole)
+        self._reduced(weights.reduce_out * number, number)
+
+    def _reduced(self, size: int, number: int = 1) -> None:
+        """This rank's part of a reduced gradient: kept, or added to what is there, or on its way to the host."""
+        if self.s.layout.offloads or self.adds:
+            self.tape.free(self.tape.alloc(size // number, BUFFERS, REDUCE))
+        else:
+            self.gradients.append(self.tape.alloc(size, GRADIENTS, REDUCE))
+
+
+def _visits(setting: Setting) -> Iterator[_Visit]:
+    """Each row of equal units as its first two, the middle as one, its last two."""
+    for i, piece in enumerate(setting.pieces):
+        short = piece.count <= setting.program.written + 1
+        edge = piece.count if short else setting.program.written // 2
+        yield from (_Visit(i, 1, [], []) for _ in range(edge))
+        if not short:
+            yield _Visit(i, piece.count - 2 * edge, [], [])
+            yield from (_Visit(i, 1, [], []) for _ in range(edge))

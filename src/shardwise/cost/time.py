@@ -1,0 +1,501 @@
+"""Seconds of one optimizer step: kernels by shape, collectives by link, overlap by simulation, pipeline by schedule.
+
+The program that is timed is the one that ``train`` runs: gradients synchronise in the last micro batch only, sharded
+units are gathered in every forward (and in every backward where they are freed in between), one unit ahead; ddp
+reduces while the last backward runs. Plans that this version does not run (tensor, pipeline and context parallel) are
+timed as their usual implementations do it: sequence parallel, 1F1B, ring attention.
+
+Left out: data loading, evaluation, checkpoints, other jobs on the network, clocks that fall with temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.cost.collectives import Calibration, CollectiveKind
+from shardwise.cost.flops import mfu
+from shardwise.cost.kernels import generation_name
+from shardwise.cost.pipeline import blocks_per_stage, pipeline_s
+from shardwise.cost.rates import IN_STEP, Machine, Rates, machine_of
+from shardwise.cost.schedule import Run, elapsed_s
+from shardwise.cost.steptime import StepTime
+from shardwise.cost.unit_time import COMPUTE_BYTES, Split, UnitTime, is_finite, unit_time
+from shardwise.errors import PlanError
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy, parse_strategy
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.workload import Workload
+
+__all__ = ["Rates", "step_time"]
+
+MASTER_BYTES = 4  # weights at rest, gradients and their reduction are fp32
+CONTENTION = 0.15  # seconds that computation grows by for each second of communication it hides; assumed, not fitted
+JITTER = 0.004  # part of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
+STEP_HOST_S = 2e-3  # host time of a step that is no unit's and that the device waits for: clip, schedule, logging
+MICRO_HOST_S = 3.5e-3  # the same of a micro batch: loader, loss; fitted on vTrain's rows (Megatron-DeepSpeed)
+HOST_POWER = 16.0  # how sharply the larger of device and host time wins (see `_hosted`)
+HOST_BYTES_PER_S = 60e9  # a node's memory under the CPU optimizer, all ranks together; an assumption
+ASYNC_TP_HIDES = 0.5  # part of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
+PCIE_SHARE = 0.8  # of the data sheet's rate that pinned copies reach
+# Bytes that one optimizer step moves for an element: weight read and written, gradient read, states read and written.
+OPTIMIZER_MOVES = {"adamw": 28.0, "adamw8bit": 16.0, "sgd": 20.0, "adafactor": 16.0}
+CLIP_MOVES = 4.0  # the norm of the gradients reads them once
+# Middle 80 % of measured over predicted on the published rows, by GPU generation (benchmarks/accuracy/speed.py); wider
+# where no row is.
+SPREAD = {
+    "ampere": (0.93, 1.18),
+    "hopper": (0.74, 1.30),
+    "blackwell": (0.92, 1.40),
+    "volta": (0.90, 1.25),
+    "other": (0.75, 1.35),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """Compares by identity, so that large frozen values can be keys of a cache that keeps them alive."""
+
+    value: object
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Seconds of the data-parallel collectives of one unit, and of the copies around them on the compute stream."""
+
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    copy_forward_s: float = 0.0
+    copy_backward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Seconds of one micro batch on one pipeline stage. ``sync_s`` is what the last backward takes longer."""
+
+    forward_s: float
+    backward_s: float
+    sync_s: float
+    compute_s: float
+    again_s: float
+    tp_s: float
+    cp_s: float
+    host_forward_s: float
+    host_backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What stages are made of: for each unit whether it is a block, its seconds and its traffic."""
+
+    strategy: Strategy
+    pipelined: bool
+    every: bool  # gradients are reduced after every micro batch
+    blocks: tuple[bool, ...]
+    times: tuple[UnitTime, ...]
+    traffic: tuple[_Traffic, ...]
+    contention: float
+    tp_share: float
+
+
+def step_time(
+    profile: ModelProfile,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    rates: Rates | None = None,
+    calibration: Calibration | None = None,
+    virtual_stages: int = 1,
+    async_tp: bool = False,
+    autocast: bool = False,
+) -> StepTime:
+    """Seconds of one step of ``plan`` on the slowest rank, and where they go.
+
+    ``rates`` are a probe's result and take the place of the hardware table (they must be there for a CPU);
+    ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the products beside it.
+    ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch under torch.autocast;
+    published stacks keep a narrow copy instead.
+
+    Raises:
+        PlanError: the device's speed or a link's bandwidth is not known.
+    """
+    machine = machine_of(cluster, plan.precision, rates, calibration)
+    split = Split(
+        tp=plan.dims.tp,
+        cp=plan.dims.cp,
+        micro=plan.micro_batch or 1,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        compiled=workload.compiled,
+    )
+    key = _Same(profile)
+    where = _Same(cluster)
+    strategy = parse_strategy(plan.strategy)
+    times = _unit_times(key, where, rates, calibration, split)
+    stages = _stages(
+        key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), autocast, async_tp
+    )
+    send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
+    timed = {id(s): _with_host(s, plan) if workload.framework_overhead else _alone(s) for s in stages}
+    hosted = [timed[id(stage)] for stage in stages]
+    parts = _micro_batches(plan, stages, hosted, send, virtual_stages)
+    optimizer, after, offload = _update_s(machine, profile, plan, strategy, workload, times)
+    parts["optimizer_s"], parts["offload_s"] = optimizer, offload
+    parts["exposed_dp_s"] += after
+    if workload.framework_overhead and rates is None:
+        parts["host_s"] += plan.grad_accum * MICRO_HOST_S + STEP_HOST_S
+    parts["exposed_dp_s"] += JITTER * math.log2(max(1, cluster.nodes)) * sum(parts.values())
+    total = sum(parts.values())
+    if not math.isfinite(total):
+        raise PlanError(
+            f"{plan.strategy}: the bandwidth between the devices of this cluster is not known; give its link"
+        )
+    samples = split.micro * plan.grad_accum * plan.dims.dp / plan.dims.world_size / total
+    utilisation = _mfu_of_one(key, where, plan.precision)
+    low, high = _spread(machine)
+    return StepTime(
+        step_s=total,
+        low_s=total * low,
+        high_s=total * high,
+        **parts,
+        tokens_per_s_per_device=samples * profile.seq_len if profile.seq_len else None,
+        mfu=None if utilisation is None else utilisation * samples,
+        calibrated="measured rates" if rates is not None else _calibration_text(machine),
+    )
+
+
+def _micro_batches(
+    plan: Plan, stages: Sequence[_Stage], hosted: Sequence[tuple[float, float]], send_s: float, virtual: int
+) -> dict[str, float]:
+    """Seconds of all forwards and backwards of a step by part, those of the slowest stage; the rest is the pipeline.
+
+    ``hosted`` are forward and backward of one micro batch on each stage with what waits for the host.
+    """
+    micros = plan.grad_accum
+    whole = pipeline_s([f for f, _ in hosted], [b for _, b in hosted], send_s, micros, virtual)
+    slowest = max(range(len(stages)), key=lambda i: sum(hosted[i]))
+    slow, busy = stages[slowest], micros * sum(hosted[slowest])
+    device = micros * (slow.forward_s + slow.backward_s)
+    shown = micros * (slow.compute_s + slow.again_s + slow.tp_s + slow.cp_s)
+    return {
+        "compute_s": micros * slow.compute_s,
+        "recompute_s": micros * slow.again_s,
+        "exposed_tp_s": micros * slow.tp_s,
+        "exposed_cp_s": micros * slow.cp_s,
+        "exposed_dp_s": _clean(device - shown) + max(s.sync_s for s in stages),
+        "pipeline_s": _clean(whole - busy),
+        "host_s": _clean(busy - device),
+    }
+
+
+@lru_cache(maxsize=8192)
+def _unit_times(
+    profile: _Same, cluster: _Same, rates: Rates | None, calibration: Calibration | None, split: Split
+) -> tuple[UnitTime, ...]:
+    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
+    machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
+    times = tuple(unit_time(machine, unit, split) for unit in profile.value.units)
+    if not all(is_finite(time) for time in times):
+        raise PlanError(
+            f"'{cluster.value.device_name}' in {split.precision}: a rate or a link's bandwidth is not known, so no "
+            "time can be predicted; give the link, or measure the machine"
+        )
+    return times
+
+
+@lru_cache(maxsize=32768)
+def _stages(
+    profile: _Same,
+    cluster: _Same,
+    rates: Rates | None,
+    calibration: Calibration | None,
+    split: Split,
+    strategy: str,
+    dims: ParallelDims,
+    waits: bool | None,
+    autocast: bool,
+    async_tp: bool,
+) -> tuple[_Stage, ...]:
+    """The pipeline's stages, one without a pipeline. Blocks are dealt out; what precedes them goes to the first."""
+    assert isinstance(profile.value, ModelProfile)
+    model, parsed = profile.value, parse_strategy(strategy)
+    times = _unit_times(profile, cluster, rates, calibration, split)
+    traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, autocast)
+    pieces = _Pieces(
+        strategy=parsed,
+        pipelined=dims.pp > 1,
+        every=waits is False,
+        blocks=tuple(unit.kind == "block" for unit in model.units),
+        times=times,
+        traffic=traffic,
+        contention=rates.contention if rates is not None else CONTENTION,
+        tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
+    )
+    found = [index for index, block in enumerate(pieces.blocks) if block]
+    first, last = (found[0], found[-1]) if found else (len(times), len(times))
+    before = [(model.units[i].count, i) for i in range(first)]
+    blocks = [(model.units[i].count, i) for i in range(first, min(last + 1, len(times)))]
+    after = [(model.units[i].count, i) for i in range(last + 1, len(times))]
+    if dims.pp == 1:
+        return (_stage(pieces, [*before, *blocks, *after]),)
+    counts = blocks_per_stage(model.num_blocks, dims.pp)
+    made: dict[tuple[int, bool, bool], _Stage] = {}
+    out = []
+    for stage, count in enumerate(counts):
+        key = (count, stage == 0, stage == dims.pp - 1)
+        if key not in made:
+            share = _take(blocks, sum(counts[:stage]), count)
+            made[key] = _stage(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
+        out.append(made[key])
+    return tuple(out)
+
+
+@lru_cache(maxsize=256)
+def _mfu_of_one(profile: _Same, cluster: _Same, precision: str) -> float | None:
+    """The utilisation that one sample a second on one device would be."""
+    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
+    return mfu(profile.value, cluster.value.gpu, precision, 1.0)
+
+
+def _take(blocks: Sequence[tuple[int, int]], start: int, count: int) -> list[tuple[int, int]]:
+    """``count`` blocks from position ``start`` of a list of (count, unit)."""
+    taken, position = [], 0
+    for number, unit in blocks:
+        mine = min(start + count, position + number) - max(start, position)
+        if mine > 0:
+            taken.append((mine, unit))
+        position += number
+    return taken
+
+
+def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
+    """One micro batch on the stage that holds ``units``, as (count, index)."""
+    sharded, contention = pieces.strategy.shards_parameters, pieces.contention
+    ahead: list[Run] = []
+    back: list[Run] = []
+    last: list[Run] = []
+    root_gather = root_reduce = 0.0
+    compute = again = tp = cp = host_forward = host_backward = 0.0
+    for count, index in units:
+        time, wire, block = pieces.times[index], pieces.traffic[index], pieces.blocks[index]
+        forward = time.forward_s + wire.copy_forward_s
+        backward = time.backward_s + wire.copy_backward_s
+        compute += count * (forward + backward)
+        again += count * time.again_s
+        tp_forward = pieces.tp_share * time.tp_forward_s
+        tp_backward = pieces.tp_share * (time.tp_backward_s + time.tp_again_s)
+        cp_backward = time.cp_backward_s + time.cp_again_s
+        tp += count * (tp_forward + tp_backward)
+        cp += count * (time.cp_forward_s + cp_backward)
+        host_forward += count * time.host_forward_s
+        host_backward += count * time.host_backward_s
+        gather = wire.gather_s if sharded and block else 0.0
+        reduce = wire.reduce_s if block or not sharded else 0.0
+        if sharded and not block:
+            root_gather, root_reduce = root_gather + count * wire.gather_s, root_reduce + count * wire.reduce_s
+        ahead.append(Run(count, forward + tp_forward + time.cp_forward_s, gather))
+        seconds = backward + time.again_s + tp_backward + cp_backward
+        regather = gather if pieces.strategy.reshards_after_forward else 0.0
+        back.append(Run(count, seconds, regather, reduce if pieces.every else 0.0))
+        last.append(Run(count, seconds, regather, reduce))
+    if root_gather or root_reduce:  # the root's units travel together, before the first and after the last
+        ahead.insert(0, Run(1, 0.0, root_gather))
+        last.insert(0, Run(1, 0.0, 0.0, root_reduce))
+        if pieces.every:
+            back.insert(0, last[0])
+    if pieces.strategy.base == "zero2" and pieces.pipelined:  # gathered once a step: micro batches interleave
+        sync_gather = elapsed_s(ahead, contention=contention)
+        ahead = [Run(run.count, run.compute_s) for run in ahead]
+        sync_gather -= elapsed_s(ahead)
+    else:
+        sync_gather = 0.0
+    forward_s = elapsed_s(ahead, contention=contention)
+    backward_s = elapsed_s(reversed(back), contention=contention)
+    return _Stage(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        sync_s=elapsed_s(reversed(last), contention=contention) - backward_s + sync_gather,
+        compute_s=compute,
+        again_s=again,
+        tp_s=tp,
+        cp_s=cp,
+        host_forward_s=host_forward,
+        host_backward_s=host_backward,
+    )
+
+
+def _hosted(device_s: float, host_s: float) -> float:
+    """Seconds of a piece of work that the device and the host that launches it both need, one running ahead.
+
+    Between the larger of the two and their sum: the closer to it, the more often they wait for each other.
+    """
+    if not host_s:
+        return device_s
+    return float((device_s**HOST_POWER + host_s**HOST_POWER) ** (1.0 / HOST_POWER))
+
+
+def _alone(stage: _Stage) -> tuple[float, float]:
+    """Forward and backward seconds of a micro batch on the device alone."""
+    return stage.forward_s, stage.backward_s
+
+
+def _with_host(stage: _Stage, plan: Plan) -> tuple[float, float]:
+    """Forward and backward seconds of a micro batch, the host included.
+
+    Without a pipeline the host may run ahead over a whole micro batch; with one it meets its neighbours after each. A
+    CPU is its own host and starts one operation after the other.
+    """
+    if plan.device == "cpu":
+        return stage.forward_s + stage.host_forward_s, stage.backward_s + stage.host_backward_s
+    if plan.dims.pp > 1:
+        return _hosted(stage.forward_s, stage.host_forward_s), _hosted(stage.backward_s, stage.host_backward_s)
+    device = stage.forward_s + stage.backward_s
+    whole = _hosted(device, stage.host_forward_s + stage.host_backward_s)
+    return stage.forward_s, stage.backward_s + whole - device
+
+
+def _waits(plan: Plan) -> bool | None:
+    """Whether whole gradients wait for the last of several micro batches; None where there is only one."""
+    return None if plan.grad_accum == 1 else not plan.syncs_every_micro_batch
+
+
+@lru_cache(maxsize=8192)
+def _traffics(
+    profile: _Same,
+    cluster: _Same,
+    rates: Rates | None,
+    calibration: Calibration | None,
+    split: Split,
+    base: str,
+    dims: ParallelDims,
+    accumulates: bool,
+    autocast: bool,
+) -> tuple[_Traffic, ...]:
+    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
+    machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
+    times = _unit_times(profile, cluster, rates, calibration, split)
+    return tuple(_traffic(machine, time, split, base, dims, accumulates, autocast) for time in times)
+
+
+def _traffic(
+    machine: Machine, time: UnitTime, split: Split, base: str, dims: ParallelDims, accumulates: bool, autocast: bool
+) -> _Traffic:
+    """Collectives and copies of one unit: gathered in the compute width, reduced in fp32."""
+    width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
+    inner = max(1, per_node // dims.tp)
+    narrow = width < MASTER_BYTES
+    if base in ("ddp", "zero1"):
+        ranks = dims.dp * dims.cp
+        kind: CollectiveKind = "reduce_scatter" if base == "zero1" and distributed_optimizer(dims) else "all_reduce"
+        reduce = machine.collective_s(kind, MASTER_BYTES * time.trainable, ranks, inner)
+        casts = 6.0 if narrow and autocast else 0.0
+        add = 8.0 if accumulates else 0.0
+        twice = 2.0 if split.recompute != "none" else 1.0
+        return _Traffic(
+            reduce_s=reduce,
+            copy_forward_s=machine.memory_s(casts * time.elements),
+            copy_backward_s=machine.memory_s((twice - 1.0) * casts * time.elements + (casts + add) * time.trainable),
+        )
+    ranks = dims.dp_shard * dims.cp
+    gathered = min(width * time.elements, time.at_rest_bytes)
+    gather = machine.collective_s("all_gather", gathered, ranks, inner)
+    reduce = machine.collective_s("reduce_scatter", MASTER_BYTES * time.trainable, ranks, inner)
+    if dims.dp_replicate > 1:
+        outer = max(1, per_node // (dims.tp * ranks))
+        reduce += machine.collective_s("all_reduce", MASTER_BYTES * time.trainable / ranks, dims.dp_replicate, outer)
+    copies = 2.0 * width if ranks > 1 else 0.0
+    return _Traffic(
+        gather_s=gather,
+        reduce_s=reduce,
+        copy_forward_s=machine.memory_s(copies * time.elements),
+        copy_backward_s=machine.memory_s(
+            (copies if base != "zero2" else 0.0) * time.elements + (10.0 if accumulates else 6.0) * time.trainable
+        ),
+    )
+
+
+def distributed_optimizer(dims: ParallelDims) -> bool:
+    """True where zero1 is not PyTorch's ZeroRedundancyOptimizer, which knows data parallel only.
+
+    With model-parallel axes it is taken as Megatron-LM's distributed optimizer: gradients are reduce-scattered, and
+    updated weights gathered in the compute width. ZeroRedundancyOptimizer reduces whole gradients, sends fp32 weights.
+    """
+    return dims.tp * dims.pp * dims.cp > 1
+
+
+def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
+    """Seconds of one transfer between neighbouring stages; stages are the outermost axis of the mesh."""
+    block = next((unit for unit in profile.units if unit.kind == "block"), None)
+    if block is None:
+        return 0.0
+    message = block.input_elements * (plan.micro_batch or 1) * COMPUTE_BYTES[plan.precision]
+    apart = plan.dims.world_size // plan.dims.pp
+    per_node = 1 if apart >= machine.cluster.devices_per_node else 2
+    return machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
+
+
+def _update_s(
+    machine: Machine,
+    profile: ModelProfile,
+    plan: Plan,
+    strategy: Strategy,
+    workload: Workload,
+    times: Sequence[UnitTime],
+) -> tuple[float, float, float]:
+    """Seconds of the optimizer, of sending what it has updated (zero1), and of offloading to the host."""
+    dims = plan.dims
+    counts = [unit.count / (dims.pp if unit.kind == "block" else min(2, dims.pp)) for unit in profile.units]
+    trainable = sum(count * time.trainable for count, time in zip(counts, times, strict=True))
+    stored = sum(count * time.at_rest_bytes for count, time in zip(counts, times, strict=True))
+    shards = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
+    stepped = trainable / (dims.dp * dims.cp if strategy.base == "zero1" else shards)
+    moves = OPTIMIZER_MOVES.get(workload.optimizer or "", 12.0 + 8.0 * (workload.optimizer_states or 0))
+    ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
+    after = 0.0
+    if strategy.base == "zero1":
+        width = COMPUTE_BYTES[plan.precision] if distributed_optimizer(dims) else MASTER_BYTES
+        after = machine.collective_s("all_gather", width * trainable, ranks, inner)
+    clip = machine.memory_s(CLIP_MOVES * trainable / shards)
+    if not strategy.offload or plan.device == "cpu":
+        return machine.memory_s(moves * stepped) + clip, after, 0.0
+    pcie = machine.gpu.pcie.bytes_per_s if machine.gpu is not None and machine.gpu.pcie is not None else None
+    if pcie is None:
+        return math.nan, after, math.nan
+    passes = plan.grad_accum * (2 if strategy.reshards_after_forward else 1)
+    moved = (passes * stored + MASTER_BYTES * trainable) / shards
+    host = machine.cluster.devices_per_node * stepped * moves / HOST_BYTES_PER_S
+    return 0.0, after, moved / (pcie * PCIE_SHARE) + host
+
+
+def _clean(seconds: float) -> float:
+    """A difference of equal sums is 0 and not their rounding."""
+    return seconds if abs(seconds) > 1e-12 else 0.0
+
+
+def _spread(machine: Machine) -> tuple[float, float]:
+    """Factors of the interval: measured over predicted, 10th and 90th percentile of the published rows."""
+    return SPREAD.get(_generation(machine), SPREAD["other"])
+
+
+def _calibration_text(machine: Machine) -> str:
+    """What the constants were fitted on; empty for a generation of which no step was published."""
+    generation = _generation(machine)
+    return f"published {generation} steps" if generation in IN_STEP else ""
+
+
+def _generation(machine: Machine) -> str:
+    """The GPU's generation; empty where rates were measured instead."""
+    if machine.gpu is None or machine.rates is not None:
+        return ""
+    return generation_name(machine.gpu.arch, machine.gpu.name) or ""

@@ -1,0 +1,218 @@
+"""Seconds of one unit and one micro batch on one rank: kernels, tensor- and context-parallel traffic, host.
+
+Everything that the units of a profile do alike is done once: the search asks for the same few combinations of degrees,
+micro batch and recompute thousands of times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.cost.flops import attention_square_flops, recomputed
+from shardwise.cost.rates import Machine
+from shardwise.plan.plan import Precision, Recompute
+from shardwise.spec.profile import Op, Unit
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+COMPILED_MOVES = 0.5  # bytes that a chain of fusible ops moves when it is one kernel, of what its ops move
+# Bytes that a memory-bound op's backward moves, of what its forward does: a norm reads the gradient and its input and
+# writes a gradient and two sums; an activation's reads one more operand; an op that keeps nothing is linear, and its
+# backward only scales or adds where branches meet.
+BACKWARD_MOVES = {"norm": 2.0, "pointwise": 1.5, "embedding": 2.0, "loss": 1.0}
+LINEAR_BACKWARD_MOVES = 0.8
+# Host time, in bare launches (`kernels.launch_s`): of an op of the profile (module call, autograd, casts, small kernels
+# that the profile does not list), and of a tensor-parallel collective. Fitted on vTrain's small blocks, which wait for
+# the host: 3 ms for each block and micro batch of Megatron-DeepSpeed, whatever its width.
+EAGER_LAUNCHES = 12.0
+COLLECTIVE_LAUNCHES = 2.0
+BACKWARD_LAUNCHES = 1.4  # host time of an op's backward nodes, of its forward's
+COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an assumption
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What divides and colours a unit's work: degrees, samples of the micro batch, precision, what is recomputed."""
+
+    tp: int
+    cp: int
+    micro: int
+    precision: Precision
+    recompute: Recompute
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """Seconds of one of a unit's ``count``, for one micro batch. ``again`` is what backward executes a second time."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float
+    tp_forward_s: float
+    tp_backward_s: float
+    tp_again_s: float
+    cp_forward_s: float
+    cp_backward_s: float
+    cp_again_s: float
+    host_forward_s: float
+    host_backward_s: float
+    elements: float  # weights of the unit on one tensor-parallel rank
+    trainable: float
+    at_rest_bytes: float  # bytes of those weights as they are stored, before any sharding
+
+
+def unit_time(machine: Machine, unit: Unit, split: Split) -> UnitTime:
+    """Seconds of ``unit`` under ``split``; communication of the data-parallel axes is not in it."""
+    forward = backward = again = 0.0
+    cp_forward = cp_backward = cp_again = 0.0
+    launches = again_launches = 0.0
+    for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
+        ahead, back = op_s(machine, unit, op, split)
+        forward += ahead
+        backward += back
+        launches += op.launches
+        if repeated:
+            again += ahead
+            again_launches += op.launches
+        if split.cp > 1 and op.kind == "attention":
+            there, home = ring_s(machine, op, split, ahead, back)
+            cp_forward, cp_backward = cp_forward + there, cp_backward + home
+            cp_again += there if repeated else 0.0
+    tp_forward, tp_backward, tp_again = tensor_parallel_s(machine, unit, split)
+    weights = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
+    trainable = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.trainable)
+    at_rest = sum(w.num_elements * w.itemsize / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
+    packed = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.itemsize < 1)
+    if packed:  # 4-bit weights are unpacked to the compute width before each use
+        unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
+        forward, backward = forward + unpack, backward + unpack
+        again += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
+    each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
+    host = machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
+    calls = collectives_of(unit) * COLLECTIVE_LAUNCHES * machine.launch_s() if split.tp > 1 else 0.0
+    return UnitTime(
+        forward_s=forward,
+        backward_s=backward,
+        again_s=again,
+        tp_forward_s=tp_forward,
+        tp_backward_s=tp_backward,
+        tp_again_s=tp_again,
+        cp_forward_s=cp_forward,
+        cp_backward_s=cp_backward,
+        cp_again_s=cp_again,
+        host_forward_s=host * launches + calls,
+        host_backward_s=host * (launches * BACKWARD_LAUNCHES + again_launches) + calls * (2.0 if again else 1.0),
+        elements=weights,
+        trainable=trainable,
+        at_rest_bytes=at_rest,
+    )
+
+
+def op_s(machine: Machine, unit: Unit, op: Op, split: Split) -> tuple[float, float]:
+    """Seconds of an op's forward and of its backward (input gradient, and weight gradient where it has one)."""
+    tp, micro = split.tp, split.micro
+    if op.kind in ("matmul", "conv"):
+        rows, depth, columns = op.m * micro / split.cp, float(op.k), float(op.n)
+        if op.cut in ("column", "vocab", "heads"):
+            columns = columns / tp if op.cut != "vocab" or tp == 1 else math.ceil(columns / tp / 128) * 128.0  # padded
+        elif op.cut == "row":
+            depth /= tp
+        elif op.cut == "sequence":
+            rows /= tp
+        precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
+        ahead = machine.matmul_s(rows, depth, columns, precision)
+        back = machine.matmul_s(rows, columns, depth, precision)
+        if op.weight:
+            back += machine.matmul_s(depth, rows, columns, precision)
+        extra = _moved_s(machine, unit, op, split) if op.moved or op.moved_fp32 else 0.0
+        return (ahead + extra, back + extra) if op.kind == "conv" else (ahead, back)
+    if op.kind == "attention":
+        return _attention_s(machine, op, split, backward=False), _attention_s(machine, op, split, backward=True)
+    moved = _moved_s(machine, unit, op, split)
+    linear = op.kind == "pointwise" and not (op.saved or op.saved_fp32 or op.saved_bytes)
+    return moved, moved * (LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0))
+
+
+def _moved_s(machine: Machine, unit: Unit, op: Op, split: Split) -> float:
+    width = COMPUTE_BYTES[split.precision]
+    share = split.cp * (split.tp if op.cut != "none" else 1)
+    moved = (op.moved * width + op.moved_fp32 * 4) * split.micro / share
+    if split.compiled and op.fusible and unit.kind == "block":
+        moved *= COMPILED_MOVES
+    return machine.memory_s(moved)
+
+
+def _attention_s(machine: Machine, op: Op, split: Split, *, backward: bool) -> float:
+    """One attention; a window or any other mask is taken in proportion to its FLOPs. Rows are dealt out evenly."""
+    whole = attention_square_flops(op) * (0.5 if op.causal else 1.0)
+    seconds = machine.attention_s(
+        batch=split.micro,
+        heads=max(1, op.heads // split.tp),
+        kv_heads=max(1, op.kv_heads // split.tp),
+        head_dim=op.head_dim,
+        rows=op.m,
+        causal=op.causal,
+        precision=split.precision,
+        backward=backward,
+    )
+    part = min(1.0, op.flops / whole) if whole and op.flops else 1.0
+    return seconds * part / split.cp
+
+
+def ring_s(machine: Machine, op: Op, split: Split, forward_s: float, backward_s: float) -> tuple[float, float]:
+    """Exposed seconds of context parallel around one attention, forward and backward.
+
+    Keys and values go round a ring while the rows in hand are attended to; what a turn's attention does not cover is
+    waited for. Backward sends their gradients round as well. Ranks are neighbours outside the tensor-parallel group.
+    """
+    cp = split.cp
+    per_node = max(1, machine.cluster.devices_per_node // split.tp)
+    turn = 2.0 * op.m * split.micro * max(1, op.kv_heads // split.tp) * op.head_dim / cp
+    turn *= COMPUTE_BYTES[split.precision]
+    send = machine.collective_s("all_gather", turn * cp, cp, per_node) / max(1, cp - 1)
+    return (
+        (cp - 1) * max(0.0, send - forward_s / cp),
+        (cp - 1) * max(0.0, 2 * send - backward_s / cp),
+    )
+
+
+def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float, float, float]:
+    """Seconds of the collectives of tensor parallel with sequence parallel: forward, backward, recomputed.
+
+    A block's rows are gathered before a column-cut product and reduce-scattered after a row-cut one; backward mirrors
+    them. Embedding and head do one of the two, and a vocabulary-parallel loss three reductions of one number a token.
+    """
+    tp = split.tp
+    if tp <= 1 or not unit.weights:
+        return 0.0, 0.0, 0.0
+    per_node = machine.cluster.devices_per_node
+    width = COMPUTE_BYTES[split.precision]
+    message = unit.input_elements * split.micro * width / split.cp
+    rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
+    vocab = sum(1 for op in unit.ops if op.cut == "vocab" and op.kind in ("matmul", "embedding"))
+    if unit.kind == "embedding":  # what its lookup writes; it reads as much
+        message = sum(op.moved for op in unit.ops if op.cut == "vocab") / 2 * split.micro * width / split.cp
+    gather = machine.tp_factor() * machine.collective_s("all_gather", message, tp, per_node)
+    scatter = machine.tp_factor() * machine.collective_s("reduce_scatter", message, tp, per_node)
+    if rows:
+        forward = rows * (gather + scatter)
+        again = forward - scatter if unit.kind == "block" and split.recompute != "none" else 0.0
+        return forward, forward, again
+    if not vocab:
+        return 0.0, 0.0, 0.0
+    if unit.kind == "embedding":
+        return scatter, gather, 0.0
+    tokens = max((op.m for op in unit.ops), default=0) * split.micro / split.cp
+    losses = 3 * machine.collective_s("all_reduce", 4.0 * tokens, tp, per_node)
+    return gather + losses, scatter, 0.0
+
+
+def collectives_of(unit: Unit) -> int:
+    """Tensor-parallel collectives of a unit's forward: a gather and a scatter for each row-cut product."""
+    return 2 * sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
+
+
+def is_finite(time: UnitTime) -> bool:
+    """False where a rate or a link's bandwidth was not known."""
+    return math.isfinite(time.forward_s + time.tp_forward_s + time.cp_forward_s)

@@ -1,0 +1,239 @@
+"""Peaks of allocated memory on CPU, from torch's own records: every allocation and free that its CPU allocator reports
+to the profiler while the recorder is on.
+
+Seen: memory of torch's CPU allocator that is taken or returned on the recording thread and in backward. Not seen: what
+lies outside that allocator (numpy, mapped files, libraries, the C library's own free lists), and blocks that another
+thread returns: gloo's may be the last to let go of a collective's tensor. `Recording.settled` puts those frees in.
+Blocks that were there before are known by the live tensors that `Recording.at_start` is given.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import profiler
+from torch.autograd.profiler import record_function
+
+from shardwise.measure.state import local
+from shardwise.parallel.environment import quiet_profiler
+
+Result = TypeVar("Result")
+_torch: Any = torch.autograd  # its stubs do not know the profiler's functions
+_MARK = "shardwise: "
+
+
+class Event(NamedTuple):
+    """One allocation (``num_bytes`` > 0) or free (< 0) at an address, and the phase that it fell into."""
+
+    num_bytes: int
+    address: int
+    phase: str
+
+
+class Recording(NamedTuple):
+    """What was recorded, in order; bytes count from the start of the recording, where ``live`` is 0."""
+
+    events: tuple[Event, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes above the start."""
+        return max(self.peaks().values(), default=0)
+
+    @property
+    def net(self) -> int:
+        """Bytes that were allocated and are still there at the end, less what was freed."""
+        return sum(event.num_bytes for event in self.events)
+
+    def peaks(self) -> dict[str, int]:
+        """The most bytes above the start in each phase; what is there when a phase begins counts in it."""
+        peaks: dict[str, int] = {}
+        live = 0
+        for event in self.events:
+            peaks[event.phase] = max(peaks.get(event.phase, live), live, live + event.num_bytes)
+            live += event.num_bytes
+        return peaks
+
+    def at_first(self, phase: str) -> int | None:
+        """Bytes above the start when ``phase`` began for the first time; None when it never did."""
+        live = 0
+        for event in self.events:
+            if event.phase == phase:
+                return live
+            live += event.num_bytes
+        return None
+
+    def at_start(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of the storages of ``tensors``, which are alive at the end, that were there at the start already."""
+        made: set[int] = set()
+        for event in self.events:
+            (made.add if event.num_bytes > 0 else made.discard)(event.address)
+        return sum(size for address, size in storages(tensors).items() if address not in made)
+
+    def settled(self, alive: Iterable[torch.Tensor]) -> Recording:
+        """With a free for each block that nobody was seen to return and that is under no tensor of ``alive``.
+
+        Another thread returned it, moments after this one had let go. The free is put where blocks of the same role
+        (size, phase, what came before and after) were returned, counted in events from their allocation; else of the
+        same size and phase; else at the end of the phase. In any case before its address is taken anew.
+        """
+        left = storages(alive)
+        blocks = list(_blocks(self.events))
+        lost = [b for b in blocks if b.reused is not None or (b.freed is None and left.get(b.address) != b.num_bytes)]
+        if not lost:
+            return self
+        lives: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for b in blocks:
+            if b.freed is not None:
+                for role in self._roles(b):
+                    lives[role].append(b.freed - b.made)
+        borders = [i for i in range(1, len(self.events)) if self.events[i].phase != self.events[i - 1].phase]
+        borders.append(len(self.events))
+        added: dict[int, list[_Block]] = defaultdict(list)
+        for b in lost:
+            same = next((lives[role] for role in self._roles(b) if role in lives), None)
+            end = b.made + round(statistics.median(same)) if same else borders[bisect.bisect_right(borders, b.made)]
+            added[min(end, b.reused or end, len(self.events))].append(b)
+        events: list[Event] = []
+        for index, event in enumerate((*self.events, None)):
+            phase = self.events[max(0, index - 1)].phase
+            events.extend(Event(-b.num_bytes, b.address, phase) for b in added.get(index, ()))
+            if event is not None:
+                events.append(event)
+        return Recording(tuple(events))
+
+    def _roles(self, block: _Block) -> tuple[tuple[object, ...], ...]:
+        """What tells blocks apart, the closest likeness first."""
+        around = self.events[max(0, block.made - 3) : block.made + 4]
+        plain = (block.num_bytes, block.phase)
+        return (*plain, *(event.num_bytes for event in around)), plain
+
+
+@dataclass
+class _Block:
+    """A block and the indices of the events that made it, freed it, or took its address though no free was seen."""
+
+    num_bytes: int
+    address: int
+    phase: str
+    made: int
+    freed: int | None = None
+    reused: int | None = None
+
+
+def _blocks(events: Iterable[Event]) -> Iterator[_Block]:
+    open_at: dict[int, _Block] = {}
+    for index, event in enumerate(events):
+        before = open_at.pop(event.address, None)
+        if event.num_bytes > 0:
+            if before is not None:
+                before.reused = index
+            open_at[event.address] = block = _Block(event.num_bytes, event.address, event.phase, index)
+            yield block
+        elif before is not None:
+            before.freed = index
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python can see now, and their gradients; not what an autograd graph has saved."""
+    seen = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return seen + [tensor.grad for tensor in seen if tensor.is_leaf and tensor.grad is not None]
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of each distinct storage on CPU under ``tensors``; a part of a shared storage counts whole."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        mine = local(tensor)
+        if mine.device.type == "cpu" and mine.layout == torch.strided and not isinstance(mine, FakeTensor):
+            storage = mine.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+class AllocationRecorder:
+    """Records between `start` and `stop`. Off, it costs nothing; on, it notes allocations and phases, no operator.
+
+    A thread has one profiler at a time: `start` returns False, and nothing is recorded, where the user's own is on.
+    """
+
+    def __init__(self) -> None:
+        self._on = False
+
+    def start(self, phase: str = "") -> bool:
+        """Begin; whether it could."""
+        if _torch._profiler_enabled():
+            return False
+        made = profiler.profile(profile_memory=True, use_cpu=True, use_kineto=True)
+        config = made.config(create_trace_id=False)
+        with quiet_profiler():
+            _torch._prepare_profiler(config, made.kineto_activities)
+            # user scope only: the marks of phases, and none of the operators
+            _torch._enable_profiler(config, made.kineto_activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+        self._on = True
+        self.enter(phase)
+        return True
+
+    def enter(self, phase: str) -> None:
+        """A phase begins; what follows belongs to it."""
+        if self._on:
+            with record_function(_MARK + phase):
+                pass
+
+    def stop(self) -> Recording:
+        """End, and give what was recorded."""
+        if not self._on:
+            return Recording(())
+        self._on = False
+        found = _torch._disable_profiler()
+        return Recording(tuple(_events(found.experimental_event_tree())))
+
+
+def record(call: Callable[[], Result]) -> tuple[Result, Recording]:
+    """Run ``call`` and record it; where there are other ranks, with the frees by gloo's threads put in.
+
+    ``Recording.peak`` is bytes above the start; ``Recording.at_start(tensors)`` gives those that ``tensors`` held
+    before it. What is freed inside must have been made inside: keep older tensors alive in the caller, else torch says
+    once a second on stderr that it met a block of unknown size.
+
+    Raises:
+        RuntimeError: another profiler is on in this thread.
+    """
+    recorder = AllocationRecorder()
+    if not recorder.start():
+        raise RuntimeError("another profiler is on in this thread; end it before allocations are recorded")
+    try:
+        result = call()
+    finally:
+        recording = recorder.stop()
+    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return result, recording.settled(live_tensors()) if shared else recording
+
+
+def _events(roots: Iterable[Any]) -> Iterator[Event]:
+    """Allocations in the order of time, each with the last phase that was marked before it."""
+    flat: list[Any] = []
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        waiting.extend(node.children)
+        flat.append(node)
+    flat.sort(key=lambda node: node.start_time_ns)
+    phase = ""
+    for node in flat:
+        fields = node.extra_fields
+        if isinstance(fields, torch._C._profiler._ExtraFields_Allocation):
+            if fields.device.type == "cpu" and fields.ptr:
+                yield Event(fields.alloc_size, fields.ptr, phase)
+        elif node.name.startswith(_MARK):
+            phase = node.name.removeprefix(_MARK)

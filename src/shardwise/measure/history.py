@@ -1,0 +1,228 @@
+"""The history of this machine: what was predicted and what was measured, one JSON line for each run.
+
+Kept in the user's data folder (`shardwise.parallel.environment.history_file`), never in a repository, never sent
+anywhere. A line holds a device's name, versions and numbers: no path, no name of a model or a data set. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shardwise.parallel.environment import history_file
+from shardwise.spec.hardware import find_gpu
+from shardwise.train.metrics import read_metrics
+
+KEPT_RUNS = 500
+"""Lines that are kept when the file is cut; it is cut at twice as many."""
+
+MIN_RUNS = 3
+"""Fewer runs than this correct nothing."""
+
+
+class Run(BaseModel):
+    """One run. Peaks are allocated bytes on the fullest rank, steps are seconds; what was predicted is what the model
+    of costs said before any correction. ``base`` is the strategy without what is added by ``+``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    schema_version: int = 1
+    time_s: float
+    device: str
+    torch: str
+    shardwise: str
+    base: str
+    world_size: int
+    planned_peak: int | None = None
+    found_peak: int | None = None
+    planned_step_s: float | None = None
+    found_step_s: float | None = None
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """Measured over predicted peak; None where either is missing."""
+        return _ratio(self.found_peak, self.planned_peak)
+
+    @property
+    def step_ratio(self) -> float | None:
+        """Measured over predicted step time; None where either is missing."""
+        return _ratio(self.found_step_s, self.planned_step_s)
+
+
+class Ratio(BaseModel):
+    """Measured over predicted: the median of ``count`` runs, and the range of their middle half."""
+
+    model_config = ConfigDict(frozen=True)
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+class Correction(BaseModel):
+    """What the history says of predictions like the one at hand; a part is ``None`` below `MIN_RUNS` runs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    peak: Ratio | None = None
+    step: Ratio | None = None
+
+
+class History(BaseModel):
+    """The runs that could be read, the oldest first, and how many lines could not."""
+
+    model_config = ConfigDict(frozen=True)
+
+    runs: tuple[Run, ...] = ()
+    ignored_lines: int = 0
+
+    def correction(self, device: str, base: str) -> Correction:
+        """From the runs on ``device`` under strategy ``base`` with the torch and the Shardwise that are installed."""
+        wanted = (device_key(device), base, *_versions())
+        alike = [run for run in self.runs if (run.device, run.base, run.torch, run.shardwise) == wanted]
+        peaks, steps = (run.peak_ratio for run in alike), (run.step_ratio for run in alike)
+        return Correction(peak=_summary(peaks), step=_summary(steps))
+
+
+def device_key(name: str) -> str:
+    """One name for a device however it is spelt: that of the hardware table, where it has the device."""
+    gpu = find_gpu(name)
+    return name if gpu is None else gpu.name
+
+
+def read_history(file: Path | None = None) -> History:
+    """Read the history; a file that is missing or cannot be read is an empty one, a broken line is counted."""
+    path = file or history_file()
+    if path is None:
+        return History()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return History()
+    runs = [_parsed(line) for line in lines if line.strip()]
+    found = tuple(run for run in runs if run is not None)
+    return History(runs=found, ignored_lines=len(runs) - len(found))
+
+
+def remember(
+    *,
+    device: str,
+    base: str,
+    world_size: int,
+    planned_peak: int | None = None,
+    found_peak: int | None = None,
+    planned_step_s: float | None = None,
+    found_step_s: float | None = None,
+    file: Path | None = None,
+) -> str:
+    """Add a run to the history; returns why it could not be, or nothing.
+
+    Safe beside other runs: the line is written by one call under a lock. A run without any measurement is not added.
+    """
+    path = file or history_file()
+    if path is None or (found_peak is None and found_step_s is None):
+        return ""
+    torch_version, own_version = _versions()
+    run = Run(
+        time_s=round(time.time(), 3),
+        device=device_key(device),
+        torch=torch_version,
+        shardwise=own_version,
+        base=base,
+        world_size=world_size,
+        planned_peak=planned_peak,
+        found_peak=found_peak,
+        planned_step_s=planned_step_s,
+        found_step_s=found_step_s,
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            _append(path, (run.model_dump_json(exclude_none=True) + "\n").encode())
+            _cut(path)
+    except OSError as error:
+        return f"the history '{path}' cannot be written: {error.strerror}; set SHARDWISE_HISTORY=off or another file"
+    return ""
+
+
+def median_step_s(metrics: Path, after_step: int) -> float | None:
+    """Median seconds of a step in a run's ``metrics.jsonl``, from the third line after ``after_step`` on.
+
+    The first steps still allocate and are looked at by the receipts; evaluations and checkpoints are not in the times.
+    ``None`` with fewer than three such lines.
+    """
+    lines = [line for line in read_metrics(metrics) if line.get("step", 0) > after_step]
+    times = [float(line["step_time_s"]) for line in lines if "step_time_s" in line]
+    steady = times[3:]
+    return statistics.median(steady) if len(steady) >= 3 else None
+
+
+def _ratio(found: float | None, planned: float | None) -> float | None:
+    if found is None or not planned or planned < 0 or found <= 0:
+        return None
+    ratio = found / planned
+    return ratio if math.isfinite(ratio) else None
+
+
+def _summary(ratios: Iterable[float | None]) -> Ratio | None:
+    known = sorted(ratio for ratio in ratios if ratio is not None)
+    if len(known) < MIN_RUNS:
+        return None
+    low, middle, high = statistics.quantiles(known, n=4, method="inclusive")
+    return Ratio(median=middle, low=low, high=high, count=len(known))
+
+
+def _versions() -> tuple[str, str]:
+    return _version("torch"), _version("shardwise")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _parsed(line: str) -> Run | None:
+    try:
+        run = Run.model_validate_json(line)
+    except ValidationError:
+        return None
+    return run if run.schema_version == 1 else None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _append(path: Path, line: bytes) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line  # a run that was killed while it wrote spoils its own line only
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def _cut(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    if len(lines) > 2 * KEPT_RUNS:
+        spare = path.with_name(f"{path.name}.tmp")
+        spare.write_bytes(b"".join(lines[-KEPT_RUNS:]))
+        os.replace(spare, path)

@@ -1,0 +1,167 @@
+"""Peaks of one training step by phase: on CPU from torch's allocation records, on CUDA from its caching allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.measure import state
+from shardwise.measure.allocations import AllocationRecorder, live_tensors
+from shardwise.measure.state import Peaks
+from shardwise.train.session import Session, Step
+
+PHASES = ("forward", "backward", "optimizer")
+_PHASE_OF = {"forward": "forward", "backward": "backward", "clip": "optimizer", "optimizer": "optimizer"}
+
+
+class PeakWatch(Protocol):
+    """Watches one step, from its start to its end."""
+
+    def start(self, session: Session) -> bool:
+        """Begin; False where it cannot."""
+
+    def stop(self, session: Session, step: Step) -> Peaks:
+        """End, while gradients are there."""
+
+
+def peak_watch(device: torch.device) -> PeakWatch:
+    """The watch for ranks that compute on ``device``."""
+    return CudaWatch() if device.type == "cuda" else CpuWatch()
+
+
+class CpuWatch:
+    """Every allocation of torch's CPU allocator in the step; see `AllocationRecorder` for what it does not see."""
+
+    def __init__(self) -> None:
+        self._recorder = AllocationRecorder()
+        self._gathered: int | None = None
+        self._session: Session | None = None
+
+    def start(self, session: Session) -> bool:
+        """Begin; False where a profiler of the user's is on."""
+        if not self._recorder.start("control"):
+            return False
+        self._session = session
+        session.phase_watchers.append(self._enter)
+        return True
+
+    def _enter(self, phase: str) -> None:
+        if phase == "backward" and self._gathered is None and self._session is not None:
+            self._gathered = gathered_bytes(self._session)
+        self._recorder.enter(phase)
+
+    def stop(self, session: Session, step: Step) -> Peaks:
+        """End, while gradients are there."""
+        session.phase_watchers.remove(self._enter)
+        recording = self._recorder.stop()
+        if session.ranks.world_size > 1:
+            recording = recording.settled(live_tensors())
+        start = recording.at_start(held_tensors(session, step))
+        allocated: dict[str, int] = {}
+        for phase, peak in recording.peaks().items():
+            if (name := _PHASE_OF.get(phase)) is not None:
+                allocated[name] = max(allocated.get(name, 0), start + peak)
+        gathered, first = self._gathered or 0, recording.at_first("backward")
+        saved = None if first is None else first - gathered
+        return Peaks(start=start, saved=saved, gathered=gathered, allocated=allocated)
+
+
+class CudaWatch:
+    """The caching allocator's peaks, read and reset at each border of a phase; the host waits for nothing."""
+
+    def __init__(self) -> None:
+        self._phase = "control"
+        self._start = self._gathered = 0
+        self._saved: int | None = None
+        self._allocated: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}
+        self._session: Session | None = None
+
+    def start(self, session: Session) -> bool:
+        """Begin; the allocator's peaks so far are forgotten."""
+        torch.cuda.reset_peak_memory_stats(session.device)
+        self._start = torch.cuda.memory_allocated(session.device)
+        self._session = session
+        session.phase_watchers.append(self._enter)
+        return True
+
+    def _enter(self, phase: str) -> None:
+        session = self._session
+        if session is None:
+            return
+        device = session.device
+        if phase == "backward" and self._saved is None:
+            self._gathered = gathered_bytes(session)
+            self._saved = torch.cuda.memory_allocated(device) - self._start - self._gathered
+        name = _PHASE_OF.get(self._phase)
+        if name is not None:
+            peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            for found, peak in zip((self._allocated, self._reserved), peaks, strict=True):
+                found[name] = max(found.get(name, 0), peak)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._phase = phase
+
+    def stop(self, session: Session, step: Step) -> Peaks:
+        """End."""
+        self._enter("control")
+        session.phase_watchers.remove(self._enter)
+        return Peaks(
+            start=self._start,
+            saved=self._saved,
+            gathered=self._gathered,
+            allocated=self._allocated,
+            reserved=self._reserved,
+            device=device_bytes(session.device),
+        )
+
+
+def held_tensors(session: Session, step: Step) -> Iterator[torch.Tensor]:
+    """What a rank holds between steps, with this step's gradients and inputs."""
+    module = session.module
+    yield from module.parameters()
+    yield from module.buffers()
+    yield from state.gradients(module)
+    yield from state.optimizer_tensors(session.optimizer)
+    for micro in step.micros:
+        leaves = torch.utils._pytree.tree_leaves((micro.inputs, micro.labels))
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def gathered_bytes(session: Session) -> int:
+    """Bytes of the whole weights that FSDP2 holds on this rank now, beside the shards."""
+    found: dict[int, int] = {}
+    for unit in session.applied.outer.modules():
+        group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        for held in group.fsdp_params if group is not None else ():
+            whole = getattr(held, "_unsharded_param", None)
+            for tensor in (*held.all_gather_outputs, *((whole,) if whole is not None else ())):
+                storage = state.local(tensor).untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return sum(found.values())
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """What this process has taken of a CUDA device, by NVML; where NVML cannot tell processes apart, what all have."""
+    import os
+
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        mine = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+        if mine and mine[0].usedGpuMemory:
+            return int(mine[0].usedGpuMemory)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,259 @@
+"""The answer of ``shardwise plan`` for people: a bar for each strategy, the recommendation, the batch equation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cost.estimate import Estimate
+from shardwise.cost.money import Prices, break_even_months, dollars_per_million_tokens, price_of
+from shardwise.search.candidate import Candidate, SearchResult
+from shardwise.search.explain import memory_arithmetic, time_parts
+from shardwise.search.search import usable_bytes
+from shardwise.search.traffic import sent_bytes, traffic_text
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.profile import ModelProfile
+from shardwise.units import bytes_text, count_text, seconds_text
+
+ROWS, REASONS = 12, 8
+BAR, NARROW_BAR = 16, 10
+WIDE = 100  # columns of a terminal
+RECOMPUTE = {"none": "–", "selective": "sel.", "full": "full"}
+AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline"}
+
+
+def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
+    """The facts, the table, why the others are not taken, and what would fit where nothing does."""
+    print_facts(profile, cluster, console)
+    shown = _shown(result)
+    console.print(_table(shown, result, cluster, console.width))
+    left = len(result.candidates) - len(shown)
+    console.print(
+        f"{result.considered} plans considered"
+        + (f", {left} more strategies in --json" if left else "")
+        + ("; a bar ends at the device's memory │" if cluster.device_memory_bytes else "")
+    )
+    best = None if result.recommended is None else result.candidates[result.recommended]
+    for candidate in [c for c in shown if c is not best][:REASONS]:
+        console.print(f"  not {candidate.plan.strategy}: {candidate.reason}", markup=False)
+
+
+def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -> None:
+    """One line for the model, one for the cluster, one for each thing that is not known."""
+    frozen = profile.num_parameters - profile.num_trainable
+    length = f", {profile.seq_len} tokens a sample" if profile.seq_len else ""
+    console.print(
+        f"model: {profile.name}, {count_text(profile.num_parameters)} parameters"
+        + (f", {count_text(frozen)} of them frozen" if frozen else "")
+        + f", {profile.num_blocks} blocks{length}",
+        markup=False,
+    )
+    link = cluster.link.kind if cluster.link else "link unknown"
+    nodes = f", {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    inside = f", {link}" if cluster.devices_per_node > 1 and cluster.device != "cpu" else ""
+    console.print(
+        f"cluster: {cluster.world_size} × {cluster.device_name}, {bytes_text(cluster.device_memory_bytes)} each, "
+        f"{bytes_text(usable_bytes(cluster))} usable{nodes}{inside}",
+        markup=False,
+    )
+    for line in profile.unknown:
+        console.print(f"unknown: {line}", markup=False, style="yellow")
+
+
+def _shown(result: SearchResult) -> list[Candidate]:
+    """The best, then the plain strategies whatever their place, then the next best; in their order."""
+    plain = [c for c in result.candidates if not any(c.plan.dims.model_dump()[axis] > 1 for axis in ("tp", "pp", "cp"))]
+    first = list(result.candidates[:1])
+    wanted = first + [c for c in plain if c not in first]
+    wanted += [c for c in result.candidates if c not in wanted]
+    kept = wanted[: max(ROWS, len(plain) + 4)]
+    return [c for c in result.candidates if any(c is one for one in kept)]
+
+
+def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpec, width: int) -> Table:
+    """One row a strategy; narrow terminals get a shorter bar and no money."""
+    priced = width >= WIDE and any(c.cost is not None for c in shown)
+    timed = width >= WIDE and any(c.hours is not None for c in shown)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0) if width < WIDE else (0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    table.add_column("strategy", overflow="ellipsis", no_wrap=True)
+    for name in ("batch", "again"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=5)
+    bars = BAR if width >= WIDE else NARROW_BAR
+    table.add_column("memory of a device"[: bars + 1], no_wrap=True, min_width=bars + 1)
+    for name, least in (("", 9), ("step", 7), ("MFU", 3)):
+        table.add_column(name, justify="right", no_wrap=True, min_width=least)
+    for name in (["days"] if timed else []) + (["cost"] if priced else []):
+        table.add_column(name, justify="right", no_wrap=True, min_width=6)
+    limit = cluster.device_memory_bytes
+    most = max([limit or 0, *(min(c.memory.device_bytes, 2 * (limit or 1 << 62)) for c in shown)])
+    for candidate in shown:
+        plan, time = candidate.plan, candidate.time
+        best = result.recommended is not None and candidate is result.candidates[result.recommended]
+        mark = "[bold green]▶[/]" if best else {True: "[green]✓[/]", False: "[red]✗[/]", None: "?"}[candidate.fits]
+        row: list[str | Text] = [
+            mark,
+            f"[bold]{plan.strategy}[/]" if best else plan.strategy,
+            f"{plan.micro_batch}×{plan.grad_accum}",
+            RECOMPUTE[plan.recompute],
+            bar(candidate.memory, limit, most, bars),
+            f"{bytes_text(candidate.memory.device_bytes)}{'+?' if candidate.memory.unknown else ''}",
+            seconds_text(time.step_s) if time else "unknown",
+            f"{time.mfu:.0%}" if time and time.mfu is not None else "–",
+        ]
+        row += [_number(None if candidate.hours is None else candidate.hours / 24)] if timed else []
+        row += ["–" if candidate.cost is None else dollars(candidate.cost)] if priced else []
+        table.add_row(*row)
+    return table
+
+
+def bar(memory: Estimate, limit: int | None, most: int, cells: int = BAR) -> Text:
+    """A bar of what is needed, with the device's memory as a line; what is over it is red."""
+    needed = memory.device_bytes
+    cell = max(1, most) / cells
+    line = None if limit is None else min(cells, round(limit / cell))
+    length = min(cells, max(1, round(needed / cell)))
+    if line is not None and needed > (limit or 0) and length <= line:
+        length = min(cells, line + 1)
+    text = Text()
+    for place in range(cells + 1):
+        if place == line:
+            text.append("│", "bold")
+        if place < length and place < cells:
+            text.append("█", "red" if line is not None and place >= line else "cyan")
+        elif place < cells:
+            text.append(" ")
+    return text
+
+
+def dollars(value: float) -> str:
+    """``$950``, ``$197.5 k`` or ``$190.8 M``."""
+    return f"${value:,.0f}" if value < 1e4 else f"${count_text(value)}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
+
+
+def print_recommendation(
+    profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, prices: Prices, console: Console
+) -> None:
+    """The recommendation in three sentences and the batch equation; or what would fit."""
+    console.print()
+    if result.recommended is None:
+        console.print(f"[bold red]nothing fits[/] {cluster.world_size} × {escape(cluster.device_name)}. What would:")
+        for line in result.advice:
+            console.print(f"  {line}", markup=False)
+        return
+    best = result.candidates[result.recommended]
+    for sentence in sentences(best, cluster, result, prices):
+        console.print(sentence, markup=False)
+    console.print(best.plan.batch_equation(), markup=False)
+
+
+def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: Prices) -> list[str]:
+    """What to use and why; what it needs and how fast it is; what it costs, or what comes next."""
+    plan, time = best.plan, best.time
+    recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
+    lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}: {plan.reason}."]
+    needs = f"A device holds {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
+    if best.memory.offloaded_bytes:
+        needs += f", a node's host {bytes_text(best.memory.host_bytes)}"
+    if best.memory.unknown:
+        needs += f", {', '.join(best.memory.unknown)} unknown and left out"
+    if time is None:
+        lines.append(f"{needs}; its speed is unknown, so simplicity decided.")
+    else:
+        speed = (
+            "" if time.tokens_per_s_per_device is None else f", {time.tokens_per_s_per_device:,.0f} tokens/s a device"
+        )
+        mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}"
+        span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)}"
+        lines.append(f"{needs}, and a step takes {seconds_text(time.step_s)} ({span} in 8 of 10 cases){speed}{mfu}.")
+    lines.append(_third(best, cluster, result, prices))
+    lines.append(_not_run(best, result))
+    return [line for line in lines if line]
+
+
+def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: Prices) -> str:
+    hourly = cluster.price_per_device_hour
+    if best.hours is not None:
+        cost = "at a price that is not known (--price)" if best.cost is None else f"for {dollars(best.cost)}"
+        speed = best.time.tokens_per_s_per_device if best.time else None
+        million = dollars_per_million_tokens(speed, hourly)
+        each = "" if million is None else f", ${million:.3g} a million tokens"
+        length = f"The whole run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
+        return f"{length} {cost}{each}.{_buy(cluster, prices)}"
+    others = [c for c in result.candidates if c is not best]
+    ties = [c.plan.strategy for c in others if c.tie]
+    if ties:
+        return f"Not told apart from it in speed: {', '.join(ties[:3])}."
+    return f"Next comes {others[0].plan.strategy}: {others[0].reason}." if others else ""
+
+
+def _not_run(best: Candidate, result: SearchResult) -> str:
+    """What this version runs, where it does not run the recommended plan."""
+    words = best.plan.parsed.not_runnable
+    if not words:
+        return ""
+    runs = [c for c in result.candidates if not c.plan.parsed.not_runnable and c.fits is not False]
+    what = f"this version plans {', '.join(words)} but does not run it"
+    if not runs:
+        return f"Mind that {what}, and that nothing it runs fits."
+    return f"Mind that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
+
+
+def _buy(cluster: ClusterSpec, prices: Prices) -> str:
+    gpu = cluster.gpu
+    own = price_of(prices.buy, cluster.device_name)
+    price = own if own is not None else (gpu.purchase_price if gpu else None)
+    months = break_even_months(price, cluster.price_per_device_hour, gpu.tdp_w if gpu else None, per_kwh=prices.per_kwh)
+    if months is None or price is None:
+        return ""
+    return f" Bought at ${price:,.0f} a device, it pays after {months:.0f} months of full use."
+
+
+def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console) -> None:
+    """The arithmetic of one plan: every category with its formula, phases, time parts, bytes sent."""
+    plan, memory, time = best.plan, best.memory, best.time
+    console.print(f"plan: {plan.strategy} ({plan.dims}), {plan.precision}, recompute {plan.recompute}", markup=False)
+    console.print(f"      {plan.reason}", markup=False)
+    console.print(f"batch: {plan.batch_equation()}", markup=False)
+    table = Table(title="memory of the fullest device", title_justify="left", title_style="bold", box=None)
+    for name in ("category", "bytes", "from"):
+        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
+    for name, value, formula in memory_arithmetic(profile, plan, memory):
+        table.add_row(name, bytes_text(value), escape(formula))
+    for name in ("allocated", "reserved", "device"):
+        table.add_row(f"[bold]{name}[/]", bytes_text(getattr(memory, name)), _PEAKS[name])
+    console.print(table)
+    if memory.offloaded_bytes or memory.host_bytes:
+        away = bytes_text(memory.offloaded_bytes)
+        console.print(f"host memory of a node: {bytes_text(memory.host_bytes)}; a rank has offloaded {away}")
+    for phase in memory.phases:
+        console.print(f"  {phase.name:<11} {bytes_text(phase.allocated):>11}  reserved {bytes_text(phase.reserved)}")
+    for note in memory.notes:
+        console.print(f"  {note}", markup=False)
+    if time is None:
+        console.print("time: unknown, because the device's or a link's speed is")
+    else:
+        span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)} in 8 of 10 cases"
+        console.print(f"time of a step: {seconds_text(time.step_s)} ({span})")
+        for part, seconds in time_parts(time):
+            console.print(f"  {part:<11} {seconds_text(seconds):>9}  {seconds / time.step_s:.0%}")
+        console.print(f"calibration: {time.calibrated or 'none of this machine; published measurements'}", markup=False)
+    for axis, sent in sent_bytes(profile, plan).items():
+        console.print(f"sent in a step, {AXES[axis]}: {bytes_text(sent)} {traffic_text(axis, plan, cluster)}")
+
+
+_PEAKS = {
+    "allocated": "peak of live bytes; the categories do not peak together",
+    "reserved": "what the caching allocator takes for them",
+    "device": "reserved + context",
+}

@@ -1,0 +1,281 @@
+"""The JSON document of ``shardwise plan``: versioned, stable, described in ``docs/plan-json.md``. Keys may be added."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardwise.cost.estimate import Estimate
+from shardwise.cost.flops import palm_flops
+from shardwise.cost.money import dollars_per_million_tokens
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import GradientSync, Precision, Recompute
+from shardwise.search.candidate import Candidate, SearchResult
+from shardwise.search.search import usable_bytes
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.workload import Workload
+
+
+class Facts(BaseModel):
+    """What all parts of the document share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelFacts(Facts):
+    """The model; counts are elements, tied weights once, FLOPs those of a sample forward and backward."""
+
+    name: str
+    origin: str
+    source: str
+    parameters: int
+    trainable: int
+    blocks: int
+    hidden_size: int | None
+    vocab_size: int | None
+    heads: int | None
+    kv_heads: int | None
+    max_seq_len: int | None
+    flops_per_sample: float = Field(description="forward and backward, the whole attention square (PaLM's convention)")
+    unknown: list[str]
+
+
+class ClusterFacts(Facts):
+    """The cluster; bytes are of one device, ``usable_bytes`` what a plan may take of them."""
+
+    device: str
+    device_name: str
+    nodes: int
+    devices_per_node: int
+    devices: int
+    device_memory_bytes: int | None
+    usable_bytes: int | None
+    host_memory_bytes: int | None
+    link: str | None
+    link_bytes_per_s: float | None
+    network_bytes_per_s: float | None
+    price_per_device_hour: float | None
+
+
+class WorkloadFacts(Facts):
+    """What is computed, whatever the plan."""
+
+    seq_len: int | None
+    global_batch: int | None
+    tokens: float | None
+    optimizer: str | None
+    precision: Precision | None
+    compiled: bool
+    framework_overhead: bool
+
+
+class MemoryBytes(Facts):
+    """Bytes of the fullest device; each category at its own fullest moment, null where it is not known."""
+
+    parameters: int
+    gradients: int
+    optimizer: int | None
+    activations: int | None
+    logits: int | None
+    buffers: int
+    temporaries: int
+    context: int
+    allocated: int | None = Field(description="peak of live bytes")
+    reserved: int | None = Field(description="what the caching allocator takes for them")
+    device: int = Field(description="reserved + context: what must be under the device's memory")
+    offloaded: int = Field(description="of parameters, gradients and optimizer state, in host memory")
+    host: int | None = Field(description="host memory of a node, all its ranks together")
+
+
+class PhaseBytes(Facts):
+    """Live and reserved bytes of one phase of a run."""
+
+    name: str
+    allocated: int
+    reserved: int | None
+
+
+class TimeParts(Facts):
+    """Seconds of a step; the parts add up to ``step_time_s``."""
+
+    compute: float
+    recompute: float
+    data_parallel: float
+    tensor_parallel: float
+    context_parallel: float
+    pipeline: float
+    optimizer: float
+    offload: float
+    host: float
+
+
+class CandidateEntry(Facts):
+    """One plan with its costs."""
+
+    strategy: str
+    fits: bool | None
+    reason: str = Field(description="why it is not the recommended plan; empty for that one")
+    tie: bool
+    dims: ParallelDims
+    micro_batch: int | None
+    grad_accum: int
+    global_batch: int | None
+    recompute: Recompute
+    gradient_sync: GradientSync
+    precision: Precision
+    memory_bytes: MemoryBytes
+    phases: list[PhaseBytes]
+    step_time_s: float | None
+    step_time_low_s: float | None
+    step_time_high_s: float | None
+    time_parts_s: TimeParts | None
+    tokens_per_s_per_device: float | None
+    mfu: float | None
+    hours: float | None
+    cost: float | None
+    dollars_per_million_tokens: float | None
+    notes: list[str]
+
+
+class PlanDocument(Facts):
+    """The whole answer; ``recommended`` is an index into ``candidates``, null where nothing fits."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema", serialization_alias="schema")
+    model: ModelFacts
+    cluster: ClusterFacts
+    workload: WorkloadFacts
+    recommended: int | None
+    considered: int = Field(description="plans looked at, those left out by an argument included")
+    candidates: list[CandidateEntry]
+    recommendation: str | None = Field(description="why the recommended plan is recommended")
+    advice: list[str] = Field(description="what would fit, where nothing does")
+    proof: dict[str, Any] | None = Field(default=None, description="what --prove found")
+
+
+def json_schema() -> str:
+    """The JSON schema of the document."""
+    return json.dumps(PlanDocument.model_json_schema(by_alias=True), indent=2)
+
+
+def document(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    workload: Workload,
+    result: SearchResult,
+    proof: dict[str, Any] | None = None,
+) -> PlanDocument:
+    """Put the document together."""
+    precision = result.candidates[0].plan.precision if result.candidates else None
+    chosen = None if result.recommended is None else result.candidates[result.recommended]
+    return PlanDocument(
+        model=_model(profile),
+        cluster=_cluster(cluster),
+        workload=WorkloadFacts(
+            precision=precision,
+            **workload.model_dump(
+                include={"seq_len", "global_batch", "tokens", "optimizer", "compiled", "framework_overhead"}
+            ),
+        ),
+        recommended=result.recommended,
+        considered=result.considered,
+        candidates=[_entry(candidate, cluster) for candidate in result.candidates],
+        recommendation=chosen.plan.reason if chosen else None,
+        advice=list(result.advice),
+        proof=proof,
+    )
+
+
+def _model(profile: ModelProfile) -> ModelFacts:
+    return ModelFacts(
+        name=profile.name,
+        origin=profile.origin,
+        source=profile.source,
+        parameters=profile.num_parameters,
+        trainable=profile.num_trainable,
+        blocks=profile.num_blocks,
+        hidden_size=profile.hidden_size,
+        vocab_size=profile.vocab_size,
+        heads=profile.heads,
+        kv_heads=profile.kv_heads,
+        max_seq_len=profile.max_seq_len,
+        flops_per_sample=palm_flops(profile),
+        unknown=list(profile.unknown),
+    )
+
+
+def _cluster(cluster: ClusterSpec) -> ClusterFacts:
+    return ClusterFacts(
+        **cluster.model_dump(
+            include={
+                "device",
+                "device_name",
+                "nodes",
+                "devices_per_node",
+                "device_memory_bytes",
+                "host_memory_bytes",
+                "price_per_device_hour",
+            }
+        ),
+        devices=cluster.world_size,
+        usable_bytes=usable_bytes(cluster),
+        link=cluster.link.kind if cluster.link else None,
+        link_bytes_per_s=cluster.link.bytes_per_s if cluster.link else None,
+        network_bytes_per_s=cluster.network.bytes_per_s if cluster.network else None,
+    )
+
+
+def _memory(memory: Estimate) -> MemoryBytes:
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries", "context")
+    return MemoryBytes(
+        **{name: getattr(memory, name) for name in names},
+        allocated=memory.allocated,
+        reserved=memory.reserved,
+        device=memory.device_bytes,
+        offloaded=memory.offloaded_bytes,
+        host=memory.host_bytes,
+    )
+
+
+def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
+    plan, time = candidate.plan, candidate.time
+    speed = time.tokens_per_s_per_device if time else None
+    return CandidateEntry(
+        strategy=plan.strategy,
+        fits=candidate.fits,
+        reason=candidate.reason,
+        tie=candidate.tie,
+        dims=plan.dims,
+        micro_batch=plan.micro_batch,
+        grad_accum=plan.grad_accum,
+        global_batch=plan.global_batch,
+        recompute=plan.recompute,
+        gradient_sync=plan.gradient_sync,
+        precision=plan.precision,
+        memory_bytes=_memory(candidate.memory),
+        phases=[PhaseBytes(**phase.model_dump()) for phase in candidate.memory.phases],
+        step_time_s=time.step_s if time else None,
+        step_time_low_s=time.low_s if time else None,
+        step_time_high_s=time.high_s if time else None,
+        time_parts_s=None
+        if time is None
+        else TimeParts(
+            compute=time.compute_s,
+            recompute=time.recompute_s,
+            data_parallel=time.exposed_dp_s,
+            tensor_parallel=time.exposed_tp_s,
+            context_parallel=time.exposed_cp_s,
+            pipeline=time.pipeline_s,
+            optimizer=time.optimizer_s,
+            offload=time.offload_s,
+            host=time.host_s,
+        ),
+        tokens_per_s_per_device=speed,
+        mfu=time.mfu if time else None,
+        hours=candidate.hours,
+        cost=candidate.cost,
+        dollars_per_million_tokens=dollars_per_million_tokens(speed, cluster.price_per_device_hour),
+        notes=list(candidate.memory.notes),
+    )

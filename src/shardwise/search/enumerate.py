@@ -1,0 +1,263 @@
+"""Every layout of the strategy grammar on a cluster, and why each other one cannot be. Cheap: no cost is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.errors import PlanError
+from shardwise.plan.dims import ParallelDims, dims_for
+from shardwise.plan.plan import Recompute
+from shardwise.plan.strategy import BASES, DEGREES, SHARDED, Base, Strategy
+from shardwise.search.candidate import Pins
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.workload import Workload
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+LEAST_TOKENS = 2048  # of one sample on a rank, below which context parallel is not tried unless it is pinned
+IMBALANCE = 1.1  # the longest pipeline stage over the mean, in blocks, above which a degree is not tried
+TENSOR_DEGREES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strategy with its degrees, and the micro batches that solve the batch equation, smallest first.
+
+    ``share`` is the samples of a global batch that one data-parallel rank computes.
+    """
+
+    strategy: Strategy
+    name: str
+    dims: ParallelDims
+    share: int
+    micros: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A strategy that cannot be laid out here, and why."""
+
+    strategy: str
+    reason: str
+
+
+def complexity(strategy: Strategy) -> tuple[int, ...]:
+    """The order of simplicity: model-parallel axes weigh most, then offload, then how much is sharded."""
+    degrees = (strategy.tp, strategy.pp, strategy.cp)
+    axes = sum(degree > 1 for degree in degrees)
+    swaps = strategy.offload + 2 * strategy.nvme
+    foreign = int(strategy.engine != "torch")
+    return axes, swaps, foreign, BASES.index(strategy.base), strategy.tp * strategy.pp * strategy.cp
+
+
+def layouts(
+    profile: ModelProfile, workload: Workload, cluster: ClusterSpec, pins: Pins
+) -> tuple[list[Layout], list[Refusal]]:
+    """All layouts, simplest first, and the refused strategies.
+
+    Raises:
+        PlanError: the pinned strategy cannot be laid out, or no strategy can with what is pinned.
+    """
+    if pins.strategy is not None:
+        problems = misfits(pins.strategy, profile, workload, cluster)
+        problems += _batch_problems(pins.strategy, workload, cluster, pins) if not problems else []
+        if problems:
+            raise PlanError(*(f"strategy '{pins.strategy}': {problem}" for problem in problems))
+    names = [pins.strategy] if pins.strategy is not None else strategies(profile, workload, cluster)
+    found: list[Layout] = []
+    refused: list[Refusal] = []
+    for strategy in names:
+        if pins.strategy is None and (why := _misplaced(strategy, profile, cluster, pins)):
+            refused.append(Refusal(str(strategy), why))
+            continue
+        dims_found, why = _degrees(strategy, cluster, pins)
+        reasons, here = [why] if why else [], []
+        for dims in dims_found:
+            share, micros, why = split(dims.dp, workload, pins)
+            if why:
+                reasons.append(why)
+            else:
+                here.append(Layout(strategy, str(strategy), dims, share, micros))
+        found += here
+        if reasons and not here:
+            refused.append(Refusal(str(strategy), reasons[0]))
+    if not found:
+        raise PlanError(_no_layout(refused, workload, cluster, pins))
+    found.sort(key=lambda layout: complexity(layout.strategy))
+    return found, refused
+
+
+def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[Strategy]:
+    """Every strategy whose degrees go with the model and the cluster; adapters and DeepSpeed are left to pins."""
+    world = cluster.world_size
+    found = []
+    for tp in [n for n in TENSOR_DEGREES if n <= cluster.devices_per_node and not _tensor_problem(profile, n)]:
+        for pp in pipeline_degrees(profile, world // tp):
+            for cp in _context_degrees(workload.seq_len or profile.seq_len, world // (tp * pp), profile):
+                if world % (tp * pp * cp):
+                    continue
+                for base in BASES:
+                    swaps = (False, True) if base in SHARDED else (False,)
+                    for offload in swaps:
+                        found.append(_strategy(base, tp, pp, cp, offload))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _strategy(base: Base, tp: int, pp: int, cp: int, offload: bool) -> Strategy:
+    return Strategy(base=base, tp=tp, pp=pp, cp=cp, offload=offload)
+
+
+def pipeline_degrees(profile: ModelProfile, ranks: int) -> list[int]:
+    """Pipeline degrees worth a try: divisors of ``ranks`` that cut the blocks into nearly equal stages."""
+    blocks = profile.num_blocks
+    if blocks < 2:
+        return [1]
+    wanted = {2**n for n in range(10)} | {n for n in range(1, blocks + 1) if blocks % n == 0}
+    return sorted(
+        n for n in wanted if n == 1 or (n <= blocks and ranks % n == 0 and -(-blocks // n) * n / blocks <= IMBALANCE)
+    )
+
+
+def _context_degrees(seq_len: int | None, ranks: int, profile: ModelProfile) -> list[int]:
+    if seq_len is None or profile.heads is None:
+        return [1]
+    return [n for n in (1, 2, 4, 8, 16, 32) if n == 1 or (ranks % n == 0 and seq_len // n >= LEAST_TOKENS)]
+
+
+def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[str]:
+    """What of ``strategy`` does not go with the model and the cluster, each with a fix; for pinned strategies."""
+    problems = [problem] if (problem := _tensor_problem(profile, strategy.tp)) else []
+    blocks = profile.num_blocks
+    if strategy.pp > max(blocks, 1):
+        fix = f"use pp {blocks} or less" if blocks > 1 else "leave +pp out"
+        problems.append(f"pp {strategy.pp} is more than the model's {blocks} repeated blocks; {fix}")
+    seq_len = workload.seq_len or profile.seq_len
+    if strategy.cp > 1 and (seq_len is None or profile.heads is None):
+        problems.append(f"cp {strategy.cp} divides sequences, and this model has none; leave +cp out")
+    elif strategy.cp > 1 and seq_len is not None and seq_len % (2 * strategy.cp):
+        step = 2 * strategy.cp
+        nearest = " or ".join(str(n) for n in (seq_len // step * step, -(-seq_len // step) * step) if n)
+        problems.append(
+            f"cp {strategy.cp} needs a length that is a multiple of {step} (each rank takes an early and a late "
+            f"piece), got {seq_len}; use {nearest}"
+        )
+    ranks = strategy.tp * strategy.pp * strategy.cp
+    if cluster.world_size % ranks:
+        shown = " × ".join(f"{axis} {getattr(strategy, axis)}" for axis in DEGREES if getattr(strategy, axis) > 1)
+        problems.append(
+            f"{shown} = {ranks} does not divide the {cluster.world_size} devices; "
+            f"use degrees whose product divides {cluster.world_size}"
+        )
+    return problems
+
+
+def _tensor_problem(profile: ModelProfile, tp: int) -> str:
+    if tp == 1:
+        return ""
+    if profile.heads is None:
+        return f"tp {tp} divides attention heads, and this model has none that are known; leave +tp out"
+    heads, kv_heads = profile.heads, profile.kv_heads or profile.heads
+    fit = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tp in fit:
+        return ""
+    what = f"{heads} heads" if heads % tp else f"{kv_heads} key-value heads"
+    return f"tp {tp} does not divide {what}; use one of {', '.join(map(str, fit[:6]))}"
+
+
+def _misplaced(strategy: Strategy, profile: ModelProfile, cluster: ClusterSpec, pins: Pins) -> str:
+    """Why a free search does not try this strategy."""
+    dp = cluster.world_size // (strategy.tp * strategy.pp * strategy.cp)
+    if dp == 1 and not strategy.offload and strategy.base not in ("ddp", "fsdp"):
+        return "one data-parallel rank: nothing to shard"
+    given = pins.dp_replicate is not None or pins.dp_shard is not None
+    if strategy.base == "hsdp" and cluster.nodes == 1 and not given:
+        return "one node: nothing to gain over fsdp"
+    if strategy.offload and cluster.device == "cpu":
+        return "the device's memory is the host's: offload makes no room"
+    return ""
+
+
+def _degrees(strategy: Strategy, cluster: ClusterSpec, pins: Pins) -> tuple[list[ParallelDims], str]:
+    """The possible degrees of a strategy; hybrid sharding has several."""
+    world = cluster.world_size
+    given = {"dp_replicate": pins.dp_replicate, "dp_shard": pins.dp_shard}
+    try:
+        first = dims_for(strategy, world, devices_per_node=cluster.devices_per_node, **given)
+    except PlanError as error:
+        return [], str(error)
+    if strategy.base != "hsdp" or any(given.values()):
+        return [first], ""
+    found, shard, ranks = [first], first.dp_shard * 2, first.dp
+    while shard < ranks and ranks % shard == 0:
+        found.append(first.model_copy(update={"dp_replicate": ranks // shard, "dp_shard": shard}))
+        shard *= 2
+    return found, ""
+
+
+def split(dp: int, workload: Workload, pins: Pins) -> tuple[int, tuple[int, ...], str]:
+    """Samples of a rank, the micro batches that divide them, and why there is none, if so."""
+    batch = workload.global_batch
+    if batch is None:
+        share = (pins.micro_batch or 1) * (pins.grad_accum or 1)
+    elif batch % dp or batch < dp:
+        return 0, (), f"global batch {batch} is not a multiple of dp {dp}; use {nearest_multiples(batch, dp)}"
+    else:
+        share = batch // dp
+    micros = divisors(share)
+    if pins.micro_batch is not None:
+        micros = tuple(n for n in micros if n == pins.micro_batch)
+    if pins.grad_accum is not None:
+        micros = tuple(n for n in micros if n * pins.grad_accum == share)
+    if not micros:
+        unit = dp * (pins.micro_batch or 1) * (pins.grad_accum or 1)
+        words = [f"dp {dp}"]
+        words += [f"micro batch {pins.micro_batch}"] if pins.micro_batch else []
+        words += [f"accumulation {pins.grad_accum}"] if pins.grad_accum else []
+        return (
+            0,
+            (),
+            (
+                f"global batch {batch} is not {' × '.join(words)}{' × a whole number' if not pins.grad_accum else ''}; "
+                f"use {nearest_multiples(batch or 0, unit)}"
+            ),
+        )
+    return share, micros, ""
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of ``unit`` on both sides of ``number``, in words."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, smallest first."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _batch_problems(strategy: Strategy, workload: Workload, cluster: ClusterSpec, pins: Pins) -> list[str]:
+    dims, why = _degrees(strategy, cluster, pins)
+    if why:
+        return [why]
+    reasons = [split(one.dp, workload, pins)[2] for one in dims]
+    return [] if "" in reasons else [reasons[0]]
+
+
+def _no_layout(refused: list[Refusal], workload: Workload, cluster: ClusterSpec, pins: Pins) -> str:
+    if pins.dp_replicate or pins.dp_shard:
+        given = {"dp_replicate": pins.dp_replicate, "dp_shard": pins.dp_shard}
+        text = " and ".join(f"{name} {n}" for name, n in given.items() if n)
+        return (
+            f"no strategy has {text} on {cluster.world_size} ranks; leave it out, or make dp_replicate × dp_shard "
+            f"{cluster.world_size}"
+        )
+    for refusal in refused:
+        if "global batch" in refusal.reason:
+            return refusal.reason
+    return f"no strategy can be laid out on {cluster.world_size} devices: " + "; ".join(
+        f"{refusal.strategy}: {refusal.reason}" for refusal in refused[:3]
+    )

@@ -1,0 +1,282 @@
+"""Run the training step itself on fake tensors, as one rank of a fake world, and write down what it takes.
+
+What runs is what ``shardwise train`` runs: `parallel.apply`, `Session`, its optimizer, its loss and its clipping.
+One process at a time may rehearse, and it must have no process group.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ModelError, PlanError, ShardwiseError
+from shardwise.plan.plan import Plan, runnable
+from shardwise.search.record import (
+    Event,
+    Recorder,
+    Sent,
+    answer_reductions,
+    fake_world,
+    naming_shards,
+    recording,
+    sharding_units,
+    stream_name,
+    swapped,
+    tensors_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+STEPS = 2  # the first makes the optimizer's state, the second has it from the start
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank did: its events, what each storage was, what it sent."""
+
+    events: list[Event]
+    categories: dict[int, str]
+    sent: list[Sent]
+    seconds: float
+    blocks: int | None = None
+
+
+@dataclass
+class _Clock:
+    step: int = 0
+    session: Any = None
+    module: Any = None
+    last: str = "load"
+    blocks: int | None = None
+    streams: dict[int, str] = field(default_factory=dict)
+
+    def phase(self) -> tuple[int, str]:
+        found = "control" if self.session is None else self.session.phase
+        if found != "control":
+            self.last = "optimizer" if found == "clip" else found
+        return self.step, self.last
+
+    def stream(self) -> str:
+        import torch
+
+        key = id(torch.cpu.current_stream())
+        if key not in self.streams:
+            self.streams[key] = stream_name(self.module)
+        return self.streams[key]
+
+
+def rehearse(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    optimizer: Mapping[str, Any] | None = None,
+    clip_norm: float | None = 1.0,
+    rank: int = 0,
+    steps: int = STEPS,
+    blocks: int | None = None,
+    batch: Callable[[int], tuple[Any, Any]] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> Rehearsal:
+    """Train ``steps`` steps of the model that ``build`` makes.
+
+    Args:
+        optimizer: keys of the config's ``[optimizer]`` table.
+        blocks: keep only that many of the model's repeated blocks.
+        batch: makes a micro batch ``(inputs, labels)`` of a number of samples; token ids by default.
+        loss: summed loss of outputs and labels; cross-entropy over tokens by default.
+
+    Raises:
+        PlanError: this version does not run the plan.
+        ModelError: the model cannot be trained so, or does not run on fake tensors.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shardwise.train import session
+
+    runnable(plan)
+    if batch is None and plan.seq_len is None:
+        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
+    began = time.perf_counter()
+    clock = _Clock()
+    recorder = Recorder(clock.phase, clock.stream)
+    gloo = plan.device == "cpu" and plan.dims.world_size > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with (
+                fake_world(plan.dims.world_size, rank),
+                swapped(session, "check_finite", lambda *_, **__: None),  # fake numbers cannot be looked at
+                naming_shards(recorder),
+                FakeTensorMode(allow_non_fake_inputs=True),
+            ):
+                script = _Script(plan, dict(optimizer or {}), clip_norm, rank, steps, blocks, batch, loss)
+                script.run(build, recorder, clock, gloo)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # whatever a model does that fake tensors cannot
+            text = " ".join(str(error).split())
+            raise ModelError(
+                f"the model does not run on fake tensors: {type(error).__name__}: {text:.300}; "
+                "a forward that looks at values (.item(), if tensor:) cannot be rehearsed"
+            ) from error
+    seconds = time.perf_counter() - began
+    return Rehearsal(recorder.events, recorder.categories(), recorder.sent, seconds, clock.blocks)
+
+
+def count_blocks(build: Callable[[], nn.Module]) -> int | None:
+    """The number of equal repeated blocks that may be fewer; ``None`` where the model is not such."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shardwise.parallel import materialize
+    from shardwise.search.extrapolate import depth_of
+
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")
+        return depth_of(materialize.build(build, 0, real=False))
+
+
+@dataclass(frozen=True)
+class _Script:
+    plan: Plan
+    optimizer: dict[str, Any]
+    clip_norm: float | None
+    rank: int
+    steps: int
+    blocks: int | None
+    batch: Callable[[int], tuple[Any, Any]] | None
+    loss: Callable[[Any, Any], torch.Tensor] | None
+
+    def run(self, build: Callable[[], nn.Module], recorder: Recorder, clock: _Clock, gloo: bool) -> None:
+        from shardwise.parallel import materialize
+        from shardwise.search.extrapolate import shorten
+        from shardwise.spec.read import find_blocks
+        from shardwise.train.config import OptimizerTable
+        from shardwise.train.optimizer import build_optimizer
+        from shardwise.train.session import Session
+
+        on_host = self.plan.device != "cpu"  # the device first sees a unit's weights when the unit is placed on it
+        run_plan = self.plan.model_copy(update={"device": "cpu"})
+        model = materialize.build(build, 0, real=self.rank == 0 and not on_host)
+        if self.blocks is not None:
+            shorten(model, self.blocks)
+        clock.blocks = len(find_blocks(model))
+        with recording(recorder, gloo=gloo):
+            recorder.name(model.buffers(), "buffers")
+            recorder.name(model.parameters(), "temporaries")
+            clock.module = model
+            session = Session(ranks=self._ranks(), planner=lambda *_: run_plan)
+            made = build_optimizer(model.parameters(), OptimizerTable(**self.optimizer))
+            outer, made = session.prepare(model, made)
+            del model
+            answer_reductions(outer)
+            self._name_state(session, recorder)
+            clock.session = session
+            session.observers.append(_Namer(recorder))
+            self._steps(session, outer, made, recorder, clock)
+            recorder.close()
+            session.close()
+
+    def _steps(self, session: Any, outer: Any, optimizer: Any, recorder: Recorder, clock: _Clock) -> None:
+        loss = _named_loss(self._loss(), recorder)
+
+        def window() -> list[Any]:
+            return [self._micro(recorder) for _ in range(self.plan.grad_accum)]
+
+        for step in session.run_windows(_windows(window, self.steps, clock), count=_count):
+            for micro in step:
+                recorder.forward_from = recorder.next_number
+                step.backward(loss(outer(micro.inputs), micro.labels))
+                recorder.name((p.grad for p in session.module.parameters() if p.grad is not None), "gradients")
+            step.update(optimizer, clip_norm=self.clip_norm)
+            self._name_units(session, recorder)
+
+    def _micro(self, recorder: Recorder) -> tuple[Any, Any]:
+        import torch
+
+        size = self.plan.micro_batch or 1
+        if self.batch is not None:
+            made = self.batch(size)
+        else:
+            ids = torch.zeros(size, self.plan.seq_len or 1, dtype=torch.int64)
+            made = ids, torch.zeros_like(ids)
+        recorder.name(tensors_of(made), "activations")
+        return made
+
+    def _loss(self) -> Callable[[Any, Any], torch.Tensor]:
+        from shardwise.train.loss import token_loss_sum
+
+        return self.loss or token_loss_sum
+
+    def _ranks(self) -> Any:
+        import torch
+
+        from shardwise.parallel.group import Ranks
+
+        world = self.plan.dims.world_size
+        # no control group: what ranks would tell each other does not exist
+        return Ranks(self.rank, world, 0, world, torch.device("cpu"), None, owns_group=False, owns_control=False)
+
+    def _name_state(self, session: Any, recorder: Recorder) -> None:
+        recorder.name(session.module.buffers(), "buffers")
+        recorder.name(session.module.parameters(), "parameters")
+        for unit in sharding_units(session.module):
+            recorder.name((held._sharded_param_data for held in unit.fsdp_params), "parameters")
+
+    def _name_units(self, session: Any, recorder: Recorder) -> None:
+        for unit in sharding_units(session.module):
+            for held in unit.fsdp_params:
+                recorder.name(held.all_gather_outputs, "buffers")
+
+
+class _Namer:
+    """Observes a session to say what its tensors are."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def on_prepared(self, session: Any) -> None:
+        pass
+
+    def on_step_start(self, session: Any, step: Any) -> None:
+        pass
+
+    def on_gradients(self, session: Any, step: Any) -> None:
+        self.recorder.name((p.grad for p in session.module.parameters() if p.grad is not None), "gradients")
+
+    def on_step_end(self, session: Any, step: Any) -> None:
+        inner = getattr(session.optimizer, "optim", session.optimizer)
+        self.recorder.name((t for state in inner.state.values() for t in tensors_of(state)), "optimizer")
+
+    def on_step_abandoned(self, session: Any, step: Any) -> None:
+        pass
+
+
+def _named_loss(loss: Callable[[Any, Any], torch.Tensor], recorder: Recorder) -> Callable[[Any, Any], torch.Tensor]:
+    """``loss``, after which what the forward has left is named: logits from the model's output on, the rest before."""
+
+    def named(outputs: Any, labels: Any) -> torch.Tensor:
+        recorder.name_numbers(recorder.live_since(recorder.forward_from), "activations")
+        whole = outputs if not hasattr(outputs, "logits") else outputs.logits
+        recorder.name([t for t in tensors_of(whole) if recorder.category_of(t) == "activations"], "logits")
+        first = recorder.next_number
+        result = loss(outputs, labels)
+        recorder.name_numbers(recorder.live_since(first), "logits")
+        return result
+
+    return named
+
+
+def _windows(make: Callable[[], list[Any]], steps: int, clock: _Clock) -> Iterator[list[Any]]:
+    """The micro batches of each step."""
+    for number in range(1, steps + 1):
+        clock.step, clock.last = number, "forward"
+        yield make()
+
+
+def _count(labels: Any) -> int:
+    return int(labels.numel())

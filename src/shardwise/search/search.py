@@ -1,0 +1,481 @@
+"""Search: every plan of the grammar for a model on a cluster, the best first, each other one with its reason.
+
+Order: plans that fit, by predicted time; plans within a tie of the fastest are one class, and the simplest of them is
+recommended. Where no time is known, the simplest that fits is. A plan that does not fit comes last, with its bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardwise.cost.estimate import Estimate
+from shardwise.cost.money import training_cost, training_hours
+from shardwise.cost.steptime import StepTime
+from shardwise.errors import PlanError
+from shardwise.plan.plan import GradientSync, Plan, Precision, Recompute
+from shardwise.search.candidate import Candidate, Pins, SearchResult
+from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts
+from shardwise.search.quick import Totals, floor_bytes, guess_s, totals_of
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from shardwise.cost.time import Rates
+
+TIE = 0.02  # plans this close in predicted time are chosen between by simplicity
+PLAIN_TIE = 0.05  # and so are those that neither cut the model nor offload: what fits is not sharded for less than this
+SAID_TIE = 0.05  # plans this close are not told apart by the model
+USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
+USABLE_IF_UNKNOWN = 0.6  # where a category is not known
+SCREEN_SLACK = 1.03  # the screen may be this much above the estimate before a plan is dropped on its word
+TIMED = 96  # layouts that are timed, the best guesses first
+OPTIONS = 3  # micro batch and recompute pairs of a layout that are timed
+TRIES = 6  # full estimates of a strategy
+FULL = 20  # strategies that get a full estimate of memory, the fastest first
+SHOWN_UNFIT = 12
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The three cost functions; the tests give their own."""
+
+    estimate: Callable[[ModelProfile, Plan, Workload, ClusterSpec], Estimate]
+    screen: Callable[[ModelProfile, Plan, Workload], int]
+    step_time: Callable[[ModelProfile, Plan, Workload, ClusterSpec], StepTime]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, and what is worked out of it once. ``usable`` is None where a device's memory is not known."""
+
+    profile: ModelProfile
+    workload: Workload
+    cluster: ClusterSpec
+    pins: Pins
+    costs: Costs
+    totals: Totals
+    precision: Precision
+    usable: int | None
+    timed: bool
+    only_runnable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a layout, with a first guess of its seconds."""
+
+    layout: Layout
+    micro: int
+    recompute: Recompute
+    sync: GradientSync
+    guess: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A plan of a layout with its predicted time, ``None`` where it is not known."""
+
+    layout: Layout
+    plan: Plan
+    time: StepTime | None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds, infinitely many where they are not known."""
+        return float("inf") if self.time is None else self.time.step_s
+
+
+def usable_bytes(cluster: ClusterSpec) -> int | None:
+    """What of a device's memory a plan may take: 97 % of a GPU's, 90 % of a CPU rank's share of the host.
+
+    The estimate has the context and what the allocator reserves, so the margin is for the model's own error alone.
+    """
+    return None if cluster.device_memory_bytes is None else int(cluster.device_memory_bytes * USABLE[cluster.device])
+
+
+def default_precision(cluster: ClusterSpec) -> Precision:
+    """bf16 on GPUs that have it, fp16 on those that have only that (Volta, Turing), fp32 on CPUs."""
+    if cluster.device == "cpu":
+        return "fp32"
+    peaks = cluster.gpu.peak_flops if cluster.gpu is not None else {}
+    return "bf16" if not peaks or "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
+
+
+def default_costs(rates: Rates | None = None) -> Costs:
+    """The cost model of this package."""
+    from shardwise.cost.memory import estimate, screen
+    from shardwise.cost.time import step_time
+
+    if rates is None:
+        return Costs(estimate=estimate, screen=screen, step_time=step_time)
+
+    def measured(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
+        return step_time(profile, plan, workload, cluster, rates=rates)
+
+    return Costs(estimate=estimate, screen=screen, step_time=measured)
+
+
+def ask(
+    profile: ModelProfile,
+    workload: Workload,
+    cluster: ClusterSpec,
+    pins: Pins,
+    *,
+    costs: Costs | None = None,
+    rates: Rates | None = None,
+    only_runnable: bool = False,
+) -> Question:
+    """Put a question together; an adapter that is pinned changes the profile."""
+    precision = pins.precision or default_precision(cluster)
+    if pins.strategy is not None and pins.strategy.adapter != "none":
+        from shardwise.spec.adapters import with_adapters
+
+        profile = with_adapters(profile, pins.strategy.adapter, workload.lora_rank)
+    return Question(
+        profile=profile,
+        workload=workload,
+        cluster=cluster,
+        pins=pins,
+        costs=costs or default_costs(rates),
+        totals=totals_of(profile, workload, cluster, precision),
+        precision=precision,
+        usable=usable_bytes(cluster),
+        timed=rates is not None or bool(cluster.gpu is not None and cluster.gpu.peak_flops),
+        only_runnable=only_runnable,
+    )
+
+
+def search(
+    profile: ModelProfile,
+    workload: Workload,
+    cluster: ClusterSpec,
+    pins: Pins | None = None,
+    *,
+    costs: Costs | None = None,
+    rates: Rates | None = None,
+    shorter: Callable[[int], ModelProfile] | None = None,
+    only_runnable: bool = False,
+) -> SearchResult:
+    """All plans for ``profile`` on ``cluster``, best first; one for each strategy, in its best split and recompute.
+
+    ``rates`` are this machine's measured ones; ``shorter`` makes the profile at another length, for advice only;
+    ``only_runnable`` leaves out what this version plans but does not run.
+
+    Raises:
+        PlanError: what is pinned cannot be laid out, or the global batch goes with no strategy.
+    """
+    from shardwise.search.advice import advice
+    from shardwise.search.explain import with_reasons
+
+    asked = pins or Pins()
+    question = ask(profile, workload, cluster, asked, costs=costs, rates=rates, only_runnable=only_runnable)
+    found, refused = laid_out(question)
+    ways = len(recomputes(question))
+    considered = sum(len(layout.micros) * ways for layout in found) + len(refused)
+    candidates = _best_of_each(question, found)
+    ranked, chosen = rank(question, candidates)
+    told = with_reasons(question, ranked, chosen, considered)
+    said = () if chosen is not None else advice(question, told, shorter)
+    return SearchResult(candidates=tuple(told), recommended=chosen, considered=considered, advice=said)
+
+
+def laid_out(question: Question) -> tuple[list[Layout], list[Refusal]]:
+    """The layouts of a question, and what was refused.
+
+    Raises:
+        PlanError: there is no layout.
+    """
+    found, refused = layouts(question.profile, question.workload, question.cluster, question.pins)
+    kept = [one for one in found if not (question.only_runnable and one.strategy.not_runnable)]
+    if not kept:
+        raise PlanError(f"no strategy that this version runs can be laid out: {refused[0].reason}")
+    return kept, refused
+
+
+def recomputes(question: Question) -> tuple[Recompute, ...]:
+    """The recompute modes to try: the pinned one, or all where there are blocks to recompute."""
+    if question.pins.recompute is not None:
+        return (question.pins.recompute,)
+    return RECOMPUTES if question.profile.num_blocks else ("none",)
+
+
+def plan_for(question: Question, layout: Layout, micro: int, recompute: Recompute, sync: GradientSync = "last") -> Plan:
+    """The plan of one option."""
+    return Plan(
+        strategy=layout.name,
+        dims=layout.dims,
+        micro_batch=micro,
+        grad_accum=layout.share // micro,
+        seq_len=question.workload.seq_len or question.profile.seq_len,
+        precision=question.precision,
+        recompute=recompute,
+        gradient_sync=sync if layout.share > micro else "last",
+        device=question.cluster.device,
+    )
+
+
+def fitting_options(question: Question, layout: Layout) -> list[Option]:
+    """Pairs of micro batch and recompute that the screen lets pass, best guess first; empty if there is none.
+
+    Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by halving; smaller
+    ones are kept too, since they leave more micro batches to a pipeline. Without accumulation sharded gradients are
+    reduced at once, which may need less: that one is looked at by itself.
+    """
+    options: list[Option] = []
+    base = plan_for(question, layout, layout.micros[0], "none")
+    whole = layout.micros[-1]  # the rank's whole share
+    for recompute in recomputes(question):
+        for sync in syncs(layout):
+            plan = base.model_copy(update={"recompute": recompute, "gradient_sync": sync})
+            last = _largest(question, layout, plan, len(layout.micros) - 2)
+            micros = list(layout.micros[max(0, last - OPTIONS + 1) : last + 1])
+            if sync == "last" and _passes(question, layout, plan, whole):
+                micros.append(whole)
+            for micro in micros:
+                guess = guess_s(question.totals, layout, micro, recompute, every=sync == "every")
+                options.append(Option(layout, micro, recompute, sync, guess))
+            if len(micros) and micros[-1] == whole:
+                break  # nothing is gained by more traffic
+    return sorted(options, key=lambda option: option.guess)
+
+
+def syncs(layout: Layout) -> tuple[GradientSync, ...]:
+    """When gradients are reduced: sharded strategies that accumulate may do it after every micro batch."""
+    accumulates = layout.share > layout.micros[0] and layout.strategy.shards_parameters and layout.dims.dp_shard > 1
+    return ("last", "every") if accumulates else ("last",)
+
+
+def _passes(question: Question, layout: Layout, base: Plan, micro: int) -> bool:
+    if question.usable is None:
+        return True
+    return _screened(question, layout, base, micro) <= question.usable * SCREEN_SLACK
+
+
+def _screened(question: Question, layout: Layout, base: Plan, micro: int) -> int:
+    plan = base.model_copy(update={"micro_batch": micro, "grad_accum": layout.share // micro})
+    return question.costs.screen(question.profile, plan, question.workload)
+
+
+def _largest(question: Question, layout: Layout, base: Plan, high: int) -> int:
+    """Index, ``high`` at most, of the largest micro batch that the screen lets pass; -1 if none."""
+    low = -1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _passes(question, layout, base, layout.micros[middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def cost_of(question: Question, plan: Plan, estimate: Estimate | None = None) -> Candidate:
+    """A plan with its full costs."""
+    memory = estimate or question.costs.estimate(question.profile, plan, question.workload, question.cluster)
+    time = time_of(question, plan)
+    return _priced(question, Candidate(plan=plan, fits=fits(question, memory), reason="", memory=memory, time=time))
+
+
+def time_of(question: Question, plan: Plan) -> StepTime | None:
+    """Predicted seconds; ``None`` where the speed of the device, or of a link that the plan uses, is not known."""
+    if not question.timed:
+        return None
+    try:
+        return question.costs.step_time(question.profile, plan, question.workload, question.cluster)
+    except PlanError:
+        return None
+
+
+def _priced(question: Question, candidate: Candidate) -> Candidate:
+    plan, time, cluster = candidate.plan, candidate.time, question.cluster
+    step_tokens = (plan.global_batch or 0) * (plan.seq_len or 0)
+    hours = training_hours(question.workload.tokens, step_tokens, time.step_s if time else None)
+    cost = training_cost(hours, cluster.world_size, cluster.price_per_device_hour)
+    return candidate if hours is None else candidate.model_copy(update={"hours": hours, "cost": cost})
+
+
+def fits(question: Question, memory: Estimate) -> bool | None:
+    """Whether an estimate is under what is usable; ``None`` where one of the two is not known."""
+    host = question.cluster.host_memory_bytes
+    if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
+        return False
+    if question.usable is None:
+        return None
+    if memory.unknown:
+        return None if memory.device_bytes <= question.usable else False
+    return memory.device_bytes <= question.usable
+
+
+def _best_of_each(question: Question, found: Sequence[Layout]) -> list[Candidate]:
+    """For each strategy worth a look, the best of its layouts and options; others are left to the count.
+
+    The guess says which layouts are timed, the time which strategies get a full estimate of memory.
+    """
+    fitting, unfit = _screen_all(question, found)
+    by_name: dict[str, list[Timed]] = {}
+    rest: dict[str, list[Option]] = {}
+    for place, (layout, options) in enumerate(fitting):
+        if place < TIMED or _is_plain(layout):
+            by_name.setdefault(layout.name, []).extend(_timed(question, options))
+            rest.setdefault(layout.name, []).extend(options[OPTIONS:] if question.timed else [])
+    strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
+    best: dict[str, Candidate] = {}
+    for place, ways in enumerate(strategies):
+        if place < FULL or _is_plain(ways[0].layout):
+            name = ways[0].layout.name
+            best[name] = _first_that_fits(question, ways, rest[name])
+    shown = 0
+    for layout in unfit:
+        wanted = _is_plain(layout) or question.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
+        if layout.name not in best and wanted:
+            shown += not _is_plain(layout)
+            best[layout.name] = cost_of(question, smallest(question, layout))
+    return list(best.values())
+
+
+def _screen_all(question: Question, found: Sequence[Layout]) -> tuple[list[tuple[Layout, list[Option]]], list[Layout]]:
+    """The layouts that the screen lets pass with their options, best guess first, and those that do not fit.
+
+    Layouts are looked at in the order of the best they could do with memory without end; once `TIMED` of them are known
+    to be better than that, the rest is left out.
+    """
+    limit = None if question.usable is None else question.usable * SCREEN_SLACK
+    small = [one for one in found if limit is None or floor_bytes(question.totals, one) <= limit]
+    hopes = {id(one): _hope(question, one) for one in small} if question.timed else {}
+    small.sort(key=lambda one: hopes.get(id(one), 0.0))
+    fitting: list[tuple[Layout, list[Option]]] = []
+    unfit = [one for one in found if limit is not None and floor_bytes(question.totals, one) > limit]
+    best: list[float] = []
+    for layout in small:
+        if len(best) >= TIMED and hopes and best[TIMED - 1] <= hopes[id(layout)] and not _is_plain(layout):
+            continue
+        options = fitting_options(question, layout)
+        if options:
+            fitting.append((layout, options))
+            insort(best, options[0].guess)
+        else:
+            unfit.append(layout)
+    if question.timed:
+        fitting.sort(key=lambda pair: pair[1][0].guess)
+    return fitting, sorted(unfit, key=lambda one: complexity(one.strategy))
+
+
+def _hope(question: Question, layout: Layout) -> float:
+    """A guess that no option of the layout is better than."""
+    recompute = recomputes(question)[0]
+    return min(guess_s(question.totals, layout, micro, recompute) for micro in layout.micros)
+
+
+def _timed(question: Question, options: Sequence[Option]) -> list[Timed]:
+    """The best guesses with their predicted times; all options, without times, where no speed is known."""
+    kept = options[:OPTIONS] if question.timed else options
+    plans = [plan_for(question, option.layout, option.micro, option.recompute, option.sync) for option in kept]
+    return [Timed(option.layout, plan, time_of(question, plan)) for option, plan in zip(kept, plans, strict=True)]
+
+
+def _in_order(ways: list[Timed]) -> list[Timed]:
+    """The ways to run one strategy: those within a tie of the fastest by plainness, then the others by time."""
+    limit = min(way.step_s for way in ways) * (1 + TIE)
+    return sorted(ways, key=lambda way: (0.0 if way.step_s <= limit else way.step_s, *_plainness(way.plan)))
+
+
+def _rank_of(way: Timed) -> tuple[float, ...]:
+    return way.step_s, *complexity(way.layout.strategy)
+
+
+def _first_that_fits(question: Question, ways: Sequence[Timed], rest: Sequence[Option]) -> Candidate:
+    """The first way that fits by the full estimate; then the best guess of the rest; then the one that needs least.
+
+    How far the screen was below the estimate of a plan says which others are not worth an estimate.
+    """
+    ratio, tries = 1.0, 0
+    plans = [(way.plan, way.time) for way in ways]
+    plans += [(plan_for(question, o.layout, o.micro, o.recompute, o.sync), None) for o in rest]
+    for place, (plan, known) in enumerate(plans):
+        screened = question.costs.screen(question.profile, plan, question.workload)
+        if tries >= TRIES or (place and question.usable is not None and screened * ratio > question.usable):
+            continue
+        memory = question.costs.estimate(question.profile, plan, question.workload, question.cluster)
+        if fits(question, memory) is not False:
+            time = known or time_of(question, plan)
+            found = Candidate(plan=plan, fits=fits(question, memory), reason="", memory=memory, time=time)
+            return _priced(question, found)
+        ratio, tries = max(ratio, memory.device_bytes / max(1, screened)), tries + 1
+    return cost_of(question, smallest(question, ways[-1].layout))
+
+
+def smallest(question: Question, layout: Layout) -> Plan:
+    """The plan of a layout that needs least memory: the most recompute that is allowed, and the smallest micro batch,
+    reduced after each, or the largest, which accumulates no gradients.
+    """
+    recompute = recomputes(question)[-1]
+    ends = sorted({layout.micros[0], layout.micros[-1]})
+    plans = [plan_for(question, layout, micro, recompute, sync) for micro in ends for sync in syncs(layout)]
+    return min(plans, key=lambda plan: question.costs.screen(question.profile, plan, question.workload))
+
+
+def _is_plain(layout: Layout) -> bool:
+    strategy = layout.strategy
+    return strategy.tp * strategy.pp * strategy.cp == 1
+
+
+def _plainness(plan: Plan) -> tuple[float, ...]:
+    """Of one strategy: less recompute, then fewer micro batches, then gradients reduced once."""
+    return RECOMPUTES.index(plan.recompute), plan.grad_accum, plan.gradient_sync == "every"
+
+
+def _order(question: Question, candidate: Candidate) -> tuple[float, ...]:
+    """What fits first; then by time; without times by simplicity."""
+    verdict = {True: 0, None: 1, False: 2}[candidate.fits]
+    simple = complexity(candidate.plan.parsed)
+    if candidate.fits is False:
+        return (verdict, candidate.memory.device_bytes)
+    step_s = (float("inf") if question.timed else 0.0) if candidate.time is None else candidate.time.step_s
+    return (verdict, step_s, *simple, *_plainness(candidate.plan))
+
+
+def rank(question: Question, candidates: Sequence[Candidate]) -> tuple[list[Candidate], int | None]:
+    """All candidates in order, and the index of the recommended one."""
+    ordered = sorted(candidates, key=lambda candidate: _order(question, candidate))
+    eligible = [c for c in ordered if _eligible(question, c)]
+    if not eligible:
+        return ordered, None
+    best = eligible[0]
+    if best.time is not None:
+        close = [c for c in eligible if c.fits == best.fits and _is_close(c, best.time.step_s)]
+        best = min(close, key=lambda c: (*complexity(c.plan.parsed), *_plainness(c.plan)))
+    ordered.remove(best)
+    return [best, *ordered], 0
+
+
+def _is_close(candidate: Candidate, fastest_s: float) -> bool:
+    axes, swaps, *_ = complexity(candidate.plan.parsed)
+    share = TIE if axes or swaps else PLAIN_TIE
+    return candidate.time is not None and candidate.time.step_s <= fastest_s * (1 + share)
+
+
+def _eligible(question: Question, candidate: Candidate) -> bool:
+    if candidate.fits is None and candidate.memory.unknown and question.usable is not None:
+        share = USABLE_IF_UNKNOWN / USABLE[question.cluster.device]
+        return candidate.memory.device_bytes <= question.usable * share
+    return candidate.fits is not False
+
+
+def simplest_fit(question: Question) -> Candidate | None:
+    """The simplest plan that fits at all, in its smallest form; for advice, without times."""
+    plain = replace(question, timed=False)
+    for layout in laid_out(question)[0]:
+        if question.usable is not None and floor_bytes(question.totals, layout) > question.usable:
+            continue
+        plan = smallest(plain, layout)
+        if question.usable is not None:
+            screened = question.costs.screen(question.profile, plan, question.workload)
+            if screened > question.usable * SCREEN_SLACK:
+                continue
+        candidate = cost_of(plain, plan)
+        if candidate.fits is not False:
+            return candidate
+    return None

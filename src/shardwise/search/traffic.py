@@ -1,0 +1,57 @@
+"""Bytes that one device sends in a step, by mesh axis: what explains a slower plan. Payload of ring algorithms.
+
+Leaves out protocol overhead, the collectives of the clipped norm and of the loss (a few bytes), and padding.
+"""
+
+from __future__ import annotations
+
+from shardwise.plan.plan import Plan
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.model import itemsize_of
+from shardwise.spec.profile import ModelProfile
+
+GRADIENT_BYTES = 4  # gradients are reduced in fp32
+TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
+
+
+def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
+    """Bytes sent by one device in one optimizer step: ``dp``, ``tp``, ``cp`` and ``pp``; axes of one rank left out."""
+    strategy, dims = plan.parsed, plan.dims
+    narrow = itemsize_of(plan.precision)
+    cut, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
+    gradients = profile.num_trainable * GRADIENT_BYTES / cut
+    weights = profile.num_parameters * narrow / cut
+    found: dict[str, float] = {}
+    if dims.dp > 1 and not strategy.shards_parameters:
+        broadcast = profile.num_trainable * 4 / cut if strategy.base == "zero1" else 0.0
+        found["dp"] = (2 * gradients + broadcast) * (dims.dp - 1) / dims.dp
+    elif dims.dp > 1:
+        gathers = accum * (2 if strategy.reshards_after_forward else 1)
+        reduces = accum if plan.syncs_every_micro_batch else 1
+        found["dp"] = (gathers * weights + reduces * gradients) * (dims.dp_shard - 1) / dims.dp_shard
+        found["dp"] += reduces * 2 * gradients / dims.dp_shard * (dims.dp_replicate - 1) / dims.dp_replicate
+    rows = micro * (plan.seq_len or profile.seq_len or 1) / dims.cp
+    activation = rows * (profile.hidden_size or 0) * narrow
+    blocks = profile.num_blocks / dims.pp
+    if dims.tp > 1:
+        found["tp"] = accum * blocks * TENSOR_COLLECTIVES * activation * (dims.tp - 1) / dims.tp
+    if dims.cp > 1:
+        share = (profile.kv_heads or 1) / (profile.heads or 1) / dims.tp
+        found["cp"] = accum * blocks * 6 * activation * share * (dims.cp - 1)
+    if dims.pp > 1:
+        found["pp"] = accum * 2 * activation / dims.tp
+    return found
+
+
+def crosses_nodes(axis: str, plan: Plan, cluster: ClusterSpec) -> bool:
+    """True where the ranks of an axis lie on several nodes: innermost is ``tp``, then ``cp``, ``dp``, ``pp``."""
+    dims = plan.dims
+    reach = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp": dims.tp * dims.cp * dims.dp, "pp": dims.world_size}
+    return reach[axis] > cluster.devices_per_node
+
+
+def traffic_text(axis: str, plan: Plan, cluster: ClusterSpec) -> str:
+    """``over the network`` or ``over nvlink``."""
+    if crosses_nodes(axis, plan, cluster):
+        return "over the network"
+    return f"over {cluster.link.kind}" if cluster.link else "inside the node"

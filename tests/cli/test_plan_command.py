@@ -1,0 +1,193 @@
+"""``shardwise plan`` and ``shardwise explain`` as a user runs them; no GPU, no ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.plan.plan import read_plan
+from tests.cli.configs import ROOT, environment, write_config
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+KEPT = ["parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries", "context"]
+MEMORY = [*KEPT, "allocated", "reserved", "device", "offloaded", "host"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("model") / "config.json"
+    file.write_text(json.dumps(LLAMA_70B))
+    return str(file)
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str, exit_code: int = 0) -> tuple[str, str]:
+    """The command in this process; returns stdout and stderr."""
+    code = 0
+    with mock.patch.object(sys, "argv", ["shardwise", *words]):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    assert code == exit_code, f"exit code {code}\n{out}\n{err}"
+    return out, err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str, exit_code: int = 0) -> dict[str, Any]:
+    out, _ = command(capsys, "plan", *words, "--json", exit_code=exit_code)
+    document: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return document
+
+
+def test_a_large_model_in_a_process_of_its_own(llama: str) -> None:
+    """No torch for a known configuration: the answer comes in about a second."""
+    code = "import sys\nfrom shardwise.cli.main import main\ntry:\n    main()\nfinally:\n    print(*sys.modules)"
+    words = ["plan", llama, "--cluster", "4x8xH100-SXM", "--seq-len", "4096", "--global-batch", "32", "--tokens", "1B"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    text, _, modules = done.stdout.rstrip().rpartition("\n")
+    assert not {"torch", "transformers", "numpy"} & set(modules.split())
+    assert "plans considered" in text and "▶" in text
+    assert "global batch 32 = micro batch" in text and "32 × 4096 = 131072 tokens a step" in text
+    assert "The whole run takes" in text and "hours" in text
+    assert all(len(line) <= 100 for line in text.splitlines() if "█" in line)
+
+
+def test_the_json_document(capsys: pytest.CaptureFixture[str], llama: str) -> None:
+    document = answer(capsys, llama, "--cluster", "4x8xH100-SXM", "--seq-len", "4096", "--global-batch", "32")
+    assert document["schema"] == 1 and document["model"]["parameters"] == 70_553_706_496
+    best = document["candidates"][document["recommended"]]
+    assert best["fits"] and best["reason"] == "" and document["recommendation"]
+    assert best["micro_batch"] * best["grad_accum"] * best["dims"]["dp_shard"] * best["dims"]["dp_replicate"] == 32
+    for entry in document["candidates"]:
+        assert list(entry["memory_bytes"]) == MEMORY
+        assert entry["fits"] == (entry["memory_bytes"]["device"] <= document["cluster"]["usable_bytes"])
+        assert entry["fits"] or entry["reason"].startswith("needs ")
+        assert sum(entry["time_parts_s"].values()) == pytest.approx(entry["step_time_s"], rel=0.02)
+        assert entry["hours"] is None and entry["cost"] is None
+    times = [entry["step_time_s"] for entry in document["candidates"] if entry["fits"]]
+    assert best["step_time_s"] <= times[1] * 1.02 and times[1:] == sorted(times[1:])
+    names = {entry["strategy"] for entry in document["candidates"]}
+    assert {"ddp", "zero1", "zero2", "fsdp", "hsdp"} <= names
+
+
+def test_the_schema_describes_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = command(capsys, "plan", "--schema")
+    schema = json.loads(out)
+    document = answer(capsys, "tests.models:byte_decoder", "--cluster", "2xA100-80GB", "--seq-len", "32")
+    assert set(document) == set(schema["properties"])
+    entry = schema["$defs"]["CandidateEntry"]["properties"]
+    assert all(set(candidate) == set(entry) for candidate in document["candidates"])
+    told = (ROOT / "docs" / "plan-json.md").read_text()
+    missing = [key for key in [*schema["properties"], *entry, *MEMORY] if f'"{key}"' not in told]
+    assert not missing
+
+
+def test_any_module_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from torch import nn\n\n\ndef make():\n"
+        "    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]\n"
+        "    return nn.Sequential(nn.Embedding(100, 64), *blocks, nn.Linear(64, 100))\n"
+    )
+    words = ["--cluster", "8xA100-80GB", "--seq-len", "128", "--global-batch", "64"]
+    out, _ = command(capsys, "plan", f"{file}:make", *words)
+    assert "▶  ddp" in out and "Use ddp" in out
+
+
+def test_what_is_pinned_is_costed_fitting_or_not(capsys: pytest.CaptureFixture[str], llama: str) -> None:
+    words = [llama, "--cluster", "8xA100-80GB", "--seq-len", "4096", "--global-batch", "64"]
+    pins = ["--strategy", "fsdp", "--micro-batch", "2", "--recompute", "full", "--precision", "fp32"]
+    document = answer(capsys, *words, *pins, exit_code=1)
+    assert document["recommended"] is None and len(document["candidates"]) == 1
+    (only,) = document["candidates"]
+    facts = {key: only[key] for key in ("strategy", "micro_batch", "grad_accum", "recompute", "precision", "fits")}
+    assert facts == {
+        "strategy": "fsdp",
+        "micro_batch": 2,
+        "grad_accum": 4,
+        "recompute": "full",
+        "precision": "fp32",
+        "fits": False,
+    }
+    assert any("would do: " in line for line in document["advice"])
+
+
+def test_a_plan_file_explains_itself(capsys: pytest.CaptureFixture[str], llama: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    words = ["--cluster", "4x8xH100-SXM", "--seq-len", "4096", "--global-batch", "32"]
+    out, _ = command(capsys, "plan", llama, *words, "--strategy", "fsdp", "-o", str(file))
+    assert f"plan: {file}" in out
+    plan = read_plan(file)
+    assert plan.strategy == "fsdp" and plan.global_batch == 32
+    out, _ = command(capsys, "explain", str(file), "--why-not", "ddp")
+    formula = "70.6 B × bytes at rest / dp_shard 32"
+    for word in ("asked for by name", formula, "not ddp: needs ", "calibration: ", "sent in"):
+        assert word in out, out
+    again, _ = command(capsys, "explain", str(file), "--why-not", "fsdp+tp3", "--json")
+    document = json.loads(again.splitlines()[-1])
+    assert document["why_not"] == [
+        "fsdp+tp3 cannot be: tp 3 does not divide 64 heads; use one of 2, 4, 8, 16, 32, 64",
+        "fsdp+tp3 cannot be: tp 3 = 3 does not divide the 32 devices; use degrees whose product divides 32",
+    ]
+
+
+def test_own_prices(capsys: pytest.CaptureFixture[str], llama: str, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("H100-SXM = 3\n[buy]\nH100-SXM = 30000\n")
+    words = [llama, "--cluster", "4x8xH100-SXM", "--seq-len", "4096", "--global-batch", "32", "--tokens", "1e9"]
+    out, _ = command(capsys, "plan", *words, "--price", str(prices), "--json")
+    document = json.loads(out.splitlines()[-1])
+    best = document["candidates"][0]
+    assert document["cluster"]["price_per_device_hour"] == 3
+    assert best["cost"] == pytest.approx(best["hours"] * 32 * 3)
+    assert best["dollars_per_million_tokens"] == pytest.approx(best["cost"] / 1000, rel=1e-6)
+
+
+def test_this_machine_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("shardwise.spec.cluster._nvml_devices", list):
+        out, _ = command(capsys, "plan", "tests.models:byte_decoder", "--seq-len", "32")
+    assert "CPU" in out and "▶  ddp" in out and "its speed is unknown, so simplicity decided" in out
+    assert "--global-batch was not given: " in out
+
+
+def test_the_choice_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = write_config(tmp_path, model={"kwargs": {"dropout": 0.0}}, checkpoint={"every": 0})
+    words = [
+        "bench",
+        "choice",
+        str(config),
+        "--nproc",
+        "1",
+        "--steps",
+        "4",
+        "--output",
+        str(tmp_path / "out"),
+        "--json",
+    ]
+    out, _ = command(capsys, *words)
+    document = json.loads(out.splitlines()[-1])
+    (case,) = document["cases"]
+    assert case["chosen"] == "ddp" and set(case["seconds"]) == {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
+    assert all(len(times) == 4 and min(times) > 0 for times in case["seconds"].values())
+    assert case["ratio"] == case["median_s"]["ddp"] / min(case["median_s"].values()) >= 1
+    (raw,) = (tmp_path / "out").iterdir()
+    assert json.loads(raw.read_text())["cases"] == document["cases"]

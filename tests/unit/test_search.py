@@ -1,0 +1,473 @@
+"""The search over stand-in costs: what is enumerated, what is chosen, and what is said of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.cost.estimate import Estimate
+from shardwise.cost.steptime import StepTime
+from shardwise.errors import DoesNotFit, PlanError
+from shardwise.plan.strategy import BASES, parse_strategy
+from shardwise.search.candidate import Pins
+from shardwise.search.choose import choose_profiled
+from shardwise.search.enumerate import complexity, divisors, layouts, nearest_multiples
+from shardwise.search.explain import why_not
+from shardwise.search.search import (
+    PLAIN_TIE,
+    SAID_TIE,
+    SCREEN_SLACK,
+    TIE,
+    USABLE,
+    Costs,
+    ask,
+    default_precision,
+    search,
+)
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.hardware import GpuSpec, Link
+from shardwise.spec.model import ModelSpec, ParameterSpec
+from shardwise.spec.profile import ModelProfile, Op, Unit, Weight
+from shardwise.spec.workload import Workload
+from shardwise.units import GIB
+
+GPU = GpuSpec(name="Device", arch="none", memory_bytes=80 * GIB, peak_flops={"bf16": 1e14})
+ELEMENTS = 10**9  # of one block
+
+
+def model(blocks: int = 8, heads: int | None = 16, kv_heads: int | None = 8, seq_len: int | None = 4096):
+    op = Op(name="all", kind="matmul", m=seq_len or 1, k=1000, n=1000, flops=1e12)
+    block = Unit("block", "block", (Weight("w", (1000, ELEMENTS // 1000)),), (op,), 1000, count=blocks)
+    return ModelProfile(
+        name="stand-in",
+        units=(block,),
+        seq_len=seq_len,
+        origin="catalogue",
+        hidden_size=1024,
+        vocab_size=100,
+        heads=heads,
+        kv_heads=kv_heads,
+    )
+
+
+def cluster(nodes: int = 1, per_node: int = 8, memory: int | None = 80 * GIB, gpu: GpuSpec | None = GPU, **more):
+    link = Link(kind="nvlink", bytes_per_s=1e11)
+    return ClusterSpec(
+        **{"device": "cuda", **more},
+        device_name="Device",
+        nodes=nodes,
+        devices_per_node=per_node,
+        device_memory_bytes=memory,
+        gpu=gpu,
+        link=link,
+        network=link,
+        price_per_device_hour=2.0,
+    )
+
+
+def needs(profile, plan, workload) -> int:
+    """16 bytes an element, cut by what the strategy cuts, and 1 GiB a sample that recompute divides."""
+    strategy, dims = plan.parsed, plan.dims
+    ways = dims.dp_shard if strategy.shards_parameters else 1
+    held = 8 / ways + 8 / (dims.dp if strategy.base == "zero1" else ways)
+    kept = {"none": 1.0, "selective": 0.5, "full": 0.1}[plan.recompute] * GIB * plan.micro_batch
+    if strategy.offload:
+        held = 0.0
+    return int(profile.num_parameters * held / (dims.tp * dims.pp) + kept / (dims.tp * dims.cp))
+
+
+def estimate(profile, plan, workload, cluster) -> Estimate:
+    needed = needs(profile, plan, workload)
+    activations = int(plan.micro_batch * GIB / plan.dims.tp)
+    return Estimate(
+        parameters=needed - activations,
+        gradients=0,
+        optimizer=0,
+        activations=activations,
+        logits=0,
+        buffers=0,
+        allocated=needed,
+        reserved=needed,
+        device=needed,
+    )
+
+
+def seconds(profile, plan, workload, cluster) -> StepTime:
+    """Longer with every way to cut, and with recompute; larger micro batches are faster."""
+    strategy = plan.parsed
+    slow = 1.0 + 0.1 * BASES.index(strategy.base) + 0.5 * strategy.offload
+    slow *= plan.dims.tp**0.2 * plan.dims.pp**0.2 * plan.dims.cp**0.2
+    again = {"none": 0.0, "selective": 0.1, "full": 0.3}[plan.recompute]
+    total = slow * (1 + again) + 0.01 * plan.grad_accum
+    return StepTime(step_s=total, low_s=total * 0.9, high_s=total * 1.1, compute_s=1.0, exposed_dp_s=total - 1.0)
+
+
+COSTS = Costs(estimate=estimate, screen=needs, step_time=seconds)
+WORK = Workload(seq_len=4096, global_batch=64)
+
+
+def found(profile=None, work=WORK, machine=None, pins=None, costs=COSTS):
+    return search(profile or model(), work, machine or cluster(), pins or Pins(), costs=costs)
+
+
+class TestEnumerate:
+    def names(self, *, profile=None, work=WORK, machine=None, pins=None):
+        return {layout.name for layout in layouts(profile or model(), work, machine or cluster(), pins or Pins())[0]}
+
+    def test_every_part_of_the_grammar_is_there(self):
+        names = self.names(machine=cluster(nodes=2))
+        assert {
+            "ddp",
+            "zero1",
+            "zero2",
+            "fsdp",
+            "hsdp",
+            "zero2+offload",
+            "fsdp+tp2",
+            "ddp+tp8+pp2",
+            "fsdp+cp2",
+        } <= names
+        assert not any(word in name for name in names for word in ("lora", "deepspeed", "nvme"))
+
+    def test_degrees_go_with_heads_blocks_and_length(self):
+        names = self.names(profile=model(blocks=6, heads=12, kv_heads=4))
+        assert "ddp+tp4" in names and not any("tp8" in name for name in names), "8 does not divide 12 heads"
+        assert "ddp+pp2" in names and not any("pp4" in name for name in names), "6 blocks are no 4 equal stages"
+        assert not any("tp" in name or "cp" in name for name in self.names(profile=model(heads=None, seq_len=None)))
+        short = Workload(seq_len=2048, global_batch=64)
+        assert not any("cp" in name for name in self.names(profile=model(seq_len=2048), work=short))
+
+    def test_few_key_value_heads_are_repeated(self):
+        assert "ddp+tp8" in self.names(profile=model(heads=16, kv_heads=2))
+
+    def test_one_device_has_nothing_to_shard(self):
+        names = self.names(machine=cluster(per_node=1))
+        assert names == {"ddp", "fsdp", "zero2+offload", "fsdp+offload"}
+
+    def test_hybrid_sharding_has_several_degrees(self):
+        here = layouts(model(), WORK, cluster(nodes=4), Pins(strategy=parse_strategy("hsdp")))[0]
+        assert {(one.dims.dp_replicate, one.dims.dp_shard) for one in here} == {(4, 8), (2, 16)}
+
+    def test_simplest_first(self):
+        order = [
+            "ddp",
+            "zero1",
+            "zero2",
+            "fsdp",
+            "hsdp",
+            "fsdp+offload",
+            "ddp+tp2",
+            "ddp+tp4",
+            "fsdp+tp2",
+            "ddp+tp2+pp2",
+        ]
+        weights = [complexity(parse_strategy(name)) for name in order]
+        assert weights[:7] == sorted(weights[:7])
+        assert complexity(parse_strategy("ddp+tp2")) < complexity(parse_strategy("ddp+tp4"))
+        assert complexity(parse_strategy("fsdp+tp2")) < complexity(parse_strategy("ddp+tp2+pp2"))
+
+    @pytest.mark.parametrize(
+        ("strategy", "says"),
+        [
+            ("fsdp+tp3", "tp 3 does not divide 16 heads; use one of 2, 4, 8"),
+            ("fsdp+tp16", "does not divide the 8 devices"),
+            ("ddp+pp16", "pp 16 is more than the model's 8 repeated blocks; use pp 8 or less"),
+            ("fsdp+cp3", "cp 3 needs a length that is a multiple of 6"),
+            ("hsdp+tp8", "no even split|not a multiple|dp 1"),
+        ],
+    )
+    def test_pinned_degrees_that_cannot_be(self, strategy, says):
+        if strategy == "hsdp+tp8":
+            assert layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy(strategy)))[0]
+            return
+        with pytest.raises(PlanError, match=says):
+            layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy(strategy)))
+
+    def test_all_problems_of_a_pinned_strategy_at_once(self):
+        with pytest.raises(PlanError) as raised:
+            layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy("fsdp+tp3+pp9+cp3")))
+        assert len(raised.value.problems) == 4
+
+    def test_a_batch_that_does_not_divide(self):
+        odd = Workload(seq_len=4096, global_batch=60)
+        with pytest.raises(PlanError, match=r"global batch 60 is not a multiple of dp 8; use 56 or 64"):
+            layouts(model(), odd, cluster(), Pins(strategy=parse_strategy("fsdp")))
+        assert "ddp" not in self.names(work=odd) and "ddp+tp2" in self.names(work=odd)
+        with pytest.raises(PlanError, match=r"global batch 3 .*; use "):
+            layouts(model(heads=None, blocks=1), Workload(seq_len=64, global_batch=3), cluster(), Pins())
+
+    def test_micro_batches_solve_the_equation(self):
+        (ddp,) = layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy("ddp")))[0]
+        assert ddp.micros == divisors(8) == (1, 2, 4, 8)
+        pins = Pins(strategy=parse_strategy("ddp"), grad_accum=4)
+        assert layouts(model(), WORK, cluster(), pins)[0][0].micros == (2,)
+        with pytest.raises(
+            PlanError, match="global batch 64 is not dp 8 × micro batch 3 × a whole number; use 48 or 72"
+        ):
+            layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy("ddp"), micro_batch=3))
+
+    def test_nearest(self):
+        assert [nearest_multiples(n, 8) for n in (3, 9)] == ["8", "8 or 16"]
+
+
+class TestChoice:
+    def test_what_fits_is_not_sharded(self):
+        best = found(machine=cluster(memory=200 * GIB)).candidates[0]
+        assert best.plan.strategy == "ddp" and best.fits and best.reason == ""
+        assert "the fastest of" in best.plan.reason
+
+    def test_the_fastest_that_fits(self):
+        result = found(machine=cluster(memory=60 * GIB))  # 119 GiB of state, 67 GiB with the optimizer's part sharded
+        assert result.recommended == 0 and result.candidates[0].plan.strategy == "zero2"
+        by_name = {c.plan.strategy: c for c in result.candidates}
+        assert by_name["ddp"].fits is False
+        assert by_name["ddp"].reason.startswith("needs 119.") and "usable" in by_name["ddp"].reason
+        slower = by_name["fsdp"].time.step_s / by_name["zero2"].time.step_s - 1
+        assert by_name["fsdp"].reason.startswith(f"{slower:.0%} slower: waits longer for data-parallel traffic")
+        assert "GiB a step over nvlink" in by_name["fsdp"].reason
+
+    def test_one_candidate_for_each_strategy_and_all_are_counted(self):
+        result = found()
+        names = [c.plan.strategy for c in result.candidates]
+        assert len(names) == len(set(names)) and result.considered > 3 * len(names)
+
+    def test_fitting_before_not_fitting_and_faster_before_slower(self):
+        candidates = found().candidates
+        verdicts = [c.fits for c in candidates]
+        assert verdicts == sorted(verdicts, reverse=True) and False in verdicts
+        times = [c.time.step_s for c in candidates if c.fits]
+        assert times == sorted(times)
+
+    @pytest.mark.parametrize(
+        ("simple", "other", "gap", "chosen"),
+        [
+            ("ddp", "fsdp", PLAIN_TIE * 0.9, "ddp"),
+            ("ddp", "fsdp", PLAIN_TIE * 1.1, "fsdp"),
+            ("ddp+tp2", "ddp+tp4", TIE * 0.9, "ddp+tp2"),
+            ("ddp+tp2", "ddp+tp4", TIE * 1.1, "ddp+tp4"),
+        ],
+    )
+    def test_a_tie_goes_to_the_simpler(self, simple, other, gap, chosen):
+        def close(profile, plan, workload, cluster):
+            total = {simple: 1 + gap, other: 1.0}.get(plan.strategy, 9.0)
+            return StepTime(step_s=total, low_s=total, high_s=total, compute_s=total)
+
+        result = found(machine=cluster(memory=200 * GIB), costs=Costs(estimate, needs, close))
+        assert result.candidates[0].plan.strategy == chosen
+        left = next(c for c in result.candidates if c.plan.strategy in {simple, other} - {chosen})
+        assert left.tie is (gap <= SAID_TIE) and ("a tie" in left.reason) is left.tie
+        if chosen == simple:
+            assert f"simpler than {other}" in result.candidates[0].plan.reason
+
+    def test_recompute_only_where_it_is_needed(self):
+        roomy = found(machine=cluster(memory=500 * GIB)).candidates[0].plan
+        assert (roomy.recompute, roomy.micro_batch, roomy.grad_accum) == ("none", 8, 1)
+        state = ELEMENTS * 8 * 16
+        machine = cluster(memory=int((state + 0.3 * GIB) / USABLE["cuda"]))
+        tight = found(machine=machine, pins=Pins(strategy=parse_strategy("ddp"))).candidates[0]
+        assert tight.fits and (tight.plan.recompute, tight.plan.micro_batch) == ("full", 2)
+
+    def test_the_estimate_has_the_last_word(self):
+        """A screen that lets too much pass; the next option is taken."""
+
+        def optimist(profile, plan, workload):
+            return 0
+
+        state = ELEMENTS * 8 * 16
+        machine = cluster(memory=int((state + 1.5 * GIB) / USABLE["cuda"]))
+        result = found(
+            machine=machine, pins=Pins(strategy=parse_strategy("ddp")), costs=Costs(estimate, optimist, seconds)
+        )
+        assert result.candidates[0].fits and result.candidates[0].memory.device_bytes <= machine.device_memory_bytes
+
+    def test_a_screen_may_be_a_little_high(self):
+        needed = needs(model(), found(pins=Pins(strategy=parse_strategy("ddp"))).candidates[0].plan, WORK)
+
+        def high(profile, plan, workload):
+            return int(needs(profile, plan, workload) * (1 + 0.9 * (SCREEN_SLACK - 1)))
+
+        machine = cluster(memory=int(needed / USABLE["cuda"]) + 1)
+        assert (
+            found(machine=machine, pins=Pins(strategy=parse_strategy("ddp")), costs=Costs(estimate, high, seconds))
+            .candidates[0]
+            .fits
+        )
+
+    def test_pinned_is_costed_as_given(self):
+        pins = Pins(strategy=parse_strategy("ddp"), micro_batch=4, recompute="none", precision="fp32")
+        result = found(pins=pins)
+        (only,) = result.candidates
+        assert only.fits is False and result.recommended is None and result.advice
+        plan = only.plan
+        assert (plan.strategy, plan.micro_batch, plan.recompute, plan.precision) == ("ddp", 4, "none", "fp32")
+        fitting = found(pins=pins, machine=cluster(memory=500 * GIB))
+        assert fitting.recommended == 0 and fitting.candidates[0].plan.reason == "asked for by name"
+
+    def test_money(self):
+        work = WORK.model_copy(update={"tokens": 1e9})
+        best = found(work=work).candidates[0]
+        hours = 1e9 / (64 * 4096) * best.time.step_s / 3600
+        assert best.hours == pytest.approx(hours) and best.cost == pytest.approx(hours * 8 * 2.0)
+
+
+class TestUnknown:
+    def test_memory(self):
+        result = found(machine=cluster(memory=None))
+        assert result.recommended == 0 and result.candidates[0].fits is None
+        assert "device memory unknown" in result.candidates[0].plan.reason
+
+    def test_speed(self):
+        result = found(machine=cluster(gpu=None))
+        best = result.candidates[0]
+        assert best.time is None and best.plan.strategy == "zero1"
+        assert best.plan.reason.startswith("the simplest that fits")
+        order = [complexity(c.plan.parsed) for c in result.candidates if c.fits]
+        assert order == sorted(order)
+        assert next(c for c in result.candidates if c.plan.strategy == "fsdp").reason.startswith("not needed: ")
+
+    def test_an_unknown_link_leaves_the_time_open(self):
+        def refuse(profile, plan, workload, cluster):
+            if plan.parsed.base != "fsdp":
+                raise PlanError("the link is not known")
+            return seconds(profile, plan, workload, cluster)
+
+        result = found(machine=cluster(memory=500 * GIB), costs=Costs(estimate, needs, refuse))
+        assert result.candidates[0].plan.strategy == "fsdp"
+        assert next(c for c in result.candidates if c.plan.strategy == "ddp").time is None
+
+    def test_a_category(self):
+        def partly(profile, plan, workload, cluster):
+            whole = estimate(profile, plan, workload, cluster)
+            return whole.model_copy(update={"optimizer": None})
+
+        tight = found(machine=cluster(memory=140 * GIB), costs=Costs(partly, needs, seconds))
+        ddp = next(c for c in tight.candidates if c.plan.strategy == "ddp")
+        assert ddp.fits is None and tight.candidates[0].plan.strategy != "ddp", "more room is asked for"
+        assert (
+            found(machine=cluster(memory=500 * GIB), costs=Costs(partly, needs, seconds)).candidates[0].plan.strategy
+            == "ddp"
+        )
+
+    def test_precision_by_what_the_device_has(self):
+        assert default_precision(cluster()) == "bf16"
+        assert default_precision(cluster(gpu=GPU.model_copy(update={"peak_flops": {"fp16": 1e14}}))) == "fp16"
+        assert default_precision(cluster(gpu=None)) == "bf16"
+        assert default_precision(cluster(gpu=None, device="cpu")) == "fp32"
+
+    def test_a_cpu_has_no_offload_and_no_time(self):
+        result = found(machine=cluster(gpu=None, device="cpu", memory=500 * GIB))
+        assert result.candidates[0].plan.strategy == "ddp" and result.candidates[0].time is None
+        assert not any("offload" in c.plan.strategy for c in result.candidates)
+
+
+class TestWhyNot:
+    def question(self):
+        return ask(model(), WORK, cluster(), Pins(), costs=COSTS)
+
+    def test_reasons_with_arithmetic(self):
+        best = found().candidates[0]
+        for name, says in (
+            ("ddp", "not ddp: needs 119."),
+            ("fsdp+tp2", "slower"),
+            ("fsdp+tp3", "tp 3 does not divide 16 heads"),
+            ("ddp+tp16", "does not divide the 8 devices"),
+            (best.plan.strategy, "is the plan"),
+        ):
+            _, lines = why_not(self.question(), parse_strategy(name), best)
+            assert any(says in line for line in lines), (name, lines)
+
+
+class TestAdvice:
+    def test_more_devices_with_numbers(self):
+        big = model(blocks=64)  # 1 TB of state
+        result = found(profile=big, pins=Pins(strategy=parse_strategy("fsdp")))
+        assert result.recommended is None
+        text = "\n".join(result.advice)
+        assert "nearest: fsdp, micro batch 1, recompute full, is " in text
+        assert "16 × Device (2 nodes) would do: fsdp, micro batch 1, recompute full: 59." in text
+        assert "offload fits: fsdp+offload, " in text and "another strategy fits: zero2+offload, " in text
+
+    def test_what_is_pinned_too_tightly(self):
+        state = ELEMENTS * 8 * 16
+        machine = cluster(memory=int((state + 1.2 * GIB) / USABLE["cuda"]))
+        pins = Pins(strategy=parse_strategy("ddp"), micro_batch=8, recompute="none")
+        text = "\n".join(found(machine=machine, pins=pins).advice)
+        assert "micro batch 1 fits: ddp, micro batch 1, recompute none" in text
+        assert "recompute full fits: ddp, micro batch 8, recompute full" in text
+        assert "another strategy fits: zero1" in text
+
+    def test_shorter_samples(self):
+        def kept(profile, plan, workload, cluster):
+            plain = estimate(profile, plan, workload, cluster)
+            needed = plain.device + (workload.seq_len * GIB)
+            return plain.model_copy(update={"device": needed})
+
+        result = search(
+            model(),
+            WORK,
+            cluster(memory=2000 * GIB),
+            Pins(),
+            costs=Costs(kept, needs, seconds),
+            shorter=lambda length: model(seq_len=length),
+        )
+        assert any(line.startswith("samples of 1024 tokens fit: ") for line in result.advice), result.advice
+
+
+class TestOnThisMachine:
+    """`choose_profiled`: what ``train --strategy auto`` asks."""
+
+    SPEC = ModelSpec(
+        parameters=tuple(
+            ParameterSpec(
+                name=f"blocks.{n}.w",
+                shape=(1000, ELEMENTS // 1000),
+                itemsize=4,
+                dtype="float32",
+                trainable=True,
+                block=f"blocks.{n}",
+            )
+            for n in range(8)
+        ),
+        blocks=tuple(f"blocks.{n}" for n in range(8)),
+    )
+
+    def choice(self, memory: int, **pins):
+        machine = cluster(memory=memory, gpu=None)
+        return choose_profiled(model(), self.SPEC, WORK, machine, Pins.model_validate(pins), costs=COSTS)
+
+    @pytest.fixture(autouse=True)
+    def stand_in(self, monkeypatch):
+        monkeypatch.setattr("shardwise.search.search.default_costs", lambda rates=None: COSTS)
+
+    def test_only_what_runs_and_exact_state(self):
+        choice = self.choice(60 * GIB)
+        assert choice.plan.strategy == "zero2"
+        assert [name for name, why in choice.rejected] == ["ddp", "zero1"]
+        assert all(why.startswith("needs ") for _, why in choice.rejected)
+        assert choice.estimate.parameters == choice.estimate.gradients == ELEMENTS * 8 * 4 // 8
+        assert choice.estimate.optimizer == ELEMENTS * 8 * 8 // 8 + 8 * 4, "two states and a step counter each"
+
+    def test_nothing_fits(self):
+        with pytest.raises(DoesNotFit, match=r"no plan fits 8 × Device:\n(.|\n)*ddp: needs") as raised:
+            self.choice(GIB // 100)
+        assert "+tp" not in str(raised.value) and "would do: fsdp" in str(raised.value)
+
+    def test_a_named_strategy_is_kept(self):
+        choice = self.choice(GIB, strategy=parse_strategy("ddp"))
+        assert choice.plan.strategy == "ddp" and choice.plan.reason == "asked for by name"
+
+
+def test_gradients_are_reduced_every_time_only_where_it_makes_room():
+    """A stand-in whose sharded plans hold whole gradients while they accumulate."""
+
+    def more(profile, plan, workload):
+        waits = plan.parsed.shards_parameters and plan.grad_accum > 1 and plan.gradient_sync == "last"
+        return needs(profile, plan, workload) + waits * 30 * GIB
+
+    def same(profile, plan, workload, cluster):
+        needed = more(profile, plan, workload)
+        return estimate(profile, plan, workload, cluster).model_copy(update={"device": needed})
+
+    pins = Pins(strategy=parse_strategy("fsdp"), micro_batch=2, recompute="none")
+    for memory, sync in ((100, "last"), (30, "every")):
+        result = found(machine=cluster(memory=memory * GIB), pins=pins, costs=Costs(same, more, seconds))
+        assert result.candidates[0].fits and result.candidates[0].plan.gradient_sync == sync

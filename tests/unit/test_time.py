@@ -1,0 +1,265 @@
+"""Step time: its parts, what must make it longer or shorter, and that a search can afford it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from shardwise.cost.flops import hardware_flops, hfu, mfu, palm_flops
+from shardwise.cost.steptime import StepTime
+from shardwise.cost.time import Rates, step_time
+from shardwise.errors import PlanError
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.spec.adapters import with_adapters
+from shardwise.spec.architecture import Architecture
+from shardwise.spec.cluster import ClusterSpec, parse_cluster
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.transformer import profile_of
+from shardwise.spec.workload import Workload
+
+PARTS = (
+    "compute_s",
+    "recompute_s",
+    "exposed_dp_s",
+    "exposed_tp_s",
+    "exposed_cp_s",
+    "pipeline_s",
+    "optimizer_s",
+    "offload_s",
+    "host_s",
+)
+RATES = Rates(flops_per_s=5e10, bytes_per_s=1e10, launch_s=1e-5, alpha_s=1e-4, beta_bytes_per_s=1e9)
+CPU = ClusterSpec(device="cpu", device_name="CPU", devices_per_node=2)
+
+
+def model(layers: int = 32, hidden: int = 4096, seq_len: int = 4096) -> ModelProfile:
+    architecture = Architecture(
+        name="test",
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 128,
+        kv_heads=8,
+        head_dim=128,
+        ffn=hidden * 7 // 2,
+        vocab=128256,
+        max_seq_len=131072,
+    )
+    return profile_of(architecture, seq_len)
+
+
+SMALL = model()
+
+
+def predict(
+    strategy: str,
+    cluster: ClusterSpec | str = "8xA100-80GB",
+    profile: ModelProfile = SMALL,
+    *,
+    micro_batch: int = 1,
+    grad_accum: int = 1,
+    workload: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    **plan: Any,
+) -> StepTime:
+    found = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    dims = dims_for(parse_strategy(strategy), found.world_size, devices_per_node=found.devices_per_node)
+    made = Plan.model_validate(
+        {"strategy": strategy, "dims": dims, "micro_batch": micro_batch, "grad_accum": grad_accum}
+        | {"seq_len": profile.seq_len, "precision": "bf16", "device": found.device}
+        | plan
+    )
+    return step_time(profile, made, Workload.model_validate(workload or {}), found, **(options or {}))
+
+
+def test_parts_add_up_whatever_the_plan() -> None:
+    plans = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "fsdp+tp4", "ddp+tp2+pp4", "fsdp+cp2", "fsdp+offload")
+    for strategy in (*plans, "zero1+tp2+pp2+cp2", "zero2+pp4"):
+        for cluster in ("2x8xA100-80GB", "2x8xH100-SXM"):
+            for recompute in ("none", "selective", "full"):
+                found = predict(strategy, cluster, micro_batch=2, grad_accum=4, recompute=recompute)
+                parts = [getattr(found, part) for part in PARTS]
+                assert min(parts) >= -1e-9, (strategy, parts)
+                assert sum(parts) == pytest.approx(found.step_s, rel=1e-9), strategy
+                assert found.low_s < found.step_s < found.high_s
+
+
+def test_more_work_takes_longer() -> None:
+    base = predict("fsdp").step_s
+    assert predict("fsdp", micro_batch=2).step_s > 1.5 * base
+    assert predict("fsdp", profile=model(layers=64)).step_s > 1.7 * base
+    assert predict("fsdp", profile=model(seq_len=8192)).step_s > 1.9 * base
+
+
+def test_full_recompute_is_one_more_forward_of_the_blocks() -> None:
+    none, full = predict("fsdp", micro_batch=4), predict("fsdp", micro_batch=4, recompute="full")
+    selective = predict("fsdp", micro_batch=4, recompute="selective")
+    assert none.recompute_s == 0
+    assert full.compute_s == pytest.approx(none.compute_s)
+    assert 0.2 < full.recompute_s / none.compute_s < 0.4  # a forward is a third of forward and backward
+    assert 0 < selective.recompute_s < full.recompute_s
+
+
+def test_faster_links_never_slow_a_plan_down() -> None:
+    cluster = parse_cluster("2x8xA100-80GB")
+    assert cluster.network is not None and cluster.link is not None
+    for strategy in ("ddp", "zero1", "zero2", "fsdp", "hsdp", "fsdp+tp8", "ddp+pp4", "fsdp+cp4"):
+        times = []
+        for factor in (0.1, 1.0, 10.0):
+            link, network = (
+                x.model_copy(update={"bytes_per_s": (x.bytes_per_s or 0.0) * factor})
+                for x in (cluster.link, cluster.network)
+            )
+            times.append(predict(strategy, cluster.model_copy(update={"link": link, "network": network})).step_s)
+        assert times[0] > times[1] >= times[2], strategy
+
+
+def test_fsdp_hides_its_gathers_where_there_is_enough_to_compute() -> None:
+    short, long = predict("fsdp", micro_batch=1), predict("fsdp", micro_batch=8)
+    assert long.exposed_dp_s / long.step_s < 0.05
+    assert long.exposed_dp_s / long.step_s < short.exposed_dp_s / short.step_s
+    assert predict("fsdp", "8xRTX4090", model(layers=8), micro_batch=1).exposed_dp_s > 0
+
+
+def test_gradients_are_reduced_once_and_weights_gathered_every_micro_batch() -> None:
+    one, many = (predict("ddp", "4x8xA100-80GB", grad_accum=n) for n in (1, 8))
+    assert many.exposed_dp_s - one.exposed_dp_s < 0.03 * many.step_s
+    slow = parse_cluster("8xRTX4090")
+    profile = model(layers=8)
+    fsdp = [predict("fsdp", slow, profile, grad_accum=n).exposed_dp_s for n in (2, 3, 4)]
+    zero2 = [predict("zero2", slow, profile, grad_accum=n).exposed_dp_s for n in (2, 3, 4)]
+    assert fsdp[2] - fsdp[1] == pytest.approx(fsdp[1] - fsdp[0], rel=1e-6)
+    assert 0 < zero2[2] - zero2[1] < fsdp[2] - fsdp[1]  # zero2 gathers once a micro batch, fsdp twice
+
+
+def test_a_pipeline_has_its_bubble() -> None:
+    found = [predict("ddp+pp8", grad_accum=n, workload={"framework_overhead": False}) for n in (1, 8, 64)]
+    shares = [one.pipeline_s / (one.step_s - one.optimizer_s) for one in found]
+    assert shares[0] > 0.75 and shares[0] > shares[1] > shares[2]
+    assert shares[2] < 7 / 71 + 0.02  # the head unbalances the stages, which shrinks the others' share
+    interleaved = predict("ddp+pp8", grad_accum=8, options={"virtual_stages": 4})
+    assert interleaved.pipeline_s < found[1].pipeline_s
+
+
+def test_tensor_parallel_divides_work_and_pays_for_it() -> None:
+    one, two = predict("fsdp", micro_batch=2), predict("fsdp+tp2", micro_batch=2)
+    assert one.exposed_tp_s == 0 and two.exposed_tp_s > 0
+    assert 0.5 < two.compute_s / one.compute_s < 0.65
+    assert predict("fsdp+tp2", micro_batch=2, options={"async_tp": True}).step_s < two.step_s
+    across = predict("fsdp+tp8", parse_cluster("4x2xA100-80GB"))  # tensor parallel over the network
+    assert across.exposed_tp_s > 3 * predict("fsdp+tp8").exposed_tp_s
+
+
+def test_small_work_waits_for_the_host() -> None:
+    tiny = model(layers=8, hidden=1024, seq_len=128)
+    found = predict("ddp", profile=tiny)
+    assert found.host_s > 0.3 * found.step_s
+    assert predict("ddp", profile=tiny, workload={"compiled": True}).host_s < found.host_s
+    assert predict("ddp", profile=tiny, workload={"framework_overhead": False}).host_s == 0
+    large = predict("ddp", profile=model(layers=8), micro_batch=8)
+    assert large.host_s < 0.05 * large.step_s
+
+
+def test_compiling_fuses_what_moves_memory() -> None:
+    assert predict("fsdp", workload={"compiled": True}).compute_s < 0.98 * predict("fsdp").compute_s
+
+
+def test_autocast_casts_weights_of_whole_copies() -> None:
+    plain, cast = predict("ddp"), predict("ddp", options={"autocast": True})
+    assert cast.compute_s > plain.compute_s
+    assert predict("fsdp", options={"autocast": True}) == predict("fsdp")
+
+
+def test_the_optimizer_moves_its_share() -> None:
+    assert predict("fsdp").optimizer_s < predict("ddp").optimizer_s / 4
+    assert predict("zero1").optimizer_s < predict("ddp").optimizer_s / 2
+    assert predict("ddp", workload={"optimizer": "sgd"}).optimizer_s < predict("ddp").optimizer_s
+    lora = predict("ddp", profile=with_adapters(SMALL, "lora"))
+    assert lora.optimizer_s < predict("ddp").optimizer_s / 10
+
+
+def test_zero1_sends_what_each_rank_has_updated() -> None:
+    slow = parse_cluster("8xRTX4090")
+    ddp, zero1 = (predict(strategy, slow, model(layers=8)).exposed_dp_s for strategy in ("ddp", "zero1"))
+    assert zero1 > 1.3 * ddp  # an all-gather is half an all-reduce
+
+
+def test_offload_pays_for_the_bus_and_the_host() -> None:
+    found = predict("fsdp+offload", micro_batch=2)
+    assert found.offload_s > predict("fsdp", micro_batch=2).optimizer_s and found.optimizer_s == 0
+    assert predict("fsdp+offload", micro_batch=2, grad_accum=4).offload_s > found.offload_s
+
+
+def test_replicas_across_nodes_spare_the_network() -> None:
+    slow = parse_cluster("4x8xA100-80GB")
+    assert slow.network is not None
+    slow = slow.model_copy(update={"network": slow.network.model_copy(update={"bytes_per_s": 1.5e9})})
+    times = [predict(strategy, slow, grad_accum=8).exposed_dp_s for strategy in ("hsdp", "fsdp")]
+    assert times[0] < times[1] / 2
+
+
+def test_an_unaligned_vocabulary_costs() -> None:
+    whole = Architecture(
+        name="gpt", family="gpt", layers=12, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=50304
+    )
+    odd = whole.model_copy(update={"vocab": 50257})
+    times = [predict("ddp", profile=profile_of(one, 1024), micro_batch=8).step_s for one in (whole, odd)]
+    assert times[1] > 1.05 * times[0]
+
+
+def test_flops_follow_their_conventions() -> None:
+    tokens = 4096
+    square = 12 * 32 * 4096 * 4096  # layers · hidden · length, a token
+    assert palm_flops(SMALL) == pytest.approx(tokens * (6 * SMALL.num_parameters + square))
+    assert hardware_flops(SMALL, "full") > hardware_flops(SMALL, "selective") > hardware_flops(SMALL, "none")
+    frozen = with_adapters(SMALL, "lora")
+    assert hardware_flops(frozen, "none") < 0.8 * hardware_flops(SMALL, "none")
+    gpu = parse_cluster("8xA100-80GB").gpu
+    assert gpu is not None
+    used = mfu(SMALL, gpu, "bf16", 0.5)
+    assert used == pytest.approx(palm_flops(SMALL) * 0.5 / 312e12)
+    assert hfu(SMALL, gpu, "bf16", 0.5, "full") == pytest.approx(hardware_flops(SMALL, "full") * 0.5 / 312e12)
+    assert mfu(SMALL, None, "bf16", 1.0) is None
+
+
+def test_throughput_and_utilisation_are_of_the_step() -> None:
+    found = predict("fsdp", micro_batch=2, grad_accum=3)
+    assert found.tokens_per_s_per_device == pytest.approx(6 * 4096 / found.step_s)
+    assert found.mfu is not None and 0.3 < found.mfu < 0.75
+
+
+def test_measured_rates_take_the_place_of_the_table() -> None:
+    tiny = model(layers=4, hidden=512, seq_len=64)
+    with pytest.raises(PlanError, match="'CPU' has no known speed"):
+        predict("ddp", CPU, tiny, precision="fp32")
+    found = predict("ddp", CPU, tiny, precision="fp32", options={"rates": RATES})
+    twice = Rates(**{name: getattr(RATES, name) for name in RATES.__slots__} | {"flops_per_s": 1e11})
+    assert predict("ddp", CPU, tiny, precision="fp32", options={"rates": twice}).compute_s < found.compute_s
+    assert found.mfu is None and found.calibrated
+    alone = CPU.model_copy(update={"devices_per_node": 1})
+    assert predict("ddp", alone, tiny, precision="fp32", options={"rates": RATES}).exposed_dp_s == 0
+    assert found.exposed_dp_s > 0  # hidden traffic slows the cores that compute
+
+
+def test_an_unknown_precision_or_link_is_said() -> None:
+    with pytest.raises(PlanError, match="in fp8"):
+        predict("fsdp", precision="fp8")
+    cluster = parse_cluster("2x8xA100-80GB").model_copy(update={"network": None})
+    with pytest.raises(PlanError, match="bandwidth"):
+        predict("fsdp", cluster)
+
+
+def test_a_search_can_afford_it() -> None:
+    profile, cluster = model(layers=126, hidden=16384), parse_cluster("2048x8xH100-SXM")
+    plans = [("fsdp+tp8+pp16", 1, n) for n in (8, 16, 32, 64)] + [("fsdp+tp8", 1, n) for n in (1, 2)]
+    for strategy, micro, accum in plans:
+        predict(strategy, cluster, profile, micro_batch=micro, grad_accum=accum)
+    start = time.process_time()
+    for strategy, micro, accum in plans * 20:
+        predict(strategy, cluster, profile, micro_batch=micro, grad_accum=accum)
+    each = (time.process_time() - start) / (20 * len(plans))
+    assert each < 5e-3  # an order above what it takes, for slow machines
