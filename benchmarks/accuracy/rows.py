@@ -96,8 +96,8 @@ def _row(record: dict[str, str]) -> Row | None:
             "precision": record["precision"],
             "recompute": record["recompute"],
             "device": "cuda",
-            # every published sharded run with accumulation reduces after each micro batch
-            "gradient_sync": "every" if strategy.shards_parameters else "last",
+            # published sharded runs reduce after each micro batch, but for those in a pipeline
+            "gradient_sync": "every" if strategy.shards_parameters and strategy.pp == 1 else "last",
         }
     )
     workload = Workload.model_validate(

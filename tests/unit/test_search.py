@@ -449,7 +449,7 @@ class TestOnThisMachine:
     def test_nothing_fits(self):
         with pytest.raises(DoesNotFit, match=r"no plan fits 8 × Device:\n(.|\n)*ddp: needs") as raised:
             self.choice(GIB // 100)
-        assert "+tp" not in str(raised.value) and "would do: fsdp" in str(raised.value)
+        assert "+tp" not in str(raised.value) and "would do: zero2+offload" in str(raised.value)
 
     def test_a_named_strategy_is_kept(self):
         choice = self.choice(GIB, strategy=parse_strategy("ddp"))

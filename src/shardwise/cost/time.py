@@ -143,9 +143,7 @@ def step_time(
     where = _Same(cluster)
     strategy = parse_strategy(plan.strategy)
     times = _unit_times(key, where, rates, calibration, split)
-    stages = _stages(
-        key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), autocast, async_tp
-    )
+    stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), autocast, async_tp)
     send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
     timed = {id(s): _with_host(s, plan) if workload.framework_overhead else _alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]

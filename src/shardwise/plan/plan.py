@@ -25,9 +25,9 @@ class Plan(BaseModel):
     """How one global batch is computed: the strategy, the degrees, the batch split, the precision.
 
     ``micro_batch`` and ``global_batch`` count samples; ``seq_len`` counts tokens (``None`` where samples are
-    no sequences). ``gradient_sync`` is for sharded strategies that accumulate: ``last`` reduces gradients after the last
-    micro batch only and keeps whole ones until then, ``every`` reduces after each and keeps shards: more traffic,
-    no whole gradient in memory. ``reason`` says why this plan was chosen and is no part of the fingerprint.
+    no sequences). ``gradient_sync`` is for sharded strategies that accumulate: ``last`` reduces gradients after the
+    last micro batch only and keeps whole ones until then, ``every`` reduces after each and keeps shards: more
+    traffic, no whole gradient in memory. ``reason`` says why this plan was chosen and is no part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
