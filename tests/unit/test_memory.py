@@ -18,7 +18,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.spec.architecture import Architecture
-from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.cluster import ClusterSpec, parse_cluster
 from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.profile import ModelProfile, Op, Unit, Weight
 from shardwise.spec.transformer import profile_of
@@ -128,9 +128,29 @@ class TestAtRest:
         assert any("optimizer" in note for note in found.notes)
 
     def test_tensor_parallel_divides_what_it_cuts(self):
-        whole, half = (estimate(LLAMA_8B, plan_for(f"ddp+tp{n}", n), WORKLOAD, NODE) for n in (1, 2))
+        plans = (plan_for(f"ddp+tp{n}", n, precision="fp32") for n in (1, 2))
+        whole, half = (estimate(LLAMA_8B, plan, WORKLOAD, NODE) for plan in plans)
         norms = 4096 * (2 * 32 + 1) * 4
         assert half.parameters == (whole.parameters - norms) // 2 + norms
+
+    def test_whole_narrow_weights_of_model_parallel_plans_have_fp32_masters(self):
+        """Megatron-LM: 2 bytes for a weight, 4 for its gradient, 12 for master and moments, cut by zero1."""
+        shares = {}
+        for strategy in ("ddp+tp2", "zero1+tp2"):
+            found = estimate(LLAMA_8B, plan_for(strategy, 8), WORKLOAD, NODE)
+            elements = found.parameters // 2
+            assert found.gradients == 4 * elements
+            shares[strategy] = found.optimizer / elements
+            assert found.temporaries == 0
+        assert shares["ddp+tp2"] == pytest.approx(12, rel=1e-6)
+        assert shares["zero1+tp2"] == pytest.approx(3, rel=1e-6)
+
+    def test_published_megatron_rows(self):
+        """Llama-3-405B of 4 layers on 8 × B200, TP 8, 4096 tokens: 38.57 GiB allocated, 39.8 reserved (SimuMax 1.2)."""
+        shape = {"layers": 4, "hidden": 16384, "heads": 128, "kv_heads": 8, "head_dim": 128, "ffn": 53248}
+        model = profile_of(Architecture(name="405b-L4", family="llama", vocab=128256, **shape), 4096)
+        found = estimate(model, plan_for("zero1+tp8", 8, grad_accum=4), WORKLOAD, parse_cluster("8xB200"))
+        assert found.allocated / GIB == pytest.approx(38.57, rel=0.03)
 
     def test_context_parallel_ranks_share_the_state(self):
         alone, beside = (estimate(LLAMA_8B, plan_for(s, 8), WORKLOAD, NODE) for s in ("fsdp", "fsdp+cp4"))

@@ -2,7 +2,8 @@
 
 Tensor parallel divides what an op keeps by its cut. A column-cut product keeps its input whole, because PyTorch's
 tensor parallel gathers the rows in front of it and saves what was gathered (Megatron gathers again in backward and
-keeps a share). Context parallel divides all rows.
+keeps a share; so do plans with fp32 masters). Context parallel divides all rows. The loss of those plans takes its
+softmax and its gradient in place (Megatron-LM, ``vocab_parallel_cross_entropy``).
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class UnitBytes:
 def unit_bytes(unit: Unit, layout: Layout, recompute: Recompute, compiled: bool) -> UnitBytes:
     """Work out `UnitBytes`; cached by the unit's identity."""
     mode = recompute if unit.kind == "block" else "none"
-    return _unit_bytes(Same(unit), layout.width, layout.autocasts, layout.tp, layout.cp, mode, compiled)
+    return _unit_bytes(Same(unit), layout.width, layout.autocasts, layout.tp, layout.cp, mode, compiled, layout.masters)
 
 
 @lru_cache(maxsize=4096)
 def _unit_bytes(
-    same: Same, width: int, autocasts: bool, tp: int, cp: int, mode: Recompute, compiled: bool
+    same: Same, width: int, autocasts: bool, tp: int, cp: int, mode: Recompute, compiled: bool, masters: bool
 ) -> UnitBytes:
     unit = same.unit
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # a narrow base makes a narrow stream
@@ -62,7 +63,7 @@ def _unit_bytes(
             divided = tp > 1 and op.cut == "vocab"
             logits = op.temporary / (cp * (tp if divided else 1))
             continue
-        ops.append(_op_bytes(op, width, autocasts, tp, cp, compiled))
+        ops.append(_op_bytes(op, width, autocasts, tp, cp, compiled, masters))
         if op.kept_by_selective:
             result = _output_bytes(op, width, tp, cp)
             outputs += result
@@ -78,15 +79,16 @@ def _unit_bytes(
         again=again,
         forward=_forward_peak(ops, keeps=mode == "none"),
         logits=logits,
-        loss_copies=(4 if divided else 3) if logits else 0,
+        loss_copies=(1 if masters else 4 if divided else 3) if logits else 0,
     )
 
 
-def _op_bytes(op: Op, width: int, autocasts: bool, tp: int, cp: int, compiled: bool) -> OpBytes:
+def _op_bytes(op: Op, width: int, autocasts: bool, tp: int, cp: int, compiled: bool, regathers: bool) -> OpBytes:
     """Under autocast what a norm keeps, the stream between sublayers, is fp32. Fused ops keep no fp32 copies."""
     fused = compiled and op.fusible
     rows = FP32 if autocasts and op.kind == "norm" else width
-    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cp * _input_share(op, tp))
+    share = tp if regathers and op.cut != "none" else _input_share(op, tp)
+    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cp * share)
     temporary = 0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (cp * _output_share(op, tp))
     gradient_in = op.m * op.k * width / (cp * _input_share(op, tp)) if op.kind == "matmul" else saved
     elements = op.k * op.n / (tp if op.cut in ("column", "row", "vocab") else 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.cost.pipeline import blocks_per_stage, in_flight
@@ -48,9 +48,18 @@ class Layout:
         return self.strategy.shards_parameters
 
     @property
+    def masters(self) -> bool:
+        """Whole weights rest in the narrow type, and fp32 masters of them are optimizer state.
+
+        So are whole weights kept where they are cut for the model's sake (Megatron-LM's mixed-precision optimizers);
+        this package does not run such plans yet. Gradients add up in fp32 buffers.
+        """
+        return not self.shards and self.width < FP32 and self.tp * self.pp * self.cp > 1
+
+    @property
     def autocasts(self) -> bool:
         """Whole fp32 weights are copied to the narrow type as they are used."""
-        return not self.shards and self.width < 4
+        return not self.shards and self.width < FP32 and not self.masters
 
     @property
     def offloads(self) -> bool:
@@ -168,7 +177,8 @@ def micro_batches_held(layout: Layout, stage: int, grad_accum: int) -> int:
 
 def unit_weights(unit: Unit, layout: Layout) -> UnitWeights:
     """Bytes of one of ``unit`` on the fullest rank; cached by the unit's identity."""
-    return _unit_weights(Same(unit), layout.shard_ranks if layout.shards else 1, layout.tp, layout.width, layout.shards)
+    ranks = layout.shard_ranks if layout.shards else 1
+    return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters)
 
 
 class Same:
@@ -187,8 +197,10 @@ class Same:
 
 
 @lru_cache(maxsize=4096)
-def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool) -> UnitWeights:
+def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, masters: bool) -> UnitWeights:
     weights = same.unit.weights
+    if masters:
+        weights = tuple(replace(w, itemsize=min(w.itemsize, wide)) for w in weights)
     shapes = [tp_shape(weight, tp) for weight in weights]
     local = [math.prod(shape) for shape in shapes]
     at_rest = [rest_elements(shape, ranks) for shape in shapes]
@@ -198,7 +210,7 @@ def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool) -> U
     cast = not shards and wide < FP32 and same.unit.kind != "embedding"
     return UnitWeights(
         parameters=sum(math.ceil(rest * w.itemsize) for w, _, rest, _ in both),
-        gradients=sum(math.ceil(rest * max(w.itemsize, wide)) for w, _, rest, _ in trained),
+        gradients=sum(math.ceil(rest * (FP32 if masters else max(w.itemsize, wide))) for w, _, rest, _ in trained),
         trained=sum(rest for _, _, rest, _ in trained),
         whole=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
         gathered=_merged(sent),
@@ -241,15 +253,20 @@ def optimizer_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workloa
 
     AdamW: two tensors of the weight's size and a step counter. 8-bit AdamW: two bytes and two scales a block of 256,
     its lookup tables not counted. SGD: its momentum. Adafactor: one row and one column for a matrix, the whole for a
-    vector (Shazeer 2018, arXiv 1804.04235).
+    vector (Shazeer 2018, arXiv 1804.04235). Fp32 masters of narrow weights are one tensor more; with them ``zero1``
+    cuts one flat buffer evenly, as Megatron-LM's distributed optimizer does.
     """
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
     if layout.strategy.base == "zero1" and layout.replicas > 1:
+        if layout.masters:
+            return optimizer_mean_bytes(pieces, layout, workload)
         return _fullest_share(pieces, layout, workload)
     ranks = layout.shard_ranks if layout.shards else 1
+    master = FP32 if layout.masters else 0
     return sum(
-        piece.count * _state_bytes(_rest_shape(tp_shape(w, layout.tp), ranks), workload)
+        piece.count
+        * (_state_bytes(_rest_shape(tp_shape(w, layout.tp), ranks), workload) + master * _elements(w, layout))
         for piece in pieces
         for w in piece.unit.weights
         if w.trainable
@@ -260,10 +277,18 @@ def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Wo
     """An even share of a stage's optimizer state under ``zero1``: no more than the fullest rank's, found sooner."""
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
+    master = FP32 if layout.masters else 0
     whole = sum(
-        p.count * _state_bytes(tp_shape(w, layout.tp), workload) for p in pieces for w in p.unit.weights if w.trainable
+        p.count * (_state_bytes(tp_shape(w, layout.tp), workload) + master * _elements(w, layout))
+        for p in pieces
+        for w in p.unit.weights
+        if w.trainable
     )
     return whole // layout.replicas
+
+
+def _elements(weight: Weight, layout: Layout) -> int:
+    return math.prod(tp_shape(weight, layout.tp))
 
 
 def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -156,7 +156,8 @@ def estimate(
     layout = layout_of(plan)
     micro = plan.micro_batch or 1
     written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
-    program = Program(plan.grad_accum, plan.recompute, plan.gradient_sync == "last", buckets_add, fused_loss, written)
+    waits, adds = plan.gradient_sync == "last", buckets_add or layout.masters
+    program = Program(plan.grad_accum, plan.recompute, waits, adds, fused_loss, written)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0

@@ -74,8 +74,8 @@ class Setting:
 
     @property
     def has_buckets(self) -> bool:
-        """DDP's buckets are the gradients, and stay."""
-        return not self.layout.shards and self.layout.replicas > 1
+        """DDP's buckets, or the buffers beside fp32 masters, are the gradients, and stay."""
+        return not self.layout.shards and (self.layout.replicas > 1 or self.layout.masters)
 
 
 class Tape:
@@ -271,6 +271,9 @@ class _Writer:
         wide = tape.alloc(elements * FP32, LOGITS) if self.s.layout.width < FP32 else narrow
         if wide != narrow:
             tape.free(narrow)
+        if self.s.layout.masters:  # its softmax in place
+            self.log_probabilities = wide
+            return
         self.log_probabilities = tape.alloc(elements * FP32, LOGITS)
         tape.free(wide)
 
@@ -306,8 +309,9 @@ class _Writer:
         elements = max((b.logits for b in s.bytes), default=0.0) * s.micro
         copies = max((b.loss_copies for b in s.bytes), default=0)
         outer = [tape.alloc(elements * FP32, LOGITS) for _ in range(copies - 2)]
-        inner = tape.alloc(elements * FP32, LOGITS)
-        tape.free(self.log_probabilities, *outer)
+        inner = self.log_probabilities if s.layout.masters else tape.alloc(elements * FP32, LOGITS)
+        if not s.layout.masters:
+            tape.free(self.log_probabilities, *outer)
         if s.layout.width == FP32:
             return inner
         incoming = tape.alloc(elements * s.layout.width, LOGITS)

@@ -66,9 +66,10 @@ def _temporaries(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     """What lives only while the optimizer steps. 8-bit Adam works tensor by tensor, in place.
 
     ``torch.optim`` with foreach makes one tensor for each weight (``_multi_tensor_adam``: the root of the second
-    moment); fused makes none. Under zero1 only for this rank's share, which is as its state.
+    moment); fused makes none, and those that keep fp32 masters are fused. Under zero1 only for this rank's share,
+    which is as its state.
     """
-    if workload.optimizer == "adamw8bit":
+    if workload.optimizer == "adamw8bit" or layout.masters:
         return 0
     trained = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * FP32
     if layout.strategy.base == "zero1" and layout.replicas > 1 and workload.optimizer_states:

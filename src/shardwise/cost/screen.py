@@ -98,17 +98,17 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
     rest = 0 if layout.offloads else parameters + state
     temporaries = 0.0
-    if workload.optimizer != "adamw8bit" and not shares:
+    if workload.optimizer != "adamw8bit" and not shares and not layout.masters:
         temporaries = sum(w.trained * p.count for p, w, _ in rows) * FP32 * workload.optimizer_temporaries
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
     if layout.autocasts:
         copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")
     base = rest + _gathered(rows, layout)
-    buckets = gradients if not layout.shards and layout.replicas > 1 else 0
+    buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
     waits = 0  # beside the last micro batch: gradients that wait whole, or grow outside DDP's buckets
     if grad_accum > 1:
         whole = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
-        here = 0 if layout.offloads else gradients
+        here = 0 if layout.offloads or layout.masters else gradients
         waits = sum(w.waiting * p.count for p, w, _ in rows) if whole else here
     logits = max((b.logits * b.loss_copies * FP32 for _, _, b in rows), default=0.0)
     again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)

@@ -85,7 +85,8 @@ class DryRun(BaseModel):
     """What one rank does in two steps. Bytes; ``reserved`` is ``None`` where the depth was extrapolated.
 
     ``reserved`` is the caching allocator's with fixed segments, ``reserved_expandable`` with growing ones.
-    ``categories`` holds the most that each has at any moment. ``blocks`` is the number that was traced.
+    ``categories`` holds the most that each has at any moment. ``blocks`` is the number that was traced. ``alike`` says
+    that every rank holds and does the same.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -102,6 +103,7 @@ class DryRun(BaseModel):
     seconds: float
     extrapolated: bool = False
     blocks: int | None = None
+    alike: bool = False
 
     def peak(self, phase: str, step: int | None = None) -> int:
         """Most live bytes of a phase, in one step or in any."""
@@ -182,12 +184,13 @@ def prove(
     """`dry_run` of the whole model for every rank that holds something else: the first and, if it differs, the last.
 
     Sharding gives the first ranks the larger chunks; with ``zero1`` each rank steps other parameters, so that ``ranks``
-    should name the one with the largest share.
+    should name the one with the largest share. In this version ranks have no other roles: pipelines are not run.
     """
-    world = plan.dims.world_size
-    differs = plan.parsed.shards_parameters or plan.parsed.base == "zero1"
-    chosen = ranks if ranks is not None else (0, world - 1) if differs and world > 1 else (0,)
-    return tuple(dry_run(build, plan, rank=rank, **options) for rank in dict.fromkeys(chosen))
+    if ranks is not None:
+        return tuple(dry_run(build, plan, rank=rank, **options) for rank in dict.fromkeys(ranks))
+    first = dry_run(build, plan, **options)
+    last = plan.dims.world_size - 1
+    return (first,) if first.alike else (first, dry_run(build, plan, rank=last, **options))
 
 
 def answer(build: Callable[[], nn.Module], plan: Plan, *, extrapolate: bool = False, **options: Any) -> str:
@@ -228,6 +231,7 @@ def _told(found: Rehearsal, plan: Plan, rank: int) -> DryRun:
         events=len(found.events),
         seconds=found.seconds,
         blocks=found.blocks,
+        alike=found.alike,
     )
 
 
@@ -277,6 +281,7 @@ def _renumbered(told: DryRun, numbers: Mapping[tuple[str, ...], int], blocks: in
         seconds=seconds,
         extrapolated=True,
         blocks=blocks,
+        alike=told.alike,
     )
 
 

@@ -44,6 +44,7 @@ class Rehearsal:
     sent: list[Sent]
     seconds: float
     blocks: int | None = None
+    alike: bool = False
 
 
 @dataclass
@@ -53,6 +54,7 @@ class _Clock:
     module: Any = None
     last: str = "load"
     blocks: int | None = None
+    alike: bool = False
     streams: dict[int, str] = field(default_factory=dict)
 
     def phase(self) -> tuple[int, str]:
@@ -125,7 +127,7 @@ def rehearse(
                 "a forward that looks at values (.item(), if tensor:) cannot be rehearsed"
             ) from error
     seconds = time.perf_counter() - began
-    return Rehearsal(recorder.events, recorder.categories(), recorder.sent, seconds, clock.blocks)
+    return Rehearsal(recorder.events, recorder.categories(), recorder.sent, seconds, clock.blocks, clock.alike)
 
 
 def count_blocks(build: Callable[[], nn.Module]) -> int | None:
@@ -165,6 +167,7 @@ class _Script:
         if self.blocks is not None:
             shorten(model, self.blocks)
         clock.blocks = len(find_blocks(model))
+        clock.alike = self._ranks_alike(model)
         with recording(recorder, gloo=gloo):
             recorder.name(model.buffers(), "buffers")
             recorder.name(model.parameters(), "temporaries")
@@ -220,6 +223,13 @@ class _Script:
         world = self.plan.dims.world_size
         # no control group: what ranks would tell each other does not exist
         return Ranks(self.rank, world, 0, world, torch.device("cpu"), None, owns_group=False, owns_control=False)
+
+    def _ranks_alike(self, model: nn.Module) -> bool:
+        world, strategy = self.plan.dims.world_size, self.plan.parsed
+        if world == 1 or not (strategy.shards_parameters or strategy.base == "zero1"):
+            return True
+        shard = self.plan.dims.dp_shard
+        return strategy.shards_parameters and all(p.shape[0] % shard == 0 for p in model.parameters())
 
     def _name_state(self, session: Any, recorder: Recorder) -> None:
         recorder.name(session.module.buffers(), "buffers")
