@@ -32,13 +32,16 @@ class Scored:
         return None if memory is None or device is None else device <= memory
 
 
-def score(row: Row) -> Scored:
+def score(row: Row, *, told: bool = True) -> Scored:
     """Predict one row, with what is known of the program that was measured.
 
     Megatron, the published program with whole gradients, accumulates in its buckets. torchtitan, and what is built on
     it, sets expandable segments; the others say nothing, so they ran the default. llm-foundry's loss is flash-attn's,
-    and torchtitan compiles its loss where it compiles at all, since 2025.
+    and torchtitan compiles its loss where it compiles at all, since 2025. Unless ``told``, nothing is known but what the
+    command's options say.
     """
+    if not told:
+        return _scored(row, estimate(row.profile, row.plan, row.workload, row.cluster))
     framework = row.framework.lower()
     titan = "torchtitan" in framework
     recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
@@ -51,6 +54,10 @@ def score(row: Row) -> Scored:
         buckets_add=True,
         fused_loss="foundry" in framework or (titan and recent and row.workload.compiled),
     )
+    return _scored(row, found)
+
+
+def _scored(row: Row, found: Estimate) -> Scored:
     name = COMPARED.get(row.memory_kind)
     error = None
     if row.memory_bytes and name and not row.oom:
@@ -113,9 +120,10 @@ def _summary(name: str, errors: list[float]) -> str:
 
 
 def main() -> None:
-    """Print the table of the sources named on the command line, or of all."""
-    rows = [row for row in load_rows(*sys.argv[1:]) if row.memory_bytes or row.oom or row.memory_kind == "fits"]
-    print("\n".join(report([score(row) for row in rows])))
+    """Print the table of the sources named on the command line, or of all; ``--untold`` knows no framework."""
+    told, sources = "--untold" not in sys.argv, [word for word in sys.argv[1:] if not word.startswith("-")]
+    rows = [row for row in load_rows(*sources) if row.memory_bytes or row.oom or row.memory_kind == "fits"]
+    print("\n".join(report([score(row, told=told) for row in rows])))
 
 
 if __name__ == "__main__":

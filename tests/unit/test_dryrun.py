@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import torch
+import torch._decomp
+import torch._dynamo
 from torch import nn
 
 from shardwise.cost.memory import estimate_memory
@@ -21,7 +23,7 @@ from shardwise.search.extrapolate import Traced, depth_of, extended, live_by_pha
 from shardwise.search.record import Event, peaks_of
 from shardwise.spec.read import read_model
 from shardwise.spec.workload import Workload
-from tests import preload  # noqa: F401  (what a fork finds loaded it need not load)
+from tests import preload  # noqa: F401  (as torch._dynamo: what a fork finds loaded it need not load)
 from tests.models import LENGTH, Decoder
 
 MIB = 1024**2

@@ -143,3 +143,12 @@ def test_visible_devices(monkeypatch, text, expected):
 def test_neither_the_environment_nor_a_ranks_guard_loads_torch():
     code = "import sys, shardwise.parallel.environment, shardwise.launch.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_segments_are_expandable_unless_the_user_has_configured_the_allocator(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert environment.rank_environment(HERE, 1)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert "PYTORCH_ALLOC_CONF" not in environment.rank_environment(HERE, 1)

@@ -139,14 +139,14 @@ def estimate(
     cluster: ClusterSpec,
     *,
     expandable: bool = True,
-    fused_loss: bool = False,
+    fused_loss: bool | None = None,
     buckets_add: bool = False,
 ) -> Estimate:
     """Bytes on the fullest rank under ``plan``, by category and phase; `shardwise.cost.program` says what is left out.
 
     The keywords say what program runs; their defaults are this package's, others are for comparing with measurements of
     other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth
-    more. ``fused_loss`` is a cross-entropy that never widens the logits (flash-attn's, with its gradient in place).
+    more. ``fused_loss`` takes the place of the workload's.
     ``buckets_add`` accumulates in the buckets of whole gradients; DDP's ``no_sync`` keeps a second copy beside them.
     ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it is ``allocated``.
     ``phases``: ``load`` of random weights (rank 0's; others' are the same), ``first_step`` (all of it, without state
@@ -156,6 +156,7 @@ def estimate(
     layout = layout_of(plan)
     micro = plan.micro_batch or 1
     written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
+    fused_loss = workload.fused_loss if fused_loss is None else fused_loss
     waits, adds = plan.gradient_sync == "last", buckets_add or layout.masters
     program = Program(plan.grad_accum, plan.recompute, waits, adds, fused_loss, written)
     ranks = list(settings_of(profile, layout, workload, micro, program))

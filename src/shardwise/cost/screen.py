@@ -61,6 +61,7 @@ class _Key:
             workload.scalar_states,
             workload.optimizer_temporaries,
             workload.compiled,
+            workload.fused_loss,
         )
         self._hash = hash(self._facts)
 
@@ -110,7 +111,8 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
         whole = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
         here = 0 if layout.offloads or layout.masters else gradients
         waits = sum(w.waiting * p.count for p, w, _ in rows) if whole else here
-    logits = max((b.logits * b.loss_copies * FP32 for _, _, b in rows), default=0.0)
+    wide = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
+    logits = max(wide, default=0.0)
     again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
     own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
     own = own if layout.shards and layout.strategy.reshards_after_forward and layout.pp == 1 else 0

@@ -15,6 +15,7 @@ _ERROR_FILE = "SHARDWISE_ERROR_FILE"
 _PARENT_FD = "SHARDWISE_PARENT_FD"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _THREADS = "OMP_NUM_THREADS"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _HISTORY = "SHARDWISE_HISTORY"
 _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"  # above the highest level there is
@@ -77,7 +78,9 @@ def rank_environment(
     ``threads`` is for OMP_NUM_THREADS, unless the user has set it already. With ``parent_hosts_store`` even rank 0 is a
     client of the store at ``master_addr:master_port``, as it is under torchrun, and gloo talks over loopback unless the
     user has named an interface: a laptop's host name often resolves to an address that is not there. ``error_file`` is
-    where the rank reports its failure, ``parent_fd`` the pipe whose end tells it that its parent is gone.
+    where the rank reports its failure, ``parent_fd`` the pipe whose end tells it that its parent is gone. Unless the
+    user has configured PyTorch's CUDA allocator, its segments are expandable: the estimate counts on it, and without
+    it as much as a tenth more is reserved.
     """
     env = {k: v for k, v in os.environ.items() if k not in (_ERROR_FILE, _PARENT_FD, _AGENT_STORE)}
     env.update(
@@ -88,6 +91,8 @@ def rank_environment(
         MASTER_ADDR=rendezvous.master_addr,
         MASTER_PORT=str(rendezvous.master_port),
     )
+    if not any(env.get(name) for name in _ALLOCATOR):
+        env[_ALLOCATOR[0]] = "expandable_segments:True"
     if not env.get(_THREADS):
         env[_THREADS] = str(threads)
     if parent_hosts_store:

@@ -204,6 +204,8 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
         return ""
     runs = [c for c in result.candidates if not c.plan.parsed.not_runnable and c.fits is not False]
     what = f"this version plans {', '.join(words)} but does not run it"
+    if len(result.candidates) == 1:
+        return f"Mind that {what}."
     if not runs:
         return f"Mind that {what}, and that nothing it runs fits."
     return f"Mind that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."

@@ -20,7 +20,8 @@ class Workload(BaseModel):
     ``None`` means every trainable parameter in one group.
 
     ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled`` says that
-    blocks run under ``torch.compile``. ``framework_overhead`` counts what surrounds the program: the device's context,
+    blocks run under ``torch.compile``; ``fused_loss`` that the loss never widens the logits to fp32 (a compiled one,
+    flash-attn's, Liger's). ``framework_overhead`` counts what surrounds the program: the device's context,
     communicator buffers, and the host time between kernels.
     """
 
@@ -37,5 +38,6 @@ class Workload(BaseModel):
     global_batch: int | None = None
     tokens: float | None = None
     compiled: bool = False
+    fused_loss: bool = False
     framework_overhead: bool = True
     lora_rank: int = 16
