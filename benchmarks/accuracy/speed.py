@@ -53,7 +53,9 @@ def predict(rows: Iterable[Row]) -> tuple[list[Timed], list[str]]:
         if row.step_time_s is None or row.oom:
             continue
         try:
-            time = step_time(row.profile, row.plan, row.workload, row.cluster, virtual_stages=row.virtual_stages)
+            time = step_time(
+                row.profile, row.plan, row.workload, row.cluster, virtual_stages=row.virtual_stages, autocast=False
+            )
         except PlanError as error:
             problems.append(f"{row.label}: {error}")
             continue

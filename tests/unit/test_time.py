@@ -169,8 +169,9 @@ def test_compiling_fuses_what_moves_memory() -> None:
 
 
 def test_autocast_casts_weights_of_whole_copies() -> None:
-    plain, cast = predict("ddp"), predict("ddp", options={"autocast": True})
+    plain, cast = predict("ddp", options={"autocast": False}), predict("ddp")
     assert cast.compute_s > plain.compute_s
+    assert predict("ddp+tp2") == predict("ddp+tp2", options={"autocast": False}), "narrow weights with fp32 masters"
     assert predict("fsdp", options={"autocast": True}) == predict("fsdp")
 
 

@@ -118,14 +118,14 @@ def step_time(
     calibration: Calibration | None = None,
     virtual_stages: int = 1,
     async_tp: bool = False,
-    autocast: bool = False,
+    autocast: bool | None = None,
 ) -> StepTime:
     """Seconds of one step of ``plan`` on the slowest rank, and where they go.
 
     ``rates`` are a probe's result and take the place of the hardware table (they must be there for a CPU);
     ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the products beside it.
-    ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch under torch.autocast;
-    published stacks keep a narrow copy instead.
+    ``autocast`` counts the casts of fp32 weights that this package's ddp and zero1 make in every micro batch under
+    torch.autocast (so where no axis cuts the model, unless said otherwise); other stacks keep a narrow copy instead.
 
     Raises:
         PlanError: the device's speed or a link's bandwidth is not known.
@@ -139,6 +139,8 @@ def step_time(
         recompute=plan.recompute,
         compiled=workload.compiled,
     )
+    if autocast is None:
+        autocast = plan.dims.tp * plan.dims.pp * plan.dims.cp == 1
     key = _Same(profile)
     where = _Same(cluster)
     strategy = parse_strategy(plan.strategy)
