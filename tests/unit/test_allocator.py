@@ -141,6 +141,17 @@ def test_a_growing_segment_joins_where_fixed_ones_cannot():
         assert memory.reserved == reserved, expandable
 
 
+def test_a_growing_segment_keeps_its_end_for_what_fits_nowhere_else():
+    memory = CachingAllocator(expandable=True)
+    first = memory.alloc(30 * MIB)
+    memory.alloc(31 * MIB)  # 80 are mapped, 19 of them free at the end
+    memory.free(first)
+    place = memory.alloc(15 * MIB)  # the end is the better fit, but it could grow
+    assert place is not None and place.address == 0
+    memory.alloc(30 * MIB)
+    assert memory.reserved == 100 * MIB
+
+
 def test_a_growing_segment_gives_single_pages_back():
     memory = CachingAllocator(expandable=True, limit_bytes=100 * MIB)
     first, kept = memory.alloc(50 * MIB), memory.alloc(30 * MIB)
