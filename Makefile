@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test check bench accuracy clean
 
 help:            ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -30,8 +30,12 @@ check: $(READY)  ## lint, format, types, sizes and layers
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
-bench: $(READY)  ## step time against a plain hand-written loop, paired in one run
+bench: $(READY)  ## step time against a plain hand-written loop, paired in one run; the planner's own speed
 	$(BIN)/shardwise bench step examples/stdlib.toml --output benchmarks
+	$(BIN)/python benchmarks/planner_speed.py --output benchmarks
+
+accuracy: $(READY)  ## predictions against published and own measurements: all tables and plots again
+	$(BIN)/python benchmarks/accuracy/run.py
 
 clean:           ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -3,9 +3,11 @@
 Strategy × recompute × micro batch × accumulation × optimizer × precision × world.
 
 Predicted by `shardwise.search.rehearse` (the program on fake tensors). Measured from the records that torch's own CPU
-allocator gives its profiler, by none of the predictor's code: the total that the allocator counts, at every allocation,
-from before the model is built. torch counts frees of other threads (gloo's) only with its flag
-``caffe2_report_cpu_memory_usage``, which is set in the ranks.
+allocator gives its profiler, by none of the predictor's code: the total that the allocator counts, at every
+allocation, from before the model is built. torch counts frees of other threads (gloo's) only with its flag
+``caffe2_report_cpu_memory_usage``, which is set in the ranks. Those threads give a collective's buffers back by
+chance a little late, so the median over steps 2 to 6 is compared with the prediction of step 2; every step's peak is
+kept, and ``worst_single_step`` says how far the worst one of all was off.
 
     .venv/bin/python -m benchmarks.accuracy.cpu_peak [--quick]
 
@@ -37,7 +39,7 @@ from shardwise.search.rehearse import rehearse
 from tests.worlds import run_world
 
 RESULTS = Path(__file__).parent / "results" / "cpu_peak.json"
-LENGTH, STEPS = 128, 2
+LENGTH, STEPS = 128, 6  # from the second step on all are alike
 PHASES = ("load", "forward", "backward", "optimizer")
 SIZES = {
     "gpt": {"vocab": 2048, "width": 256, "heads": 4, "blocks": 4},
@@ -198,16 +200,21 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     samples = []
     for rank in sorted({0, world - 1}):
         said = predicted_peaks(plan, optimizer, size, rank)
-        has = {name: real[rank][name] for name in said}
-        samples.append({"rank": rank, "predicted": said, "measured": has})
+        samples.append({"rank": rank, "predicted": said, "measured": typical(real[rank]), "steps": real[rank]})
     return row | {"samples": samples, "error": max((error_of(sample) for sample in samples), key=abs)}
 
 
-def error_of(sample: dict[str, Any]) -> float:
+def typical(peaks: dict[str, int]) -> dict[str, int]:
+    """The peaks while loading, in step 1, and the median of the steps that follow."""
+    found = {name: size for name, size in peaks.items() if name[0] in "01"}
+    for phase in PHASES[1:]:
+        found[f"2 {phase}"] = int(statistics.median(peaks[f"{step} {phase}"] for step in range(2, STEPS + 1)))
+    return found
+
+
+def error_of(sample: dict[str, Any], measured: str = "measured") -> float:
     """Relative error of the peak of all phases after loading."""
-    said, has = (
-        max(v for k, v in sample[name].items() if not k.endswith("load")) for name in ("predicted", "measured")
-    )
+    said, has = (max(v for k, v in sample[name].items() if not k.endswith("load")) for name in ("predicted", measured))
     return said / has - 1.0
 
 
@@ -225,6 +232,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "median_abs_error": statistics.median(map(abs, errors)),
         "worst_abs_error": max(map(abs, errors)),
         "mean_signed_error": statistics.fmean(errors),
+        "worst_single_step": min(error_of(sample, "steps") for row in rows for sample in row["samples"]),
         "over": sum(e > 1e-6 for e in errors),
         "under": sum(e < -1e-6 for e in errors),
         "worst_by_phase": {phase: max(found, key=abs) for phase, found in by_phase.items()},

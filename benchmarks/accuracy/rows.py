@@ -78,6 +78,14 @@ def load_rows(*sources: str) -> list[Row]:
     return [row for record in records if (row := _row(record)) is not None]
 
 
+def records_left_out() -> list[dict[str, str]]:
+    """Source and model of each record that `load_rows` leaves out, and why."""
+    with DATA.open(newline="") as file:
+        records = [record for record in csv.DictReader(file) if _row(record) is None]
+    reasons = ((r, "mixture of experts" if _architecture(r) else "shape not stated") for r in records)
+    return [{"source": r["source"], "model": r["model"], "reason": reason} for r, reason in reasons]
+
+
 def _row(record: dict[str, str]) -> Row | None:
     architecture = _architecture(record)
     if architecture is None or architecture.experts:

@@ -1,6 +1,6 @@
 """Predicted against published step times: per source, the worst rows, a null model, and the regret of the choice.
 
-    .venv/bin/python benchmarks/accuracy/speed.py [--rows] [SOURCE ...]
+    .venv/bin/python benchmarks/accuracy/speed.py [--rows] [--plain] [--holdout] [SOURCE ...]
 
 The null model is one constant MFU for each source, GPU and precision, its median: it has seen the answers. Regret is
 time(chosen) / time(best) − 1 within rows that compute the same thing on the same GPUs.
@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from rows import Row, load_rows
 
@@ -21,7 +22,11 @@ from shardwise.cost.flops import palm_flops
 from shardwise.cost.steptime import StepTime
 from shardwise.cost.time import step_time
 from shardwise.errors import PlanError
+from shardwise.search.enumerate import complexity
+from shardwise.search.search import PLAIN_TIE, TIE
 
+# Megatron-LM of before flash attention; of these only Korthikanti 2022 has sequence parallelism, in half of its rows.
+BEFORE_FLASH = ("vtrain_ground_truth", "megatron_sc21", "dlperf_gpt_v100", "korthikanti_2022")
 CHOICE = "vtrain_ground_truth"  # the source whose groups hold many plans each
 
 
@@ -45,17 +50,26 @@ class Timed:
         return self.null_s / self.measured_s - 1
 
 
-def predict(rows: Iterable[Row]) -> tuple[list[Timed], list[str]]:
-    """All rows that have a time, with predictions; and what could not be predicted."""
+def facts(row: Row) -> dict[str, Any]:
+    """What is known about a published program beside its plan: options of `step_time`."""
+    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False}
+    if row.source in BEFORE_FLASH:
+        program |= {"attention": "unfused", "padded": True}
+        program["sequence_parallel"] = row.source == "korthikanti_2022" and row.plan.recompute == "selective"
+    if row.source == "nemo_2412":  # Transformer Engine; its recipes overlap tensor-parallel traffic (tp_comm_overlap)
+        program |= {"async_tp": True, "attention": "cudnn"}
+    return program
+
+
+def predict(rows: Iterable[Row], *, plain: bool = False) -> tuple[list[Timed], list[str]]:
+    """All rows that have a time, with predictions; and what could not be predicted. ``plain`` leaves out `facts`."""
     found: list[tuple[Row, float, StepTime]] = []
     problems: list[str] = []
     for row in rows:
         if row.step_time_s is None or row.oom:
             continue
         try:
-            time = step_time(
-                row.profile, row.plan, row.workload, row.cluster, virtual_stages=row.virtual_stages, autocast=False
-            )
+            time = step_time(row.profile, row.plan, row.workload, row.cluster, **({} if plain else facts(row)))
         except PlanError as error:
             problems.append(f"{row.label}: {error}")
             continue
@@ -84,17 +98,28 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def regret(timed: Iterable[Timed], key: Callable[[Timed], float]) -> list[float]:
-    """Of each group with two or more plans: time of the plan with the least ``key`` over the best time, minus 1."""
+def regret(timed: Iterable[Timed], choose: Callable[[list[Timed]], Timed]) -> list[float]:
+    """Of each group with two or more plans: time of the plan that is chosen over the best time, minus 1."""
     groups: dict[tuple[object, ...], list[Timed]] = defaultdict(list)
     for one in timed:
         groups[one.row.group].append(one)
     out = []
     for members in groups.values():
         if len(members) > 1:
-            chosen = min(members, key=key)
-            out.append(chosen.measured_s / min(m.measured_s for m in members) - 1)
+            out.append(choose(members).measured_s / min(m.measured_s for m in members) - 1)
     return out
+
+
+def tied(members: list[Timed]) -> Timed:
+    """What the search recommends of a group: the simplest within a tie of the fastest."""
+    fastest = min(one.predicted.step_s for one in members)
+
+    def is_close(one: Timed) -> bool:
+        axes, swaps, *_ = complexity(one.row.plan.parsed)
+        return one.predicted.step_s <= fastest * (1 + (TIE if axes or swaps else PLAIN_TIE))
+
+    close = [one for one in members if is_close(one)]
+    return min(close, key=lambda one: (*complexity(one.row.plan.parsed), one.row.plan.grad_accum))
 
 
 def rule_of_thumb(one: Timed) -> float:
@@ -131,8 +156,15 @@ def main() -> None:
     parser.add_argument("sources", nargs="*")
     parser.add_argument("--rows", action="store_true", help="every row, worst first")
     parser.add_argument("--worst", type=int, default=15)
+    parser.add_argument("--holdout", action="store_true", help="refit without each source, and predict that one")
+    parser.add_argument("--plain", action="store_true", help="predict as the command line does, without `facts`")
     options = parser.parse_args()
-    timed, problems = predict(load_rows(*options.sources))
+    if options.holdout:
+        from holdout import main as holdout
+
+        holdout()
+        return
+    timed, problems = predict(load_rows(*options.sources), plain=options.plain)
     table(timed)
     ordered = sorted(timed, key=lambda one: -abs(math.log(1 + one.error)))
     print("\nworst rows")
@@ -141,8 +173,13 @@ def main() -> None:
     for problem in problems:
         print("not predicted:", problem)
     choice = [one for one in timed if one.row.source == CHOICE]
-    for name, key in (("predicted", lambda one: one.predicted.step_s), ("rule of thumb", rule_of_thumb)):
-        found = regret(choice, key)
+    ways: dict[str, Callable[[list[Timed]], Timed]] = {
+        "least predicted": lambda members: min(members, key=lambda one: one.predicted.step_s),
+        "as the search ties": tied,
+        "rule of thumb": lambda members: min(members, key=rule_of_thumb),
+    }
+    for name, choose in ways.items():
+        found = regret(choice, choose)
         if found:
             print(
                 f"regret, {name}: {len(found)} groups, mean {sum(found) / len(found):.1%}, "

@@ -204,3 +204,17 @@ def test_an_address_that_is_taken_anew_was_free():
     kept = block(1000)
     events = (Event(1000, kept.data_ptr(), "forward"), Event(1000, kept.data_ptr(), "backward"))
     assert Recording(events).settled([kept]).peaks() == {"forward": 1000, "backward": 1000}
+
+
+def test_a_free_stays_in_the_phase_that_its_likes_stayed_in():
+    """Two blocks alike were made late in backward; one lived for three events, and the other ends with the phase."""
+    events = (
+        Event(4000, 1, "backward"),
+        Event(10, 2, "backward"),
+        Event(-10, 2, "backward"),
+        Event(-4000, 1, "backward"),
+        Event(4000, 3, "backward"),
+        *(Event(size, 4, "optimizer") for size in (500, -500, 500, -500)),
+    )
+    assert Recording(events).settled([]).peaks() == {"backward": 4010, "optimizer": 500}
+    assert Recording(events).settled([]).events[5] == Event(-4000, 3, "backward")

@@ -90,8 +90,12 @@ def test_adams_state_comes_in_the_first_step_and_stays():
 
 
 def test_recompute_saves_activations_and_narrow_weights_are_buffers():
-    plain = dry_run(three_blocks, plan_of("ddp", 2, precision="bf16"))
-    spare = dry_run(three_blocks, plan_of("ddp", 2, precision="bf16", recompute="full"))
+    plain = dry_run(three_blocks, plan_of("ddp", 2, precision="bf16", device="cuda"))
+    spare = dry_run(three_blocks, plan_of("ddp", 2, precision="bf16", recompute="full", device="cuda"))
+    here = dry_run(three_blocks, plan_of("ddp", 2, precision="bf16", recompute="full"))
+    states = 3 * torch.get_rng_state().nbytes  # one for each block; host memory where there is a device
+    more = here.categories["activations"] - spare.categories["activations"]
+    assert states <= more <= 2 * states  # recompute sets the present one aside, too
     assert spare.categories["activations"] < 0.6 * plain.categories["activations"]
     assert plain.categories["buffers"] > 0
     assert dry_run(three_blocks, plan_of("ddp", 2)).categories["buffers"] == 0

@@ -448,6 +448,8 @@ RUN = "from shardwise.cli.main import main\nimport sys\ntry:\n    main()\nfinall
         ([], "import shardwise; ", "shardwise"),
         (["--help"], RUN, "train"),
         (["train", "--help"], RUN, "--strategy"),
+        (["plan", "--help"], RUN, "--cluster"),
+        (["explain", "--help"], RUN, "--why-not"),
     ],
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(arguments, code, says):

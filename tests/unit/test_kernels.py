@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.cost.kernels import (
     GENERATIONS,
+    AttentionKernel,
     attention_s,
     generation_name,
     generation_of,
@@ -122,15 +123,16 @@ def test_shapes_that_fill_badly_are_less_efficient() -> None:
 def test_attention_follows_its_arithmetic() -> None:
     assert attention(A100_PCIE, 64, 8192, causal=False) == pytest.approx(2 * attention(A100_PCIE, 64, 8192), rel=0.05)
     assert 2.5 < attention(A100_PCIE, 64, 8192, backward=True) / attention(A100_PCIE, 64, 8192) < 4
+    kernels: tuple[AttentionKernel, ...] = ("flash", "cudnn")
     hopper = [
         attention_s(
-            gpu("H100-SXM-80GB"), batch=1, heads=64, kv_heads=8, head_dim=128, rows=8192, causal=True, cudnn=cudnn
+            gpu("H100-SXM-80GB"), batch=1, heads=64, kv_heads=8, head_dim=128, rows=8192, causal=True, kernel=kernel
         )
-        for cudnn in (False, True)
+        for kernel in kernels
     ]
     assert hopper[0] / hopper[1] == pytest.approx(1.58, rel=0.05)
     unfused = attention_s(
-        gpu(A100_PCIE), batch=1, heads=64, kv_heads=64, head_dim=128, rows=8192, causal=True, fused=False
+        gpu(A100_PCIE), batch=1, heads=64, kv_heads=64, head_dim=128, rows=8192, causal=True, kernel="unfused"
     )
     assert unfused > 2 * attention(A100_PCIE, 64, 8192)
     per_flop = [attention(A100_PCIE, 64, 8192, dim=dim) / dim for dim in (64, 128, 192)]

@@ -12,8 +12,9 @@ from shardwise.cost.activations import unit_bytes
 from shardwise.cost.estimate import CATEGORIES
 from shardwise.cost.held import heavy_stages, layout_of, stage_pieces, unit_weights
 from shardwise.cost.memory import estimate, estimate_memory, screen
-from shardwise.cost.program import Program, write_program
+from shardwise.cost.program import write_program
 from shardwise.cost.replay import replay, settings_of
+from shardwise.cost.tape import Program
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -278,6 +279,95 @@ class TestProgram:
             estimate(LLAMA_8B, plan, Workload(optimizer_temporaries=n), NODE).phases[4].allocated for n in (0, 1)
         )
         assert one - none == 4 * LLAMA_8B.num_parameters
+
+    def test_a_plain_loop_makes_tensors_of_one_parameter_at_a_time(self):
+        plan, largest = plan_for("fsdp", 8, recompute="full"), 128256 // 8 * 4096
+        loops = [Workload(optimizer_temporaries=0.0, loop_temporaries=n) for n in (0, 2, 99)]
+        none, two, many = (estimate(LLAMA_8B, plan, workload, NODE) for workload in loops)
+        assert two.phases[4].allocated - none.phases[4].allocated == 2 * 4 * largest
+        assert none.allocated < screen(LLAMA_8B, plan, loops[2]) <= many.allocated
+
+    def test_gloo_has_buffers_of_its_own(self):
+        """One that an all-gather arrives in, and a copy of what is reduced: beside them, CPU ranks are as CUDA's."""
+        plan = plan_for("fsdp", 8, precision="fp32", recompute="full")
+        plans = [plan.model_copy(update={"device": device}) for device in ("cpu", "cuda")]
+        on_cpu, on_cuda = ({p.name: p.allocated for p in estimate(SMALL, one, WORKLOAD, NODE).phases} for one in plans)
+        moved = []
+        for one in plans:
+            setting = next(settings_of(SMALL, layout_of(one), WORKLOAD, 1, Program(1, "full", written=99)))
+            tape = write_program(setting)
+            moved.append(sum(size for size, _, _ in tape.events[tape.phases[1][0] : tape.phases[-1][0]] if size > 0))
+        root = sum(w.sent for w, p in zip(setting.weights, setting.pieces, strict=True) if not p.is_block)
+        blocks = sum(w.sent * p.count for w, p in zip(setting.weights, setting.pieces, strict=True) if p.is_block)
+        gathers, reductions = 2 * (root + 2 * blocks), 2 * (root + blocks)  # in two steps
+        assert moved[0] - moved[1] == gathers + reductions
+        assert on_cpu["optimizer"] == on_cuda["optimizer"]
+        assert on_cpu["load"] > 4 * SMALL.num_parameters > on_cuda["load"], "rank 0 builds the model in that memory"
+
+    def test_fp32_gradients_that_wait_take_the_next_ones_in(self):
+        """No second whole gradient of a block beside the first: autograd adds into it. In bf16 they are two."""
+        found = {}
+        for precision, width in (("fp32", 4), ("bf16", 2)):
+            layout = layout_of(plan_for("fsdp", 8, precision=precision))
+            setting = next(settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(2)))
+            largest = int(max(op.weight_gradient for op in setting.bytes[1].ops)) * width
+            tape, live, made, most = write_program(setting), set(), 0, 0
+            begin = [at for at, name in tape.phases if name == "backward"][-1]
+            for index, (size, _, _) in enumerate(tape.events):
+                live = live - {-1 - size} if size < 0 else live | ({made} if size == largest else set())
+                made, most = made + (size > 0), max(most, len(live) if index > begin else 0)
+            found[precision] = most
+        assert found["fp32"] < found["bf16"]
+
+    def test_hsdp_holds_what_was_summed_until_backward_ends(self):
+        """Only where it is added to shards that are there: of the first micro batch it is the gradient itself."""
+        every = {"gradient_sync": "every", "precision": "fp32", "recompute": "full"}
+        peaks = {}
+        for strategy, world in (("hsdp", 16), ("fsdp", 8)):
+            for accum in (1, 2):
+                plan = plan_for(strategy, world, grad_accum=accum, **every)
+                assert plan.dims.dp_shard == 8
+                peaks[strategy, accum] = estimate(LLAMA_8B, plan, WORKLOAD, NODE).buffers
+        assert peaks["hsdp", 1] == peaks["fsdp", 1]
+        assert peaks["hsdp", 2] - peaks["fsdp", 2] > 0.6 * LLAMA_8B.num_parameters // 8 * 4
+
+    def test_logits_are_there_while_the_last_gathered_block_is(self):
+        """``FSDPState._post_forward`` holds the last all-gather's output while it widens the logits."""
+        one = plan_for("fsdp", 8, micro_batch=4, recompute="full")
+        setting = next(settings_of(LLAMA_8B, layout_of(one), WORKLOAD, 4, Program(1, "full")))
+        live, peak = {}, {}
+        tape = write_program(setting)
+        for size, category, stream in tape.events:
+            if size < 0:
+                live.pop(-1 - size, None)
+                continue
+            live[len(peak)] = (size, category, stream)
+            peak[len(peak)] = sum(1 for other in live.values() if other[2] == 1)
+            if category == CATEGORIES.index("logits") and size == int(setting.bytes[-1].logits * 4 * 4):
+                break
+        assert peak[len(peak) - 1] == 1
+
+    def test_reading_a_checkpoint_takes_one_tensor_more_on_a_cpu(self):
+        for device, more in (("cpu", 4 * 128256 // 8 * 4096), ("cuda", 0)):
+            phases = {
+                p.name: p.allocated
+                for p in estimate(LLAMA_8B, plan_for("fsdp", 8, device=device), WORKLOAD, NODE).phases
+            }
+            assert phases["resume"] - phases["save"] == more
+
+    def test_autocast_keeps_a_copy_for_each_layer_that_reads_a_norm(self):
+        """Queries, keys and values three, gate and up two: three more copies of the stream than a model in bf16."""
+        block = next(u for u in LLAMA_8B.units if u.kind == "block")
+        whole = unit_bytes(block, layout_of(plan_for("ddp", 2)), "none", False)
+        norms = [op for op in block.ops if op.kind == "norm"]
+        plain = sum(op.saved * (4 if op in norms else 2) + op.saved_fp32 * 4 + op.saved_bytes for op in block.ops)
+        assert whole.kept - plain == 3 * 8192 * 4096 * 2
+
+    def test_what_a_trace_saw_under_autocast_is_taken(self):
+        op, under = Op("a", "pointwise", saved=1000), Op("a", "norm", saved_fp32=1000, saved=10)
+        unit = Unit("u", "block", (Weight("w", (8, 8)),), (op,), 0, 4, autocast_ops=(under,))
+        for strategy, kept in (("ddp", 4020), ("fsdp", 2000)):
+            assert unit_bytes(unit, layout_of(plan_for(strategy, 2)), "none", False).kept == kept
 
     def test_sequence_parallel_divides_rows(self):
         """A norm keeps its input and a number a row: cut by ``sequence`` on one of two ranks half, by ``none`` all."""

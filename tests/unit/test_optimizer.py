@@ -199,3 +199,23 @@ def test_one_group_gets_the_rate_itself():
     for step in range(1, 8):
         set_learning_rate(optimizer, rate(step), base=3e-4)
         assert optimizer.param_groups[0]["lr"] == rate(step)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "together", "each"),
+    [
+        (torch.optim.AdamW(weights(), fused=True), "cuda", 0.0, 0.0),
+        (torch.optim.AdamW(weights()), "cuda", 1.0, 0.0),
+        (torch.optim.AdamW(weights()), "cpu", 0.0, 2.0),
+        (torch.optim.AdamW(weights(), foreach=True), "cpu", 1.0, 0.0),
+        (torch.optim.AdamW(weights(), foreach=False), "cuda", 0.0, 2.0),
+        (torch.optim.Adam(weights(), weight_decay=0.1), "cpu", 0.0, 3.0),
+        (torch.optim.SGD(weights(), momentum=0.9), "cpu", 0.0, 0.0),
+        (torch.optim.SGD(weights(), momentum=0.9, weight_decay=0.1), "cpu", 0.0, 1.0),
+        (torch.optim.SGD(weights(), momentum=0.9, weight_decay=0.1), "cuda", 1.0, 0.0),
+        (torch.optim.SGD(weights(), momentum=0.9, weight_decay=0.1, nesterov=True), None, 0.0, 2.0),
+    ],
+)
+def test_tensors_that_live_only_while_it_steps(optimizer, device, together, each):
+    workload = workload_of(optimizer, device=device)
+    assert (workload.optimizer_temporaries, workload.loop_temporaries) == (together, each)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shardwise.cost.flops import hardware_flops, hfu, mfu, palm_flops
+from shardwise.cost.rates import LASTING, machine_of
 from shardwise.cost.steptime import StepTime
 from shardwise.cost.time import Rates, step_time
+from shardwise.cost.unit_time import Split, unit_time
 from shardwise.errors import PlanError
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
@@ -154,6 +157,53 @@ def test_tensor_parallel_divides_work_and_pays_for_it() -> None:
     assert across.exposed_tp_s > 3 * predict("fsdp+tp8").exposed_tp_s
 
 
+def test_programs_of_before_sequence_parallel_and_flash_attention() -> None:
+    new = predict("ddp+tp8", micro_batch=4)
+    plain = predict("ddp+tp8", micro_batch=4, options={"sequence_parallel": False})
+    assert plain.compute_s > new.compute_s  # norms and residuals are whole on every rank
+    slow = predict("ddp+tp8", profile=model(layers=4, seq_len=128), options={"sequence_parallel": False})
+    assert slow.exposed_tp_s < predict("ddp+tp8", profile=model(layers=4, seq_len=128)).exposed_tp_s  # half the starts
+    unfused = predict("ddp+tp8", micro_batch=4, options={"attention": "unfused"})
+    assert unfused.compute_s > 1.1 * new.compute_s
+    assert unfused.exposed_tp_s == new.exposed_tp_s
+
+
+def test_megatron_hides_reductions_that_pytorch_waits_for() -> None:
+    hopper = parse_cluster("8xH100-SXM")
+    megatron, pytorch = predict("ddp+tp8", hopper, micro_batch=4), predict("fsdp+tp8", hopper, micro_batch=4)
+    assert megatron.exposed_tp_s < 0.9 * pytorch.exposed_tp_s
+    assert megatron.compute_s < pytorch.compute_s  # cuDNN's attention
+    assert predict("ddp+tp8", hopper, micro_batch=4, options={"attention": "flash"}).compute_s > megatron.compute_s
+
+
+def test_a_vocabulary_is_padded_where_it_is_said() -> None:
+    odd = profile_of(Architecture(
+        name="odd", family="gpt", layers=2, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=50257,
+    ), 1024)  # fmt: skip
+    assert predict("ddp", profile=odd, options={"padded": True}).compute_s < 0.9 * predict("ddp", profile=odd).compute_s
+
+
+def test_large_products_are_held_back_by_power_only_where_sweeps_do_not_show_it() -> None:
+    machine = machine_of(parse_cluster("A100-80GB"), "bf16")
+    assert 2 * 16384**3 / machine.matmul_s(16384, 16384, 16384, "bf16") < LASTING["ampere"][0]
+    assert LASTING["ampere"][0] * 0.9 < 2 * 16384**3 / machine.matmul_s(16384, 16384, 16384, "bf16")
+    weak = machine_of(parse_cluster("A100-PCIe-80GB"), "bf16")
+    assert weak.matmul_s(16384, 16384, 16384, "bf16") > machine.matmul_s(16384, 16384, 16384, "bf16")
+
+
+def test_fp8_casts_weights_once_or_every_time_and_leaves_small_products_alone() -> None:
+    hopper = parse_cluster("8xH100-SXM")
+    times = [predict("ddp", hopper, micro_batch=4, precision=kind).compute_s for kind in ("bf16", "fp8")]
+    assert 0.5 < times[1] / times[0] < 0.85
+    thin = model(layers=2, hidden=1024, seq_len=64)
+    few = [predict("fsdp", hopper, thin, precision=kind).compute_s for kind in ("bf16", "fp8")]
+    assert few[1] <= few[0] * 1.001
+    machine, block = machine_of(hopper, "fp8"), SMALL.units[1]
+    split = Split(tp=1, cp=1, micro=1, precision="fp8", recompute="none", compiled=True)
+    once = unit_time(machine, block, replace(split, casts_weights=False))
+    assert once.forward_s < unit_time(machine, block, split).forward_s
+
+
 def test_small_work_waits_for_the_host() -> None:
     tiny = model(layers=8, hidden=1024, seq_len=128)
     found = predict("ddp", profile=tiny)
@@ -193,6 +243,8 @@ def test_offload_pays_for_the_bus_and_the_host() -> None:
     found = predict("fsdp+offload", micro_batch=2)
     assert found.offload_s > predict("fsdp", micro_batch=2).optimizer_s and found.optimizer_s == 0
     assert predict("fsdp+offload", micro_batch=2, grad_accum=4).offload_s > found.offload_s
+    disk, host = (predict(f"deepspeed-zero3+{where}", micro_batch=2) for where in ("nvme", "offload"))
+    assert disk.offload_s > 2 * host.offload_s and disk.optimizer_s == 0  # a drive is slower than memory
 
 
 def test_replicas_across_nodes_spare_the_network() -> None:

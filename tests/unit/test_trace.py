@@ -349,3 +349,45 @@ def test_a_large_llama_of_transformers_is_traced_in_three_seconds():
     assert [(u.kind, u.count) for u in profile.units] == [("embedding", 1), ("block", 32), ("head", 1)]
     (attention,) = [op for op in profile.units[1].ops if op.kind == "attention"]
     assert (attention.heads, attention.kv_heads, attention.causal) == (32, 8, True), "no mask, no repeated keys"
+
+
+class Normed(nn.Module):
+    """A norm that the CPU composes, in front of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate = nn.RMSNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.up(x) + self.gate(x)
+
+
+class NormedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(3))
+
+    def example_inputs(self) -> torch.Tensor:
+        return torch.zeros(1, 6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_under_autocast_each_layer_keeps_a_copy_of_its_own_and_weights_are_no_activations():
+    block = trace_module(NormedStack, under_autocast=True).units[-2]
+    assert block.autocast_ops, "it runs under autocast, too"
+    assert [sum(op.saved for op in ops if op.kind == "matmul") for ops in (block.ops, block.autocast_ops)] == [0, 96]
+    assert sum(op.saved_fp32 for op in block.autocast_ops) == 48 + 6, "the stream, and a root a row"
+    assert block.kind == "block"
+    assert not trace_module(NormedStack).units[-2].autocast_ops
+
+
+def test_a_cpu_composes_what_cuda_has_a_kernel_for():
+    cuda, cpu = (trace_module(NormedStack, precision="fp32", device=d).units[-2] for d in ("cuda", "cpu"))
+    assert "norm" in {op.kind for op in cuda.ops}
+    assert "norm" not in {op.kind for op in cpu.ops}
+    assert sum(op.saved for op in cpu.ops) > sum(op.saved for op in cuda.ops)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from shardwise.cli.calibration import corrected_costs
 from shardwise.cli.plan import answer_console
-from shardwise.cli.question import read_question
+from shardwise.cli.question import LOSSES, Asked, choice_problems, read_question
+from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan, read_plan
-from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.report.candidates import print_explanation, print_facts
 from shardwise.search.candidate import Candidate
 from shardwise.search.explain import against, why_not
@@ -16,15 +17,14 @@ from shardwise.search.search import Question, ask, cost_of
 from shardwise.spec.load import load_profile
 
 
-def run_explain(plan_file: Path, *, not_this: str | None, as_json: bool) -> None:
+def run_explain(plan_file: Path, *, not_this: str | None, as_json: bool, loss: str | None = None) -> None:
     """The verb.
 
     Raises:
-        UserError: the file is no plan, has no question, or the strategy cannot be read.
+        UserError: the file is no plan, has no question or one that is not the plan's, or the strategy or the loss
+            cannot be read.
     """
-    other = None if not_this is None else parse_strategy(not_this)
-    plan = read_plan(plan_file)
-    asked = read_question(plan_file)
+    other, asked, plan = _read(plan_file, not_this, loss)
     console = answer_console(as_json)
     profile = load_profile(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
     pins = asked.pins.model_copy(update={"precision": plan.precision})
@@ -42,10 +42,28 @@ def run_explain(plan_file: Path, *, not_this: str | None, as_json: bool) -> None
         console.print()
         for line in lines:
             console.print(line, markup=False)
-        if found is not None:
+        if found is not None and found is not best:
             print_explanation(profile, asked.cluster, found, console)
     if as_json:
         print(_json(question, best, found, lines))
+
+
+def _read(plan_file: Path, not_this: str | None, loss: str | None) -> tuple[Strategy | None, Asked, Plan]:
+    problems: list[str] = []
+    other = None
+    try:
+        other = None if not_this is None else parse_strategy(not_this)
+    except PlanError as error:
+        problems += [f"--why-not: {problem}" for problem in error.problems]
+    problems += choice_problems([("--loss", loss, LOSSES)])
+    try:
+        plan = read_plan(plan_file)
+        asked = read_question(plan_file, plan)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None
+    if problems:
+        raise UserError(*problems)
+    return other, asked if loss is None else asked.model_copy(update={"fused_loss": loss == "fused"}), plan
 
 
 def _json(question: Question, best: Candidate, other: Candidate | None, lines: list[str]) -> str:
@@ -62,5 +80,6 @@ def _json(question: Question, best: Candidate, other: Candidate | None, lines: l
 
     document: dict[str, object] = {"schema": 1, "chosen": entry(best)}
     if other is not None:
-        document["other"] = {**entry(other), "reason": against(question, other, best)}
+        reason = "" if other is best else against(question, other, best)
+        document["other"] = {**entry(other), "reason": reason}
     return json.dumps({**document, "why_not": lines})

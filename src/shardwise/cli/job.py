@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -15,7 +15,7 @@ from shardwise.cost.estimate import Estimate
 from shardwise.cost.steptime import StepTime
 from shardwise.errors import ConfigError, DataError, ModelError, PlanError, ShardwiseError
 from shardwise.parallel.environment import visible_devices
-from shardwise.plan.plan import Plan, Recompute, split_batch
+from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute, split_batch
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, check_degrees, choose, choose_profiled, exact
@@ -25,7 +25,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.read import read_model
 from shardwise.spec.workload import Workload
-from shardwise.train.config import Config
+from shardwise.train.config import Config, OptimizerTable
 from shardwise.train.corpus import Corpus, prepare_corpus
 
 if TYPE_CHECKING:
@@ -202,24 +202,23 @@ def choose_plan(
     config: Config, draft: Plan, cluster: ClusterSpec, corpus: Corpus, *, fixed: bool
 ) -> tuple[Choice, ModelSpec]:
     """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
-    from shardwise.parallel.apply import check, parameter_names
+    from shardwise.parallel.apply import check
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
-    from shardwise.train.optimizer import build_optimizer, workload_of
 
     factory = model_factory(config, corpus.vocab_size)
     with users_code(_key("model", config.model.factory, config.model.config)):
         module = build(factory, config.train.seed, real=False)
     spec = read_model(module)
     check(spec, draft)
-    with users_code(_key("optimizer", config.optimizer.factory, config.optimizer.name)):
-        workload = workload_of(build_optimizer(module.parameters(), config.optimizer), parameter_names(module))
+    workload = workload_for(module, config.optimizer, draft.device)
     told = _activations(config, draft, spec, factory, corpus.vocab_size)
-    named = config.optimizer.name if config.optimizer.factory is None else None
     batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else cluster.world_size)
-    facts = {"optimizer": named, "seq_len": config.data.seq_len, "global_batch": batch}
+    facts = {"seq_len": config.data.seq_len, "global_batch": batch}
     workload = workload.model_copy(update={**told, **facts})
-    profile = profile_of_module(module, config, corpus.vocab_size)
+    profile = traced_profile(
+        module, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
+    )
     if fixed:
         return _fixed_choice(draft, spec, workload, profile, cluster), spec
     if profile is not None:
@@ -295,12 +294,31 @@ def _activations(
     return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": whole[1]}
 
 
-def profile_of_module(module: nn.Module, config: Config, vocab_size: int) -> ModelProfile | None:
+def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -> Workload:
+    """What the optimizer of a config will keep of ``module``; batch and length are left open.
+
+    Raises:
+        ConfigError: the optimizer's factory raised.
+    """
+    from shardwise.parallel.apply import parameter_names
+    from shardwise.train.optimizer import build_optimizer, workload_of
+
+    with users_code(_key("optimizer", table.factory, table.name)):
+        workload = workload_of(build_optimizer(module.parameters(), table), parameter_names(module), device=device)
+    return workload.model_copy(update={"optimizer": table.name if table.factory is None else None})
+
+
+def traced_profile(
+    module: nn.Module, seq_len: int, vocab_size: int, *, precision: Precision, device: DeviceType
+) -> ModelProfile | None:
     """The traced profile; ``None`` for a module that does not run on fake tensors."""
     from shardwise.spec.trace import trace_module
 
     try:
-        return trace_module(module, seq_len=config.data.seq_len, vocab_size=vocab_size)
+        width: Literal["fp32", "bf16"] = "fp32" if precision == "fp32" else "bf16"
+        return trace_module(
+            module, seq_len=seq_len, vocab_size=vocab_size, precision=width, device=device, under_autocast=True
+        )
     except ModelError:
         return None
 

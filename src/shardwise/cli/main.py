@@ -79,6 +79,7 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; bf16 where the GPU has it.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd or adafactor.")] = "adamw",
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks run under torch.compile.")] = False,
+    loss: Annotated[str, typer.Option(help="plain or fused: a fused loss keeps logits narrow.")] = "plain",
     framework_overhead: Annotated[str, typer.Option(help="Context, communicators, host time: on, off.")] = "on",
     price: Annotated[Path | None, typer.Option(help="TOML file of your own prices: A100-80GB = 1.89 ($/h).")] = None,
     prove: Annotated[bool, typer.Option("--prove", help="Run the plan's program under fake tensors.")] = False,
@@ -112,16 +113,19 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         compiled=compiled,
+        loss=loss,
         framework_overhead=framework_overhead,
         price=price,
+        output=output,
     )
-    run_plan(words, output=output, as_json=json, prove=prove)
+    run_plan(words, as_json=json, prove=prove)
 
 
 @app.command()
 def explain(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file of shardwise plan -o.", show_default=False)],
     why_not: Annotated[str | None, typer.Option(help="A strategy to compare with, such as fsdp+tp2.")] = None,
+    loss: Annotated[str | None, typer.Option(help="plain or fused, instead of the plan's.")] = None,
     json: Json = False,
 ) -> None:
     """The arithmetic of a plan: each category's formula, phases, time, traffic; and why not another strategy.
@@ -130,7 +134,7 @@ def explain(
     """
     from shardwise.cli.explain import run_explain
 
-    run_explain(plan_file, not_this=why_not, as_json=json)
+    run_explain(plan_file, not_this=why_not, as_json=json, loss=loss)
 
 
 @bench.command()
@@ -156,7 +160,9 @@ def step(
 @bench.command()
 def choice(
     configs: Annotated[list[Path], typer.Argument(help="TOML config files.", show_default=False)],
-    nproc: Annotated[list[int] | None, typer.Option(help="Ranks on this machine; may be given several times.")] = None,
+    nproc: Annotated[
+        list[int] | None, typer.Option(help="Ranks on this machine; may be given several times.", min=1)
+    ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each strategy.", min=4)] = 20,
     output: Annotated[Path, typer.Option(help="Folder for the raw samples.")] = Path("benchmarks/choice"),
     json: Json = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
@@ -18,7 +17,7 @@ from shardwise.spec.profile import ModelProfile
 PIPED = 132
 
 
-def run_plan(words: Words, *, output: Path | None, as_json: bool, prove: bool) -> None:
+def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
     """The verb.
 
     Raises:
@@ -26,6 +25,7 @@ def run_plan(words: Words, *, output: Path | None, as_json: bool, prove: bool) -
         DoesNotFit: nothing fits, or what was pinned does not.
     """
     asked, profile, prices, told = read_words(words)
+    output = words.output
     console = answer_console(as_json)
     for line in told:
         console.print(line, markup=False)
@@ -52,8 +52,11 @@ def run_plan(words: Words, *, output: Path | None, as_json: bool, prove: bool) -
 
         proof = prove_candidate(asked.model, asked.optimizer, best, console)
     if as_json:
-        print(document(profile, asked.cluster, asked.workload, result, proof).model_dump_json(by_alias=True))
-    if output is not None:
+        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=told)
+        print(answer.model_dump_json(by_alias=True))
+    if output is not None and result.recommended is None and asked.strategy is None:
+        console.print(f"-o {output}: not written, because nothing fits", markup=False)
+    elif output is not None:
         write_plan_file(output, best.plan.to_toml(), asked)
         console.print(f"plan: {output} (shardwise explain {output})", markup=False)
     if result.recommended is None:

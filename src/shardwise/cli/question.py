@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.cost.money import Prices, price_of, read_prices
 from shardwise.errors import PlanError, UserError, did_you_mean
-from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.plan import Plan, Precision, Recompute
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.candidate import Pins
 from shardwise.spec.cluster import ClusterSpec
@@ -20,6 +21,7 @@ from shardwise.spec.workload import OptimizerName, Workload
 
 USUAL_LENGTH = 4096
 SHORTER = (2048, 1024, 512, 128)
+LOSSES = ("plain", "fused")
 STATES: dict[str, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 1, "adafactor": 0}  # parameter-shaped; sgd with momentum
 
 
@@ -36,6 +38,7 @@ class Asked(BaseModel):
     tokens: float | None = None
     optimizer: OptimizerName = "adamw"
     compiled: bool = False
+    fused_loss: bool = False
     framework_overhead: bool = True
     strategy: str | None = None
     micro_batch: int | None = None
@@ -53,6 +56,7 @@ class Asked(BaseModel):
             global_batch=self.global_batch,
             tokens=self.tokens,
             compiled=self.compiled,
+            fused_loss=self.fused_loss,
             framework_overhead=self.framework_overhead,
         )
 
@@ -83,8 +87,10 @@ class Words(BaseModel):
     precision: str | None = None
     optimizer: str = "adamw"
     compiled: bool = False
+    loss: str = "plain"
     framework_overhead: str = "on"
     price: Path | None = None
+    output: Path | None = None
 
 
 def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
@@ -93,7 +99,7 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
     Raises:
         UserError: every word that cannot be, at once.
     """
-    problems = _bad_choices(words)
+    problems = _bad_choices(words) + _unwritable(words.output)
     tokens, cluster, prices, profile = None, None, Prices(), None
     try:
         tokens = None if words.tokens is None else read_count(words.tokens)
@@ -118,6 +124,7 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
         problems += error.problems
     if problems or cluster is None or profile is None:
         raise UserError(*problems)
+    told += _left_out(words, profile, cluster)
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": hour})
     batch = words.global_batch
@@ -132,6 +139,7 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
             "seq_len": profile.seq_len,
             "global_batch": batch,
             "tokens": tokens,
+            "fused_loss": words.loss == "fused",
             "framework_overhead": words.framework_overhead == "on",
             "strategy": strategy,
         }
@@ -144,13 +152,36 @@ def _bad_choices(words: Words) -> list[str]:
         ("--recompute", words.recompute, get_args(Recompute)),
         ("--precision", words.precision, get_args(Precision)),
         ("--optimizer", words.optimizer, get_args(OptimizerName)),
+        ("--loss", words.loss, LOSSES),
         ("--framework-overhead", words.framework_overhead, ("on", "off")),
     ]
+    return choice_problems(choices)
+
+
+def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> list[str]:
+    """A line for each option, value and known values where the value is given and not known."""
     return [
         f"{option} '{value}' must be one of {', '.join(known)}{did_you_mean(value, known)}"
         for option, value, known in choices
         if value is not None and value not in known
     ]
+
+
+def _left_out(words: Words, profile: ModelProfile, cluster: ClusterSpec) -> list[str]:
+    """What was given and has no effect, or whose effect is not known."""
+    told = []
+    if profile.seq_len is None:
+        given = {"--seq-len": words.seq_len, "--tokens": words.tokens}
+        unread = [f"{option} {value}" for option, value in given.items() if value is not None]
+        told += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
+    name = "a CPU" if cluster.gpu is None else cluster.gpu.name
+    has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
+    if words.precision == "fp8" and cluster.device == "cpu":
+        told.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
+    elif words.precision is not None and has and words.precision not in has:
+        usual = ", ".join(one for one in get_args(Precision) if one in has)
+        told.append(f"--precision {words.precision}: {name} has no units for it, so speed is unknown; it has {usual}")
+    return told
 
 
 def read_count(text: str) -> float:
@@ -193,18 +224,37 @@ def _profile(words: Words) -> tuple[ModelProfile, list[str]]:
     from shardwise.spec.load import load_profile
 
     lengths = [words.seq_len] if words.seq_len is not None else [USUAL_LENGTH, *SHORTER]
+    before: list[str] = []
     for length in lengths:
         try:
             profile = load_profile(words.model, seq_len=length, compiled=words.compiled)
-        except UserError:
-            if length == lengths[-1]:
-                raise
+        except UserError as error:
+            if length == lengths[-1] or list(error.problems) == before:
+                raise  # a mistake that has nothing to do with the length is not made five times
+            before = list(error.problems)
             continue
         break
+    longest = profile.max_seq_len
+    if words.seq_len is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
+        profile = load_profile(words.model, seq_len=longest, compiled=words.compiled)
     told = []
     if words.seq_len is None and profile.seq_len is not None:
         told.append(f"--seq-len was not given: {profile.seq_len} tokens")
     return profile, told
+
+
+def _unwritable(path: Path | None) -> list[str]:
+    """Why a file cannot be written; looked at before the search is made for it."""
+    why = ""
+    if path is None:
+        return []
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"there is no folder '{path.parent}'"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied"
+    return [f"-o '{path}' cannot be written: {why}; choose another file"] if why else []
 
 
 def write_plan_file(path: Path, plan_toml: str, asked: Asked) -> None:
@@ -222,11 +272,11 @@ def write_plan_file(path: Path, plan_toml: str, asked: Asked) -> None:
         raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
 
 
-def read_question(path: Path) -> Asked:
-    """The question of a plan file.
+def read_question(path: Path, plan: Plan) -> Asked:
+    """The question of a plan file, ``plan`` being the file's plan.
 
     Raises:
-        UserError: the file has none, or it is damaged.
+        UserError: the file has none, it is damaged, or the plan is no answer to it.
     """
     text = path.read_text()
     data: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -236,7 +286,26 @@ def read_question(path: Path) -> Asked:
             f"make it with: shardwise plan MODEL -o {path}"
         )
     try:
-        return Asked.model_validate(data["question"])
+        asked = Asked.model_validate(data["question"])
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise UserError(*(f"plan '{path}', table [question]: {line}" for line in lines)) from None
+        lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {_rule(item)}" for item in error.errors()]
+        raise UserError(*(f"plan '{path}', table [question]: {line}; {AGAIN}" for line in lines)) from None
+    world, batch, length = plan.dims.world_size, plan.global_batch, plan.seq_len or asked.seq_len
+    wrong = []
+    if world != asked.cluster.world_size:
+        wrong.append(f"dims ({plan.dims}) have {world} ranks, and the question's cluster {asked.cluster.world_size}")
+    if batch is not None and batch != asked.global_batch:
+        wrong.append(f"{plan.batch_equation()}, and the question's global batch is {asked.global_batch}")
+    if length != asked.seq_len:
+        wrong.append(f"seq_len is {plan.seq_len}, and the question's {asked.seq_len}")
+    if wrong:
+        raise UserError(*(f"plan '{path}': {line}; {AGAIN}" for line in wrong))
+    return asked
+
+
+AGAIN = "make the file again with shardwise plan MODEL -o FILE"
+
+
+def _rule(item: Any) -> str:
+    plain = {"missing": "is missing", "extra_forbidden": "no such key", "model_type": "must be a table"}
+    return plain.get(item["type"]) or f"{item['msg'].replace('Input should', 'must')}, got {item['input']!r:.60}"

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from shardwise.cost.held import FP32, Layout, Same
 from shardwise.plan.plan import Recompute
+from shardwise.spec.ops import autocast_copies
 from shardwise.spec.profile import Op, Unit
 
 
@@ -57,17 +58,20 @@ def _unit_bytes(
 ) -> UnitBytes:
     unit = same.unit
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # a narrow base makes a narrow stream
+    seen = unit.autocast_ops if autocasts else ()
     ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
-    for op in unit.ops:
+    for op in seen or unit.ops:
         if op.kind == "loss":
             divided = tp > 1 and op.cut == "vocab"
             logits = op.temporary / (cp * (tp if divided else 1))
             continue
-        ops.append(_op_bytes(op, width, autocasts, tp, cp, compiled, masters))
+        ops.append(_op_bytes(op, width, autocasts and not seen, tp, cp, compiled, masters))
         if op.kept_by_selective:
             result = _output_bytes(op, width, tp, cp)
             outputs += result
             shared += 0.0 if op.temporary else result  # a later op would have kept it, too
+    if autocasts and not seen:
+        ops.append(OpBytes(autocast_copies(unit.ops) * width, 0.0, 0.0, 0.0))
     entry = unit.input_elements * (FP32 if autocasts else width) / (cp * _entry_share(unit, tp))
     saved = sum(op.saved for op in ops)
     kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]

@@ -85,17 +85,20 @@ class UnitWeights:
     """Bytes of one unit's weights on one rank.
 
     ``gathered`` are the whole weights in the compute type, one size for each tensor; ``reduce_in`` the padded fp32
-    gradient that is reduced, ``reduce_out`` this rank's part of it; ``copies`` autocast's narrow weights.
+    gradient that is reduced, ``reduce_out`` this rank's part of it; ``copies`` autocast's narrow weights, that of a
+    head which is the embedding too.
     """
 
     parameters: int
     gradients: int
     trained: int  # elements at rest of the trained weights
+    largest: int  # those of the largest of them
     whole: int  # as they are made, before they are cut
     gathered: tuple[int, ...]
     sent: int
     shard_sent: int
     whole_gradients: int  # in the type that backward makes them in
+    last_gradient: int  # that of the last weight
     waiting: int  # whole fp32 gradients that wait for the last micro batch
     reduce_in: int
     reduce_out: int
@@ -208,19 +211,23 @@ def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, mast
     trained = [row for row in both if row[0].trainable]
     sent = [math.ceil(padded * min(w.itemsize, wide)) for w, _, _, padded in both]
     cast = not shards and wide < FP32 and same.unit.kind != "embedding"
+    read = sum(op.k * op.n for op in same.unit.ops if op.kind == "matmul" and op.weight)
+    tied = max(0, read - sum(w.num_elements for w in weights)) if same.unit.kind == "head" else 0
     return UnitWeights(
         parameters=sum(math.ceil(rest * w.itemsize) for w, _, rest, _ in both),
         gradients=sum(math.ceil(rest * (FP32 if masters else max(w.itemsize, wide))) for w, _, rest, _ in trained),
         trained=sum(rest for _, _, rest, _ in trained),
+        largest=max((rest for _, _, rest, _ in trained), default=0),
         whole=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
         gathered=_merged(sent),
         sent=sum(sent),
         shard_sent=sum(sent) // ranks,
         whole_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in trained),
+        last_gradient=trained[-1][1] * wide if trained and shards and ranks > 1 else 0,
         waiting=sum(n * FP32 for _, n, _, _ in trained),
         reduce_in=sum(padded * FP32 for _, _, _, padded in trained),
         reduce_out=sum(rest * FP32 for _, _, rest, _ in trained),
-        copies=sum(n * wide for w, n, _, _ in both if cast and len(w.shape) > 1 and w.itemsize > wide),
+        copies=(sum(n for w, n, _, _ in both if len(w.shape) > 1 and w.itemsize > wide) + tied) * wide if cast else 0,
         widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
     )
 

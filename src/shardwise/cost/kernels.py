@@ -16,8 +16,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from shardwise.spec.hardware import GpuSpec
+
+AttentionKernel = Literal["flash", "cudnn", "unfused"]
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 # Rows, columns, and how often the area was halved.
@@ -26,6 +29,10 @@ SPLITS = (1, 2, 4, 8)  # parts of the contraction, where there are too few tiles
 BACKWARD_FLOPS = 2.5  # flash attention's backward: five products for the forward's two (FlashAttention-2)
 QUERY_BLOCK = 128  # rows of a block of queries
 ATTENTION_FIXED_S = 5e-6  # start and end of an attention kernel on the device; an estimate
+# Passes over the scores beside the two products, forward and backward, with Megatron-LM's kernels of before flash
+# attention: one reads and writes for scale, mask and softmax, dropout reads, writes and keeps a byte of mask; backward
+# reads the gradient and what was kept, and writes, twice.
+UNFUSED_PASSES = (4.5, 5.5)
 ACCUMULATE_COST = 1.05  # of a product that adds into fp32 (both GPUs of the operator tables)
 WIDE_HEAD = 0.80  # efficiency of heads wider than 128 against 128 (192/128 rows of the operator tables, both GPUs)
 NARROW_HEAD_POWER = 0.2  # (head_dim / 128) ** this below 128: 0.87 at 64; an estimate
@@ -178,7 +185,7 @@ def matmul_s(
     machine = _machine(gpu, precision)
     if machine is None:
         return math.nan
-    return _matmul_s(machine, m, k, n, batch, accumulate) if m and k and n and batch else 0.0
+    return _matmul_s(machine, m, k, n, batch, accumulate, machine.found.operand) if m and k and n and batch else 0.0
 
 
 def attention_s(
@@ -192,23 +199,21 @@ def attention_s(
     causal: bool,
     precision: str = "bf16",
     backward: bool = False,
-    fused: bool = True,
-    cudnn: bool = False,
+    kernel: AttentionKernel = "flash",
 ) -> float:
     """Seconds of scaled-dot-product attention over ``rows`` × ``rows``; nan where `known` is false.
 
     ``cudnn`` is cuDNN's kernel (Transformer Engine takes it, torch when told to) instead of FlashAttention-2; it makes
-    a difference on Hopper. Blackwell's constants are cuDNN's already.
-
-    Under fp8 it runs in bf16. Not ``fused`` is the program of before flash attention: two products, and the square of
-    scores read and written by scale, mask, softmax and dropout; nothing of it is saved by causality.
+    a difference on Hopper. Blackwell's constants are cuDNN's already. ``unfused`` is the program of before flash
+    attention: two products, and the square of scores read and written by softmax and dropout (`UNFUSED_PASSES`);
+    nothing of it is saved by causality. Under fp8 all run in bf16.
     """
     machine = _machine(gpu, "bf16" if precision == "fp8" else precision)
     if machine is None:
         return math.nan
     if not (batch and heads and rows):
         return 0.0
-    return _attention_s(machine, batch, heads, kv_heads, head_dim, rows, causal, backward, fused, cudnn)
+    return _attention_s(machine, batch, heads, kv_heads, head_dim, rows, causal, backward, kernel)
 
 
 def memory_s(gpu: GpuSpec, moved_bytes: float) -> float:
@@ -282,7 +287,7 @@ def _machine_of(
 
 
 @lru_cache(maxsize=65536)
-def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate: bool) -> float:
+def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate: bool, operand: float) -> float:
     found, cores = machine.found, machine.multiprocessors
     shortest = math.inf
     for rows, columns, halvings in TILES:
@@ -298,7 +303,7 @@ def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate:
     if accumulate:
         shape, held = shape * ACCUMULATE_COST, held * ACCUMULATE_COST
     result = 8 if accumulate else max(machine.itemsize, 2)
-    moved = batch * ((m * k + k * n) * machine.itemsize + m * n * result) / (machine.memory * found.operand)
+    moved = batch * ((m * k + k * n) * machine.itemsize + m * n * result) / (machine.memory * operand)
     longest = max(shape, held, moved)
     rounded = ((shape / longest) ** 8 + (held / longest) ** 8 + (moved / longest) ** 8) ** 0.125  # a maximum's corner
     return found.fixed_s + longest * float(rounded)
@@ -314,22 +319,20 @@ def _attention_s(
     rows: int,
     causal: bool,
     backward: bool,
-    fused: bool,
-    cudnn: bool,
+    kernel: AttentionKernel,
 ) -> float:
     found = machine.found
     moved = 2.0 * batch * (heads + kv_heads) * rows * head_dim * machine.itemsize * (2 if backward else 1)
     bandwidth = machine.memory * found.stream
-    if not fused:
+    if kernel == "unfused":
         scores = batch * heads * rows * rows * machine.itemsize
         products = 4 if backward else 2
-        passes = 8 if backward else 6  # scale, mask, softmax and dropout each read and write the scores
-        compute = products * _matmul_s(machine, rows, head_dim, rows, batch * heads, False)
-        return compute + (moved + passes * scores) / bandwidth
+        compute = products * _matmul_s(machine, rows, head_dim, rows, batch * heads, False, found.stream)
+        return compute + (moved + UNFUSED_PASSES[1 if backward else 0] * scores) / bandwidth
     share = (0.5 if causal else 1.0) * (BACKWARD_FLOPS if backward else 1.0)
     flops = 4.0 * batch * heads * rows * rows * head_dim * share
     width = WIDE_HEAD if head_dim > QUERY_BLOCK else (head_dim / QUERY_BLOCK) ** NARROW_HEAD_POWER
-    forward_backward = found.cudnn if cudnn and found.cudnn else (found.flash, found.flash_backward)
+    forward_backward = found.cudnn if kernel == "cudnn" and found.cudnn else (found.flash, found.flash_backward)
     efficiency = forward_backward[1 if backward else 0] * width
     longest = flops / (batch * heads * math.ceil(rows / QUERY_BLOCK)) * (2.0 if causal else 1.0)
     compute = (flops + found.idle * longest * machine.multiprocessors) / (machine.peak * efficiency)

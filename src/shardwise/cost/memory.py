@@ -14,9 +14,10 @@ import math
 from shardwise.cost.context import context_bytes
 from shardwise.cost.estimate import CATEGORIES, Estimate
 from shardwise.cost.held import Layout, layout_of
-from shardwise.cost.program import WRITTEN, Program, Setting, Tape, write_program
+from shardwise.cost.program import Setting, write_program
 from shardwise.cost.replay import Played, fullest, replay, settings_of
 from shardwise.cost.screen import screen
+from shardwise.cost.tape import WRITTEN, Program, Tape
 from shardwise.plan.plan import Plan
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec, ParameterSpec, itemsize_of

@@ -19,31 +19,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.cost.activations import OpBytes, UnitBytes
-from shardwise.cost.estimate import CATEGORIES, PhaseName
 from shardwise.cost.held import FP32, Layout, Piece, UnitWeights
+from shardwise.cost.tape import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHER,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    PARAMETERS,
+    REDUCE,
+    TEMPORARIES,
+    Program,
+    Tape,
+)
 from shardwise.plan.plan import Recompute
-
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARIES = range(len(CATEGORIES))
-COMPUTE, GATHER, REDUCE = range(3)  # streams
-WRITTEN = 4  # blocks of a row that are written op by op
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """How a step is computed, whatever the rank.
-
-    Under ``gradients_wait`` only the last micro batch reduces sharded gradients (``set_requires_gradient_sync``), and
-    whole fp32 ones wait until then; otherwise shards add up. Whole gradients wait beside DDP's buckets (``no_sync``),
-    unless ``buckets_add``. ``fused_loss`` is one kernel that reads narrow logits and writes their gradient in their
-    place. ``written`` blocks of a row are written op by op.
-    """
-
-    grad_accum: int = 1
-    recompute: Recompute = "none"
-    gradients_wait: bool = True
-    buckets_add: bool = False
-    fused_loss: bool = False
-    written: int = WRITTEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +68,6 @@ class Setting:
         return not self.layout.shards and (self.layout.replicas > 1 or self.layout.masters)
 
 
-class Tape:
-    """Allocations and frees in order. ``events`` holds (bytes, category, stream), or (-1 - handle, 0, 0) for a free."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[int, int, int]] = []
-        self.phases: list[tuple[int, PhaseName]] = []
-        self.count = 0
-
-    def alloc(self, num_bytes: float, category: int, stream: int = COMPUTE) -> int:
-        """Returns the handle; -1 for nothing."""
-        size = int(num_bytes)
-        if size <= 0:
-            return -1
-        self.events.append((size, category, stream))
-        self.count += 1
-        return self.count - 1
-
-    def free(self, *handles: int) -> None:
-        """Free each; -1 is ignored."""
-        self.events += [(-1 - handle, 0, 0) for handle in handles if handle >= 0]
-
-    def phase(self, name: PhaseName) -> None:
-        """What follows belongs to ``name``."""
-        self.phases.append((len(self.events), name))
-
-
 @dataclass(slots=True)
 class _Visit:
     """A piece in execution: ``number`` of its units at once, and what it left for backward."""
@@ -116,7 +80,7 @@ class _Visit:
 
 
 def write_program(setting: Setting) -> Tape:
-    """Load, two whole steps, and the end of the second: phases ``load``, ``first_step``, ``forward``, … ``save``."""
+    """Load, two whole steps, and the end of the second: phases ``load``, ``first_step``, ``forward``, … ``resume``."""
     writer = _Writer(setting)
     writer.tape.phase("load")
     writer.load()
@@ -124,7 +88,11 @@ def write_program(setting: Setting) -> Tape:
         if first:
             writer.tape.phase("first_step")
         writer.step(first=first)
-    writer.tape.phase("save")
+    writer.tape.phase("save")  # tensors are written from where they are, or pass through the host one at a time
+    writer.tape.phase("resume")
+    if not setting.layout.is_cuda:  # a part that is read, before it is copied into its place
+        largest = max((w.largest for w in setting.weights), default=0) * FP32
+        writer.tape.free(writer.tape.alloc(largest, TEMPORARIES))
     return writer.tape
 
 
@@ -143,23 +111,31 @@ class _Writer:
         self.last_gather = -1
         self.last_reduce = -1
         self.fetched: list[int] = []
+        self.summed: list[int] = []
         self.late: list[int] = []
         self.log_probabilities = -1
         self.adds = self.reduces = False
 
     def load(self) -> None:
-        """Units take real memory one after the other; a sharded one is cut at once. The root comes last, as a whole."""
+        """Units take real memory one after the other; a sharded one is cut at once. The root comes last, as a whole.
+
+        Rank 0 builds the whole model on the host, where the optimizer holds on to it until all is cut: on a CPU that is
+        the same memory.
+        """
         tape, layout, s = self.tape, self.s.layout, self.s
+        pairs = list(zip(s.weights, s.pieces, strict=True))
+        keeps = layout.shards and not layout.is_cuda
+        built = tape.alloc(sum(w.whole * p.count for w, p in pairs), PARAMETERS) if keeps else -1
         blocks = [([v.piece], v.number) for v in self.visits if s.pieces[v.piece].is_block]
         for group, number in [*blocks, (self.root, 1)]:
             weights = [s.weights[i] for i in group]
-            whole = tape.alloc(sum(w.whole for w in weights), BUFFERS) if layout.shards else -1
+            whole = tape.alloc(sum(w.whole for w in weights), BUFFERS) if layout.shards and not keeps else -1
             if not layout.offloads:
                 for unit in weights:
                     tape.alloc(unit.parameters * number, PARAMETERS)
             tape.free(whole)
+        tape.free(built)
         if s.has_buckets:
-            pairs = zip(s.weights, s.pieces, strict=True)
             tape.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
 
     def step(self, *, first: bool) -> None:
@@ -213,9 +189,11 @@ class _Writer:
             if is_block and not self.s.stays_gathered:
                 tape.free(*visit.gathered)
                 visit.gathered = []
-        tape.free(self.last_gather, *self.late)
-        self.last_gather, self.late = -1, []
-        self._loss()
+        logits = max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro
+        narrow = tape.alloc(logits * self.s.layout.width, LOGITS)
+        tape.free(*self.late)
+        self.late = []
+        self._loss(narrow, logits)
 
     def _copies(self, visit: _Visit, number: int) -> None:
         """Autocast's narrow weights: kept by backward, or under recompute by autocast's cache until forward ends."""
@@ -238,7 +216,9 @@ class _Writer:
                 self._copies(visit, 1)
                 kept.append(tape.alloc(unit.kept * micro, ACTIVATIONS))
             if number == 1:
+                unpacked = tape.alloc(self.s.weights[visit.piece].widened, BUFFERS)
                 self._pass(unit)
+                tape.free(unpacked)
             return [kept]
         self._copies(visit, number)
         if number > 1:
@@ -252,23 +232,25 @@ class _Writer:
         return saved
 
     def _pass(self, unit: UnitBytes) -> None:
-        """Ops whose results nobody keeps: each lives until the next has run."""
-        before = -1
+        """Ops whose results nobody keeps: each lives until the next has run, the stream between them all along."""
+        before, stream = -1, self.tape.alloc(unit.input * self.s.micro, ACTIVATIONS)
         for op in unit.ops:
             moment = self.tape.alloc(op.temporary * self.s.micro, ACTIVATIONS)
             here = self.tape.alloc(op.saved * self.s.micro, ACTIVATIONS)
             self.tape.free(moment, before)
             before = here
-        self.tape.free(before)
+        self.tape.free(before, stream)
 
-    def _loss(self) -> None:
+    def _loss(self, narrow: int, elements: float) -> None:
         """Narrow logits, their fp32 copy, log-probabilities; then the gradients of both in backward."""
-        tape, elements = self.tape, max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro
-        narrow = tape.alloc(elements * self.s.layout.width, LOGITS)
+        tape = self.tape
+        widens = self.s.layout.width < FP32 and not self.s.program.fused_loss
+        wide = tape.alloc(elements * FP32, LOGITS) if widens else narrow
+        tape.free(self.last_gather)  # ``FSDPState._post_forward`` holds it while it widens what goes out
+        self.last_gather = -1
         if self.s.program.fused_loss:
             self.log_probabilities = narrow
             return
-        wide = tape.alloc(elements * FP32, LOGITS) if self.s.layout.width < FP32 else narrow
         if wide != narrow:
             tape.free(narrow)
         if self.s.layout.masters:  # its softmax in place
@@ -300,6 +282,8 @@ class _Writer:
         tape.free(incoming)
         if s.layout.shards:
             self._finish_root(last=last)
+        tape.free(*self.summed)
+        self.summed = []
 
     def _loss_gradient(self) -> int:
         """The gradient of the logits, at compute width."""
@@ -334,12 +318,13 @@ class _Writer:
             visit.copies = tape.alloc(weights.copies, BUFFERS) if s.layout.autocasts else -1
             again = self._remake(unit)
         done, unpacked = 0, tape.alloc(weights.widened, BUFFERS)
+        joins = s.layout.width == FP32 and self._key(visit) in self.waiting
         for index in range(len(unit.ops) - 1, -1, -1):
             op = unit.ops[index]
             moment = tape.alloc(op.temporary * s.micro, ACTIVATIONS)
             outgoing = tape.alloc(max(op.gradient_in, 0) * s.micro, ACTIVATIONS)
             gradient = int(op.weight_gradient) * s.layout.width
-            whole += self._weight_gradient(gradient, op)
+            whole += self._weight_gradient(gradient, op, joins=joins)
             done += gradient
             tape.free(moment)
             if outgoing >= 0:
@@ -349,7 +334,7 @@ class _Writer:
         if mode != "none":
             tape.free(*visit.saved[0])
         total = weights.whole_gradients
-        if s.layout.shards and total > done:
+        if s.layout.shards and total > done and not joins:
             whole.append(tape.alloc(total - done, BUFFERS))
         elif not s.layout.shards:
             self._own_gradients(visit)
@@ -367,9 +352,11 @@ class _Writer:
             self.tape.free(moment)
         return handles
 
-    def _weight_gradient(self, gradient: int, op: OpBytes) -> list[int]:
-        """FSDP2 keeps it until the unit is done. Whole weights get an fp32 copy, which goes into its bucket."""
-        if self.s.layout.shards:
+    def _weight_gradient(self, gradient: int, op: OpBytes, *, joins: bool) -> list[int]:
+        """FSDP2 keeps it until the unit is done; in fp32 it goes into the one that waits. Whole weights get an fp32
+        copy, which goes into its bucket.
+        """
+        if self.s.layout.shards and not joins:
             return [self.tape.alloc(gradient, BUFFERS)]
         narrow = self.tape.alloc(gradient, BUFFERS)
         if self.s.layout.width < FP32:
@@ -395,17 +382,16 @@ class _Writer:
 
     def _gather(self, group: list[int], *, ahead: bool, number: int = 1) -> list[int]:
         """Whole weights on the default stream; ``ahead`` keeps the all-gather's output until the next."""
-        tape = self.tape
+        tape, output = self.tape, -1
         if number == 1:
             output = self._send(group)
-            if ahead:
-                tape.free(self.last_gather)
-                self.last_gather = output
-            else:
-                tape.free(output)
         elif not self.s.stays_gathered:
             return []
-        return [tape.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
+        whole = [tape.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
+        if number == 1 and ahead:
+            output, self.last_gather = self.last_gather, output
+        tape.free(output)
+        return whole
 
     def _send(self, group: list[int]) -> int:
         """The all-gather's input and output on its stream; the input goes at once."""
@@ -416,6 +402,8 @@ class _Writer:
         moved = [tape.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
         narrow = tape.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
         output = tape.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
+        if not layout.is_cuda:
+            tape.free(tape.alloc(sum(w.sent for w in weights), BUFFERS))  # gloo gathers into a buffer of its own
         tape.free(narrow, *moved)
         return output
 
@@ -439,10 +427,9 @@ class _Writer:
         if last or s.layout.pp == 1:  # FSDP2 reshards after each backward, a pipeline's stage only after the last
             tape.free(*visit.gathered)
             visit.gathered = []
-        key = (visit.piece, id(visit))
+        key = self._key(visit)
         if not last:
-            self._wait(key, weights.waiting * visit.number)
-            tape.free(*whole)
+            self._wait(key, weights.waiting * visit.number, whole)
             return
         self._reduce(weights, [*whole, self.waiting.pop(key, -1)], visit.number)
 
@@ -453,21 +440,34 @@ class _Writer:
             tape.free(*self.root_gathered)
             self.root_gathered = []
         if not last:
-            self._wait(key, sum(w.waiting for w in weights))
-            tape.free(*self.root_gradients)
+            self._wait(key, sum(w.waiting for w in weights), self.root_gradients)
             self.root_gradients = []
             return
         tape.free(self.last_reduce)
-        self.last_reduce = tape.alloc(sum(w.reduce_in for w in weights), BUFFERS)
+        size = sum(w.reduce_in for w in weights)
+        self.last_reduce = tape.alloc(size, BUFFERS)
         tape.free(*self.root_gradients, self.waiting.pop(key, -1))
         self.root_gradients = []
-        self._reduced(sum(w.reduce_out for w in weights))
+        held = tape.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
+        self._reduced(sum(w.reduce_out for w in weights), size)
+        tape.free(held)
         tape.free(self.last_reduce)
         self.last_reduce = -1
 
-    def _wait(self, key: tuple[int, int], size: int) -> None:
-        if key not in self.waiting:
+    def _key(self, visit: _Visit) -> tuple[int, int]:
+        """Of the gradients that wait; the root has one for all its units."""
+        return (visit.piece, id(visit)) if self.s.pieces[visit.piece].is_block else (-1, 0)
+
+    def _wait(self, key: tuple[int, int], size: int, whole: list[int]) -> None:
+        """Whole gradients of a micro batch that reduces nothing: fp32 ones stay as they are, others are widened."""
+        if key in self.waiting:
+            self.tape.free(*whole)
+        elif self.s.layout.width == FP32 and whole:
+            self.tape.free(*whole)  # the same bytes under one handle
             self.waiting[key] = self.tape.alloc(size, BUFFERS)
+        else:
+            self.waiting[key] = self.tape.alloc(size, BUFFERS)
+            self.tape.free(*whole)
 
     def _reduce(self, weights: UnitWeights, whole: list[int], number: int) -> None:
         tape = self.tape
@@ -475,14 +475,23 @@ class _Writer:
             tape.free(self.last_reduce)
             self.last_reduce = tape.alloc(weights.reduce_in, BUFFERS)
         tape.free(*whole)
-        self._reduced(weights.reduce_out * number, number)
+        held = tape.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still names it
+        self._reduced(weights.reduce_out * number, weights.reduce_in, number)
+        tape.free(held)
 
-    def _reduced(self, size: int, number: int = 1) -> None:
-        """This rank's part of a reduced gradient: kept, or added to what is there, or on its way to the host."""
-        if self.s.layout.offloads or self.adds:
+    def _reduced(self, size: int, sent: int, number: int = 1) -> None:
+        """This rank's part of a reduced gradient: kept, or added to what is there, or on its way to the host.
+
+        Under hsdp what was summed over replicas lives until the end of backward (``FSDPParamGroup._all_reduce_state``).
+        """
+        if self.adds and self.s.layout.strategy.base == "hsdp" and not self.s.layout.offloads:
+            self.summed.append(self.tape.alloc(size, BUFFERS, REDUCE))
+        elif self.s.layout.offloads or self.adds:
             self.tape.free(self.tape.alloc(size // number, BUFFERS, REDUCE))
         else:
             self.gradients.append(self.tape.alloc(size, GRADIENTS, REDUCE))
+        if not self.s.layout.is_cuda and self.s.layout.shard_ranks > 1:
+            self.tape.free(self.tape.alloc(sent, BUFFERS))  # gloo reduces a copy, and cuts this rank's part from it
 
 
 def _visits(setting: Setting) -> Iterator[_Visit]:

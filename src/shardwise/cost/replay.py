@@ -20,7 +20,8 @@ from shardwise.cost.held import (
     stage_pieces,
     unit_weights,
 )
-from shardwise.cost.program import Program, Setting, Tape
+from shardwise.cost.program import Setting
+from shardwise.cost.tape import Program, Tape
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import Workload
 
@@ -66,15 +67,16 @@ def _temporaries(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     """What lives only while the optimizer steps. 8-bit Adam works tensor by tensor, in place.
 
     ``torch.optim`` with foreach makes one tensor for each weight (``_multi_tensor_adam``: the root of the second
-    moment); fused makes none, and those that keep fp32 masters are fused. Under zero1 only for this rank's share,
-    which is as its state.
+    moment); fused makes none, and those that keep fp32 masters are fused. The plain loop makes some for one weight at a
+    time. Under zero1 only for this rank's share, which is as its state.
     """
     if workload.optimizer == "adamw8bit" or layout.masters:
         return 0
     trained = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * FP32
     if layout.strategy.base == "zero1" and layout.replicas > 1 and workload.optimizer_states:
         trained = min(trained, state // workload.optimizer_states)
-    return int(trained * workload.optimizer_temporaries)
+    largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * FP32
+    return int(trained * workload.optimizer_temporaries + largest * workload.loop_temporaries)
 
 
 def replay(tape: Tape, *, cuda: bool, expandable: bool = True, limit_bytes: int | None = None) -> Played:
@@ -84,7 +86,7 @@ def replay(tape: Tape, *, cuda: bool, expandable: bool = True, limit_bytes: int 
     allocator = CachingAllocator(expandable=expandable, limit_bytes=limit_bytes)
     handles: list[tuple[int, int, Block | None]] = []
     phases: list[Phase] = []
-    starts = [*tape.phases, (len(tape.events), "save")]
+    starts = [*tape.phases, (len(tape.events), "resume")]
     total, peak = 0, 0
     for (begin, name), (end, _) in itertools.pairwise(starts):
         peak = total
@@ -106,15 +108,14 @@ def replay(tape: Tape, *, cuda: bool, expandable: bool = True, limit_bytes: int 
 
 
 def _merged(phases: list[Phase]) -> Iterator[Phase]:
-    """One for each name; a resumed run holds at its start what a saving one holds."""
-    names: tuple[PhaseName, ...] = ("load", "first_step", "forward", "backward", "optimizer", "save")
+    """One for each name."""
+    names: tuple[PhaseName, ...] = ("load", "first_step", "forward", "backward", "optimizer", "save", "resume")
     for name in names:
         same = [phase for phase in phases if phase.name == name]
         if same:
             yield Phase(
                 name=name, allocated=max(p.allocated for p in same), reserved=max(p.reserved or 0 for p in same)
             )
-    yield phases[-1].model_copy(update={"name": "resume"})
 
 
 def fullest(played: list[Played]) -> Played:

@@ -60,6 +60,7 @@ class _Key:
             workload.optimizer_states,
             workload.scalar_states,
             workload.optimizer_temporaries,
+            workload.loop_temporaries,
             workload.compiled,
             workload.fused_loss,
         )
@@ -101,6 +102,7 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     temporaries = 0.0
     if workload.optimizer != "adamw8bit" and not shares and not layout.masters:
         temporaries = sum(w.trained * p.count for p, w, _ in rows) * FP32 * workload.optimizer_temporaries
+        temporaries += max((w.largest for _, w, _ in rows), default=0) * FP32 * workload.loop_temporaries
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
     if layout.autocasts:
         copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")

@@ -10,12 +10,15 @@ import math
 from dataclasses import dataclass
 
 from shardwise.cost.flops import attention_square_flops, recomputed
+from shardwise.cost.kernels import AttentionKernel
 from shardwise.cost.rates import Machine
 from shardwise.plan.plan import Precision, Recompute
 from shardwise.spec.profile import Op, Unit
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-COMPILED_MOVES = 0.5  # bytes that a chain of fusible ops moves when it is one kernel, of what its ops move
+# Bytes that a chain of fusible ops moves when it is one kernel, of what its ops move in the compute width; what they
+# move in fp32 stays in registers. A Llama block of 4096 and 14336 has 8 h + 3 f for 10 h + 5 f.
+COMPILED_MOVES = 0.67
 # Bytes that a memory-bound op's backward moves, of what its forward does: a norm reads the gradient and its input and
 # writes a gradient and two sums; an activation's reads one more operand; an op that keeps nothing is linear, and its
 # backward only scales or adds where branches meet.
@@ -25,14 +28,22 @@ LINEAR_BACKWARD_MOVES = 0.8
 # that the profile does not list), and of a tensor-parallel collective. Fitted on vTrain's small blocks, which wait for
 # the host: 3 ms for each block and micro batch of Megatron-DeepSpeed, whatever its width.
 EAGER_LAUNCHES = 12.0
-COLLECTIVE_LAUNCHES = 2.0
+COLLECTIVE_LAUNCHES = 4.0
+SKEW_S = 6e-5  # that the ranks of a tensor-parallel group arrive apart at each collective of a block; vTrain's rows
 BACKWARD_LAUNCHES = 1.4  # host time of an op's backward nodes, of its forward's
 COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an assumption
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What divides and colours a unit's work: degrees, samples of the micro batch, precision, what is recomputed."""
+    """What divides and colours a unit's work: degrees, samples of the micro batch, precision, what is recomputed.
+
+    ``sequence_parallel`` False leaves norms and residuals whole on every tensor-parallel rank. ``padded`` rounds the
+    vocabulary up to a multiple of 128, as Megatron-LM does; where tensor parallel cuts it that is always done.
+    ``hides_reduction``: backward's reduction of an input gradient runs beside the product for the weight gradient, as
+    in Megatron-LM and not in PyTorch. ``casts_weights``: fp8 copies of weights are made in every micro batch, as by
+    torchao, and not once a step, as by Transformer Engine.
+    """
 
     tp: int
     cp: int
@@ -40,6 +51,11 @@ class Split:
     precision: Precision
     recompute: Recompute
     compiled: bool
+    attention: AttentionKernel = "flash"
+    sequence_parallel: bool = True
+    padded: bool = False
+    hides_reduction: bool = False
+    casts_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +106,7 @@ def unit_time(machine: Machine, unit: Unit, split: Split) -> UnitTime:
         again += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
     each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
     host = machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
-    calls = collectives_of(unit) * COLLECTIVE_LAUNCHES * machine.launch_s() if split.tp > 1 else 0.0
+    calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
     return UnitTime(
         forward_s=forward,
         backward_s=backward,
@@ -115,16 +131,21 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: Split) -> tuple[float, flo
     if op.kind in ("matmul", "conv"):
         rows, depth, columns = op.m * micro / split.cp, float(op.k), float(op.n)
         if op.cut in ("column", "vocab", "heads"):
-            columns = columns / tp if op.cut != "vocab" or tp == 1 else math.ceil(columns / tp / 128) * 128.0  # padded
+            rounds = op.cut == "vocab" and (tp > 1 or split.padded)
+            columns = math.ceil(columns / tp / 128) * 128.0 if rounds else columns / tp
         elif op.cut == "row":
             depth /= tp
-        elif op.cut == "sequence":
+        elif op.cut == "sequence" and split.sequence_parallel:
             rows /= tp
         precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
-        ahead = machine.matmul_s(rows, depth, columns, precision)
-        back = machine.matmul_s(rows, columns, depth, precision)
-        if op.weight:
-            back += machine.matmul_s(depth, rows, columns, precision)
+        ahead, back = _products_s(machine, op, rows, depth, columns, precision)
+        if precision == "fp8":  # products that fp8 would slow down stay in 16 bits
+            weights = depth * columns if split.casts_weights else 0.0
+            ahead += machine.cast_s(rows * depth + weights)
+            back += machine.cast_s(rows * columns + weights + (rows * (depth + columns) if op.weight else 0.0))
+            wide, wide_back = _products_s(machine, op, rows, depth, columns, "bf16")
+            if wide + wide_back < ahead + back:
+                ahead, back = wide, wide_back
         extra = _moved_s(machine, unit, op, split) if op.moved or op.moved_fp32 else 0.0
         return (ahead + extra, back + extra) if op.kind == "conv" else (ahead, back)
     if op.kind == "attention":
@@ -134,13 +155,25 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: Split) -> tuple[float, flo
     return moved, moved * (LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0))
 
 
+def _products_s(
+    machine: Machine, op: Op, rows: float, depth: float, columns: float, precision: Precision
+) -> tuple[float, float]:
+    """Seconds of a product and of those of its backward, casts left out."""
+    back = machine.matmul_s(rows, columns, depth, precision)
+    if op.weight:
+        back += machine.matmul_s(depth, rows, columns, precision)
+    return machine.matmul_s(rows, depth, columns, precision), back
+
+
 def _moved_s(machine: Machine, unit: Unit, op: Op, split: Split) -> float:
     width = COMPUTE_BYTES[split.precision]
-    share = split.cp * (split.tp if op.cut != "none" else 1)
-    moved = (op.moved * width + op.moved_fp32 * 4) * split.micro / share
+    whole = op.cut == "none" or (op.cut == "sequence" and not split.sequence_parallel)
+    share = split.cp * (1 if whole else split.tp)
     if split.compiled and op.fusible and unit.kind == "block":
-        moved *= COMPILED_MOVES
-    return machine.memory_s(moved)
+        moved = COMPILED_MOVES * op.moved * width
+    else:
+        moved = op.moved * width + op.moved_fp32 * 4
+    return machine.memory_s(moved * split.micro / share)
 
 
 def _attention_s(machine: Machine, op: Op, split: Split, *, backward: bool) -> float:
@@ -155,7 +188,10 @@ def _attention_s(machine: Machine, op: Op, split: Split, *, backward: bool) -> f
         causal=op.causal,
         precision=split.precision,
         backward=backward,
+        kernel=split.attention,
     )
+    if split.attention == "unfused":  # a mask spares nothing
+        return seconds / split.cp
     part = min(1.0, op.flops / whole) if whole and op.flops else 1.0
     return seconds * part / split.cp
 
@@ -178,10 +214,12 @@ def ring_s(machine: Machine, op: Op, split: Split, forward_s: float, backward_s:
 
 
 def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float, float, float]:
-    """Seconds of the collectives of tensor parallel with sequence parallel: forward, backward, recomputed.
+    """Seconds of the collectives of tensor parallel: forward, backward, recomputed.
 
-    A block's rows are gathered before a column-cut product and reduce-scattered after a row-cut one; backward mirrors
-    them. Embedding and head do one of the two, and a vocabulary-parallel loss three reductions of one number a token.
+    With sequence parallel a block's rows are gathered before a column-cut product and reduce-scattered after a row-cut
+    one; backward mirrors them. Embedding and head do one of the two, and a vocabulary-parallel loss three reductions of
+    one number a token. Without it, one all-reduce takes the place of each pair, the embedding's is forward's and the
+    head's backward's.
     """
     tp = split.tp
     if tp <= 1 or not unit.weights:
@@ -193,12 +231,20 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float
     vocab = sum(1 for op in unit.ops if op.cut == "vocab" and op.kind in ("matmul", "embedding"))
     if unit.kind == "embedding":  # what its lookup writes; it reads as much
         message = sum(op.moved for op in unit.ops if op.cut == "vocab") / 2 * split.micro * width / split.cp
-    gather = machine.tp_factor() * machine.collective_s("all_gather", message, tp, per_node)
-    scatter = machine.tp_factor() * machine.collective_s("reduce_scatter", message, tp, per_node)
+    skew = SKEW_S if machine.rates is None else 0.0
+    gather = machine.tp_factor() * machine.collective_s("all_gather", message, tp, per_node) + skew
+    scatter = machine.tp_factor() * machine.collective_s("reduce_scatter", message, tp, per_node) + skew
+    if not split.sequence_parallel:
+        gather = 0.0
+        scatter = machine.tp_factor() * machine.collective_s("all_reduce", message, tp, per_node) + skew
     if rows:
         forward = rows * (gather + scatter)
-        again = forward - scatter if unit.kind == "block" and split.recompute != "none" else 0.0
-        return forward, forward, again
+        last = scatter if split.sequence_parallel else 0.0  # Megatron-LM's checkpoints run the last reduction again
+        again = forward - last if unit.kind == "block" and split.recompute != "none" else 0.0
+        hidden = (
+            min(rows * (scatter - skew), _weight_gradients_s(machine, unit, split)) if split.hides_reduction else 0.0
+        )
+        return forward, forward - hidden, again
     if not vocab:
         return 0.0, 0.0, 0.0
     if unit.kind == "embedding":
@@ -208,9 +254,19 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float
     return gather + losses, scatter, 0.0
 
 
-def collectives_of(unit: Unit) -> int:
-    """Tensor-parallel collectives of a unit's forward: a gather and a scatter for each row-cut product."""
-    return 2 * sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
+def _weight_gradients_s(machine: Machine, unit: Unit, split: Split) -> float:
+    """Seconds of the products for the gradients of a unit's column-cut weights."""
+    rows, precision = split.micro / split.cp, split.precision
+    cut = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
+    return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in cut)
+
+
+def collectives_of(unit: Unit, split: Split) -> int:
+    """Tensor-parallel collectives of a unit's forward: a gather and a scatter, or a reduction, a row-cut product."""
+    if split.tp <= 1:
+        return 0
+    each = 2 if split.sequence_parallel else 1
+    return each * sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
 
 
 def is_finite(time: UnitTime) -> bool:

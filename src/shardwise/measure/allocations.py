@@ -84,24 +84,31 @@ class Recording(NamedTuple):
 
         Another thread returned it, moments after this one had let go. The free is put where blocks of the same role
         (size, phase, what came before and after) were returned, counted in events from their allocation; else of the
-        same size and phase; else at the end of the phase. In any case before its address is taken anew.
+        same size and phase; else at the end of the phase. In any case before its address is taken anew, and within the
+        phase where all that are alike were returned within it.
         """
         left = storages(alive)
         blocks = list(_blocks(self.events))
         lost = [b for b in blocks if b.reused is not None or (b.freed is None and left.get(b.address) != b.num_bytes)]
         if not lost:
             return self
-        lives: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        borders = [i for i in range(1, len(self.events)) if self.events[i].phase != self.events[i - 1].phase]
+        borders.append(len(self.events))
+
+        def phase_end(block: _Block) -> int:
+            return borders[bisect.bisect_right(borders, block.made)]
+
+        lives: dict[tuple[object, ...], list[tuple[int, bool]]] = defaultdict(list)
         for b in blocks:
             if b.freed is not None:
                 for role in self._roles(b):
-                    lives[role].append(b.freed - b.made)
-        borders = [i for i in range(1, len(self.events)) if self.events[i].phase != self.events[i - 1].phase]
-        borders.append(len(self.events))
+                    lives[role].append((b.freed - b.made, b.freed < phase_end(b)))
         added: dict[int, list[_Block]] = defaultdict(list)
         for b in lost:
-            same = next((lives[role] for role in self._roles(b) if role in lives), None)
-            end = b.made + round(statistics.median(same)) if same else borders[bisect.bisect_right(borders, b.made)]
+            same = next((lives[role] for role in self._roles(b) if role in lives), [])
+            end = b.made + round(statistics.median(length for length, _ in same)) if same else phase_end(b)
+            if all(within for _, within in same):
+                end = min(end, phase_end(b))
             added[min(end, b.reused or end, len(self.events))].append(b)
         events: list[Event] = []
         for index, event in enumerate((*self.events, None)):

@@ -84,7 +84,7 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
     for name in ("batch", "again"):
         table.add_column(name, justify="right", no_wrap=True, min_width=5)
     bars = BAR if width >= WIDE else NARROW_BAR
-    table.add_column("memory of a device"[: bars + 1], no_wrap=True, min_width=bars + 1)
+    table.add_column("device memory" if bars >= BAR else "memory", no_wrap=True, min_width=bars + 1)
     for name, least in (("", 9), ("step", 7), ("MFU", 3)):
         table.add_column(name, justify="right", no_wrap=True, min_width=least)
     for name in (["days"] if timed else []) + (["cost"] if priced else []):
@@ -164,7 +164,8 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, price
     lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}: {plan.reason}."]
     needs = f"A device holds {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
     if best.memory.offloaded_bytes:
-        needs += f", a node's host {bytes_text(best.memory.host_bytes)}"
+        host = "unknown" if cluster.host_memory_bytes is None else bytes_text(cluster.host_memory_bytes)
+        needs += f", a node's host {bytes_text(best.memory.host_bytes)} of {host}"
     if best.memory.unknown:
         needs += f", {', '.join(best.memory.unknown)} unknown and left out"
     if time is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,6 +70,7 @@ class WorkloadFacts(Facts):
     optimizer: str | None
     precision: Precision | None
     compiled: bool
+    fused_loss: bool = Field(description="the loss never widens the logits to fp32")
     framework_overhead: bool
 
 
@@ -152,6 +154,7 @@ class PlanDocument(Facts):
     candidates: list[CandidateEntry]
     recommendation: str | None = Field(description="why the recommended plan is recommended")
     advice: list[str] = Field(description="what would fit, where nothing does")
+    notes: list[str] = Field(description="what was not given and filled in, and what was given without effect")
     proof: dict[str, Any] | None = Field(default=None, description="what --prove found")
 
 
@@ -166,8 +169,10 @@ def document(
     workload: Workload,
     result: SearchResult,
     proof: dict[str, Any] | None = None,
+    *,
+    notes: Sequence[str] = (),
 ) -> PlanDocument:
-    """Put the document together."""
+    """Put the document together; ``notes`` are what was filled in or has no effect."""
     precision = result.candidates[0].plan.precision if result.candidates else None
     chosen = None if result.recommended is None else result.candidates[result.recommended]
     return PlanDocument(
@@ -176,7 +181,15 @@ def document(
         workload=WorkloadFacts(
             precision=precision,
             **workload.model_dump(
-                include={"seq_len", "global_batch", "tokens", "optimizer", "compiled", "framework_overhead"}
+                include={
+                    "seq_len",
+                    "global_batch",
+                    "tokens",
+                    "optimizer",
+                    "compiled",
+                    "fused_loss",
+                    "framework_overhead",
+                }
             ),
         ),
         recommended=result.recommended,
@@ -184,6 +197,7 @@ def document(
         candidates=[_entry(candidate, cluster) for candidate in result.candidates],
         recommendation=chosen.plan.reason if chosen else None,
         advice=list(result.advice),
+        notes=list(notes),
         proof=proof,
     )
 

@@ -122,6 +122,8 @@ def slower_text(question: Question, candidate: Candidate, best: Candidate) -> st
         side = "slower" if gap >= 0 else "faster"
         verdict = f"and {best.plan.strategy} is simpler" if simpler else f"and {best.plan.strategy} is predicted ahead"
         return f"a tie ({abs(gap):.1%} {side}, less than the model can tell apart), {verdict}"
+    if gap < 0:
+        return faster_text(candidate, best, -gap)
     share = f"{gap:.0%}" if gap < 1 else f"{gap + 1:.1f}×"
     start = f"{share} slower" if gap < 1 else f"takes {share} as long"
     part, extra = max(
@@ -132,12 +134,21 @@ def slower_text(question: Question, candidate: Candidate, best: Candidate) -> st
     return f"{start}: {PARTS[part]} (+{seconds_text(extra)}{_traffic(question, candidate, part)})"
 
 
+def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
+    """Why a plan that is faster is not the one: it trains something else, or the other was asked for."""
+    start = f"{gap:.0%} faster"
+    if candidate.plan.parsed.adapter != best.plan.parsed.adapter:
+        words = {"none": "all weights", "lora": "adapters only", "qlora": "adapters on 4-bit weights only"}
+        return f"{start}, but it trains {words[candidate.plan.parsed.adapter]}, which is another training; pin it"
+    return f"{start}, but {best.plan.strategy} is the plan that was kept; ask again without pins to get a faster one"
+
+
 def _traffic(question: Question, candidate: Candidate, part: str) -> str:
     axis = AXIS_OF.get(part)
     sent = sent_bytes(question.profile, candidate.plan).get(axis or "")
     if not axis or not sent or part == "pipeline_s":
         dims, accum = candidate.plan.dims, candidate.plan.grad_accum
-        return f"; {dims.pp} stages, {accum} micro batches" if part == "pipeline_s" else ""
+        return f"; {dims.pp} stages, {accum} micro batch{'es' * (accum > 1)}" if part == "pipeline_s" else ""
     return f"; sends {bytes_text(sent)} a step {traffic_text(axis, candidate.plan, question.cluster)}"
 
 
@@ -153,6 +164,9 @@ def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Ca
     """Cost ``strategy`` for the same question and say why it is not ``best``; the candidate is None if it cannot be."""
     from shardwise.search.search import search
 
+    if strategy == best.plan.parsed:
+        unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
+        return best, [f"{strategy} is the plan{unfit}"]
     pins = question.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
     problems = misfits(strategy, question.profile, question.workload, question.cluster)
     if problems:
@@ -163,8 +177,6 @@ def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Ca
         return None, [f"{strategy} cannot be: {problem}" for problem in error.problems]
     found = search(question.profile, question.workload, question.cluster, pins, costs=question.costs)
     candidate = found.candidates[0]
-    if str(strategy) == best.plan.strategy and candidate.fits is not False:
-        return candidate, [f"{strategy} is the plan"]
     return candidate, [f"not {strategy}: {against(question, candidate, best)}"]
 
 

@@ -112,7 +112,7 @@ def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -
     inside = max(1, totals.per_node // (dims.tp * dims.cp))
 
     def over(ranks: int) -> float:
-        return (ranks - 1) / ranks / (totals.link if ranks <= inside else totals.network)
+        return (ranks - 1) / ranks / _rate(totals, ranks, inside)
 
     gradients, narrow = totals.trainable * 4 / cut, totals.parameters * 2 / cut
     if not strategy.shards_parameters:
@@ -121,5 +121,13 @@ def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -
     gathers = accum * (2 if strategy.reshards_after_forward else 1)
     seconds = (gathers * narrow + reduces * gradients) * over(dims.dp_shard)
     if dims.dp_replicate > 1:
-        seconds += 2 * gradients / dims.dp_shard * (dims.dp_replicate - 1) / dims.dp_replicate / totals.network
+        rate = _rate(totals, dims.dp_replicate, max(1, inside // dims.dp_shard))
+        seconds += 2 * gradients / dims.dp_shard * (dims.dp_replicate - 1) / dims.dp_replicate / rate
     return seconds
+
+
+def _rate(totals: Totals, ranks: int, inside: int) -> float:
+    """Bytes per second of a ring over ``ranks``, ``inside`` of them on a node: across nodes each brings its own share
+    of the network, as rings leave a node through all of its adapters.
+    """
+    return totals.link if ranks <= inside else min(totals.link, totals.network * inside)

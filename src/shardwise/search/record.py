@@ -210,11 +210,13 @@ def peaks_of(
 
 
 @contextmanager
-def recording(recorder: Recorder, *, gloo: bool) -> Iterator[None]:
+def recording(recorder: Recorder, *, gloo: bool, on_cpu: bool) -> Iterator[None]:
     """While inside, every operator on this thread, and backward's, writes into ``recorder``.
 
-    Enter it inside the fake mode. With ``gloo``, the buffers that gloo's own collectives take are counted:
-    reduce_scatter reduces a copy of its input (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    Enter it inside the fake mode. ``on_cpu`` counts what lies in host memory anyway: the random state that recompute
+    keeps of each block. With ``gloo``, the buffers that gloo's own collectives take are counted:
+    reduce_scatter reduces a copy of its input, all_gather gathers into a flat copy of its output
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). One is given back by gloo's own thread, at times a little later.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -234,6 +236,7 @@ def recording(recorder: Recorder, *, gloo: bool) -> Iterator[None]:
             return result
 
     resize = torch.UntypedStorage.resize_
+    random_state = torch.get_rng_state
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def resize_and_note(self: Any, size: int) -> Any:
@@ -241,6 +244,12 @@ def recording(recorder: Recorder, *, gloo: bool) -> Iterator[None]:
         if not recorder.muted:
             recorder.resized(self._cdata, int(size))
         return result
+
+    def random_state_seen() -> torch.Tensor:
+        state = random_state()
+        if on_cpu:
+            recorder.name([state], "activations")
+        return state
 
     def propagate_unseen(*args: Any, **kwargs: Any) -> Any:  # it makes fake tensors of global shape
         recorder.muted += 1
@@ -252,6 +261,7 @@ def recording(recorder: Recorder, *, gloo: bool) -> Iterator[None]:
     try:
         with (
             swapped(torch.UntypedStorage, "resize_", resize_and_note),
+            swapped(torch, "get_rng_state", random_state_seen),
             swapped(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
             Mode(),
         ):
@@ -279,7 +289,7 @@ def _note(recorder: Recorder, func: Any, args: Any, result: Any, gloo: bool) -> 
         size = sum(t.numel() * t.element_size() for t in tensors_of(args[position]))
         step, phase = recorder._phase()
         recorder.sent.append(Sent(field, size, step, phase))
-        if gloo and field == "reduce_scatter":
+        if gloo and field in ("reduce_scatter", "all_gather"):
             recorder.moment(size, "buffers")
     for tensor in tensors_of(result):
         if tensor.device.type != "meta":

@@ -122,9 +122,14 @@ def rehearse(
             raise
         except Exception as error:  # whatever a model does that fake tensors cannot
             text = " ".join(str(error).split())
+            values = "DataDependent" in type(error).__name__ or "Dynamic" in type(error).__name__
             raise ModelError(
                 f"the model does not run on fake tensors: {type(error).__name__}: {text:.300}; "
-                "a forward that looks at values (.item(), if tensor:) cannot be rehearsed"
+                + (
+                    "a forward that looks at values (.item(), if tensor:) cannot be rehearsed"
+                    if values
+                    else "see that one step of it runs with real ones, on inputs of this shape"
+                )
             ) from error
     seconds = time.perf_counter() - began
     return Rehearsal(recorder.events, recorder.categories(), recorder.sent, seconds, clock.blocks, clock.alike)
@@ -168,7 +173,7 @@ class _Script:
             shorten(model, self.blocks)
         clock.blocks = len(find_blocks(model))
         clock.alike = self._ranks_alike(model)
-        with recording(recorder, gloo=gloo):
+        with recording(recorder, gloo=gloo, on_cpu=not on_host):
             recorder.name(model.buffers(), "buffers")
             recorder.name(model.parameters(), "temporaries")
             clock.module = model

@@ -22,6 +22,7 @@ from shardwise.search.quick import Totals, floor_bytes, guess_s, totals_of
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import Workload
+from shardwise.units import bytes_text
 
 if TYPE_CHECKING:
     from shardwise.cost.time import Rates
@@ -32,11 +33,13 @@ SAID_TIE = 0.05  # plans this close are not told apart by the model
 USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
 USABLE_IF_UNKNOWN = 0.6  # where a category is not known
 SCREEN_SLACK = 1.03  # the screen may be this much above the estimate before a plan is dropped on its word
-TIMED = 96  # layouts that are timed, the best guesses first
-OPTIONS = 3  # micro batch and recompute pairs of a layout that are timed
+TIMED = 160  # layouts that are timed, the best guesses first
+MICROS = 3  # micro batches of a layout, for each recompute mode, that are looked at: the largest that pass
+OPTIONS = 8  # ways to run a layout that are timed, the best guesses first
 TRIES = 6  # full estimates of a strategy
 FULL = 20  # strategies that get a full estimate of memory, the fastest first
 SHOWN_UNFIT = 12
+HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
 
 
 @dataclass(frozen=True)
@@ -221,18 +224,22 @@ def plan_for(question: Question, layout: Layout, micro: int, recompute: Recomput
 def fitting_options(question: Question, layout: Layout) -> list[Option]:
     """Pairs of micro batch and recompute that the screen lets pass, best guess first; empty if there is none.
 
-    Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by halving; smaller
-    ones are kept too, since they leave more micro batches to a pipeline. Without accumulation sharded gradients are
+    Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by halving, no
+    larger than with more recompute and no smaller than with gradients that are kept whole; smaller ones are kept too,
+    since they leave more micro batches to a pipeline. Without accumulation sharded gradients are
     reduced at once, which may need less: that one is looked at by itself.
     """
     options: list[Option] = []
     base = plan_for(question, layout, layout.micros[0], "none")
     whole = layout.micros[-1]  # the rank's whole share
-    for recompute in recomputes(question):
+    most = {sync: len(layout.micros) - 2 for sync in syncs(layout)}
+    for recompute in reversed(recomputes(question)):
+        least = -1
         for sync in syncs(layout):
             plan = base.model_copy(update={"recompute": recompute, "gradient_sync": sync})
-            last = _largest(question, layout, plan, len(layout.micros) - 2)
-            micros = list(layout.micros[max(0, last - OPTIONS + 1) : last + 1])
+            last = least = _largest(question, layout, plan, least, most[sync])
+            most[sync] = min(most[sync], max(0, last))
+            micros = list(layout.micros[max(0, last - MICROS + 1) : last + 1])
             if sync == "last" and _passes(question, layout, plan, whole):
                 micros.append(whole)
             for micro in micros:
@@ -260,9 +267,8 @@ def _screened(question: Question, layout: Layout, base: Plan, micro: int) -> int
     return question.costs.screen(question.profile, plan, question.workload)
 
 
-def _largest(question: Question, layout: Layout, base: Plan, high: int) -> int:
-    """Index, ``high`` at most, of the largest micro batch that the screen lets pass; -1 if none."""
-    low = -1
+def _largest(question: Question, layout: Layout, base: Plan, low: int, high: int) -> int:
+    """Index, ``low`` to ``high``, of the largest micro batch that the screen lets pass; ``low`` if none above it."""
     while low < high:
         middle = (low + high + 1) // 2
         if _passes(question, layout, base, layout.micros[middle]):
@@ -276,7 +282,7 @@ def cost_of(question: Question, plan: Plan, estimate: Estimate | None = None) ->
     """A plan with its full costs."""
     memory = estimate or question.costs.estimate(question.profile, plan, question.workload, question.cluster)
     time = time_of(question, plan)
-    return _priced(question, Candidate(plan=plan, fits=fits(question, memory), reason="", memory=memory, time=time))
+    return _priced(question, plan, memory, time)
 
 
 def time_of(question: Question, plan: Plan) -> StepTime | None:
@@ -289,8 +295,13 @@ def time_of(question: Question, plan: Plan) -> StepTime | None:
         return None
 
 
-def _priced(question: Question, candidate: Candidate) -> Candidate:
-    plan, time, cluster = candidate.plan, candidate.time, question.cluster
+def _priced(question: Question, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
+    """A candidate with its hours and dollars, and a note where it needs host memory of which nothing is known."""
+    cluster = question.cluster
+    if memory.offloaded_bytes and memory.host_bytes and cluster.host_memory_bytes is None:
+        note = f"needs {bytes_text(memory.host_bytes)} of host memory on a node, {HOST_UNKNOWN}"
+        memory = memory.model_copy(update={"notes": (*memory.notes, note)})
+    candidate = Candidate(plan=plan, fits=fits(question, memory), reason="", memory=memory, time=time)
     step_tokens = (plan.global_batch or 0) * (plan.seq_len or 0)
     hours = training_hours(question.workload.tokens, step_tokens, time.step_s if time else None)
     cost = training_cost(hours, cluster.world_size, cluster.price_per_device_hour)
@@ -298,7 +309,10 @@ def _priced(question: Question, candidate: Candidate) -> Candidate:
 
 
 def fits(question: Question, memory: Estimate) -> bool | None:
-    """Whether an estimate is under what is usable; ``None`` where one of the two is not known."""
+    """Whether an estimate is under what is usable; ``None`` where one of the two is not known.
+
+    Offloaded bytes must also be under the host's memory; where that is not known, the candidate's notes say so.
+    """
     host = question.cluster.host_memory_bytes
     if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
         return False
@@ -401,8 +415,7 @@ def _first_that_fits(question: Question, ways: Sequence[Timed], rest: Sequence[O
         memory = question.costs.estimate(question.profile, plan, question.workload, question.cluster)
         if fits(question, memory) is not False:
             time = known or time_of(question, plan)
-            found = Candidate(plan=plan, fits=fits(question, memory), reason="", memory=memory, time=time)
-            return _priced(question, found)
+            return _priced(question, plan, memory, time)
         ratio, tries = max(ratio, memory.device_bytes / max(1, screened)), tries + 1
     return cost_of(question, smallest(question, ways[-1].layout))
 

@@ -5,12 +5,13 @@ Names and known configurations need no torch. Nothing is downloaded, and no code
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +47,11 @@ def load_profile(
     """
     if seq_len is not None and seq_len < 1:
         raise ModelError(f"sequence length {seq_len} must be 1 or more")
+    if not model.strip():
+        raise ModelError("the model's name is empty; give a name of the catalogue, a config.json or a factory")
     path = Path(model)
+    if path.suffix == ".py" and path.is_file():
+        raise ModelError(f"model '{model}' is a file of code; name its function too, as in {model}:build")
     if path.is_dir() or path.suffix == ".json":
         return _from_config(path, seq_len, image, compiled, traced)
     if ":" in model:
@@ -117,6 +122,8 @@ def _from_transformers(
             f"model '{path}': model_type '{kind}' is not known here and transformers is not installed; install it "
             "with: pip install 'shardwise[hf]'"
         ) from None
+    if kind is None:
+        raise ModelError(f"model '{path}': '{file}' has no model_type, so it is not known what it describes; repair it")
     if kind not in transformers.CONFIG_MAPPING:
         hint = did_you_mean(str(kind), transformers.CONFIG_MAPPING)
         raise ModelError(
@@ -190,7 +197,10 @@ def _from_factory(model: str, seq_len: int | None) -> ModelProfile:
     from shardwise.spec.trace import trace_module
 
     place, _, attribute = model.rpartition(":")
-    module = _file_module(Path(place), model) if place.endswith(".py") else _named_module(place, model)
+    if not attribute.isidentifier():
+        raise ModelError(f"model '{model}' names no function after the colon; write {place}:build")
+    with _own_code(model):
+        module = _file_module(Path(place), model) if place.endswith(".py") else _named_module(place, model)
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise ModelError(f"model '{model}': '{place}' has no '{attribute}'{hint}")
@@ -208,7 +218,24 @@ def _from_factory(model: str, seq_len: int | None) -> ModelProfile:
                 f"model '{model}' needs {', '.join(needed)}; name a function without required arguments that gives "
                 "the module, such as: def build(): return Model(...)"
             )
-    return trace_module(found, seq_len=seq_len, name=model)
+    with _own_code(model):
+        return trace_module(found, seq_len=seq_len, name=model)
+
+
+@contextlib.contextmanager
+def _own_code(model: str) -> Iterator[None]:
+    """The user's code runs: what it prints goes to stderr, since stdout may be a document's; it cannot end the program.
+
+    Left out: what compiled code writes to the file descriptor.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as end:
+        raise ModelError(
+            f"model '{model}': its code ended the program (exit {end.code}); keep what runs as a script under "
+            'if __name__ == "__main__"'
+        ) from None
 
 
 def _named_module(name: str, model: str) -> ModuleType:

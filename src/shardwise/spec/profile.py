@@ -86,6 +86,7 @@ class Unit:
     ops: tuple[Op, ...]
     input_elements: int
     count: int = 1
+    autocast_ops: tuple[Op, ...] = ()  # as it runs under autocast, weights and stream in fp32; empty where not known
 
     @property
     def num_elements(self) -> int:

@@ -15,10 +15,10 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -44,10 +44,16 @@ def trace_module(
     vocab_size: int | None = None,
     inputs: Any = None,
     name: str | None = None,
+    precision: Literal["bf16", "fp32"] = "bf16",
+    device: Literal["cpu", "cuda"] = "cuda",
+    under_autocast: bool = False,
 ) -> ModelProfile:
     """Trace a module, or what a factory builds, over one sample.
 
     Args:
+        precision: what it computes in: a module in fp32 casts nothing up, and keeps no such copies.
+        device: whose kernels.
+        under_autocast: run it once more in bf16 under autocast, as whole weights are, into ``Unit.autocast_ops``.
         seq_len: tokens of a sample; the module is called with integer ids [1, seq_len].
         vocab_size: where the outputs are no logits, what the profile says of the vocabulary.
         inputs: what to call the module with instead: a tensor, a tuple of positional or a dict of named arguments.
@@ -63,15 +69,23 @@ def trace_module(
     built.train()
     try:
         arguments = _arguments(built, seq_len, inputs, label)
+        run = _Run(built, arguments, label, vocab_size, on_cuda=device == "cuda")
+        if precision == "fp32":
+            try:
+                return _traced(run, torch.float32)
+            except Exception as error:
+                raise ModelError(_reason(error, label)) from error
         try:
-            return _traced(built, arguments, torch.bfloat16, label, vocab_size, ())
+            found = _traced(run, torch.bfloat16)
         except Exception as error:
             first = _one_line(error)
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 raise ModelError(_reason(error, label)) from error
+        else:
+            return _with_autocast(found, run) if under_autocast else found
         note = f"'{label}' does not run in bf16 ({first}); traced in fp32, so what it keeps in fp32 is not told apart"
         try:
-            return _traced(built, arguments, torch.float32, label, vocab_size, (note,))
+            return _traced(run, torch.float32, (note,))
         except Exception as error:
             raise ModelError(_reason(error, label)) from error
     finally:
@@ -150,28 +164,62 @@ def _is_ids(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and tensor.dtype in (torch.int64, torch.int32)
 
 
-def _traced(
-    module: nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    compute: torch.dtype,
-    label: str,
-    vocab_size: int | None,
-    notes: tuple[str, ...],
-) -> ModelProfile:
+@dataclass(frozen=True)
+class _Run:
+    """What is traced, and as which device runs it."""
+
+    module: nn.Module
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    label: str
+    vocab_size: int | None
+    on_cuda: bool
+
+
+def _with_autocast(profile: ModelProfile, run: _Run) -> ModelProfile:
+    """Every unit with what it runs under autocast besides; as it was, where that run fails or looks otherwise."""
+    try:
+        under = _traced(run, torch.bfloat16, autocasts=True)
+    except Exception:  # the rule for what is not known stands in for it
+        return profile
+    pairs = [[unit for unit in found.units for _ in range(unit.count)] for found in (profile, under)]
+    plain, cast = ([(unit.kind, [w.name for w in unit.weights]) for unit in units] for units in pairs)
+    if plain != cast:
+        return profile
+    units = [replace(one, count=1, autocast_ops=other.ops) for one, other in zip(*pairs, strict=True)]
+    return replace(profile, units=tuple(_merged(units)))
+
+
+def _merged(units: Iterable[Unit]) -> list[Unit]:
+    """Equal blocks that follow each other as one."""
+    merged: list[Unit] = []
+    for unit in units:
+        if merged and unit.kind == "block" and replace(merged[-1], count=1) == unit:
+            merged[-1] = replace(unit, count=merged[-1].count + 1)
+        else:
+            merged.append(unit)
+    return merged
+
+
+def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, autocasts: bool = False) -> ModelProfile:
+    """Under autocast weights and inputs are fp32, as under DDP."""
+    module, label, vocab_size, arguments = run.module, run.label, run.vocab_size, run.arguments
+    stored = torch.float32 if autocasts else compute
     widths = {n: p.element_size() for n, p in module.named_parameters(remove_duplicate=False)}
     with (
         warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        _fake_state(module, compute) as (own, trainable, buffers),
+        _fake_state(module, stored) as (own, trainable, buffers),
     ):
         warnings.simplefilter("ignore")
-        args, kwargs = _pytree.tree_map_only(torch.Tensor, lambda t: _fake_like(t, compute), arguments)
+        args, kwargs = _pytree.tree_map_only(torch.Tensor, lambda t: _fake_like(t, stored), arguments)
         given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         samples = max(1, given[0].shape[0]) if given and given[0].ndim else 1
-        recorder = Recorder(own, trainable, buffers | {storage_key(t) for t in given}, compute)
+        recorder = Recorder(own, trainable, buffers | {storage_key(t) for t in given}, compute, autocasts=autocasts)
+        like = AsOnCuda(recorder) if run.on_cuda else contextlib.nullcontext()
+        narrow = torch.autocast("cpu", dtype=compute, enabled=autocasts)
         saves = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor)
         blocks = find_blocks(module)
-        with _borders(module, blocks, recorder), _one_sequence(), saves, recorder, AsOnCuda(recorder):
+        with _borders(module, blocks, recorder), _one_sequence(), saves, recorder, like, narrow:
             outputs = module(*args, **kwargs)
         segments = recorder.finish()
         result = _output(outputs)
@@ -358,11 +406,8 @@ def _units(
         elif index == len(runs) - 1 and loss is not None:
             ops = (*ops, loss)
         label = "block" if kind == "block" else kind
-        unit = Unit(label, kind, weights, ops, round(segment.input_elements / samples))
-        if units and kind == "block" and replace(units[-1], count=1) == unit:
-            units[-1] = replace(unit, count=units[-1].count + 1)
-        else:
-            units.append(unit)
+        units.append(Unit(label, kind, weights, ops, round(segment.input_elements / samples)))
+    units = _merged(units)
     if units and units[-1].kind == "block" and loss is not None:
         units.append(Unit("head", "head", (), (loss,), 0))
     return units

@@ -83,15 +83,25 @@ class Segment:
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts into ``segments``. ``own`` maps the storage of each parameter to its name, ``trainable`` are those of them
-    that get a gradient, ``outside`` are storages that are nobody's to count: buffers and inputs."""
+    that get a gradient, ``outside`` are storages that are nobody's to count: buffers and inputs. Under autocast the
+    narrow copy of a parameter is that parameter: the cost model counts it with the weights."""
 
-    def __init__(self, own: dict[int, str], trainable: set[int], outside: set[int], compute: torch.dtype) -> None:
+    def __init__(
+        self,
+        own: dict[int, str],
+        trainable: set[int],
+        outside: set[int],
+        compute: torch.dtype,
+        *,
+        autocasts: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own, self.trainable, self.outside, self.compute = own, trainable, outside, compute
         self.segments = [Segment(None)]
         self.kept: set[int] = set()
         self.crossed: set[int] = set()  # storages that one segment hands to the next
         self.rms = False
+        self.autocasts = autocasts
         self._made: dict[int, int] = {}  # storage -> index of the segment that made it
         self._alive: list[torch.UntypedStorage] = []  # so that no key is used twice
         self._statistics: dict[int, bool] = {}  # storage of a norm's statistics -> whether CUDA has it at all
@@ -165,6 +175,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         read = {storage_key(t) for t in inputs}
         segment = self.segments[-1]
+        if self.autocasts and name == "_to_copy" and storage_key(inputs[0]) in self.own:
+            self._narrowed(inputs[0], results[0])
+            return
         for key in read & self.own.keys():
             if self.own[key] not in self._used:
                 self._used.add(self.own[key])
@@ -195,6 +208,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elements = results[0].numel() if looked_up else min(tensor.numel(), held)
                 recorded.moved.add(tensor.dtype, elements, self.compute)
         segment.ops.append(recorded)
+
+    def _narrowed(self, parameter: torch.Tensor, copy: torch.Tensor) -> None:
+        key, new = storage_key(parameter), storage_key(copy)
+        self._alive.append(copy.untyped_storage())
+        self.own[new] = self.own[key]
+        self.trainable |= {new} if key in self.trainable else set()
 
     def _classified(
         self, name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], results: list[torch.Tensor]

@@ -14,7 +14,8 @@ class Workload(BaseModel):
 
     ``optimizer_states`` is the number of parameter-shaped tensors the optimizer keeps (2 for AdamW, 1 for SGD with
     momentum), ``scalar_states`` the number of 0-d ones; ``None`` where the optimizer is not known.
-    ``optimizer_temporaries`` is the number of parameter-shaped tensors that live only while it steps.
+    ``optimizer_temporaries`` is the number of parameter-shaped tensors that live only while it steps, of all parameters
+    together; ``loop_temporaries`` that of one parameter after the other, of which the largest counts.
     ``activation_bytes`` maps a recompute mode to the bytes that one sample saves for backward, logits included;
     ``None`` where it was not measured. ``parameter_groups`` are the names that the optimizer steps, group by group;
     ``None`` means every trainable parameter in one group.
@@ -31,6 +32,7 @@ class Workload(BaseModel):
     optimizer_states: int | None = 2
     scalar_states: int = 1
     optimizer_temporaries: float = 1.0
+    loop_temporaries: float = 0.0
     activation_bytes: dict[str, int | None] = {}
     logits_bytes: int | None = None
     parameter_groups: tuple[tuple[str, ...], ...] | None = None

@@ -47,11 +47,12 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
     )
 
 
-def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None) -> Workload:
+def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, device: str | None = None) -> Workload:
     """How many states the optimizer will keep for each parameter; unknown for classes not known here.
 
-    ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are told, too. Of an optimizer
-    whose state is split over ranks (zero1) the inner one is looked at.
+    ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are told, too. ``device`` is what
+    it will step on, where its parameters are not there yet. Of an optimizer whose state is split over ranks (zero1) the
+    inner one is looked at.
     """
     groups = None
     if names is not None:
@@ -64,7 +65,38 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None) -> Wo
     elif isinstance(inner, torch.optim.SGD):
         kept = {bool(group["momentum"]) for group in inner.param_groups}
         states = (int(kept.pop()) if len(kept) == 1 else None, 0)  # unknown where groups differ
-    return Workload(optimizer_states=states[0], scalar_states=states[1], parameter_groups=groups)
+    together, each = _temporaries(inner, device)
+    return Workload(
+        optimizer_states=states[0],
+        scalar_states=states[1],
+        optimizer_temporaries=together,
+        loop_temporaries=each,
+        parameter_groups=groups,
+    )
+
+
+def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float]:
+    """Tensors that live only while the optimizer steps: of all parameters together, and of one after the other.
+
+    As torch.optim 2.13 has it. Fused kernels make none. ``foreach``, the default on CUDA but not on CPU, makes the root
+    of the second moment for all parameters, and where weight decay is added to the gradients, those. The plain loop
+    makes the root and its quotient, or the one gradient.
+    """
+    groups, known = optimizer.param_groups, (*_ADAMS, torch.optim.SGD)
+    if not isinstance(optimizer, known):
+        return 1.0, 0.0
+    if all(group.get("fused") for group in groups):
+        return 0.0, 0.0
+    if device is None:
+        device = next((p.device.type for group in groups for p in group["params"]), "cuda")
+    asked = {group.get("foreach") for group in groups}
+    foreach = True in asked or (asked == {None} and device != "cpu")
+    is_adam = isinstance(optimizer, _ADAMS)
+    coupled = any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups)
+    changed = float(coupled or any(group.get("maximize") for group in groups))
+    if foreach:
+        return changed + is_adam, 0.0
+    return 0.0, changed + 2.0 * is_adam + any(group.get("nesterov") for group in groups)
 
 
 def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], float]:
