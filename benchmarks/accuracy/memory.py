@@ -37,8 +37,8 @@ def score(row: Row, *, told: bool = True) -> Scored:
 
     Megatron, the published program with whole gradients, accumulates in its buckets. torchtitan, and what is built on
     it, sets expandable segments; the others say nothing, so they ran the default. llm-foundry's loss is flash-attn's,
-    and torchtitan compiles its loss where it compiles at all, since 2025. Unless ``told``, nothing is known but what the
-    command's options say.
+    and torchtitan compiles its loss where it compiles at all, since 2025. Unless ``told``, nothing is known but what
+    the command's options say.
     """
     if not told:
         return _scored(row, estimate(row.profile, row.plan, row.workload, row.cluster))

@@ -191,3 +191,113 @@ def test_the_choice_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert case["ratio"] == case["median_s"]["ddp"] / min(case["median_s"].values()) >= 1
     (raw,) = (tmp_path / "out").iterdir()
     assert json.loads(raw.read_text())["cases"] == document["cases"]
+
+
+def test_only_the_document_is_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Code of the user's that prints, when imported, when building and in its forward."""
+    file = tmp_path / "noisy.py"
+    file.write_text(
+        "from torch import nn\nprint('imported')\n\n\nclass Noisy(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        print('built')\n        self.a, self.b = nn.Embedding(9, 8), nn.Linear(8, 9)\n"
+        "\n    def forward(self, ids):\n        print('forward')\n        return self.b(self.a(ids))\n"
+        "\n\ndef leave():\n    raise SystemExit(7)\n"
+    )
+    words = ["--cluster", "2xA100-80GB", "--seq-len", "16", "--json"]
+    out, err = command(capsys, "plan", f"{file}:Noisy", *words)
+    assert len(out.splitlines()) == 1 and json.loads(out)["schema"] == 1
+    assert {"imported", "built", "forward"} <= set(err.split())
+    _, err = command(capsys, "plan", f"{file}:leave", *words, exit_code=2)
+    assert "its code ended the program (exit 7)" in err
+
+
+def test_what_was_filled_in_or_has_no_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document = answer(
+        capsys, "resnet-50", "--cluster", "4xT4", "--seq-len", "77", "--tokens", "1B", "--precision", "fp8"
+    )
+    assert document["notes"] == [
+        "--seq-len 77 has no effect: resnet-50 does not read tokens",
+        "--tokens 1B has no effect: resnet-50 does not read tokens",
+        "--precision fp8: T4 has no units for it, so speed is unknown; it has fp32, fp16",
+        "--global-batch was not given: 4, 1 for each device",
+    ]
+    best = document["candidates"][0]
+    assert best["precision"] == "fp8" and best["step_time_s"] is None and best["hours"] is None
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA_70B, "num_hidden_layers": 2, "max_position_embeddings": 2048}))
+    document = answer(capsys, str(file), "--cluster", "2x4xA100-80GB", "--global-batch", "8")
+    assert document["workload"]["seq_len"] == 2048, "no longer than what the model was made for"
+    assert answer(capsys, "gpt2", "--cluster", "4xT4")["candidates"][0]["precision"] == "fp16"
+    document = answer(capsys, "gpt2", "--cluster", "2x4xRTX4090@pcie4", "--global-batch", "8")
+    assert any(line.startswith("the speed of the network is unknown") for line in document["notes"])
+    assert {entry["step_time_s"] for entry in document["candidates"]} == {None}
+
+
+def test_a_fused_loss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["llama-3.1-8b", "--cluster", "8xA100-80GB", "--seq-len", "4096", "--global-batch", "8"]
+    words += ["--strategy", "fsdp"]
+    plain, fused = (answer(capsys, *words, "--loss", loss) for loss in ("plain", "fused"))
+    assert (plain["workload"]["fused_loss"], fused["workload"]["fused_loss"]) == (False, True)
+    logits = [document["candidates"][0]["memory_bytes"]["logits"] for document in (plain, fused)]
+    assert logits[1] < logits[0] / 2
+    file = tmp_path / "plan.toml"
+    command(capsys, "plan", *words, "--loss", "fused", "-o", str(file))
+    told = [json.loads(command(capsys, "explain", str(file), *more, "--json")[0]) for more in ([], ["--loss", "plain"])]
+    assert told[0]["chosen"]["memory"]["logits"] == logits[1]
+    assert told[1]["chosen"]["memory"]["logits"] > 2 * logits[1]
+    _, err = command(capsys, "explain", str(file), "--loss", "fuse", "--why-not", "fspd", exit_code=2)
+    assert "2 problems" in err and "--loss 'fuse' must be one of plain, fused" in err and "--why-not: strategy" in err
+
+
+def test_where_the_plan_file_goes(capsys: pytest.CaptureFixture[str], llama: str, tmp_path: Path) -> None:
+    words = ["plan", llama, "--cluster", "1xT4", "--seq-len", "4096", "--global-batch", "1"]
+    _, err = command(capsys, *words, "--recompute", "no", "-o", str(tmp_path / "none" / "plan.toml"), exit_code=2)
+    assert "2 problems" in err and f"there is no folder '{tmp_path / 'none'}'" in err, "before the search"
+    _, err = command(capsys, *words, "-o", str(tmp_path), exit_code=2)
+    assert "it is a folder" in err
+    file = tmp_path / "plan.toml"
+    out, _ = command(capsys, *words, "-o", str(file), exit_code=1)
+    assert not file.exists() and "not written, because nothing fits" in out
+    command(capsys, *words, "--strategy", "ddp", "-o", str(file), exit_code=1)
+    assert read_plan(file).strategy == "ddp"
+
+
+def test_a_plan_that_is_no_answer_to_its_question(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    words = ["llama-3.1-8b", "--cluster", "2x8xH100-SXM", "--seq-len", "4096", "--global-batch", "64"]
+    command(capsys, "plan", *words, "--strategy", "fsdp", "-o", str(file))
+    whole = file.read_text()
+    for old, new, says in (
+        ("dp_shard = 16", "dp_shard = 8", "have 8 ranks, and the question's cluster 16"),
+        ("global_batch = 64", "global_batch = 65", "and the question's global batch is 65"),
+        ("global_batch = 64", "", "table [question]: global_batch: is missing"),
+        ("nodes = 2", "nodes = 0", "the question's cluster 0"),
+    ):
+        assert old in whole
+        file.write_text(whole.replace(old, new, 1))
+        _, err = command(capsys, "explain", str(file), exit_code=2)
+        assert says in err and "make the file again with" in err
+    file.write_text(whole)
+    out, _ = command(capsys, "explain", str(file), "--why-not", "FULL_SHARD", "--json")
+    document = json.loads(out)
+    assert document["why_not"] == ["fsdp is the plan"] and document["other"]["reason"] == ""
+
+
+def test_a_narrow_terminal(capsys: pytest.CaptureFixture[str], llama: str) -> None:
+    from rich.console import Console
+
+    narrow = Console(width=80, highlight=False)
+    with mock.patch("shardwise.cli.plan.answer_console", lambda as_json: narrow):
+        out, _ = command(capsys, "plan", llama, "--cluster", "8xA100-80GB", "--seq-len", "4096", "--global-batch", "64")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    header = next(line.split() for line in lines if "strategy" in line)
+    assert header == ["strategy", "batch", "again", "memory", "step", "MFU"], "no name is cut"
+
+
+def test_what_cannot_be_measured_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["bench", "choice", str(tmp_path / "no.toml"), "--output", str(tmp_path / "file" / "out")]
+    with mock.patch("shardwise.cli.choice._case", side_effect=AssertionError("measured")):
+        _, err = command(capsys, *words, exit_code=2)
+        assert "2 problems" in err and "does not exist" in err and "is a file; give a folder" in err
+        command(capsys, *words, "--nproc", "0", exit_code=2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
+
 import pytest
 
 from shardwise.cost.estimate import Estimate
@@ -11,7 +14,7 @@ from shardwise.plan.strategy import BASES, parse_strategy
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import choose_profiled
 from shardwise.search.enumerate import complexity, divisors, layouts, nearest_multiples
-from shardwise.search.explain import why_not
+from shardwise.search.explain import against, why_not
 from shardwise.search.search import (
     PLAIN_TIE,
     SAID_TIE,
@@ -21,10 +24,16 @@ from shardwise.search.search import (
     Costs,
     ask,
     default_precision,
+    laid_out,
+    plan_for,
+    recomputes,
     search,
+    syncs,
+    time_of,
 )
-from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.cluster import ClusterSpec, parse_cluster
 from shardwise.spec.hardware import GpuSpec, Link
+from shardwise.spec.load import load_profile
 from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.profile import ModelProfile, Op, Unit, Weight
 from shardwise.spec.workload import Workload
@@ -334,6 +343,21 @@ class TestUnknown:
         assert result.candidates[0].plan.strategy == "fsdp"
         assert next(c for c in result.candidates if c.plan.strategy == "ddp").time is None
 
+    def test_an_unknown_network_leaves_every_time_open(self):
+        """All plans send over it: none is preferred because its traffic was not counted."""
+        machine = cluster(nodes=2, memory=500 * GIB).model_copy(update={"network": None})
+        result = found(machine=machine)
+        assert result.candidates[0].plan.strategy == "ddp"
+        assert all(c.time is None for c in result.candidates)
+        assert found(machine=machine.model_copy(update={"nodes": 1})).candidates[0].time is not None
+
+    def test_the_simpler_one_is_not_called_less_simple(self):
+        best = found().candidates[0]
+        other = best.model_copy(update={"time": None, "plan": best.plan.model_copy(update={"strategy": "ddp"})})
+        far = best.model_copy(update={"plan": best.plan.model_copy(update={"strategy": "fsdp+tp2"})})
+        question = ask(model(), WORK, cluster(), Pins(), costs=COSTS)
+        assert against(question, other, far) == "its speed is unknown, and that of fsdp+tp2 is not"
+
     def test_a_category(self):
         def partly(profile, plan, workload, cluster):
             whole = estimate(profile, plan, workload, cluster)
@@ -374,6 +398,82 @@ class TestWhyNot:
         ):
             _, lines = why_not(self.question(), parse_strategy(name), best)
             assert any(says in line for line in lines), (name, lines)
+
+    def test_the_plan_itself(self):
+        best = found(pins=Pins(strategy=parse_strategy("ddp"))).candidates[0]
+        assert best.fits is False
+        same, lines = why_not(self.question(), parse_strategy("no_shard"), best)
+        assert same is best and lines[0].startswith("ddp is the plan; it needs 119.")
+
+    def test_a_faster_one_is_not_called_slower(self):
+        """A plan that was pinned is kept, and adapters train something else."""
+        slow = found(pins=Pins(strategy=parse_strategy("fsdp+offload"))).candidates[0]
+        _, (line,) = why_not(self.question(), parse_strategy("zero2"), slow)
+        assert re.fullmatch(r"not zero2: \d+% faster, but fsdp\+offload is the plan that was kept; .*", line)
+        lora = slow.model_copy(update={"plan": slow.plan.model_copy(update={"strategy": "zero2+lora"})})
+        other = lora.model_copy(update={"time": lora.time.model_copy(update={"step_s": lora.time.step_s / 2})})
+        text = against(self.question(), other, slow)
+        assert text == "50% faster, but it trains adapters only, which is another training; pin it"
+
+
+class TestHostMemory:
+    """Offload needs a node's host memory: 600 GiB here."""
+
+    def costs(self):
+        def away(profile, plan, workload, cluster):
+            plain = estimate(profile, plan, workload, cluster)
+            moved = {"offloaded_bytes": GIB, "host_bytes": 600 * GIB} if plan.parsed.offload else {}
+            return plain.model_copy(update=moved)
+
+        return Costs(away, needs, seconds)
+
+    @pytest.mark.parametrize(("host", "fits"), [(500 * GIB, False), (700 * GIB, True), (None, True)])
+    def test_offload(self, host, fits):
+        machine = cluster(memory=14 * GIB, host_memory_bytes=host)  # too little for everything but offload
+        for pins in (Pins(strategy=parse_strategy("fsdp+offload")), Pins(recompute="full")):
+            result = found(machine=machine, pins=pins, costs=self.costs())
+            candidate = next(c for c in result.candidates if c.plan.strategy == "fsdp+offload")
+            assert candidate.fits is fits
+            if not fits:
+                assert candidate.reason == "needs 600.00 GiB of host memory on a node, which has 500.00 GiB"
+                assert result.recommended is None or not result.candidates[0].plan.parsed.offload
+        assert (host is None) == any("which is not known" in note for note in candidate.memory.notes)
+
+
+class TestPruning:
+    """What the guess leaves out is not better, by the package's own costs, than what the search finds."""
+
+    @pytest.mark.parametrize(
+        ("name", "text", "length", "batch", "strategy"),
+        [
+            ("llama-3.1-8b", "2x8xH100-SXM", 4096, 64, None),
+            ("llama-3.1-8b", "2x8xH100-SXM", 4096, 64, "fsdp"),
+            ("llama-3.1-8b", "8xA100-40GB", 2048, 256, None),
+            ("llama-3.2-3b", "2x4xRTX4090@pcie4/eth100", 4096, 32, None),
+            ("llama-2-13b", "8xA100-80GB", 4096, 64, None),
+        ],
+    )
+    def test_against_all_plans(self, name, text, length, batch, strategy):
+        pins = Pins(strategy=None if strategy is None else parse_strategy(strategy))
+        work = Workload(seq_len=length, global_batch=batch)
+        question = ask(load_profile(name, seq_len=length), work, parse_cluster(text), pins)
+        result = search(question.profile, work, question.cluster, pins)
+        fastest = min(c.time.step_s for c in result.candidates if c.fits)
+        assert fastest <= self.exhaustive(question) * 1.005
+
+    def exhaustive(self, question) -> float:
+        """Seconds of the fastest plan that fits, of all."""
+        timed = []
+        for layout in laid_out(question)[0]:
+            for micro, recompute, sync in product(layout.micros, recomputes(question), syncs(layout)):
+                plan = plan_for(question, layout, micro, recompute, sync)
+                if question.costs.screen(question.profile, plan, question.workload) <= question.usable * 1.1:
+                    timed.append((time_of(question, plan).step_s, plan))
+        for seconds_, plan in sorted(timed, key=lambda pair: pair[0]):
+            memory = question.costs.estimate(question.profile, plan, question.workload, question.cluster)
+            if memory.device_bytes <= question.usable:
+                return seconds_
+        return float("inf")
 
 
 class TestAdvice:

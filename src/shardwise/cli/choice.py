@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from shardwise.cli.job import Job, prepare_job
 from shardwise.cli.train import launch
-from shardwise.errors import DoesNotFit, PlanError
+from shardwise.errors import DoesNotFit, PlanError, UserError
 from shardwise.launch.rank import guarded
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import BASES
@@ -30,7 +31,12 @@ NEAR = 1.10  # the chosen plan's time over the best one's that is aimed at
 def run_bench_choice(
     configs: list[Path], overrides: list[str], *, worlds: list[int], steps: int, output: Path, as_json: bool
 ) -> None:
-    """The verb: every configuration at every number of ranks."""
+    """The verb: every configuration at every number of ranks.
+
+    Raises:
+        UserError: a configuration or the folder for the samples cannot be; said before anything is measured.
+    """
+    _check(configs, overrides, output)
     console = Console(stderr=as_json, highlight=False)
     cases = []
     for file in configs:
@@ -67,6 +73,22 @@ def run_bench_choice(
     console.print(f"raw samples: {raw}")
     if as_json:
         print(json.dumps(document))
+
+
+def _check(configs: list[Path], overrides: list[str], output: Path) -> None:
+    problems = []
+    for file in configs:
+        try:
+            read_config(file, overrides)
+        except UserError as error:
+            problems += error.problems
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        problems.append(f"--output '{output}': '{existing}' is a file; give a folder")
+    elif not os.access(existing, os.W_OK):
+        problems.append(f"--output '{output}': '{existing}' cannot be written; give another folder")
+    if problems:
+        raise UserError(*problems)
 
 
 def _case(file: Path, overrides: list[str], world: int, steps: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.plan.plan import Plan, Precision, Recompute
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.candidate import Pins
+from shardwise.search.search import unknown_links
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import OptimizerName, Workload
@@ -181,6 +182,11 @@ def _left_out(words: Words, profile: ModelProfile, cluster: ClusterSpec) -> list
     elif words.precision is not None and has and words.precision not in has:
         usual = ", ".join(one for one in get_args(Precision) if one in has)
         told.append(f"--precision {words.precision}: {name} has no units for it, so speed is unknown; it has {usual}")
+    if cluster.device == "cuda" and (links := unknown_links(cluster)):
+        told.append(
+            f"the speed of the {' and the '.join(links)} is unknown, and so is that of every plan; give it as in "
+            f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
+        )
     return told
 
 

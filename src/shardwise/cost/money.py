@@ -82,7 +82,9 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
         raise UserError(f"--price '{path}' is not TOML: {error}; write lines such as A100-80GB = 1.89") from None
     buy = data.pop("buy", {})
     per_kwh = data.pop("per_kwh", DOLLARS_PER_KWH)
-    tables = {"": data, "buy.": buy if isinstance(buy, dict) else {"buy": buy}}
+    if not isinstance(buy, dict):
+        raise UserError(f"--price '{path}': buy is {buy!r}; it must be a table [buy] of lines NAME = $")
+    tables = {"": data, "buy.": buy}
     problems = [
         f"--price '{path}': {prefix}{name} is {value!r}; it must be dollars, 0 or more"
         for prefix, table in (*tables.items(), ("", {"per_kwh": per_kwh}))

@@ -164,8 +164,9 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, price
     lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}: {plan.reason}."]
     needs = f"A device holds {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
     if best.memory.offloaded_bytes:
-        host = "unknown" if cluster.host_memory_bytes is None else bytes_text(cluster.host_memory_bytes)
-        needs += f", a node's host {bytes_text(best.memory.host_bytes)} of {host}"
+        has = cluster.host_memory_bytes
+        room = "; whether it has that is not known" if has is None else f" of {bytes_text(has)}"
+        needs += f" (a node's host {bytes_text(best.memory.host_bytes)}{room})"
     if best.memory.unknown:
         needs += f", {', '.join(best.memory.unknown)} unknown and left out"
     if time is None:

@@ -86,6 +86,8 @@ def against(question: Question, candidate: Candidate, best: Candidate | None) ->
     if best.time is None or candidate.time is None:
         if candidate.fits is None and best.fits:
             return f"not known to fit: {unknown_text(candidate.memory)}"
+        if candidate.time is None and complexity(candidate.plan.parsed) < complexity(best.plan.parsed):
+            return f"its speed is unknown, and that of {best.plan.strategy} is not"
         return f"not needed: {best.plan.strategy} is simpler and fits"
     return slower_text(question, candidate, best)
 

@@ -40,6 +40,7 @@ class Totals:
     per_node: int
     state_bytes: float  # of one trained element's optimizer state
     weight_bytes: float
+    kv_share: float  # key-value heads over heads
 
 
 def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
@@ -66,6 +67,7 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
         per_node=cluster.devices_per_node,
         state_bytes=0.0 if workload.optimizer == "adafactor" else (workload.optimizer_states or 0) * width,
         weight_bytes=stored / max(1, parameters),
+        kv_share=(profile.kv_heads or 1) / (profile.heads or profile.kv_heads or 1),
     )
 
 
@@ -97,7 +99,8 @@ def guess_s(totals: Totals, layout: Layout, micro: int, recompute: Recompute, *,
         exposed += accum * blocks * 8 * activation * (dims.tp - 1) / dims.tp / link
     if dims.cp > 1:
         link = totals.link if dims.tp * dims.cp <= totals.per_node else totals.network
-        exposed += 0.3 * accum * blocks * 6 * activation * (dims.cp - 1) / link
+        sent = 6 * activation * totals.kv_share / dims.tp * (dims.cp - 1)  # keys and values go round
+        exposed += 0.3 * accum * blocks * sent / link
     data = _data_parallel_s(totals, layout, accum, accum if every else 1)
     cut = dims.tp * dims.pp
     if strategy.offload:

@@ -33,7 +33,7 @@ SAID_TIE = 0.05  # plans this close are not told apart by the model
 USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
 USABLE_IF_UNKNOWN = 0.6  # where a category is not known
 SCREEN_SLACK = 1.03  # the screen may be this much above the estimate before a plan is dropped on its word
-TIMED = 160  # layouts that are timed, the best guesses first
+TIMED = 128  # layouts that are timed, the best guesses first
 MICROS = 3  # micro batches of a layout, for each recompute mode, that are looked at: the largest that pass
 OPTIONS = 8  # ways to run a layout that are timed, the best guesses first
 TRIES = 6  # full estimates of a strategy
@@ -100,6 +100,15 @@ def usable_bytes(cluster: ClusterSpec) -> int | None:
     return None if cluster.device_memory_bytes is None else int(cluster.device_memory_bytes * USABLE[cluster.device])
 
 
+def unknown_links(cluster: ClusterSpec) -> list[str]:
+    """What joins the devices and has no known speed, in words; every plan of the cluster sends over all of it."""
+    asked = [
+        ("link inside a node", cluster.link, cluster.devices_per_node),
+        ("network", cluster.network, cluster.nodes),
+    ]
+    return [name for name, link, ends in asked if ends > 1 and (link is None or link.bytes_per_s is None)]
+
+
 def default_precision(cluster: ClusterSpec) -> Precision:
     """bf16 on GPUs that have it, fp16 on those that have only that (Volta, Turing), fp32 on CPUs."""
     if cluster.device == "cpu":
@@ -147,7 +156,8 @@ def ask(
         totals=totals_of(profile, workload, cluster, precision),
         precision=precision,
         usable=usable_bytes(cluster),
-        timed=rates is not None or bool(cluster.gpu is not None and cluster.gpu.peak_flops),
+        timed=rates is not None
+        or bool(cluster.gpu is not None and cluster.gpu.peak_flops and not unknown_links(cluster)),
         only_runnable=only_runnable,
     )
 
