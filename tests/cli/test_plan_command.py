@@ -198,7 +198,8 @@ def test_only_the_document_is_on_stdout(capsys: pytest.CaptureFixture[str], tmp_
     file = tmp_path / "noisy.py"
     file.write_text(
         "from torch import nn\nprint('imported')\n\n\nclass Noisy(nn.Module):\n    def __init__(self):\n"
-        "        super().__init__()\n        print('built')\n        self.a, self.b = nn.Embedding(9, 8), nn.Linear(8, 9)\n"
+        "        super().__init__()\n        print('built')\n"
+        "        self.a, self.b = nn.Embedding(9, 8), nn.Linear(8, 9)\n"
         "\n    def forward(self, ids):\n        print('forward')\n        return self.b(self.a(ids))\n"
         "\n\ndef leave():\n    raise SystemExit(7)\n"
     )

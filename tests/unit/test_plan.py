@@ -98,7 +98,9 @@ class TestStrategy:
             ("fsdp+tp0", "'+tp0' needs a degree of 1 or more"),
             ("fsdp+tp2+tp4", "+tp2 and +tp4 contradict each other"),
             ("fsdp+lora+qlora", "+lora and +qlora exclude each other"),
-            ("fsdp+nvme", "only DeepSpeed swaps to NVMe; use deepspeed-zero3+nvme, or fsdp+offload"),
+            ("fsdp+nvme", "only DeepSpeed's ZeRO-3 swaps to NVMe; use deepspeed-zero3+nvme, or fsdp+offload"),
+            ("ddp+nvme", "only DeepSpeed's ZeRO-3 swaps to NVMe"),
+            ("deepspeed-zero2+nvme", "only DeepSpeed's ZeRO-3 swaps to NVMe"),
         ],
     )
     def test_words_that_are_not_in_the_grammar(self, text, says):

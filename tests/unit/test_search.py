@@ -15,6 +15,7 @@ from shardwise.search.candidate import Pins
 from shardwise.search.choose import choose_profiled
 from shardwise.search.enumerate import complexity, divisors, layouts, nearest_multiples
 from shardwise.search.explain import against, why_not
+from shardwise.search.quick import guess_s, totals_of
 from shardwise.search.search import (
     PLAIN_TIE,
     SAID_TIE,
@@ -571,3 +572,21 @@ def test_gradients_are_reduced_every_time_only_where_it_makes_room():
     for memory, sync in ((100, "last"), (30, "every")):
         result = found(machine=cluster(memory=memory * GIB), pins=pins, costs=Costs(same, more, seconds))
         assert result.candidates[0].fits and result.candidates[0].plan.gradient_sync == sync
+
+
+class TestGuess:
+    """What decides which plans are timed."""
+
+    def seconds(self, name: str, kv_heads: int = 8, per_node: int = 8) -> float:
+        machine = cluster(nodes=64 // per_node, per_node=per_node).model_copy(
+            update={"network": Link(kind="network", bytes_per_s=5e9)}
+        )
+        profile = model(kv_heads=kv_heads)
+        (layout,) = layouts(profile, WORK, machine, Pins(strategy=parse_strategy(name)))[0]
+        return guess_s(totals_of(profile, WORK, machine, "bf16"), layout, 1, "none")
+
+    def test_a_node_brings_all_its_network_adapters(self):
+        assert self.seconds("ddp") < self.seconds("ddp", per_node=1) / 5
+
+    def test_context_parallel_sends_keys_and_values_only(self):
+        assert self.seconds("ddp+tp8+cp8", kv_heads=1) < self.seconds("ddp+tp8+cp8", kv_heads=16)

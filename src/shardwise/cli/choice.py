@@ -76,7 +76,7 @@ def run_bench_choice(
 
 
 def _check(configs: list[Path], overrides: list[str], output: Path) -> None:
-    problems = []
+    problems: list[str] = []
     for file in configs:
         try:
             read_config(file, overrides)

@@ -113,9 +113,10 @@ def parse_strategy(text: str) -> Strategy:
     if {"lora", "qlora"} <= flags:
         problems.append(f"strategy '{text}': +lora and +qlora exclude each other; keep one")
     torch_offload = flags & {"offload", "nvme"} and engine == "torch"
-    if not problems and "nvme" in flags and engine == "torch":
+    if not problems and "nvme" in flags and (engine == "torch" or base != "fsdp"):
         problems.append(
-            f"strategy '{text}': only DeepSpeed swaps to NVMe; use deepspeed-zero3+nvme, or {base}+offload for host RAM"
+            f"strategy '{text}': only DeepSpeed's ZeRO-3 swaps to NVMe; use deepspeed-zero3+nvme, or fsdp+offload for "
+            "host RAM"
         )
     elif not problems and torch_offload and base not in SHARDED:
         problems.append(

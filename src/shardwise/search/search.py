@@ -33,6 +33,7 @@ SAID_TIE = 0.05  # plans this close are not told apart by the model
 USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
 USABLE_IF_UNKNOWN = 0.6  # where a category is not known
 SCREEN_SLACK = 1.03  # the screen may be this much above the estimate before a plan is dropped on its word
+HOPELESS = 1.1  # a layout whose smallest plan is this much above what the screen lets pass is not looked at further
 TIMED = 128  # layouts that are timed, the best guesses first
 MICROS = 3  # micro batches of a layout, for each recompute mode, that are looked at: the largest that pass
 OPTIONS = 8  # ways to run a layout that are timed, the best guesses first
@@ -236,8 +237,8 @@ def fitting_options(question: Question, layout: Layout) -> list[Option]:
 
     Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by halving, no
     larger than with more recompute and no smaller than with gradients that are kept whole; smaller ones are kept too,
-    since they leave more micro batches to a pipeline. Without accumulation sharded gradients are
-    reduced at once, which may need less: that one is looked at by itself.
+    since they leave more micro batches to a pipeline. Without accumulation sharded gradients are reduced at once, which
+    may need less: that one is looked at by itself.
     """
     options: list[Option] = []
     base = plan_for(question, layout, layout.micros[0], "none")
@@ -257,7 +258,16 @@ def fitting_options(question: Question, layout: Layout) -> list[Option]:
                 options.append(Option(layout, micro, recompute, sync, guess))
             if len(micros) and micros[-1] == whole:
                 break  # nothing is gained by more traffic
+        if not options and _is_hopeless(question, layout):
+            break
     return sorted(options, key=lambda option: option.guess)
+
+
+def _is_hopeless(question: Question, layout: Layout) -> bool:
+    if question.usable is None:
+        return False
+    least_bytes = question.costs.screen(question.profile, smallest(question, layout), question.workload)
+    return least_bytes > question.usable * SCREEN_SLACK * HOPELESS
 
 
 def syncs(layout: Layout) -> tuple[GradientSync, ...]:
