@@ -17,6 +17,9 @@ import shardwise.parallel.shard as shard_module
 import shardwise.train.session as session_module
 from shardwise.cli.own_loop import start
 from shardwise.errors import ReceiptError
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from shardwise.verify.effects import EffectsProbe
@@ -35,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(strategy: str, accum: int, variant: str, after: Callable[[Session], None] | None = None) -> Any:
+def run(strategy: str | Plan, accum: int, variant: str, after: Callable[[Session], None] | None = None) -> Any:
     """Some steps with AdamW; returns the receipt's false lines."""
     options = dict(VARIANTS[variant])
     start_options = {key: options.pop(key) for key in ("recompute", "precision") if key in options}
@@ -82,6 +85,15 @@ def sabotage_never_synced(strategy: str) -> list[str]:
     original = apply_module.set_gradient_sync
     session_module.set_gradient_sync = lambda outer, enabled: original(outer, False)
     return run(strategy, 3, "plain")
+
+
+def sabotage_only_the_last_syncs(strategy: str) -> list[str]:
+    """Reduction after every micro batch was planned, and gradients wait whole for the last."""
+    original = session_module.set_gradient_sync
+    session_module.set_gradient_sync = lambda outer, enabled: original(outer, enabled and next(turn) % 3 == 2)
+    turn = itertools.count()
+    dims = dims_for(parse_strategy(strategy), dist.get_world_size())
+    return run(Plan(strategy=strategy, dims=dims, grad_accum=3, gradient_sync="every"), 3, "plain")
 
 
 def sabotage_dropped_upcast(strategy: str) -> list[str]:
@@ -173,6 +185,8 @@ SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_no_sync, "fsdp", "reduce_scatter per step"),
     (sabotage_never_synced, "ddp", "all_reduce per step"),
     (sabotage_never_synced, "fsdp", "reduce_scatter per step"),
+    (sabotage_only_the_last_syncs, "fsdp", "reduce_scatter per step"),
+    (sabotage_only_the_last_syncs, "zero2", "reduce_scatter per step"),
     (sabotage_dropped_upcast, "fsdp", "reduction dtype"),
     (sabotage_dropped_upcast, "zero2", "reduction dtype"),
     (sabotage_compute_dtype, "ddp", "compute dtype"),
