@@ -157,6 +157,7 @@ def step_time(
     if workload.framework_overhead and rates is None:
         parts["host_s"] += STEP_HOST_S
     parts["exposed_dp_s"] += JITTER * math.log2(max(1, cluster.nodes)) * sum(parts.values())
+    parts = {name: 0.0 if seconds < 0 else seconds for name, seconds in parts.items()}  # differences round below zero
     total = sum(parts.values())
     if not math.isfinite(total):
         raise PlanError(
