@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.errors import UserError
 from shardwise.plan.plan import read_plan
 from tests.cli.configs import ROOT, environment, write_config
 
@@ -302,3 +303,40 @@ def test_what_cannot_be_measured_is_said_at_once(capsys: pytest.CaptureFixture[s
         _, err = command(capsys, *words, exit_code=2)
         assert "2 problems" in err and "does not exist" in err and "is a file; give a folder" in err
         command(capsys, *words, "--nproc", "0", exit_code=2)
+
+
+class TestProof:
+    def test_another_model_than_the_catalogues_is_not_proved(self) -> None:
+        """OPT's configuration has other keys, so its shape builds OPT's default size."""
+        from shardwise.cli.prove import source_of
+
+        with pytest.raises(UserError, match=r"'opt-1.3b' from its shape alone: 812,318,720 parameters instead of"):
+            source_of("opt-1.3b")
+        with pytest.raises(UserError, match="cannot build 'falcon-7b' from its shape alone"):
+            source_of("falcon-7b")
+        assert source_of("llama-3.2-1b").config is not None
+
+    @pytest.mark.parametrize("option", [("--compile",), ("--loss", "fused")])
+    def test_what_the_program_does_not_have_is_not_proved(self, option: tuple[str, ...]) -> None:
+        words = [
+            "plan",
+            "gpt2",
+            "--cluster",
+            "8xA100-80GB",
+            "--seq-len",
+            "512",
+            "--global-batch",
+            "8",
+            "--strategy",
+            "fsdp",
+            "--prove",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", *words, *option],
+            env=environment(),
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert f"has no {' '.join(option)}; leave one of them out" in done.stderr

@@ -50,7 +50,7 @@ def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
     if prove:
         from shardwise.cli.prove import prove_candidate
 
-        proof = prove_candidate(asked.model, asked.optimizer, best, console)
+        proof = prove_candidate(asked.model, asked, best, console)
     if as_json:
         answer = document(profile, asked.cluster, asked.workload, result, proof, notes=told)
         print(answer.model_dump_json(by_alias=True))

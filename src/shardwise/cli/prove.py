@@ -19,19 +19,25 @@ from shardwise.units import bytes_text, seconds_text
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardwise.cli.question import Asked
     from shardwise.search.dryrun import DryRun, ModelSource
     from shardwise.spec.architecture import Architecture
 
 
-def prove_candidate(model: str, optimizer: str, candidate: Candidate, console: Console) -> dict[str, Any]:
+def prove_candidate(model: str, asked: Asked, candidate: Candidate, console: Console) -> dict[str, Any]:
     """Run the dry run of every rank that holds something else, print it beside the estimate, and return it.
 
     Raises:
-        UserError: this version does not run the plan, or the model cannot be built from what was given.
+        UserError: this version does not run what was asked, or the model cannot be built from what was given.
     """
     from shardwise.search.dryrun import prove
 
-    plan = candidate.plan
+    plan, optimizer = candidate.plan, asked.optimizer
+    ignored = [name for name, on in (("--compile", asked.compiled), ("--loss fused", asked.fused_loss)) if on]
+    if ignored:
+        raise UserError(
+            f"--prove runs this version's own program, which has no {' and no '.join(ignored)}; leave one of them out"
+        )
     if plan.parsed.not_runnable or plan.precision == "fp8":
         words = ", ".join(plan.parsed.not_runnable) or plan.precision
         raise UserError(
@@ -67,7 +73,33 @@ def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
     architecture = find_architecture(model)
     if architecture is None:
         raise UserError(f"--prove cannot build '{model}'; give a config.json or package.module:factory")
-    return ModelSource(config=configuration(architecture))
+    source = ModelSource(config=configuration(architecture))
+    _check_is_that_model(source, architecture)
+    return source
+
+
+def _check_is_that_model(source: ModelSource, architecture: Architecture) -> None:
+    """A family whose configuration has other keys would be built in its default shape: another model.
+
+    Raises:
+        UserError: the built model has other parameters than the catalogue counts, or cannot be built.
+    """
+    import torch
+
+    from shardwise.spec.architecture import parameter_count
+
+    name, expected = architecture.name, parameter_count(architecture)
+    fix = "give its config.json or package.module:factory"
+    try:
+        with torch.device("meta"):
+            found = sum(parameter.numel() for parameter in source.builder()().parameters())
+    except Exception as error:  # whatever transformers raises for what it does not build
+        why = str(error).partition("\n")[0]
+        raise UserError(f"--prove cannot build '{name}' from its shape alone: {why}; {fix}") from None
+    if found != expected:
+        raise UserError(
+            f"--prove cannot build '{name}' from its shape alone: {found:,} parameters instead of {expected:,}; {fix}"
+        )
 
 
 def _function(file: Path, name: str) -> Callable[[], nn.Module]:
