@@ -37,7 +37,7 @@ LAYERS = (
     "cli",
 )
 DISTRIBUTED = {"parallel", "checkpoint", "train", "measure", "watch", "verify"}
-DRY_RUN = {"search.dryrun", "search.record", "search.prove"}  # the real step under a fake process group
+DRY_RUN = {"search.dryrun", "search.record"}  # the real step under a fake process group
 PLANNING = ("spec.cluster", "plan.", "cost.", "search.")
 FILE_LINES, FUNCTION_LINES, PUBLIC_NAMES = 400, 60, 25
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

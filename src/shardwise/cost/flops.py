@@ -1,9 +1,7 @@
-"""Floating-point operations of a step, and the utilisation figures made from them.
+"""Floating-point operations of a step, and the utilisation made from them.
 
-Two conventions, because published numbers use both. `palm_flops` is the numerator of MFU in the PaLM paper
-(arXiv 2204.02311, appendix B): 6 for each parameter and token, plus 12 · layers · hidden · length for the whole
-attention square, causal or not. `hardware_flops` is what is really executed: a causal attention's half, frozen weights
-without a weight gradient, recompute included (HFU).
+`palm_flops` is the numerator of MFU in the PaLM paper (arXiv 2204.02311, appendix B): 6 for each parameter and token,
+plus 12 · layers · hidden · length for the whole attention square, causal or not; recompute is not counted.
 """
 
 from __future__ import annotations
@@ -33,20 +31,6 @@ def palm_flops(profile: ModelProfile, samples: float = 1.0) -> float:
     return samples * (6.0 * profile.num_parameters * profile.seq_len + 3.0 * square)
 
 
-def hardware_flops(profile: ModelProfile, recompute: Recompute, samples: float = 1.0) -> float:
-    """FLOPs that the devices execute together in one step over ``samples``, recompute included."""
-    return samples * sum(_unit_flops(unit, recompute) * unit.count for unit in profile.units)
-
-
-def _unit_flops(unit: Unit, recompute: Recompute) -> float:
-    again = recomputed(unit, recompute)
-    total = 0.0
-    for op, twice in zip(unit.ops, again, strict=True):
-        backward = op.flops * (2.0 if op.weight or op.kind == "attention" else 1.0)
-        total += op.flops * (1.0 + twice) + backward
-    return total
-
-
 def recomputed(unit: Unit, recompute: Recompute) -> tuple[bool, ...]:
     """For each op of ``unit`` whether ``recompute`` executes it a second time. Only repeated blocks are recomputed.
 
@@ -68,15 +52,3 @@ def mfu(profile: ModelProfile, gpu: GpuSpec | None, precision: str, samples_per_
     """
     peak = gpu.peak_flops.get(PEAK_OF.get(precision, precision)) if gpu is not None else None
     return None if not peak else palm_flops(profile) * samples_per_s_per_device / peak
-
-
-def hfu(
-    profile: ModelProfile,
-    gpu: GpuSpec | None,
-    precision: str,
-    samples_per_s_per_device: float,
-    recompute: Recompute = "none",
-) -> float | None:
-    """Hardware FLOPs utilisation by `hardware_flops`; ``None`` where the peak is not known."""
-    peak = gpu.peak_flops.get(PEAK_OF.get(precision, precision)) if gpu is not None else None
-    return None if not peak else hardware_flops(profile, recompute) * samples_per_s_per_device / peak

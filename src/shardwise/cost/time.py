@@ -1,9 +1,10 @@
 """Seconds of one optimizer step: kernels by shape, collectives by link, overlap by simulation, pipeline by schedule.
 
-The program that is timed is the one that ``train`` runs: gradients synchronise in the last micro batch only, sharded
-units are gathered in every forward (and in every backward where they are freed in between), one unit ahead; ddp
-reduces while the last backward runs. Plans that this version does not run (tensor, pipeline and context parallel) are
-timed as their usual implementations do it: sequence parallel, 1F1B, ring attention.
+The program that is timed is the one that ``train`` runs: gradients synchronise in the last micro batch, or in each of a
+sharded plan that says so (``Plan.gradient_sync``), sharded units are gathered in every forward (and in every backward
+where they are freed in between), one unit ahead; ddp reduces while the last backward runs. Plans that this version does
+not run (tensor, pipeline and context parallel) are timed as their usual implementations do it: sequence parallel, 1F1B,
+ring attention.
 
 Left out: data loading, evaluation, checkpoints, other jobs on the network, clocks that fall with temperature.
 """

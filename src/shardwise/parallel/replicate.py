@@ -15,7 +15,8 @@ from shardwise.spec.model import ModelSpec
 def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device: torch.device) -> nn.Module:
     """Wrap ``module`` in DDP; one rank needs no wrapper and gets none.
 
-    Gradients live in the reduction buckets (no second copy). Buffers are broadcast before each forward only where
+    Gradients live in the reduction buckets; what ``no_sync`` accumulates before the last micro batch is a second copy
+    beside them (seen in the dry run, and counted by the estimate). Buffers are broadcast before each forward only where
     there is batch norm, whose running statistics would drift apart otherwise.
     """
     if world_size == 1:

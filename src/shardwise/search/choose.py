@@ -19,7 +19,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.enumerate import complexity
-from shardwise.search.search import Costs, ask, cost_of, search
+from shardwise.search.search import USABLE_IF_UNKNOWN, Costs, ask, cost_of, search
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.profile import ModelProfile
@@ -28,7 +28,6 @@ from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
 USABLE = 0.9  # of device memory: the rest is the framework's, the communicator's and fragmentation
-USABLE_IF_UNKNOWN = 0.6  # where saved activations are not known
 
 
 @dataclass(frozen=True)

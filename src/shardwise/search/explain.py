@@ -10,7 +10,7 @@ from shardwise.cost.steptime import StepTime
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
-from shardwise.search.candidate import Candidate, Pins
+from shardwise.search.candidate import Candidate
 from shardwise.search.enumerate import complexity, layouts, misfits
 from shardwise.search.traffic import sent_bytes, traffic_text
 from shardwise.spec.cluster import ClusterSpec
@@ -220,11 +220,3 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
 def time_parts(time: StepTime) -> list[tuple[str, float]]:
     """The parts of a step that are not zero, in the order of `StepTime`."""
     return [(name.removesuffix("_s"), value) for name in PARTS if (value := getattr(time, name))]
-
-
-def pins_for(strategy: str | None, **others: object) -> Pins:
-    """Pins from the words of a command."""
-    from shardwise.plan.strategy import parse_strategy
-
-    parsed = None if strategy in (None, "auto") else parse_strategy(str(strategy))
-    return Pins.model_validate({"strategy": parsed, **others})

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 PHASES = ("load", "forward", "backward", "optimizer")  # clipping counts as the optimizer's
-# c10d operator → (the name used elsewhere, the argument that holds the whole tensor)
+# c10d operator → (the name used elsewhere, the argument that holds the whole tensor). `measure.collectives` has such a
+# table of its own: what measures a run shares no code with what predicts it.
 _COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
