@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TOOLS  := $(VENV)/.ready-tools
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check bench accuracy clean
@@ -13,28 +14,32 @@ help:            ## show this list
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf]'
 	@touch $(READY)
 
-setup: $(READY)  ## make .venv and install what is pinned in constraints.txt
+$(TOOLS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,dev,peers]'
+	@touch $(TOOLS)
+
+setup: $(TOOLS)  ## make .venv and install what is pinned in constraints.txt, with all that tests and benchmarks need
 
 train: $(READY)  ## train the example on Python's own source code: plan, falling loss, receipts
 	$(BIN)/shardwise train examples/stdlib.toml
 
-test: $(READY)   ## run all the tests
+test: $(TOOLS)   ## run all the tests
 	$(BIN)/python -m pytest -q
 
-check: $(READY)  ## lint, format, types, sizes and layers
+check: $(TOOLS)  ## lint, format, types, sizes and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
-bench: $(READY)  ## step time against a plain hand-written loop, paired in one run; the planner's own speed
+bench: $(TOOLS)  ## step time against a plain hand-written loop, paired in one run; the planner's own speed
 	$(BIN)/shardwise bench step examples/stdlib.toml --output benchmarks
 	$(BIN)/python benchmarks/planner_speed.py --output benchmarks
 
-accuracy: $(READY)  ## predictions against published and own measurements: all tables and plots again
+accuracy: $(TOOLS)  ## predictions against published and own measurements: all tables and plots again
 	$(BIN)/python benchmarks/accuracy/run.py
 
 clean:           ## remove .venv and caches; runs are kept

@@ -1,0 +1,70 @@
+"""What every checkpoint looks like to whoever reads it, whichever tool wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+
+from shardwise.checkpoint.layout import Box
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The dtype and the whole shape of a stored tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> Box:
+        """All of it."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return self.whole.numel * self.dtype.itemsize
+
+
+class Source(Protocol):
+    """Tensors by name, read a part at a time; a context manager.
+
+    Attributes:
+        kind: what it is, in words (``PyTorch DCP folder``).
+        place: where it is, as the user wrote it.
+        tensors: names as in Shardwise's own manifests: ``model/<fqn>`` for weights and buffers,
+            ``optimizer/<fqn>/<key>`` (``exp_avg``, ``exp_avg_sq``, ``step``) for state that is kept by name.
+        aliases: other names of tied tensors, each to the name under which the one copy is in ``tensors``.
+        optimizer: class name, groups and scalars as `OptimizerEntry` has them, as JSON; ``None`` where unknown.
+        step: optimizer steps done; ``None`` where unknown.
+        notes: what is there and is not among ``tensors``, one sentence each, to be said aloud.
+    """
+
+    kind: str
+    place: str
+    tensors: Mapping[str, TensorInfo]
+    aliases: Mapping[str, str]
+    optimizer: Mapping[str, Any] | None
+    step: int | None
+    notes: Sequence[str]
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The elements of ``box``, a contiguous CPU tensor of shape ``box.lengths``.
+
+        Needs memory for the tensor at most. Safe to call from several threads.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or damaged; names the file and the tensor.
+        """
+        ...
+
+    def __enter__(self) -> Self:
+        """The source itself."""
+        ...
+
+    def __exit__(self, *exc: object) -> None:
+        """Let go of the files."""
+        ...
