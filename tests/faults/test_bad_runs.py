@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from shardwise.checkpoint.load import newest
+from shardwise.checkpoint.format import newest
 from tests.cli import configs
 
 FEW = {"train": {"steps": 4, "eval_samples": 8}, "checkpoint": {"every": 1}}

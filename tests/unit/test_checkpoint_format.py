@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from shardwise.checkpoint.format import (
     CODES,
@@ -45,13 +47,15 @@ def manifest() -> Manifest:
 def write(folder: Path, change=lambda data: None) -> Path:
     data = json.loads(manifest().to_json())
     change(data)
-    (folder / "manifest.json").write_text(json.dumps(data))
+    data["hash"] = f"xxh3-128:{'0' * 32}"  # the first in the file: its digits count as zeros
+    made = xxhash.xxh3_128(json.dumps(data).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps({**data, "hash": f"xxh3-128:{made}"}))
     return folder
 
 
 def test_round_trip(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path)) == manifest()
-    assert json.loads(manifest().to_json())["schema"] == 1
+    assert json.loads(manifest().to_json())["schema"] == 2
     assert manifest().entry("model/b") is manifest().entry("model/b") or manifest().entry("model/b").shape == (3, 3)
     assert manifest().entry("model/c") is None
 
@@ -60,9 +64,20 @@ def test_a_field_that_is_not_known_is_ignored(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path, lambda data: data.update(later=1))) == manifest()
 
 
+def test_a_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
+    write(tmp_path)
+    file = tmp_path / "manifest.json"
+    good = file.read_bytes()
+    at = good.index(b'"lr": 0.1') + 6
+    for place, value in ((at, b"2"), (good.index(b"xxh3-128:") + 9, b"g")):
+        file.write_bytes(good[:place] + value + good[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"manifest.json' is damaged: its bytes are not those that were"):
+            read_manifest(tmp_path)
+
+
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has schema 2, and this version of shardwise reads up to 1; update"):
-        read_manifest(write(tmp_path, lambda data: data.update(schema=2, tensors="of another kind")))
+    with pytest.raises(CheckpointError, match=r"has schema 3, and this version of shardwise reads up to 2; update"):
+        read_manifest(write(tmp_path, lambda data: data.update(schema=3, tensors="of another kind")))
 
 
 def _gap(data: dict) -> None:
@@ -159,4 +174,4 @@ def test_every_code_is_what_safetensors_calls_it(tmp_path: Path) -> None:
     assert torch.equal(found["columns"], tensors["columns"])
     assert found["scalar"].shape == ()
     assert float(found["scalar"]) == 2.5
-    assert all(len(value) == 32 for value in hashes.values())
+    assert all(re.fullmatch("xxh3-128:[0-9a-f]{32}", value) for value in hashes.values())

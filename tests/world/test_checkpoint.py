@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import zlib
@@ -21,10 +22,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.checkpoint import commit as commit_module
 from shardwise.checkpoint import save as save_module
 from shardwise.checkpoint import shards as shards_module
-from shardwise.checkpoint.format import read_manifest
-from shardwise.checkpoint.load import load_checkpoint, newest, rng_for
+from shardwise.checkpoint import storage as storage_module
+from shardwise.checkpoint.format import newest, read_manifest
+from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import save_checkpoint
 from shardwise.checkpoint.weights import load_weights
 from shardwise.errors import CheckpointError, ModelError, UserError
@@ -199,14 +202,16 @@ def load_each(root: str, strategies: list[str]) -> None:
             if source.name == "ddp":  # a live state is overwritten too
                 step(model, optimizer)
             read = count_reads()
-            manifest = load_checkpoint(source / "step-00000020", model=model, optimizer=optimizer, verify=True)
+            load_checkpoint(source / "step-00000020", model=model, optimizer=optimizer, verify=False)
+            num_read = read()
+            manifest = load_checkpoint(source / "step-00000020", model=model, optimizer=optimizer)
             where = f"{source.name} into {strategy} of {world}"
             assert_all(model, optimizer, where)
             assert (manifest.step, manifest.state, manifest.plan_fingerprint) == (20, STATE, Plan().fingerprint)
             tensors = [*plain_names(model)[0].values(), *plain_names(model)[1].values()]
             tensors += [tensor for _, _, tensor in held_state(model, optimizer)]
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-            assert read() == sum(t.numel() * t.element_size() for t in local), where
+            assert num_read == sum(t.numel() * t.element_size() for t in local), where
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             assert inner.head.weight is inner.embed.weight
             step(model, optimizer)  # the state made here is one that the optimizer can use
@@ -216,14 +221,13 @@ def load_each(root: str, strategies: list[str]) -> None:
 def count_reads():
     """From now on count the bytes that this rank takes out of checkpoint files."""
     total = [0]
-    original = COUNTED.setdefault("read", shards_module.ShardReader.read)
+    original = COUNTED.setdefault("read", shards_module._fill_range)
 
-    def read(self, shard_, box):
-        tensor = original(self, shard_, box)
-        total[0] += tensor.numel() * tensor.element_size()
-        return tensor
+    def fill_range(reader, begin, buffer, made):
+        total[0] += len(buffer)
+        original(reader, begin, buffer, made)
 
-    shards_module.ShardReader.read = read
+    shards_module._fill_range = fill_range
     return lambda: total[0]
 
 
@@ -255,6 +259,22 @@ def test_any_strategy_into_any_other(tmp_path: Path) -> None:
     assert max(sizes["hsdp"]) <= 0.4 * once
     for world, strategies in LOADED.items():
         run_world(load_each, world, str(tmp_path), strategies)
+
+
+def test_what_schema_1_wrote_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000020"
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "checkpoint-schema-1" / "step-00000020", path)
+    assert json.loads((path / "manifest.json").read_bytes())["schema"] == 1
+    model, optimizer = build("one")
+    manifest = load_checkpoint(path, model=model, optimizer=optimizer)
+    assert_all(model, optimizer, "from schema 1")
+    assert (manifest.step, manifest.state, manifest.model) == (20, STATE, None)
+    file = path / "rank-00000.safetensors"
+    flipped = bytearray(file.read_bytes())
+    flipped[-40] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match="not those that were saved"):
+        load_checkpoint(path, model=model, optimizer=optimizer)
 
 
 class Narrow(nn.Module):
@@ -319,7 +339,7 @@ def narrow_and_half(root: str) -> None:
     optimizer.state[model.row]["mine"] = torch.zeros_like(model.row.to_local())
     with pytest.raises(CheckpointError, match=r"rank 1.*plain tensor with the shape of the local shard"):
         save(Path(root) / "local", 1, model, optimizer)
-    assert not list((Path(root) / "local").iterdir())
+    assert not names_in(Path(root) / "local")
     assert rank == dist.get_rank()
 
 
@@ -329,6 +349,11 @@ def test_ranks_without_rows_bf16_and_factored_state(tmp_path: Path) -> None:
     shard_files = [name for name in files if name.endswith(".safetensors")]
     assert len(shard_files) < 3  # who holds nothing writes nothing
     assert read_manifest(tmp_path / "narrow" / "step-00000001").tensors["model/nothing"].shards == ()
+
+
+def names_in(folder: Path) -> list[str]:
+    """What is there beside the lock and the pointer to the last one."""
+    return sorted(p.name for p in folder.iterdir() if p.name not in (".lock", "latest"))
 
 
 def die(*_: object) -> None:
@@ -343,11 +368,11 @@ def save_and_die(root: str, where: str) -> None:
     for parameter in model.parameters():
         put(parameter, torch.zeros(()).expand(parameter.shape))
     if where == "shards" and dist.get_rank() == 1:
-        shards_module.sync = die  # the file is written in part
+        storage_module.FileWriter.close = die  # the file is written and not durable
     if where == "manifest" and dist.get_rank() == 0:
-        save_module._commit = die
+        save_module.commit = die
     if where == "rename" and dist.get_rank() == 0:
-        save_module.sync_folder = die
+        commit_module.rename_folder = die
     save(Path(root), 20, model, optimizer)
 
 
@@ -355,14 +380,14 @@ def save_and_die(root: str, where: str) -> None:
 def test_a_kill_before_the_commit_leaves_the_earlier_checkpoint(tmp_path: Path, where: str) -> None:
     with pytest.raises(WorldError, match=r"exit code -9"):
         run_world(save_and_die, 2, str(tmp_path), where)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-step-00000020", "step-00000010"]
+    assert names_in(tmp_path) == [".tmp-step-00000020", "step-00000010"]
     assert list((tmp_path / ".tmp-step-00000020").iterdir())  # it was under way
     assert newest(tmp_path) == tmp_path / "step-00000010"
     model, optimizer = build("one")
-    load_checkpoint(tmp_path / "step-00000010", model=model, optimizer=optimizer, verify=True)
+    load_checkpoint(tmp_path / "step-00000010", model=model, optimizer=optimizer)
     assert_all(model, optimizer, "after the kill")
     save(tmp_path, 20, model, optimizer)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+    assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def save_on_full_disk(root: str, limit: bool) -> tuple[str, str]:
@@ -390,8 +415,8 @@ def assert_first_survives(folder: Path, results: list[tuple[str, str]], why: str
     assert f"'{folder}/.tmp-step-00000002/rank-0000" in text
     assert "the checkpoint needs 118.37 KiB and " in text  # (100*100 + 100) * 4 bytes * 3, and two steps
     assert "KiB are free" in text or "MiB are free" in text or "GiB are free" in text
-    assert [p.name for p in folder.iterdir()] == ["step-00000001"]
-    load_checkpoint(folder / "step-00000001", model=nn.Linear(100, 100), optimizer=None, verify=True)
+    assert names_in(folder) == ["step-00000001"]
+    load_checkpoint(folder / "step-00000001", model=nn.Linear(100, 100), optimizer=None)
 
 
 def test_one_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
@@ -507,7 +532,7 @@ def test_the_same_step_twice_and_pruning(tmp_path: Path) -> None:
     assert newest(tmp_path / "absent") is None
     for number in (10, 20, 30):
         save(tmp_path, number, model, optimizer, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
+    assert names_in(tmp_path) == ["step-00000020", "step-00000030"]
     (tmp_path / "step-00000099").mkdir()  # no manifest: no checkpoint
     assert newest(tmp_path) == tmp_path / "step-00000030"
     before = (tmp_path / "step-00000030" / "manifest.json").stat().st_mtime_ns
@@ -515,7 +540,7 @@ def test_the_same_step_twice_and_pruning(tmp_path: Path) -> None:
     assert save(tmp_path, 30, model, optimizer) == tmp_path / "step-00000030"
     assert (tmp_path / "step-00000030" / "manifest.json").stat().st_mtime_ns == before
     save(tmp_path, 15, model, optimizer, keep=1)  # after going back to an earlier step
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000015", "step-00000099"]
+    assert names_in(tmp_path) == ["step-00000015", "step-00000099"]
     with pytest.raises(UserError, match="keep 0"):
         save(tmp_path, 40, model, optimizer, keep=0)
     with pytest.raises(CheckpointError, match=r"'.*step-00000099' is there but has no manifest.json; remove it"):
@@ -644,9 +669,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
     flipped = bytearray(good)
     flipped[-1] ^= 1
     file.write_bytes(flipped)
-    load_checkpoint(path, model=model, optimizer=optimizer)
+    load_checkpoint(path, model=model, optimizer=optimizer, verify=False)
     with pytest.raises(CheckpointError, match=r"not those that were saved: .*rank-00000\.safetensors'; remove this"):
-        load_checkpoint(path, model=model, optimizer=optimizer, verify=True)
+        load_checkpoint(path, model=model, optimizer=optimizer)
     file.write_bytes(good[:-8])
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors' is damaged: .*; remove this"):
         load_checkpoint(path, model=model, optimizer=optimizer)
@@ -654,7 +679,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors' is missing; remove this"):
         load_checkpoint(path, model=model, optimizer=optimizer)
     file.write_bytes(good)
-    load_checkpoint(path, model=model, optimizer=optimizer, verify=True)
+    load_checkpoint(path, model=model, optimizer=optimizer)
     assert_all(model, optimizer, "after the repair")
 
 

@@ -1,4 +1,7 @@
-"""Small messages between the ranks of the default group: JSON as bytes, never pickles; one process needs no group."""
+"""Small messages between all ranks: JSON as bytes, never pickles; one process needs no group.
+
+They go over the default group, or over the one that is given: whoever speaks beside the training needs its own.
+"""
 
 from __future__ import annotations
 
@@ -25,37 +28,39 @@ def world_size() -> int:
     return dist.get_world_size() if _grouped() else 1
 
 
-def gather_json(value: Any) -> list[Any]:
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value in rank order, on rank 0; an empty list elsewhere. Collective."""
     data = json.dumps(value).encode()
     if not _grouped():
         return [json.loads(data)]
-    sizes = gather_counts(len(data))
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_wire())
-    padded[: len(data)] = _to_tensor(data)
+    sizes = gather_counts(len(data), group)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_wire(group))
+    padded[: len(data)] = _to_tensor(data, group)
     parts = [torch.empty_like(padded) for _ in sizes] if rank() == 0 else None
-    dist.gather(padded, parts, dst=0)
+    dist.gather(padded, parts, dst=0, group=group)
     return [_from_tensor(part[:size]) for part, size in zip(parts or [], sizes, strict=False)]
 
 
-def broadcast_json(value: Any) -> Any:
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's value, on every rank. Collective."""
     data = json.dumps(value).encode()
     if not _grouped():
         return json.loads(data)
-    size = torch.tensor([len(data)], dtype=torch.int64, device=_wire())
-    dist.broadcast(size, src=0)
-    wire = _to_tensor(data) if rank() == 0 else torch.empty(int(size), dtype=torch.uint8, device=_wire())
-    dist.broadcast(wire, src=0)
+    size = torch.tensor([len(data)], dtype=torch.int64, device=_wire(group))
+    dist.broadcast(size, src=0, group=group)
+    wire = _to_tensor(data, group)
+    if rank() != 0:
+        wire = torch.empty(int(size), dtype=torch.uint8, device=_wire(group))
+    dist.broadcast(wire, src=0, group=group)
     return _from_tensor(wire)
 
 
-def gather_counts(count: int) -> list[int]:
+def gather_counts(count: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Every rank's number in rank order, on every rank. Collective."""
     if not _grouped():
         return [count]
-    parts = [torch.zeros(1, dtype=torch.int64, device=_wire()) for _ in range(world_size())]
-    dist.all_gather(parts, torch.tensor([count], dtype=torch.int64, device=_wire()))
+    parts = [torch.zeros(1, dtype=torch.int64, device=_wire(group)) for _ in range(world_size())]
+    dist.all_gather(parts, torch.tensor([count], dtype=torch.int64, device=_wire(group)), group=group)
     return [int(part) for part in parts]
 
 
@@ -79,19 +84,39 @@ def agree(error: Exception | None) -> None:
         raise revive(first) from (None if isinstance(error, ShardwiseError) else error)
 
 
+def any_of(flags: torch.Tensor) -> torch.Tensor:
+    """Elementwise, whether any rank's uint8 flag is set, on every rank. Collective."""
+    if not _grouped():
+        return flags
+    wire = flags.to(_wire())
+    dist.all_reduce(wire, op=dist.ReduceOp.MAX)
+    return wire.to(flags.device)
+
+
+def side_group() -> dist.ProcessGroup | None:
+    """A group of all ranks over the CPU, for messages beside the training; ``None`` for one process. Collective."""
+    return dist.new_group(backend="gloo") if _grouped() and world_size() > 1 else None
+
+
+def close_group(group: dist.ProcessGroup | None) -> None:
+    """Give back what `side_group` gave."""
+    if group is not None and _grouped():
+        dist.destroy_process_group(group)
+
+
 def _grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _wire() -> torch.device:
+def _wire(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where the group's backend wants its tensors."""
-    if "cpu:" in dist.get_backend_config():
+    if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_wire())
+def _to_tensor(data: bytes, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_wire(group))
 
 
 def _from_tensor(wire: torch.Tensor) -> Any:

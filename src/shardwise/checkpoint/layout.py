@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -120,18 +121,48 @@ def box_of(tensor: torch.Tensor) -> Box:
     """Where the elements that are here lie in the whole tensor.
 
     Raises:
-        CheckpointError: the layout is not made of ``Shard`` and ``Replicate``.
+        CheckpointError: the layout is not made of ``Shard`` and ``Replicate``, or what is here is no box.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box((0,) * len(shape), shape)
-    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+    kinds = {type(placement) for placement in tensor.placements}
+    if not kinds <= {Shard, Replicate, _StridedShard}:
         raise CheckpointError(f"a tensor laid out as {tensor.placements} cannot be checkpointed by this version")
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    box = Box(tuple(offsets), tuple(lengths))
+    if _StridedShard in kinds:
+        box = _strided_box(tensor)
+    else:
+        lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        box = Box(tuple(offsets), tuple(lengths))
     if box.lengths != tuple(local_of(tensor).shape):
         raise CheckpointError(f"the local shape {tuple(local_of(tensor).shape)} is not {box.lengths} as laid out")
     return box
+
+
+def _strided_box(tensor: DTensor) -> Box:
+    """A layout that was cut again: a strided axis cuts what the axes to its right have left of a dimension.
+
+    FSDP2 over tensor parallel is laid out so. Torch's own arithmetic takes the axes from left to right and gives wrong
+    offsets where the rows do not divide.
+    """
+    offsets, lengths = [0] * tensor.dim(), list(tensor.shape)
+    coordinate, sizes = tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape
+    if coordinate is None:
+        raise CheckpointError("this rank is not in the mesh of a tensor that it holds")
+    cuts = [(axis, p) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
+    for axis, placement in sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard)):
+        if isinstance(placement, _StridedShard):
+            right = math.prod(sizes[other] for other, p in cuts if other > axis and p.dim == placement.dim)
+            if placement.split_factor != right:
+                raise CheckpointError(
+                    f"a tensor laid out as {tensor.placements} cannot be checkpointed: its part is no box"
+                )
+        whole = lengths[placement.dim]
+        each = -(-whole // sizes[axis])
+        begin = min(whole, each * coordinate[axis])
+        offsets[placement.dim] += begin
+        lengths[placement.dim] = min(whole, begin + each) - begin
+    return Box(tuple(offsets), tuple(lengths))
 
 
 def copies_of(tensor: torch.Tensor) -> list[list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,16 +17,25 @@ from shardwise.checkpoint.format import (
     Shard,
     TensorEntry,
     read_manifest,
-    saved_steps,
     short_list,
 )
-from shardwise.checkpoint.layout import Slot, engine_of, like, local_of, slots_of
-from shardwise.checkpoint.shards import ShardReader, code_of, entry_dtype, fill, touched
-from shardwise.errors import CheckpointMismatch
+from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, slots_of
+from shardwise.checkpoint.shards import (
+    ShardReader,
+    code_of,
+    entry_dtype,
+    fill,
+    in_threads,
+    is_whole,
+    touched,
+    wrong_bytes,
+)
+from shardwise.checkpoint.storage import Folder
+from shardwise.errors import CheckpointError, CheckpointMismatch
 
 # how an optimizer computes, not what: these stay as the live optimizer has them
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_FIX = "remove this checkpoint and load an earlier one"
+_FIX = "remove this checkpoint and load an earlier one"  # `newest` finds that by itself then
 
 Result = TypeVar("Result")
 
@@ -38,37 +46,33 @@ class _Work:
 
     manifest: Manifest
     problems: list[str] = field(default_factory=list)
-    jobs: list[tuple[torch.Tensor, TensorEntry]] = field(default_factory=list)
+    jobs: list[tuple[torch.Tensor, list[tuple[Shard, Box]]]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint with the highest step in ``folder``; ``None`` where there is none. Unfinished ones are ignored."""
-    steps = saved_steps(folder)
-    return steps[0][1] if steps else None
-
-
-def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer | None, verify: bool = False) -> Manifest:
+def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | None, verify: bool = True) -> Manifest:
     """Fill ``model`` and ``optimizer`` in place from the checkpoint folder ``path``, and return its manifest.
 
     Collective over the default group. Strategy and world size may differ from those that saved. Each rank reads
-    only what it holds; the values are bit-equal. Optimizer state is created as needed, on the parameter's device
-    and in its layout; hyperparameters are restored by parameter names, except how the optimizer computes
-    (``foreach``, ``fused``, ``capturable``, ``differentiable``). ``optimizer=None`` leaves its state unread.
-    ``verify=True`` first compares the hash of every shard that this rank needs. Nothing is changed before all
-    names and shapes were found to match.
+    only what it holds, straight into its tensors; the values are bit-equal. Optimizer state is created as needed, on
+    the parameter's device and in its layout; hyperparameters are restored by parameter names, except how the optimizer
+    computes (``foreach``, ``fused``, ``capturable``, ``differentiable``). ``optimizer=None`` leaves its state unread.
+    With ``verify`` the hashes of all the shards that any rank needs are compared: of those that a rank reads as a
+    whole on the way, of the others by one rank each. No tensor is changed before all names and shapes were found to
+    match; where damage is found later the model is half filled.
 
     Raises:
         CheckpointError: names, shapes, dtypes or the optimizer do not match (at most ten are listed), or a file is
             missing or damaged. The same on every rank.
     """
     work = _together(lambda: _match(path, model, optimizer))
-    _together(lambda: _fill(path, optimizer, work, verify))
+    rest = _unseen(work) if verify else []
+    _together(lambda: _fill(path, optimizer, work, rest, verify))
     return work.manifest
 
 
-def rng_for(path: Path, rank: int) -> dict[str, torch.Tensor] | None:
+def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
     """The generator states that rank ``rank`` saved, by name, uint8 on the CPU; ``None`` where it saved none.
 
     Raises:
@@ -79,7 +83,7 @@ def rng_for(path: Path, rank: int) -> dict[str, torch.Tensor] | None:
     found = {name: torch.empty(entry.shape, dtype=entry_dtype(entry)) for name, entry in entries.items()}
     with ShardReader(path, _FIX) as reader:
         for name, tensor in found.items():
-            fill(tensor, entries[name].shards, reader)
+            fill(tensor, touched(tensor, entries[name].shards), reader, check=True)
     return found or None
 
 
@@ -95,7 +99,7 @@ def _together(do: Callable[[], Result]) -> Result:
     return done[0]
 
 
-def _match(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Work:
+def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None) -> _Work:
     """What is to be done, where everything fits; nothing of the model is changed."""
     work = _Work(read_manifest(path))
     slots = slots_of(model)
@@ -111,13 +115,34 @@ def _match(path: Path, model: nn.Module, optimizer: Optimizer | None) -> _Work:
     return work
 
 
-def _fill(path: Path, optimizer: Optimizer | None, work: _Work, verify: bool) -> None:
+def _unseen(work: _Work) -> list[Shard]:
+    """Shards that some rank needs a part of and none reads as a whole: this rank's share of them. Collective."""
+    shards = [shard for entry in work.manifest.tensors.values() for shard in entry.shards]
+    number = {id(shard): index for index, shard in enumerate(shards)}
+    flags = torch.zeros(2, len(shards), dtype=torch.uint8)
+    for _, pieces in work.jobs:
+        for shard, overlap in pieces:
+            flags[0, number[id(shard)]] = 1
+            if is_whole(shard, overlap):
+                flags[1, number[id(shard)]] = 1
+    needed, whole = exchange.any_of(flags)
+    open_ones = ((needed == 1) & (whole == 0)).nonzero().flatten().tolist()
+    return [shards[index] for index in open_ones[exchange.rank() :: exchange.world_size()]]
+
+
+def _fill(path: Folder, optimizer: Optimizer | None, work: _Work, rest: list[Shard], verify: bool) -> None:
+    wrong: list[tuple[object, str]] = []
     with ShardReader(path, _FIX) as reader:
-        if verify:
-            needed: dict[Shard, None] = {s: None for t, e in work.jobs for s, _ in touched(t, e.shards)}
-            reader.check(needed)
-        for tensor, entry in work.jobs:
-            fill(tensor, entry.shards, reader)
+
+        def check(shard: Shard) -> None:
+            if reader.wrong_hash(shard):
+                wrong.append((path / shard.file, shard.key))
+
+        in_threads(check, rest)
+        if wrong:
+            raise CheckpointError(wrong_bytes(wrong, _FIX))
+        largest_first = sorted(work.jobs, key=lambda job: -job[0].numel())
+        in_threads(lambda job: fill(*job, reader, check=verify), largest_first)
     if optimizer is not None:
         _set_optimizer(optimizer, work)
 
@@ -136,7 +161,7 @@ def _match_model(slots: list[Slot], work: _Work) -> None:
         elif entry.dtype != code_of(slot.tensor):
             work.problems.append(f"{name}: {entry.dtype} in the checkpoint, {code_of(slot.tensor)} in the model")
         else:
-            work.jobs.append((slot.tensor, entry))
+            work.jobs.append((slot.tensor, touched(slot.tensor, entry.shards)))
         stored = manifest.aliases.get(name, name)
         for alias in (f"model/{alias}" for alias in slot.aliases):
             if manifest.entry(alias) and manifest.aliases.get(alias, alias) != stored:
@@ -191,7 +216,7 @@ def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
                 continue
             for key, entry in saved.items():
                 values[key] = _empty_state(parameter, key, entry, group)
-                work.jobs.append((values[key], entry))
+                work.jobs.append((values[key], touched(values[key], entry.shards)))
             work.states.append((parameter, values))
 
 

@@ -1,64 +1,303 @@
-"""`save_checkpoint`: each rank writes what it owns, rank 0 commits with one rename, and all agree how it went."""
+"""`save_checkpoint` and `Saver`: each rank writes what it owns, rank 0 commits, and all agree how it went.
+
+In the foreground everything is done when the call returns. In the background the call returns when it is settled who
+writes what; the copy to a staging buffer goes on until the optimizer next changes the weights (nothing else does), and
+the writing until it is done. Ranks speak over a group of their own then, beside the training.
+"""
 
 from __future__ import annotations
 
-import errno
-import importlib.metadata
-import os
-import shutil
-import warnings
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
-import safetensors
 import torch
-from pydantic import ValidationError
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
-from shardwise.checkpoint.format import (
-    MANIFEST,
-    TEMPORARY,
-    Manifest,
-    OptimizerEntry,
-    ParamGroup,
-    TensorEntry,
-    saved_steps,
-    short_list,
-    step_folder,
-)
-from shardwise.checkpoint.layout import Slot, box_of, copies_of, engine_of, local_of, plain, slots_of
-from shardwise.checkpoint.shards import code_of, sync, sync_folder, write_file
-from shardwise.errors import CheckpointError, UserError
+from shardwise.checkpoint.commit import FolderLock, abandon, begin, commit, move_latest, prune
+from shardwise.checkpoint.format import MANIFEST, step_folder
+from shardwise.checkpoint.report import Head, failure_of, fault_of, merged, write_share
+from shardwise.checkpoint.share import Holdings, Share, deal, holdings_of
+from shardwise.checkpoint.stage import Copy, Stage
+from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.errors import UserError
 from shardwise.plan.plan import Plan
-from shardwise.units import bytes_text
 
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save cost this rank.
+
+    ``num_bytes`` is what this rank wrote, ``stall_s`` how long the training stood still for it, ``write_s`` how long it
+    took until the checkpoint was durable.
+    """
+
+    step: int
+    num_bytes: int
+    stall_s: float
+    write_s: float
+    background: bool
 
 
 @dataclass
-class _Holdings:
-    """What this rank has to offer: tensors only it holds, tensors others hold too, and state that is no tensor."""
+class _Pending:
+    """A save that is under way in the background."""
 
-    mine: dict[str, torch.Tensor] = field(default_factory=dict)
-    shared: dict[str, tuple[torch.Tensor, list[list[int]]]] = field(default_factory=dict)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[ParamGroup] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
+    step: int
+    thread: threading.Thread
+    staged: threading.Event
+    stall_s: float
+    num_bytes: int
+    write_s: float = 0.0
+    failure: exchange.Failure | None = None
 
-    def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]]) -> None:
-        """File a tensor under whoever may write it; ``copies`` are the groups of ranks that each hold all of it."""
-        if len(copies) > 1:
-            self.shared[name] = (tensor, copies)
-        elif exchange.rank() in copies[0]:
-            self.mine[name] = tensor
+
+class Saver:
+    """Saves the checkpoints of one run into one folder; a context manager. Collective: all ranks make one.
+
+    The folder, on a disk that all ranks see or behind a URL, is this run's as long as the saver lives. The ``keep``
+    newest checkpoints stay, and always the one just written. With ``async_save`` a save waits for the one before and
+    returns early. ``guarded`` says that somebody calls `before_update` before the weights change; without that the
+    state is copied before `save` returns.
+
+    Raises:
+        UserError: ``keep`` is less than 1, another run is saving there, or the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | Folder, *, keep: int, async_save: bool = False, guarded: bool = False) -> None:
+        if keep < 1:
+            raise UserError(f"keep {keep}: at least one checkpoint must be kept; set checkpoint.keep to 1 or more")
+        self.folder = folder_of(folder)
+        self.keep = keep
+        self.async_save = async_save
+        self.guarded = guarded
+        self.reports: list[SaveReport] = []
+        self._lock: FolderLock | None = None
+        self._stage = Stage()
+        self._pending: _Pending | None = None
+        failure: exchange.Failure | None = None
+        if exchange.rank() == 0:
+            try:
+                self._lock = FolderLock(self.folder)
+            except Exception as error:
+                failure = self._rank_0s(error)
+        failure = exchange.broadcast_json(failure)
+        if failure:
+            raise exchange.revive(failure)
+        self._group = exchange.side_group() if async_save else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(wait=kind is None)
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        state: dict[str, Any],
+        rng: dict[str, torch.Tensor] | None = None,
+        model_facts: dict[str, Any] | None = None,
+    ) -> Folder:
+        """Save everything as ``step-00000020``; a step that is there already is left alone.
+
+        ``state`` is JSON, and rank 0's is kept. ``rng`` holds this rank's generator states as uint8 tensors. Buffers
+        that are not sharded are rank 0's. ``model_facts`` says how the model is built; see `Manifest.model`. Nobody
+        sees a half checkpoint: what has the name is complete, and ``latest`` names it only then. Collective.
+
+        Raises:
+            UserError: the folder cannot be written to, or another run writes there.
+            CheckpointError: a rank could not write its part (the same text on every rank), now or in the background
+                before. Earlier checkpoints stay.
+        """
+        self.wait()
+        started = time.perf_counter()
+        target = self.folder / step_folder(step)
+        working = self._begin(step, target)
+        if working is None:
+            return target
+        make_head = partial(Head.of, step, plan, state, optimizer, model_facts)
+        head, share = self._settle(working, make_head, model, optimizer, rng)
+        if not self.async_save:
+            failure = self._write(working, target, share, head)
+            if failure:
+                raise exchange.revive(failure)
+            spent = time.perf_counter() - started
+            self.reports.append(SaveReport(step, share.num_bytes, spent, spent, background=False))
+            return target
+        self._go_on(working, target, share, head, started)
+        return target
+
+    def before_update(self) -> None:
+        """Wait until nothing of the live weights is needed any more; at once where no save is under way."""
+        pending = self._pending
+        if pending is not None and not pending.staged.is_set():
+            started = time.perf_counter()
+            pending.staged.wait()
+            pending.stall_s += time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one.
+
+        Raises:
+            UserError: as `save`.
+            CheckpointError: as `save`.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        started = time.perf_counter()
+        pending.thread.join()
+        self._pending = None
+        waited = time.perf_counter() - started
+        if pending.failure:
+            raise exchange.revive(pending.failure)
+        self.reports.append(
+            SaveReport(pending.step, pending.num_bytes, pending.stall_s + waited, pending.write_s, background=True)
+        )
+
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for what is under way (raising what went wrong, with ``wait``), and let go of the folder."""
+        try:
+            if wait:
+                self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+            if wait:
+                exchange.close_group(self._group)
+            self._group = None
+
+    def _begin(self, step: int, target: Folder) -> Folder | None:
+        """Where to write; ``None`` where the step is saved already. Collective."""
+        answer: dict[str, Any] = {"working": None, "failure": None}
+        if exchange.rank() == 0:
+            try:
+                if self._lock is not None:
+                    self._lock.check()
+                if (target / MANIFEST).is_file():
+                    self._point_to(target)
+                else:
+                    answer["working"] = str(begin(self.folder, step))
+            except Exception as error:
+                answer["failure"] = self._rank_0s(error)
+        answer = exchange.broadcast_json(answer)
+        if answer["failure"]:
+            raise exchange.revive(answer["failure"])
+        return folder_of(answer["working"]) if answer["working"] else None
+
+    def _settle(
+        self,
+        working: Folder,
+        head_of: Callable[[], Head],
+        model: nn.Module,
+        optimizer: Optimizer,
+        rng: dict[str, torch.Tensor] | None,
+    ) -> tuple[Head, Share]:
+        """Who writes what; what is wrong on any rank is raised on all. Collective."""
+        wrong: Exception | None = None
+        made: list[tuple[Head, Share]] = []
+        holdings = Holdings()
+        try:
+            holdings = holdings_of(model, optimizer, rng)
+        except Exception as error:
+            wrong = error
+        loads = exchange.gather_counts(holdings.own_bytes)
+        try:
+            if wrong is None:
+                made.append((head_of(), deal(holdings, loads)))
+        except Exception as error:
+            wrong = error
+        fault = None if wrong is None else {"rank": exchange.rank(), "path": str(working), "fault": fault_of(wrong)}
+        faults = [found for found in exchange.gather_json(fault) if found]
+        if faults:  # on rank 0, which knows before the others do
+            abandon(working)
+        failure = exchange.broadcast_json(failure_of(faults, self.folder, 0) if faults else None)
+        if failure:
+            raise exchange.revive(failure)
+        return made[0]
+
+    def _write(
+        self,
+        working: Folder,
+        target: Folder,
+        share: Share,
+        head: Head,
+        group: ProcessGroup | None = None,
+        wrong: Exception | None = None,
+    ) -> exchange.Failure | None:
+        """Write, gather, commit, prune; what went wrong, the same on every rank. Collective over ``group``."""
+        reports = exchange.gather_json(write_share(working, share, wrong), group)
+        failure: exchange.Failure | None = None
+        if exchange.rank() == 0:
+            failure = self._finish(working, target, reports, head)
+            if failure is None:
+                prune(self.folder, self.keep, target)
+        failure = exchange.broadcast_json(failure, group)
+        return failure
+
+    def _finish(
+        self, working: Folder, target: Folder, reports: list[dict[str, Any]], head: Head
+    ) -> exchange.Failure | None:
+        """Rank 0: commit where every rank wrote its part, otherwise remove the parts and say what went wrong."""
+        faults = [report for report in reports if report["fault"]]
+        needed = sum(report["needed"] for report in reports)
+        try:
+            if not faults:
+                commit(working, target, merged(working, reports, head))
+                self._point_to(target)
+                return None
+        except Exception as error:
+            faults = [{"rank": 0, "path": str(working / MANIFEST), "fault": fault_of(error)}]
+        if not (target / MANIFEST).is_file():
+            abandon(working)
+        return failure_of(faults, self.folder, needed)
+
+    def _point_to(self, target: Folder) -> None:
+        move_latest(self.folder, target)
+        if self._lock is not None:
+            self._lock.moved(target)
+
+    def _rank_0s(self, error: Exception) -> exchange.Failure:
+        return failure_of([{"rank": 0, "path": str(self.folder), "fault": fault_of(error)}], self.folder, 0)
+
+    def _go_on(self, working: Folder, target: Folder, share: Share, head: Head, started: float) -> None:
+        """Copy and write in a thread of its own; returns early."""
+        copy = self._stage.begin(share)
+        staged = threading.Event()
+
+        def work() -> None:
+            begun = time.perf_counter()
+            try:
+                ready, wrong = _copied(copy, staged)
+                pending.failure = self._write(working, target, ready, head, self._group, wrong)
+            except Exception as error:  # the group broke: others are gone
+                pending.failure = exchange.describe(error)
+            pending.write_s = time.perf_counter() - begun
+
+        thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._pending = pending = _Pending(head.step, thread, staged, 0.0, share.num_bytes)
+        thread.start()
+        if not self.guarded:
+            staged.wait()
+        pending.stall_s = time.perf_counter() - started
 
 
 def save_checkpoint(
-    folder: Path,
+    folder: str | Folder,
     step: int,
     *,
     model: nn.Module,
@@ -67,284 +306,22 @@ def save_checkpoint(
     state: dict[str, Any],
     rng: dict[str, torch.Tensor] | None,
     keep: int,
-) -> Path:
-    """Save model, optimizer and ``state`` as ``folder/step-00000020``; a step that is there already is left alone.
-
-    Collective over the default group; one process needs none. ``folder`` must be on a disk that all ranks see.
-    ``state`` is JSON, and rank 0's is kept. ``rng`` holds this rank's generator states as uint8 tensors. Buffers
-    that are not sharded are rank 0's. The ``keep`` newest checkpoints stay, and always the one just written.
-    Nobody sees a half checkpoint: what is in the folder by its name is complete.
+) -> Folder:
+    """Save one checkpoint, in the foreground; see `Saver.save`. Collective over the default group.
 
     Raises:
-        UserError: the folder cannot be written to, or ``keep`` is less than 1.
+        UserError: the folder cannot be written to, another run writes there, or ``keep`` is less than 1.
         CheckpointError: a rank could not write its part (the same text on every rank). Earlier checkpoints stay.
     """
-    if keep < 1:
-        raise UserError(f"keep {keep}: at least one checkpoint must be kept; set checkpoint.keep to 1 or more")
-    target = folder / step_folder(step)
-    temporary = folder / f"{TEMPORARY}{target.name}"
-    first = exchange.rank() == 0
-    start = exchange.broadcast_json(_prepare(folder, target, temporary) if first else None)
-    if start["failure"]:
-        raise exchange.revive(start["failure"])
-    if start["exists"]:
-        return target
-    holdings, report = _write_share(temporary, model, optimizer, rng)
-    reports = exchange.gather_json(report)
-    failure: exchange.Failure | None = None
-    if first:
-        head = {"step": step, "plan": plan, "state": state, "optimizer": type(engine_of(optimizer)).__name__}
-        failure = _finish(temporary, target, reports, holdings, head)
-    failure = exchange.broadcast_json(failure)
-    if failure:
-        raise exchange.revive(failure)
-    if first:
-        _prune(folder, keep, target)
-    return target
+    with Saver(folder, keep=keep) as saver:
+        return saver.save(step, model=model, optimizer=optimizer, plan=plan, state=state, rng=rng)
 
 
-def _prepare(folder: Path, target: Path, temporary: Path) -> dict[str, Any]:
-    """Rank 0: an empty temporary folder and nothing left of earlier crashes; or why not."""
+def _copied(copy: Copy, staged: threading.Event) -> tuple[Share, Exception | None]:
+    """The staged share, or what went wrong; either way nobody needs to wait for it any longer."""
     try:
-        if (target / MANIFEST).is_file():
-            return {"exists": True, "failure": None}
-        if target.exists():
-            raise CheckpointError(f"'{target}' is there but has no {MANIFEST}; remove it and save again")
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(f"{TEMPORARY}step-*"):
-            shutil.rmtree(stale)
-        temporary.mkdir()
+        return copy.finish(), None
     except Exception as error:
-        fault = {"rank": 0, "path": str(folder), "needed": 0, "fault": _fault(error)}
-        return {"exists": False, "failure": _failure([fault], folder)}
-    return {"exists": False, "failure": None}
-
-
-def _write_share(
-    temporary: Path, model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None
-) -> tuple[_Holdings, dict[str, Any]]:
-    """Write this rank's file and report what is in it. Collective; never raises because of a rank's own trouble."""
-    path = temporary / f"rank-{exchange.rank():05d}.safetensors"
-    report: dict[str, Any] = {"rank": exchange.rank(), "path": str(path), "file": None, "needed": 0, "fault": None}
-    holdings = _Holdings()
-    try:
-        holdings = _holdings(model, optimizer, rng)
-    except Exception as error:
-        report["fault"] = _fault(error)
-    loads = exchange.gather_counts(sum(_local_bytes(tensor) for tensor in holdings.mine.values()))
-    if report["fault"]:
-        return holdings, report
-    try:
-        tensors = holdings.mine | _assigned(holdings.shared, loads)
-        report["needed"] = sum(map(_local_bytes, tensors.values()))
-        report["entries"] = _write_tensors(path, tensors)
-        report["scalars"] = holdings.scalars
-        if path.exists():
-            report |= {"file": path.name, "size": path.stat().st_size}
-    except Exception as error:
-        report["fault"] = _fault(error)
-    return holdings, report
-
-
-def _holdings(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None) -> _Holdings:
-    slots = slots_of(model)
-    found = _Holdings()
-    for slot in slots:
-        name = f"model/{slot.name}"
-        is_rank_0s = slot.is_buffer and not isinstance(slot.tensor, DTensor)
-        found.add(name, slot.tensor, [[0]] if is_rank_0s else copies_of(slot.tensor))
-        found.aliases |= {f"model/{alias}": name for alias in slot.aliases}
-    _add_optimizer(found, optimizer, slots)
-    for name, generator in (rng or {}).items():
-        if generator.dtype != torch.uint8:
-            raise CheckpointError(f"rng '{name}' is {generator.dtype}; give generator states as uint8 tensors")
-        found.mine[f"rng/{exchange.rank()}/{name}"] = generator
-    return found
-
-
-def _add_optimizer(found: _Holdings, optimizer: Optimizer, slots: list[Slot]) -> None:
-    names = {id(slot.tensor): slot.name for slot in slots}
-    for number, group in enumerate(optimizer.param_groups):
-        unknown = sum(id(parameter) not in names for parameter in group["params"])
-        if unknown:
-            raise CheckpointError(
-                f"parameter group {number} of the optimizer has {unknown} parameters that the model does not; "
-                "build the optimizer from the model's parameters after it is sharded"
-            )
-        options = {key: plain(value, f"optimizer option {key}") for key, value in group.items() if key != "params"}
-        found.groups.append(ParamGroup(params=tuple(names[id(p)] for p in group["params"]), options=options))
-    engine = engine_of(optimizer)
-    for group in engine.param_groups:
-        for parameter in group["params"]:
-            for key, value in engine.state.get(parameter, {}).items():
-                name = f"optimizer/{names[id(parameter)]}/{key}"
-                if "/" in key:
-                    raise CheckpointError(f"{name}: a state key with a slash cannot be stored")
-                if isinstance(value, torch.Tensor):
-                    _refuse_local(name, value, parameter)
-                    copies = [[exchange.rank()]] if engine is not optimizer else copies_of(value)
-                    found.add(name, value, copies)
-                else:
-                    found.scalars.setdefault(names[id(parameter)], {})[key] = plain(value, name)
-
-
-def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    """A plain tensor shaped as a shard is different on each rank: stored as one tensor it would be lost."""
-    here, whole = local_of(parameter).shape, parameter.shape
-    is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
-    if is_plain and value.dim() and value.shape == here != whole:
-        raise CheckpointError(f"{name} is a plain tensor with the shape of the local shard; make it a DTensor")
-
-
-def _assigned(shared: dict[str, tuple[torch.Tensor, list[list[int]]]], loads: list[int]) -> dict[str, torch.Tensor]:
-    """What this rank writes of tensors that several ranks hold: the largest first, to the copy with the least to do.
-
-    ``loads`` are the bytes each rank writes anyway. Every rank computes the same answer.
-    """
-    mine = {}
-    loads = list(loads)
-    for name in sorted(shared, key=lambda n: (-_all_bytes(shared[n][0]), n)):
-        tensor, copies = shared[name]
-        ranks = min(copies, key=lambda group: (max(loads[rank] for rank in group), group))
-        for rank in ranks:
-            loads[rank] += -(-_all_bytes(tensor) // len(ranks))
-        if exchange.rank() in ranks:
-            mine[name] = tensor
-    return mine
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Write the local parts into ``path`` (no file where all are empty); says what was written, as JSON."""
-    boxes = {name: box_of(tensor) for name, tensor in tensors.items()}
-    local = {name: local_of(tensor) for name, tensor in tensors.items() if boxes[name].numel}
-    hashes = write_file(path, local) if local else {}
-    return {
-        name: {
-            "dtype": code_of(tensor),
-            "shape": list(tensor.shape),
-            "box": [boxes[name].offsets, boxes[name].lengths] if name in hashes else None,
-            "hash": hashes.get(name),
-        }
-        for name, tensor in tensors.items()
-    }
-
-
-def _finish(
-    temporary: Path, target: Path, reports: list[dict[str, Any]], holdings: _Holdings, head: dict[str, Any]
-) -> exchange.Failure | None:
-    """Rank 0: commit where every rank wrote its part, otherwise remove the parts and say what went wrong."""
-    faults = [report for report in reports if report["fault"]]
-    needed = sum(report["needed"] for report in reports)
-    try:
-        if not faults:
-            _commit(temporary, target, _manifest(temporary, reports, holdings, head))
-            return None
-    except Exception as error:
-        faults = [{"rank": 0, "path": str(temporary / MANIFEST), "fault": _fault(error)}]
-    shutil.rmtree(temporary, ignore_errors=True)
-    return _failure([fault | {"needed": needed} for fault in faults], target.parent)
-
-
-def _manifest(temporary: Path, reports: list[dict[str, Any]], holdings: _Holdings, head: dict[str, Any]) -> Manifest:
-    tensors: dict[str, dict[str, Any]] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for report in reports:
-        file = report["file"]
-        if file and not ((temporary / file).is_file() and (temporary / file).stat().st_size == report["size"]):
-            raise CheckpointError(
-                f"rank 0 does not see '{file}' as rank {report['rank']} wrote it to '{temporary}'; "
-                "use a folder on a disk that all nodes share"
-            )
-        for name, part in report["entries"].items():
-            facts = {"dtype": part["dtype"], "shape": part["shape"]}
-            entry = tensors.setdefault(name, {**facts, "shards": []})
-            if any(entry[key] != value for key, value in facts.items()):
-                raise CheckpointError(f"{name} has another shape or dtype on rank {report['rank']} than on others")
-            if part["box"] and part["box"] not in [[s["offsets"], s["lengths"]] for s in entry["shards"]]:
-                offsets, lengths = part["box"]
-                shard = {"file": file, "key": name, "offsets": offsets, "lengths": lengths, "hash": part["hash"]}
-                entry["shards"].append(shard)
-        for name, values in report["scalars"].items():
-            scalars.setdefault(name, {}).update(values)
-    entries, broken = {}, []
-    for name, entry in tensors.items():
-        try:
-            entries[name] = TensorEntry.model_validate(entry)
-        except ValidationError as error:
-            broken.append(f"{name}: {error.errors()[0]['msg']}")
-    if broken:
-        raise CheckpointError(f"the ranks do not hold all of the state: {short_list(broken)}")
-    plan: Plan = head["plan"]
-    return Manifest(
-        step=head["step"],
-        plan=plan.model_dump(mode="json", by_alias=True),
-        plan_fingerprint=plan.fingerprint,
-        versions=_versions(),
-        ranks=len(reports),
-        tensors=entries,
-        aliases=holdings.aliases,
-        optimizer=OptimizerEntry(name=head["optimizer"], groups=tuple(holdings.groups), state=scalars),
-        state=plain(head["state"], "state"),
-    )
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = importlib.metadata.version("shardwise")
-    except importlib.metadata.PackageNotFoundError:
-        own = "unknown"
-    return {"shardwise": own, "torch": str(torch.__version__), "safetensors": safetensors.__version__}
-
-
-def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """The manifest last, everything on the disk, then one rename."""
-    with (temporary / MANIFEST).open("wb") as file:
-        file.write(manifest.to_json().encode())
-        sync(file)
-    sync_folder(temporary)
-    temporary.rename(target)
-    sync_folder(target.parent)
-
-
-def _prune(folder: Path, keep: int, saved: Path) -> None:
-    """Remove all but the newest; one is renamed first, so that half of it is never taken for a checkpoint."""
-    others = [path for _, path in saved_steps(folder) if path != saved]
-    for path in others[keep - 1 :]:
-        try:
-            shutil.rmtree(path.rename(path.with_name(f"{TEMPORARY}{path.name}")))
-        except OSError as error:
-            warnings.warn(f"the old checkpoint '{path}' could not be removed: {error}", stacklevel=2)
-
-
-def _fault(error: Exception) -> dict[str, Any]:
-    """What went wrong on a rank, as JSON."""
-    if isinstance(error, OSError) and error.errno:
-        return {"errno": error.errno}
-    return exchange.describe(error)
-
-
-def _failure(faults: list[dict[str, Any]], folder: Path) -> exchange.Failure:
-    """What every rank raises: the first rank's trouble, with the numbers and the fix."""
-    first = faults[0]
-    fault = first["fault"]
-    also = [str(other["rank"]) for other in faults[1:]]
-    also_text = f" (ranks {', '.join(also)} too)" if also else ""
-    if "errno" not in fault:
-        return {"kind": fault["kind"], "text": f"rank {first['rank']}{also_text}: {fault['text']}"}
-    why = os.strerror(fault["errno"])
-    if fault["errno"] in _NOT_ALLOWED:
-        text = f"rank {first['rank']}{also_text} cannot write checkpoints to '{folder}': {why}"
-        return {"kind": UserError.__name__, "text": f"{text}; choose a folder you may write to (train.output)"}
-    free = bytes_text(shutil.disk_usage(folder).free) if folder.is_dir() else "unknown"
-    text = f"rank {first['rank']}{also_text} could not write '{first['path']}': {why}; the checkpoint needs "
-    text += f"{bytes_text(first['needed'])} and {free} are free; make room or choose a folder on another disk "
-    return {"kind": CheckpointError.__name__, "text": f"{text}(train.output). Earlier checkpoints are untouched."}
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = local_of(tensor)
-    return local.numel() * local.element_size()
-
-
-def _all_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        return copy.share, error
+    finally:
+        staged.set()

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.checkpoint.format import saved_steps
+from shardwise.checkpoint.storage import folder_of
 from shardwise.cli.job import Job, check_output, prepare_job
 from shardwise.errors import ConfigError, MachineError, PlanError
 from shardwise.parallel.environment import rendezvous
@@ -111,7 +112,7 @@ def finished(config: Config) -> dict[str, Any] | None:
             holds this run, finished under another strategy or precision than is asked for now.
     """
     output = Path(config.train.output)
-    if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(output / "checkpoints")):
+    if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(folder_of(config.checkpoints))):
         raise ConfigError(
             f"train.output '{config.train.output}' holds a run already and checkpoint.resume is false; "
             "choose another train.output, or set checkpoint.resume=true to go on"

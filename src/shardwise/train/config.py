@@ -184,15 +184,23 @@ class ParallelTable(Table):
 
 
 class CheckpointTable(Table):
-    """``[checkpoint]``: when to save and how many to keep."""
+    """``[checkpoint]``: when to save, where, how, and how many to keep."""
 
     every: Count = Field(0, description="steps between checkpoints; 0 is only at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
-    resume: bool = Field(True, description="go on from the newest checkpoint in train.output")
+    resume: bool = Field(True, description="go on from the newest checkpoint of this run")
+    folder: str | None = Field(None, description="path or URL (s3://...); else 'checkpoints' in train.output")
+    async_save: bool = Field(False, description="copy the state, and write it while training goes on")
+    verify: bool = Field(True, description="compare the hashes of what is read on resume")
 
 
 class Config(Table):
     """A whole config file."""
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder or URL of this run's checkpoints."""
+        return self.checkpoint.folder or str(Path(self.train.output) / "checkpoints")
 
     model: ModelTable
     data: DataTable

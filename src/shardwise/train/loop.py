@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.checkpoint.load import load_checkpoint, newest, rng_for
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise.checkpoint.format import newest
+from shardwise.checkpoint.load import load_checkpoint, rng_for
+from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.checkpoint.weights import load_weights
 from shardwise.errors import ConfigError, Interrupted
 from shardwise.parallel.materialize import build
@@ -27,7 +29,7 @@ from shardwise.train.corpus import Corpus
 from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
-from shardwise.train.model import model_factory
+from shardwise.train.model import model_factory, model_facts
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.order import Order, rank_ids
 from shardwise.train.samples import Samples, samples_for
@@ -113,14 +115,22 @@ class Run:
             Interrupted: after a stop was asked for; the state is saved before.
         """
         model = self._prepare()
+        table = self.config.checkpoint
+        with Saver(self.config.checkpoints, keep=table.keep, async_save=table.async_save, guarded=True) as saver:
+            return self._run(model, saver)
+
+    def _run(self, model: nn.Module, saver: Saver) -> Outcome:
+        self.saver = saver
         self._resume()
         metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done) if self.is_main else None
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
         self._steps(model, metrics)
-        path = self._save()  # before the evaluation, which may take long and must lose nothing
+        path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
             self._evaluate(metrics)
+        saver.wait()
+        self._log_saves(metrics)
         if self.is_main:
             self.reporter.end()
         if metrics is not None:
@@ -138,7 +148,7 @@ class Run:
         model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
         model, _ = self.session.prepare(model, build_optimizer(model.parameters(), config.optimizer))
         if config.model.weights is not None:
-            load_weights(self.session.module, Path(config.model.weights))
+            load_weights(self.session.module, config.model.weights)
         seed_everything(config.train.seed, self.session.ranks.rank)
         return model
 
@@ -151,6 +161,7 @@ class Run:
             for micro in step:
                 step.backward(token_loss_sum(model(micro.inputs), micro.labels))
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
+            self.saver.before_update()
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position += self.global_batch
             self.tokens += result.tokens
@@ -175,7 +186,7 @@ class Run:
             self._evaluate(metrics)
         if self.config.checkpoint.every and number % self.config.checkpoint.every == 0:
             check_finite(result, scaled=self.session.scaler is not None)  # no checkpoint of weights that are NaN
-            self._save()
+            self._save(metrics)
 
     def _windows(self) -> Iterator[list[Any]]:
         """This rank's micro batches of each step, from the data position on."""
@@ -212,7 +223,7 @@ class Run:
             metrics.write(step=self.session.steps_done, heldout_bits_per_byte=self.heldout_bits)
             self.reporter.evaluated(self.session.steps_done, self.heldout_bits)
 
-    def _save(self) -> Path:
+    def _save(self, metrics: MetricsFile | None) -> Folder:
         state = {
             "position": self.position,
             "tokens": self.tokens,
@@ -221,16 +232,29 @@ class Run:
             "scheduler": {"step": self.session.steps_done, "total": self.total},
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
         }
-        return save_checkpoint(
-            self.output / "checkpoints",
+        path = self.saver.save(
             self.session.steps_done,
             model=self.session.module,
             optimizer=self.session.optimizer,
             plan=self.plan,
             state=state,
             rng=random_states(self.session.device),
-            keep=self.config.checkpoint.keep,
+            model_facts=model_facts(self.config),
         )
+        self._log_saves(metrics)
+        return path
+
+    def _log_saves(self, metrics: MetricsFile | None) -> None:
+        """What the saves that are through have cost; one in the background is told at the next."""
+        for done in self.saver.reports:
+            if metrics is not None:
+                metrics.write(
+                    step=done.step,
+                    checkpoint_bytes=done.num_bytes,
+                    checkpoint_stall_s=done.stall_s,
+                    checkpoint_write_s=done.write_s,
+                )
+        self.saver.reports.clear()
 
     def _order_facts(self) -> dict[str, Any]:
         """Everything that decides which sample comes at which index, under the names that a user can change."""
@@ -259,7 +283,7 @@ class Run:
         self.session.optimizer.zero_grad()
 
     def _resume(self) -> None:
-        path = newest(self.output / "checkpoints")
+        path = newest(folder_of(self.config.checkpoints))
         if path is None:
             return
         if not self.config.checkpoint.resume:
@@ -268,7 +292,12 @@ class Run:
                 "choose another train.output, or set checkpoint.resume=true to go on"
             )
         self._prime()
-        manifest = load_checkpoint(path, model=self.session.module, optimizer=self.session.optimizer)
+        manifest = load_checkpoint(
+            path,
+            model=self.session.module,
+            optimizer=self.session.optimizer,
+            verify=self.config.checkpoint.verify,
+        )
         state = manifest.state
         facts = self._order_facts()
         then = state["order"]

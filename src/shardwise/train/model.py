@@ -58,6 +58,17 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
     return build
 
 
+def model_facts(config: Config) -> dict[str, Any]:
+    """How the model is built, for whoever has only the checkpoint; see `checkpoint.format.Manifest`."""
+    table = config.model
+    if table.factory is not None:
+        return {"kind": "factory", "factory": table.factory, "kwargs": table.kwargs}
+    return {
+        "kind": "transformers",
+        "config": json.loads(configuration_file(Path(str(table.config))).read_bytes()),
+    }
+
+
 def configuration_file(path: Path) -> Path:
     """The ``config.json`` that ``model.config`` means.
 

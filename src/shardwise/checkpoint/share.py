@@ -1,0 +1,171 @@
+"""What of a live model and optimizer this rank writes: each element of the whole state by exactly one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import exchange
+from shardwise.checkpoint.format import ParamGroup
+from shardwise.checkpoint.layout import Box, Slot, box_of, copies_of, engine_of, local_of, plain, slots_of
+from shardwise.checkpoint.shards import code_of
+from shardwise.errors import CheckpointError
+
+SPLIT = 1 << 22  # bytes from which a tensor that several ranks hold is written in parts, one by each of them
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that this rank writes.
+
+    ``tensor`` is the live memory of the box, in any strides. It is ``steady`` where only the optimizer's step writes
+    to it, so that it may be read until then.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+    steady: bool
+
+
+@dataclass
+class Share:
+    """All that one rank contributes: its pieces by name, and what it knows of state that is no tensor."""
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[ParamGroup] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all the pieces."""
+        return sum(piece.tensor.nbytes for piece in self.pieces.values())
+
+
+@dataclass
+class Holdings:
+    """What a rank could write: what only it holds, and what others hold too (with the groups that hold all of it)."""
+
+    mine: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    shared: dict[str, tuple[torch.Tensor, bool, list[list[int]]]] = field(default_factory=dict)
+    share: Share = field(default_factory=Share)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that nobody else can write."""
+        return sum(local_of(tensor).nbytes for tensor, _ in self.mine.values())
+
+    def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]], *, steady: bool = True) -> None:
+        """File a tensor under whoever may write it; ``copies`` are the groups of ranks that each hold all of it."""
+        if len(copies) > 1:
+            self.shared[name] = (tensor, steady, copies)
+        elif exchange.rank() in copies[0]:
+            self.mine[name] = (tensor, steady)
+
+
+def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None) -> Holdings:
+    """Everything this rank holds of a model, its optimizer and its generators' states (uint8); no collective.
+
+    Raises:
+        CheckpointError: there is something that cannot be stored.
+        ModelError: as `slots_of`.
+    """
+    slots = slots_of(model)
+    found = Holdings()
+    for slot in slots:
+        name = f"model/{slot.name}"
+        is_rank_0s = slot.is_buffer and not isinstance(slot.tensor, DTensor)
+        copies = [[0]] if is_rank_0s else copies_of(slot.tensor)
+        found.add(name, slot.tensor, copies, steady=not slot.is_buffer)
+        found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}
+    _add_optimizer(found, optimizer, slots)
+    for name, generator in (rng or {}).items():
+        if generator.dtype != torch.uint8:
+            raise CheckpointError(f"rng '{name}' is {generator.dtype}; give generator states as uint8 tensors")
+        found.mine[f"rng/{exchange.rank()}/{name}"] = (generator, False)
+    return found
+
+
+def deal(holdings: Holdings, loads: list[int]) -> Share:
+    """This rank's share, once it is known how many bytes each rank writes anyway; every rank comes to the same answer.
+
+    Large tensors that several ranks hold are cut along their first dimension, one part for each copy; small ones go
+    to the copy with the least to do.
+    """
+    loads, here = list(loads), exchange.rank()
+    share = holdings.share
+    for name, (tensor, steady) in holdings.mine.items():
+        share.pieces[name] = _piece(tensor, steady)
+    for name in sorted(holdings.shared, key=lambda n: (-_all_bytes(holdings.shared[n][0]), n)):
+        tensor, steady, copies = holdings.shared[name]
+        parts = len(copies)
+        rows = tensor.shape[0] // max(1, len(copies[0])) if tensor.dim() else 0
+        if _all_bytes(tensor) >= SPLIT * parts and rows >= parts:
+            mine = next((number for number, ranks in enumerate(copies) if here in ranks), None)
+            if mine is not None:
+                share.pieces[name] = _piece(tensor, steady, part=mine, parts=parts)
+            for ranks in copies:
+                for rank in ranks:
+                    loads[rank] += _all_bytes(tensor) // (parts * len(ranks))
+            continue
+        chosen = min(copies, key=lambda group: (max(loads[rank] for rank in group), group))
+        for rank in chosen:
+            loads[rank] += -(-_all_bytes(tensor) // len(chosen))
+        if here in chosen:
+            share.pieces[name] = _piece(tensor, steady)
+    return share
+
+
+def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) -> Piece:
+    """The local part of a tensor, or the ``part``-th of ``parts`` runs of its rows."""
+    box, local = box_of(tensor), local_of(tensor)
+    if parts > 1 and box.numel:
+        begin, end = box.lengths[0] * part // parts, box.lengths[0] * (part + 1) // parts
+        box = Box((box.offsets[0] + begin, *box.offsets[1:]), (end - begin, *box.lengths[1:]))
+        local = local[begin:end]
+    return Piece(code_of(tensor), tuple(tensor.shape), box, local, steady)
+
+
+def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot]) -> None:
+    names = {id(slot.tensor): slot.name for slot in slots}
+    for number, group in enumerate(optimizer.param_groups):
+        unknown = sum(id(parameter) not in names for parameter in group["params"])
+        if unknown:
+            raise CheckpointError(
+                f"parameter group {number} of the optimizer has {unknown} parameters that the model does not; "
+                "build the optimizer from the model's parameters after it is sharded"
+            )
+        options = {key: plain(value, f"optimizer option {key}") for key, value in group.items() if key != "params"}
+        found.share.groups.append(ParamGroup(params=tuple(names[id(p)] for p in group["params"]), options=options))
+    engine = engine_of(optimizer)
+    for group in engine.param_groups:
+        for parameter in group["params"]:
+            for key, value in engine.state.get(parameter, {}).items():
+                name = f"optimizer/{names[id(parameter)]}/{key}"
+                if "/" in key:
+                    raise CheckpointError(f"{name}: a state key with a slash cannot be stored")
+                if isinstance(value, torch.Tensor):
+                    _refuse_local(name, value, parameter)
+                    copies = [[exchange.rank()]] if engine is not optimizer else copies_of(value)
+                    found.add(name, value, copies)
+                else:
+                    found.share.scalars.setdefault(names[id(parameter)], {})[key] = plain(value, name)
+
+
+def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    """A plain tensor shaped as a shard is different on each rank: stored as one tensor it would be lost."""
+    here, whole = local_of(parameter).shape, parameter.shape
+    is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+    if is_plain and value.dim() and value.shape == here != whole:
+        raise CheckpointError(f"{name} is a plain tensor with the shape of the local shard; make it a DTensor")
+
+
+def _all_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
