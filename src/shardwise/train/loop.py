@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.order import Order, rank_ids
+from shardwise.train.randomness import random_states, restore_random_states, seed_everything
 from shardwise.train.samples import Samples, samples_for
 from shardwise.train.session import Session, StepResult, check_finite
 
@@ -329,37 +328,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])
         group["lr"] = rate * (initial / base)
-
-
-def seed_everything(seed: int, rank: int) -> None:
-    """Random states for dropout and the like: a function of the seed and the rank."""
-    torch.manual_seed(seed * 100_003 + rank)
-    random.seed(seed * 100_003 + rank)
-    np.random.seed((seed * 100_003 + rank) % 2**32)
-
-
-def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of every generator of this rank, as bytes."""
-    version, words, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-    python = json.dumps([version, list(words), gauss])
-    legacy = json.dumps([kind, np.asarray(keys).tolist(), place, has_gauss, cached])
-    states = {"torch": torch.get_rng_state(), "python": _to_bytes(python), "numpy": _to_bytes(legacy)}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `random_states` gave."""
-    torch.set_rng_state(states["torch"])
-    version, words, gauss = json.loads(bytes(states["python"].tolist()))
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, place, has_gauss, cached = json.loads(bytes(states["numpy"].tolist()))
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def _to_bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
+from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import DataError, ModelError, TrainingError, UserError
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
 from shardwise.parallel.group import Ranks, gather_ints, leave
@@ -30,7 +32,9 @@ from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
 from shardwise.train.loss import count_labels
-from shardwise.train.windows import rank_batches, split_batch, windows
+from shardwise.train.session_state import load_session, save_session
+from shardwise.train.stream import Stream
+from shardwise.train.windows import split_batch, windows
 
 Planner = Callable[[nn.Module, Optimizer], Plan]
 
@@ -94,12 +98,14 @@ class StepResult:
 class Step:
     """One optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
 
-    ``number`` counts from 1, ``tokens`` is the number of labels in the whole global batch, ``micros`` are this rank's.
+    ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the whole global batch,
+    ``micros`` are this rank's.
     """
 
-    def __init__(self, session: Session, number: int, micros: list[Micro], tokens: int) -> None:
+    def __init__(self, session: Session, number: int, micros: list[Micro], tokens: int, batches: int = 0) -> None:
         self.number = number
         self.tokens = tokens
+        self.batches = batches
         self._session = session
         self.micros = micros
         self._current = -1
@@ -180,6 +186,8 @@ class Step:
         result = StepResult(self.number, self.tokens, self._loss_sum, norm)
         if session.device.type == "cpu":
             check_finite(result, scaled=session.scaler is not None)
+        if session.saver is not None:
+            session.saver.before_update()
         session.phase = "optimizer"
         if session.scaler is not None:
             session.scaler.step(optimizer)
@@ -188,8 +196,10 @@ class Step:
             optimizer.step()
         session.phase = "control"
         session.steps_done = self.number
+        session.stream.batches += self.batches
         session.notify("on_step_end", self)
         optimizer.zero_grad()
+        session.in_step = False
         return result
 
 
@@ -240,6 +250,9 @@ class Session:
     phase_watchers: list[Callable[[str], None]] = field(default_factory=list)
     stopped: bool = False
     scaler: torch.amp.GradScaler | None = None
+    saver: Saver | None = None
+    in_step: bool = False
+    _stream: Stream | None = None
     _plan: Plan | None = None
     _applied: Applied | None = None
     _optimizer: Optimizer | None = None
@@ -258,6 +271,13 @@ class Session:
         self._phase = name
         for watcher in self.phase_watchers:
             watcher(name)
+
+    @property
+    def stream(self) -> Stream:
+        """Where the loop stands in its data."""
+        if self._stream is None:
+            self._stream = Stream(self.ranks, self.device)
+        return self._stream
 
     @property
     def device(self) -> torch.device:
@@ -333,7 +353,7 @@ class Session:
             limit: stop after this many steps.
             count: number of loss terms that labels stand for; integer labels other than ``-100``, else samples.
         """
-        share = windows(rank_batches(loader, self.ranks), self.plan.grad_accum)
+        share = windows(self.stream.open(loader), self.plan.grad_accum)
         return self.run_windows(share, limit=limit, count=count)
 
     def run_windows(
@@ -343,7 +363,7 @@ class Session:
         source, last = iter(share), None
         if self._applied is not None:  # of a loop that was left in the middle of a step
             discard_gradients(self.applied.outer)
-        self.first_step = self.steps_done
+        self.first_step, self.in_step = self.steps_done, False
         while limit is None or limit > 0:
             micros = [self._micro(batch, count) for batch in next(source, [])]
             last = micros[-1] if micros else last
@@ -363,7 +383,8 @@ class Session:
                 )
             micros += [Micro(last.inputs, last.labels, num_tokens=0, filler=True)] * (length - len(micros))
             number = self.steps_done + 1
-            step = Step(self, number, micros, tokens=sum(row[0] for row in rows))
+            step = Step(self, number, micros, tokens=sum(row[0] for row in rows), batches=sum(row[1] for row in rows))
+            self.in_step = True
             self.notify("on_step_start", step)
             try:
                 yield step
@@ -373,6 +394,48 @@ class Session:
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1
+
+    def save(
+        self,
+        folder: str | Folder,
+        *,
+        state: dict[str, Any] | None = None,
+        keep: int = 2,
+        async_save: bool = False,
+    ) -> Folder:
+        """Save model, optimizer, generators and the place in the data as ``folder/step-00000020``. Collective.
+
+        To be called between two steps. ``folder`` is on a disk that all ranks see, or a URL (``s3://...``). ``state``
+        is the caller's own, as JSON (rank 0's is kept). The ``keep`` newest checkpoints stay. With ``async_save`` training
+        goes on while it is written; the next save, or `close`, waits for it and raises what went wrong.
+
+        Raises:
+            UserError: in the middle of a step, or the folder cannot be written to or is another run's.
+            CheckpointError: a rank could not write its part. Earlier checkpoints stay.
+        """
+        folder = folder_of(folder)
+        wanted = (str(folder), keep, async_save)
+        if self.saver is not None and (str(self.saver.folder), self.saver.keep, self.saver.async_save) != wanted:
+            self.saver.close()
+            self.saver = None
+        if self.saver is None:
+            self.saver = Saver(folder, keep=keep, async_save=async_save, guarded=True)
+        return save_session(self, self.saver, state)
+
+    def load(self, folder: str | Folder, *, verify: bool = True) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint in ``folder``: returns the caller's state, ``None`` where there is none.
+
+        Collective; after `prepare` and before the first `steps`. Strategy and world size may be others than before.
+        Passes over the data that were done yield no steps, and the one that was under way goes on at the micro batch
+        where it stood, whatever the number of ranks: no sample comes twice, and none is left out. The order of later
+        passes is that of the uninterrupted run too, on another number of ranks only if the loader shuffles by a
+        ``generator`` of its own: the global one also serves dropout, of which each rank has its share.
+
+        Raises:
+            UserError: a pass has begun, or it is no checkpoint of `save`.
+            CheckpointError: it is damaged, or of another model or optimizer.
+        """
+        return load_session(self, folder, verify)
 
     def stop(self) -> None:
         """Ask for the end at the next step's border; one rank's wish stops all. Safe in a signal handler."""
@@ -384,7 +447,20 @@ class Session:
         return self.stopped
 
     def close(self) -> None:
-        """Leave the world: destroys the process group if the session made it, and lets go of the model."""
+        """Leave the world: ends a save that is under way, destroys the group if the session made it, and lets go of the
+        model.
+
+        Raises:
+            CheckpointError: the last save, in the background, went wrong.
+        """
+        saver, self.saver = self.saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         leave(self.ranks)
         self._applied = self._optimizer = None
         self._trainable = []

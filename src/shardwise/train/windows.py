@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from shardwise.errors import DataError
 from shardwise.parallel.group import Ranks, broadcast_text
@@ -20,15 +20,27 @@ CHUNK = 64  # items of a rank that are told at once
 
 
 class RankBatches(Sampler[Any]):
-    """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), as rank 0 draws them."""
+    """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), as rank 0 draws them.
 
-    def __init__(self, inner: Iterable[Any], ranks: Ranks) -> None:
+    The first ``skip`` items are drawn and dropped; then ``skipped`` is called, before anything is loaded.
+    """
+
+    def __init__(
+        self, inner: Iterable[Any], ranks: Ranks, skip: int = 0, skipped: Callable[[], None] | None = None
+    ) -> None:
         self.inner = inner
         self.ranks = ranks
+        self.skip = skip
+        self.skipped = skipped
 
     def __iter__(self) -> Iterator[Any]:
         size = CHUNK * self.ranks.world_size  # so that every rank has had as many when the next chunk is due
-        source = iter(self.inner) if self.ranks.is_main else None
+        source = _dropped(iter(self.inner), self.skip) if self.ranks.is_main else None
+        if self.skipped is not None:
+            self.skipped()
+        if source is not None and self.ranks.world_size == 1:
+            yield from source
+            return
         while True:
             drawn = [] if source is None else list(itertools.islice(source, size))
             chunk = json.loads(broadcast_text(json.dumps(drawn, default=int), self.ranks))
@@ -37,34 +49,55 @@ class RankBatches(Sampler[Any]):
                 return
 
 
-def rank_batches(loader: Iterable[Any], ranks: Ranks) -> Iterable[Any]:
+def rank_batches(
+    loader: Iterable[Any], ranks: Ranks, skip: int = 0, skipped: Callable[[], None] | None = None
+) -> Iterable[Any]:
     """This rank's share of ``loader``.
 
     A ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One with a
     ``DistributedSampler`` is taken as it is. Of anything else every rank reads the whole stream and keeps its share.
+    The first ``skip`` micro batches (of all ranks together) are left out, from a map-style dataset without loading
+    them; then ``skipped`` is called. Without any to skip it is not.
     """
-    if ranks.world_size == 1:
-        return loader
-    if isinstance(loader, DataLoader):
-        if isinstance(loader.sampler, DistributedSampler):
-            return loader
-        if isinstance(loader.batch_sampler, BatchSampler) and isinstance(
-            loader.batch_sampler.sampler, DistributedSampler
-        ):
-            return loader
-        if not isinstance(loader.dataset, IterableDataset):
-            return _rebuilt(loader, ranks)
-    return itertools.islice(iter(loader), ranks.rank, None, ranks.world_size)
+    loads_by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if has_own_shares(loader):
+        return _after(loader, skip // ranks.world_size, skipped)
+    if loads_by_index and (skip or ranks.world_size > 1):
+        return _rebuilt(loader, ranks, skip, skipped if skip else None)  # type: ignore[arg-type]
+    rest = _after(loader, skip, skipped)
+    return rest if ranks.world_size == 1 else itertools.islice(iter(rest), ranks.rank, None, ranks.world_size)
 
 
-def _rebuilt(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
+def has_own_shares(loader: Iterable[Any]) -> bool:
+    """Whether a loader deals its samples out to the ranks by itself."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    return isinstance(loader, DataLoader) and any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def _after(stream: Iterable[Any], skip: int, skipped: Callable[[], None] | None) -> Iterable[Any]:
+    """What is left of a stream when ``skip`` items are dropped; the stream itself where none are."""
+    if not skip:
+        return stream
+    rest = _dropped(iter(stream), skip)
+    if skipped is not None:
+        skipped()
+    return rest
+
+
+def _dropped(source: Iterator[Any], skip: int) -> Iterator[Any]:
+    for _ in itertools.islice(source, skip):
+        pass
+    return source
+
+
+def _rebuilt(loader: DataLoader[Any], ranks: Ranks, skip: int, skipped: Callable[[], None] | None) -> DataLoader[Any]:
     options: dict[str, Any] = {}
     if loader.num_workers:
         options = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
     if loader.batch_sampler is not None:
-        options["batch_sampler"] = RankBatches(loader.batch_sampler, ranks)
+        options["batch_sampler"] = RankBatches(loader.batch_sampler, ranks, skip, skipped)
     else:  # batch_size=None: the dataset's items are batches already
-        options |= {"batch_size": None, "sampler": RankBatches(loader.sampler, ranks)}
+        options |= {"batch_size": None, "sampler": RankBatches(loader.sampler, ranks, skip, skipped)}
     return DataLoader(
         loader.dataset,
         num_workers=loader.num_workers,
@@ -73,6 +106,7 @@ def _rebuilt(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
         **options,
     )
 

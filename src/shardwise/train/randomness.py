@@ -1,0 +1,43 @@
+"""The generators of a rank: seeded by the seed and the rank, and their states as bytes that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Random states for dropout and the like: a function of the seed and the rank."""
+    torch.manual_seed(seed * 100_003 + rank)
+    random.seed(seed * 100_003 + rank)
+    np.random.seed((seed * 100_003 + rank) % 2**32)
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of every generator of this rank, as bytes."""
+    version, words, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    python = json.dumps([version, list(words), gauss])
+    legacy = json.dumps([kind, np.asarray(keys).tolist(), place, has_gauss, cached])
+    states = {"torch": torch.get_rng_state(), "python": _to_bytes(python), "numpy": _to_bytes(legacy)}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what `random_states` gave."""
+    torch.set_rng_state(states["torch"])
+    version, words, gauss = json.loads(bytes(states["python"].tolist()))
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, place, has_gauss, cached = json.loads(bytes(states["numpy"].tolist()))
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _to_bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

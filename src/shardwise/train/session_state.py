@@ -1,0 +1,73 @@
+"""What `Session.save` and `Session.load` put into a checkpoint beside model and optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint.format import newest
+from shardwise.checkpoint.load import load_checkpoint, rng_for
+from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.errors import UserError
+from shardwise.train.randomness import random_states
+from shardwise.train.stream import Place
+
+if TYPE_CHECKING:
+    from shardwise.train.session import Session
+
+_START = "start."  # before the names of generators as they were when the pass over the data began
+
+
+def save_session(session: Session, saver: Saver, state: dict[str, Any] | None) -> Folder:
+    """Save the session as it stands between two steps. Collective.
+
+    Raises:
+        UserError: it is in the middle of a step.
+    """
+    if session.in_step:
+        raise UserError("session.save in the middle of a step; call it after step.update(optimizer)")
+    place = session.stream.place()
+    rng = random_states(session.device)
+    rng |= {f"{_START}{name}": states for name, states in session.stream.at_start.items()}
+    facts = {
+        "steps": session.steps_done,
+        "passes": place.passes,
+        "batches": place.batches,
+        "ranks": place.ranks,
+        "scaler": None if session.scaler is None else session.scaler.state_dict(),
+    }
+    return saver.save(
+        session.steps_done,
+        model=session.module,
+        optimizer=session.optimizer,
+        plan=session.plan,
+        state={"session": facts, "user": state or {}},
+        rng=rng,
+    )
+
+
+def load_session(session: Session, folder: str | Folder, verify: bool) -> dict[str, Any] | None:
+    """Go on from the newest checkpoint in ``folder``, if there is one. Collective.
+
+    Raises:
+        UserError: the checkpoint is not one of `save_session`.
+    """
+    path = newest(folder_of(folder))
+    if path is None:
+        return None
+    manifest = load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=verify)
+    facts = manifest.state.get("session")
+    if facts is None:
+        raise UserError(
+            f"'{path}' was not saved by session.save (shardwise train and convert keep no place of a loop of one's "
+            "own); load its weights with shardwise.checkpoint.weights.load_weights(model, path)"
+        )
+    saved = rng_for(path, session.ranks.rank) or {}
+    at_start = {name.removeprefix(_START): state for name, state in saved.items() if name.startswith(_START)}
+    now = {name: state for name, state in saved.items() if not name.startswith(_START)}
+    session.steps_done = session.first_step = int(facts["steps"])
+    if session.scaler is not None and facts["scaler"]:
+        session.scaler.load_state_dict(facts["scaler"])
+    session.stream.go_on(Place(int(facts["passes"]), int(facts["batches"]), int(facts["ranks"])), at_start, now)
+    user: dict[str, Any] = manifest.state["user"]
+    return user
