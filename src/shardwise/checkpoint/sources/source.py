@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -29,6 +29,7 @@ class TensorInfo:
         return self.whole.numel * self.dtype.itemsize
 
 
+@runtime_checkable
 class Source(Protocol):
     """Tensors by name, read a part at a time; a context manager.
 

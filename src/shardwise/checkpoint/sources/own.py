@@ -1,0 +1,88 @@
+"""A checkpoint of Shardwise itself, as every other tool's: tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from shardwise.checkpoint.format import DTYPES, MANIFEST, newest, read_manifest
+from shardwise.checkpoint.layout import Box
+from shardwise.checkpoint.shards import ShardReader, overlaps, wrong_bytes
+from shardwise.checkpoint.sources.source import TensorInfo
+from shardwise.checkpoint.storage import Folder
+from shardwise.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+_FIX = "take an earlier checkpoint"
+
+
+class OwnSource:
+    """A checkpoint folder, a folder of checkpoints or a run's folder (the newest of either), as a `Source`.
+
+    The generators' states are among ``tensors`` too, as ``rng/<rank>/<name>``.
+
+    Attributes:
+        manifest: everything but the tensors.
+        path: the folder of the one checkpoint.
+    """
+
+    def __init__(self, path: Folder) -> None:
+        """Read the manifest.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or its manifest is damaged or of a later version.
+        """
+        found = checkpoint_in(path)
+        if found is None:
+            raise CheckpointError(f"'{path}' is no checkpoint of Shardwise and holds none that is complete")
+        self.path = found
+        self.place = str(found)
+        self.kind = "Shardwise checkpoint"
+        self.manifest = read_manifest(found)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(DTYPES[entry.dtype], entry.shape) for name, entry in self.manifest.tensors.items()
+        }
+        self.aliases: Mapping[str, str] = self.manifest.aliases
+        self.optimizer: Mapping[str, Any] | None = self.manifest.optimizer.model_dump()
+        self.step: int | None = self.manifest.step
+        self.notes: Sequence[str] = ()
+        self._reader = ShardReader(found, _FIX)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._reader.__exit__()
+
+    def check(self, tick: Callable[[int], None] | None = None) -> None:
+        """Read every byte and compare the hashes; ``tick`` is told how many bytes were read.
+
+        Raises:
+            CheckpointError: bytes are not those that were saved; names files and tensors.
+        """
+        shards = [shard for entry in self.manifest.tensors.values() for shard in entry.shards]
+        wrong = [(self.path / shard.file, shard.key) for shard in shards if self._reader.wrong_hash(shard, tick)]
+        if wrong:
+            raise CheckpointError(wrong_bytes(wrong, _FIX))
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """See `Source.read`."""
+        entry = self.manifest.tensors[name]
+        found = torch.empty(box.lengths, dtype=DTYPES[entry.dtype])
+        for shard, part in overlaps(box, entry.shards):
+            inner = tuple(low - start for low, start in zip(part.offsets, shard.offsets, strict=True))
+            place = tuple(
+                slice(low - start, low - start + length)
+                for low, start, length in zip(part.offsets, box.offsets, part.lengths, strict=True)
+            )
+            self._reader.read_into(shard, Box(inner, part.lengths), found[place])
+        return found
+
+
+def checkpoint_in(path: Folder) -> Folder | None:
+    """The checkpoint that ``path`` is, or the newest in it or in its ``checkpoints``; ``None`` where there is none."""
+    if (path / MANIFEST).is_file():
+        return path
+    return newest(path) or newest(path / CHECKPOINTS)

@@ -1,0 +1,1 @@
+"""Scripts that write checkpoints with other tools, each run in a process of its own."""
