@@ -1,5 +1,8 @@
 """Imported once by the fork server, so that each rank of a test starts with everything loaded."""
 
+import torch._dynamo  # noqa: F401 every optimizer imports it: a second for each rank
+
+import shardwise.cli.job
 import shardwise.cli.own_loop
 import shardwise.report.progress
 import shardwise.train.loop

@@ -10,8 +10,8 @@ import pytest
 import torch
 import xxhash
 
+from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.format import (
-    CODES,
     Manifest,
     OptimizerEntry,
     ParamGroup,

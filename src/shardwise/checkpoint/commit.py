@@ -6,9 +6,11 @@ durable. An object store has no rename of folders: there the manifest is put las
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import warnings
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +20,8 @@ from shardwise.checkpoint.storage import Folder, remove_folder, rename_folder, s
 from shardwise.errors import CheckpointError, UserError
 
 LOCK = ".lock"
+_STALE = f"{TEMPORARY}step-*"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 def begin(folder: Folder, step: int) -> Folder:
@@ -32,10 +36,12 @@ def begin(folder: Folder, step: int) -> Folder:
         if target.exists():
             raise CheckpointError(f"'{target}' is there but has no {MANIFEST}; remove it and save again")
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(f"{TEMPORARY}*"):
-            if stale.is_dir():
-                remove_folder(stale)
         working = folder / f"{TEMPORARY}{target.name}"
+        for stale in folder.glob(_STALE):
+            if stale != working:
+                abandon(stale)
+            elif stale.is_dir():
+                remove_folder(stale)
         working.mkdir()
         return working
     if target.is_dir():  # files without a manifest: of a save that was never finished
@@ -59,11 +65,29 @@ def commit(working: Folder, target: Folder, manifest: Manifest) -> None:
 
 
 def abandon(working: Folder) -> None:
-    """Remove what was written for a checkpoint that is not to be."""
+    """Remove what was written for a checkpoint that is not to be; warns where it cannot be removed."""
     try:
+        if isinstance(working, Path) and not working.exists():
+            return  # it has its name already
         remove_folder(working)
-    except OSError as error:
+    except Exception as error:
         warnings.warn(f"'{working}' could not be removed: {error}", stacklevel=2)
+
+
+def take_away(path: Folder) -> None:
+    """Remove a checkpoint, first out of sight, so that half of it is never taken for one.
+
+    Raises:
+        OSError: it is still there, or something of it is left where nobody reads it.
+    """
+    if isinstance(path, Path):
+        hidden = path.with_name(f"{TEMPORARY}{path.name}-old")
+        os.rename(path, hidden)
+        sync_folder(path.parent)
+        remove_folder(hidden)
+    else:
+        (path / MANIFEST).unlink()
+        remove_folder(path)
 
 
 def move_latest(folder: Folder, target: Folder) -> None:
@@ -82,28 +106,26 @@ def named_latest(folder: Folder) -> str:
 def prune(folder: Folder, keep: int, saved: Folder) -> None:
     """Remove all but the ``keep`` newest checkpoints; ``saved``, the one just written, always stays.
 
-    One is taken out of sight first (renamed, or its manifest removed), so that half of it is never taken for one.
+    Warns of what cannot be removed: that is no reason to lose the save.
     """
-    others = [path for _, path in saved_steps(folder) if path.name != saved.name]
+    try:
+        others = [path for _, path in saved_steps(folder) if path.name != saved.name]
+    except Exception as error:
+        warnings.warn(f"old checkpoints in '{folder}' could not be looked for: {error}", stacklevel=2)
+        return
     for path in others[keep - 1 :]:
         try:
-            if isinstance(path, Path):
-                hidden = path.with_name(f"{TEMPORARY}{path.name}")
-                os.rename(path, hidden)
-                sync_folder(folder)
-                remove_folder(hidden)
-            else:
-                (path / MANIFEST).unlink()
-                remove_folder(path)
-        except OSError as error:
+            take_away(path)
+        except Exception as error:
             warnings.warn(f"the old checkpoint '{path}' could not be removed: {error}", stacklevel=2)
 
 
 class FolderLock:
     """Keeps a second run out of a folder of checkpoints, as long as this process lives or until `release`.
 
-    On a disk by the operating system's lock on ``.lock``. A store behind a URL has none: there `check` finds out
-    whether another run has moved ``latest``.
+    On a disk by the operating system's lock on ``.lock``; a child that is forked off does not hold it. A store behind
+    a URL, and a file system without locks (which is said), has none: there `check` finds out whether another run has
+    moved ``latest``.
 
     Raises:
         UserError: another run is saving there.
@@ -116,13 +138,20 @@ class FolderLock:
         if isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _held.add(self)
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._handle)
-                self._handle = -1
-                raise self._taken() from None
-        else:
+            except OSError as error:
+                self.release()
+                if isinstance(error, BlockingIOError):
+                    raise self._taken() from None
+                if error.errno not in _NO_LOCKS:
+                    raise
+                warnings.warn(
+                    f"the file system of '{folder}' has no locks ({error.strerror}): nothing keeps a second run out",
+                    stacklevel=2,
+                )
+        if self._handle < 0:
             self._latest = named_latest(folder)
 
     def __enter__(self) -> Self:
@@ -153,3 +182,15 @@ class FolderLock:
             f"another run is saving checkpoints to '{self.folder}'; wait for it, or choose another folder "
             "(train.output or checkpoint.folder)"
         )
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """The lock is the open file's, and a child (of a data loader) that outlives its parent would keep others out."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -20,8 +20,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from shardwise.checkpoint.commit import LOCK, FolderLock, begin, commit, move_latest
+from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.format import (
-    CODES,
     Manifest,
     OptimizerEntry,
     ParamGroup,
@@ -33,12 +33,11 @@ from shardwise.checkpoint.format import (
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.matching import MODEL, Item, Selection
 from shardwise.checkpoint.report import versions
-from shardwise.checkpoint.shards import THREADS, TensorFile, in_threads
+from shardwise.checkpoint.shards import TensorFile, in_threads
 from shardwise.checkpoint.sources.huggingface import CONFIG, INDEX, SINGLE
 from shardwise.checkpoint.sources.own import OwnSource
 from shardwise.checkpoint.sources.source import Source
 from shardwise.checkpoint.storage import (
-    CHUNK,
     Folder,
     free_bytes,
     remove_folder,
@@ -47,10 +46,12 @@ from shardwise.checkpoint.storage import (
     write_small,
 )
 from shardwise.errors import CheckpointError, ModelError, UserError
-from shardwise.units import bytes_text
+from shardwise.units import MIB, bytes_text
 
 To = Literal["hf", "shardwise"]
 Result = TypeVar("Result")
+# bytes of a block and threads: on a disk small blocks are as fast, and the allocator keeps a multiple of what it gave
+LOCAL, REMOTE = (2 * MIB, 2), (8 * MIB, 4)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
@@ -127,7 +128,8 @@ def convert(
         CheckpointError: the source is damaged, or the target cannot be written (no room).
     """
     target = target.resolve() if isinstance(target, Path) else target
-    _check_target(target, selection.num_bytes)
+    refuse_taken(target)
+    _check_room(target, selection.num_bytes)
     _check_ties(source, selection)
     files = _dealt(selection, max_shard_bytes, to)
     with _working_folder(target, selection.num_bytes) as working:
@@ -158,6 +160,11 @@ def row_boxes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box
             yield Box((*index, start, *(0,) * len(rest)), (*(1,) * cut, count, *rest))
 
 
+def pace(*sources: Source) -> tuple[int, int]:
+    """Bytes of a block, and threads, to read these with."""
+    return REMOTE if any("://" in source.place for source in sources) else LOCAL
+
+
 def read_back(source: Source, selection: Selection, written: Source, progress: Progress) -> list[Deviation]:
     """Compare every tensor that was written with the source's, bit by bit; those that differ, worst first."""
     found: list[Deviation] = []
@@ -165,10 +172,11 @@ def read_back(source: Source, selection: Selection, written: Source, progress: P
     if lost:
         raise CheckpointError(f"'{written.place}' lacks what was written to it: {short_list(lost)}")
     progress.begin("reading back", selection.num_bytes)
+    block, threads = pace(source, written)
 
     def compare(item: Item) -> None:
         difference, largest, equal = 0.0, 0.0, True
-        for box in row_boxes(item.info.shape, item.info.dtype.itemsize, CHUNK):
+        for box in row_boxes(item.info.shape, item.info.dtype.itemsize, block):
             wanted = source.read(item.origin, box).to(item.info.dtype)
             there = written.read(item.name, box)
             if there.dtype != wanted.dtype or not _same_bits(there, wanted):
@@ -179,7 +187,7 @@ def read_back(source: Source, selection: Selection, written: Source, progress: P
         if not equal:
             found.append(Deviation(item.name, difference, difference / largest if largest else math.inf))
 
-    in_threads(compare, sorted(selection.items, key=lambda item: -item.info.num_bytes))
+    in_threads(compare, sorted(selection.items, key=lambda item: -item.info.num_bytes), threads)
     return sorted(found, key=lambda deviation: -deviation.relative)
 
 
@@ -192,11 +200,19 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return math.inf if difference.isnan() else float(difference)
 
 
-def _check_target(target: Folder, needed: int) -> None:
+def refuse_taken(target: Folder) -> None:
+    """Nothing is ever written over.
+
+    Raises:
+        UserError: there is something at ``target`` already.
+    """
     if target.is_file():
         raise UserError(f"'{target}' is a file; give a folder that does not exist yet")
     if target.is_dir() and next(iter(target.iterdir()), None) is not None:
         raise UserError(f"'{target}' is there and not empty; give a folder that does not exist yet")
+
+
+def _check_room(target: Folder, needed: int) -> None:
     near = next((folder for folder in [target, *target.parents] if folder.is_dir()), target)
     free = free_bytes(near)
     if free is not None and free < needed:
@@ -209,7 +225,7 @@ def _check_target(target: Folder, needed: int) -> None:
 def _check_ties(source: Source, selection: Selection) -> None:
     for one, other in selection.equal:
         info = source.tensors[f"{MODEL}{one}"]
-        for box in row_boxes(info.shape, info.dtype.itemsize, CHUNK):
+        for box in row_boxes(info.shape, info.dtype.itemsize, pace(source)[0]):
             if not _same_bits(source.read(f"{MODEL}{one}", box), source.read(f"{MODEL}{other}", box)):
                 raise ModelError(
                     f"{one} and {other} are one tensor in the model and hold different values in '{source.place}'; "
@@ -263,7 +279,7 @@ def _working_folder(target: Folder, needed: int) -> Iterator[Folder]:
     except BaseException as error:
         if lock is not None or not isinstance(working, Path):
             with contextlib.suppress(OSError):
-                remove_folder(working)
+                remove_folder(working if working.exists() else target)
         if isinstance(error, OSError):
             raise _plain(error, target, needed) from None
         raise
@@ -344,15 +360,14 @@ def _write_file(
             item, box = pieces[key]
             hashes[item.name, box] = out.put(key, _blocks(source, item, box, progress))
 
-        in_threads(put, out.order, THREADS if out.parallel else 1)
+        in_threads(put, out.order, pace(source)[1] if out.parallel else 1)
     return hashes
 
 
 def _blocks(source: Source, item: Item, box: Box, progress: Progress) -> Iterator[torch.Tensor]:
     """The elements of ``box`` as they will be stored, a block at a time."""
-    for part in row_boxes(
-        box.lengths, max(item.info.dtype.itemsize, source.tensors[item.origin].dtype.itemsize), CHUNK
-    ):
+    widest = max(item.info.dtype.itemsize, source.tensors[item.origin].dtype.itemsize)
+    for part in row_boxes(box.lengths, widest, pace(source)[0]):
         offsets = tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True))
         found = source.read(item.origin, Box(offsets, part.lengths))
         made = found.to(item.info.dtype)

@@ -1,4 +1,4 @@
-"""Small messages between all ranks: JSON as bytes, never pickles; one process needs no group.
+"""Small messages between all ranks: JSON as bytes, never objects; one process needs no group.
 
 They go over the default group, or over the one that is given: whoever speaks beside the training needs its own.
 """
@@ -18,9 +18,9 @@ _KINDS: dict[str, type[ShardwiseError]] = {kind.__name__: kind for kind in (User
 Failure = dict[str, str]
 
 
-def rank() -> int:
-    """This process in the default group; 0 without one."""
-    return dist.get_rank() if _grouped() else 0
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process in the default group, or in ``group``; 0 without one."""
+    return 0 if _alone(group) else dist.get_rank(group)
 
 
 def world_size() -> int:
@@ -31,12 +31,12 @@ def world_size() -> int:
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value in rank order, on rank 0; an empty list elsewhere. Collective."""
     data = json.dumps(value).encode()
-    if not _grouped():
+    if _alone(group):
         return [json.loads(data)]
     sizes = gather_counts(len(data), group)
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_wire(group))
     padded[: len(data)] = _to_tensor(data, group)
-    parts = [torch.empty_like(padded) for _ in sizes] if rank() == 0 else None
+    parts = [torch.empty_like(padded) for _ in sizes] if rank(group) == 0 else None
     dist.gather(padded, parts, dst=0, group=group)
     return [_from_tensor(part[:size]) for part, size in zip(parts or [], sizes, strict=False)]
 
@@ -44,12 +44,12 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's value, on every rank. Collective."""
     data = json.dumps(value).encode()
-    if not _grouped():
+    if _alone(group):
         return json.loads(data)
     size = torch.tensor([len(data)], dtype=torch.int64, device=_wire(group))
     dist.broadcast(size, src=0, group=group)
     wire = _to_tensor(data, group)
-    if rank() != 0:
+    if rank(group) != 0:
         wire = torch.empty(int(size), dtype=torch.uint8, device=_wire(group))
     dist.broadcast(wire, src=0, group=group)
     return _from_tensor(wire)
@@ -57,9 +57,9 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 def gather_counts(count: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Every rank's number in rank order, on every rank. Collective."""
-    if not _grouped():
+    if _alone(group):
         return [count]
-    parts = [torch.zeros(1, dtype=torch.int64, device=_wire(group)) for _ in range(world_size())]
+    parts = [torch.zeros(1, dtype=torch.int64, device=_wire(group)) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, torch.tensor([count], dtype=torch.int64, device=_wire(group)), group=group)
     return [int(part) for part in parts]
 
@@ -106,6 +106,11 @@ def close_group(group: dist.ProcessGroup | None) -> None:
 
 def _grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is one process; who was given a group is not, even when the world has been left meanwhile."""
+    return group is None and not _grouped()
 
 
 def _wire(group: dist.ProcessGroup | None = None) -> torch.device:

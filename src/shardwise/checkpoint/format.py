@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -22,31 +24,19 @@ from shardwise.errors import CheckpointError
 SCHEMA = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"  # the folder of them in a run's folder
 TEMPORARY = ".tmp-"
 HASH = "xxh3-128"  # 31 GB/s on one core, where BLAKE2b (schema 1) has 1.4: it is against damage, not against forgers
 _NO_HASH = f"{HASH}:{'0' * 32}"
 _OWN_HASH = re.compile(f"{HASH}:[0-9a-f]{{32}}".encode())
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
-CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+ITEMSIZES = {  # bytes of an element, by the safetensors code of its dtype
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
 
 
 class Shard(BaseModel):
@@ -83,7 +73,7 @@ class TensorEntry(BaseModel):
 
     @model_validator(mode="after")
     def _covered(self) -> Self:
-        if self.dtype not in DTYPES:
+        if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype '{self.dtype}' is unknown")
         held = 0
         for shard in self.shards:
@@ -197,6 +187,19 @@ def _own_hash(data: bytes) -> str:
     return hash_text(made)
 
 
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Millions of objects are made and none is garbage: the collector would look at all of them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@no_collector()
 def read_manifest(path: Folder) -> Manifest:
     """Read the manifest of the checkpoint folder ``path``.
 
@@ -211,7 +214,7 @@ def read_manifest(path: Folder) -> Manifest:
     except OSError as error:
         why = error.strerror or str(error)
         raise CheckpointError(f"checkpoint '{path}' has no {MANIFEST} ({why}); {earlier}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"'{file}' is damaged: {error}; {earlier}") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
@@ -219,7 +222,7 @@ def read_manifest(path: Folder) -> Manifest:
             f"checkpoint '{path}' has schema {schema}, and this version of shardwise reads up to {SCHEMA}; "
             "update shardwise"
         )
-    if schema == SCHEMA and data.get("hash") != _own_hash(raw):
+    if isinstance(data, dict) and schema != 1 and data.get("hash") != _own_hash(raw):
         raise CheckpointError(f"'{file}' is damaged: its bytes are not those that were written; {earlier}")
     try:
         return Manifest.model_validate(data)
@@ -254,6 +257,13 @@ def newest(folder: Folder) -> Folder | None:
     except (OSError, ValueError):
         named = ""
     return next((path for _, path in steps if path.name == named), steps[0][1] if steps else None)
+
+
+def checkpoint_in(path: Folder) -> Folder | None:
+    """The checkpoint that ``path`` is, or the newest in it or in its ``checkpoints``; ``None`` where there is none."""
+    if (path / MANIFEST).is_file():
+        return path
+    return newest(path) or newest(path / CHECKPOINTS)
 
 
 def short_list(problems: list[str], limit: int = 10) -> str:

@@ -126,6 +126,8 @@ def box_of(tensor: torch.Tensor) -> Box:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box((0,) * len(shape), shape)
+    if not math.prod(shape):  # FSDP2 does not cut what is empty as its layout says
+        return Box((0,) * len(shape), tuple(local_of(tensor).shape))
     kinds = {type(placement) for placement in tensor.placements}
     if not kinds <= {Shard, Replicate, _StridedShard}:
         raise CheckpointError(f"a tensor laid out as {tensor.placements} cannot be checkpointed by this version")

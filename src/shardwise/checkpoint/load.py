@@ -12,13 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
-from shardwise.checkpoint.format import (
-    Manifest,
-    Shard,
-    TensorEntry,
-    read_manifest,
-    short_list,
-)
+from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
 from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, slots_of
 from shardwise.checkpoint.shards import (
     ShardReader,
@@ -70,6 +64,27 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
     rest = _unseen(work) if verify else []
     _together(lambda: _fill(path, optimizer, work, rest, verify))
     return work.manifest
+
+
+def newest_of_all(folder: Folder) -> Folder | None:
+    """The `newest` checkpoint as rank 0 sees it, on every rank. Collective over the default group.
+
+    Raises:
+        CheckpointError: a rank does not see it, or the folder cannot be read.
+    """
+    mine = _together(lambda: newest(folder))
+    name = exchange.broadcast_json(mine and mine.name)
+    path = folder / name if name else None
+
+    def look() -> None:
+        if path is not None and not (path / MANIFEST).is_file():
+            raise CheckpointError(
+                f"rank {exchange.rank()} does not see '{path}', which rank 0 goes on from; use a folder on a disk that "
+                "all nodes share (train.output or checkpoint.folder)"
+            )
+
+    _together(look)
+    return path
 
 
 def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
@@ -181,6 +196,7 @@ def _match_groups(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
         work.problems.append(f"optimizer: {len(saved.groups)} parameter groups in the checkpoint, {here} here")
     names = _stored_names(slots, manifest)
     home = {name: number for number, group in enumerate(saved.groups) for name in group.params}
+    stateless = {names[id(s.tensor)] for s in slots if not s.tensor.requires_grad} - _with_state(manifest)
     seen: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) not in names for parameter in group["params"]):
@@ -188,12 +204,15 @@ def _match_groups(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
             continue
         members = [names[id(parameter)] for parameter in group["params"]]
         seen.update(members)
-        work.problems += [f"optimizer/{name}: not in the checkpoint" for name in members if name not in home]
+        lost = [name for name in members if name not in home and name not in stateless]  # zero1 leaves frozen ones out
+        work.problems += [f"optimizer/{name}: not in the checkpoint" for name in lost]
         homes = sorted({home[name] for name in members if name in home})
         if len(homes) > 1:
             work.problems.append(f"optimizer: group {number} mixes the groups {homes} of the checkpoint")
-        work.options.append(dict(saved.groups[homes[0]].options) if homes else {})
-    work.problems += [f"optimizer/{name}: in the checkpoint, not in the optimizer" for name in home if name not in seen]
+        at = homes[0] if homes else number
+        work.options.append(dict(saved.groups[at].options) if at < len(saved.groups) else {})
+    gone = [name for name in home if name not in seen and name not in stateless]
+    work.problems += [f"optimizer/{name}: in the checkpoint, not in the optimizer" for name in gone]
 
 
 def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
@@ -218,6 +237,12 @@ def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
                 values[key] = _empty_state(parameter, key, entry, group)
                 work.jobs.append((values[key], touched(values[key], entry.shards)))
             work.states.append((parameter, values))
+
+
+def _with_state(manifest: Manifest) -> set[str]:
+    """The parameters that have optimizer state in the checkpoint."""
+    tensors = (name.removeprefix("optimizer/") for name in manifest.tensors if name.startswith("optimizer/"))
+    return {name.rsplit("/", 1)[0] for name in tensors} | {n for n, held in manifest.optimizer.state.items() if held}
 
 
 def _stored_names(slots: list[Slot], manifest: Manifest) -> dict[int, str]:

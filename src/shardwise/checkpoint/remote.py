@@ -90,7 +90,7 @@ class StrictFiles:
 
     def isdir(self, path: str) -> bool:
         """Whether there is something below it."""
-        return self._kind(path) == "directory"
+        return bool(self._guarded(self.files.isdir)(path)) or self._kind(path) == "directory"  # its yes can be trusted
 
     def exists(self, path: str, **options: Any) -> bool:
         """Whether it is a file, or there is something below it."""

@@ -49,24 +49,25 @@ class Head:
         return cls(step, plan, plain(state, "state"), type(engine_of(optimizer)).__name__, plain(model, "model"))
 
 
-def write_share(working: Folder, share: Share, wrong: Exception | None = None) -> dict[str, Any]:
+def write_share(working: Folder, share: Share, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
     """Write this rank's file into ``working`` and report what is in it, as JSON; never raises.
 
     A rank that holds nothing writes no file. ``wrong`` is what went wrong before; nothing is written then.
     """
-    path = working / f"rank-{exchange.rank():05d}.safetensors"
-    report: dict[str, Any] = {"rank": exchange.rank(), "path": str(path), "file": None, "needed": share.num_bytes}
+    path = working / f"rank-{rank:05d}.safetensors"
+    report: dict[str, Any] = {"rank": rank, "path": str(path), "file": None, "needed": share.num_bytes}
     report |= {"entries": {}, "scalars": {}, "groups": [], "aliases": {}, "fault": None}
     try:
         if wrong is not None:
             raise wrong
         held = {name: piece.tensor for name, piece in share.pieces.items() if piece.box.numel}
         hashes = write_file(path, held) if held else {}
+        report["entries"] = {name: [dtype, shape, None, None] for name, (dtype, shape) in share.others.items()}
         for name, piece in share.pieces.items():
             box = [piece.box.offsets, piece.box.lengths] if name in hashes else None
             report["entries"][name] = [piece.dtype, piece.shape, box, hashes.get(name)]
         report["scalars"] = share.scalars
-        if exchange.rank() == 0:
+        if rank == 0:
             report |= {"groups": [group.model_dump() for group in share.groups], "aliases": share.aliases}
         if held:
             report |= {"file": path.name, "size": path.stat().st_size}
@@ -82,6 +83,7 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: Head) -> Manife
         CheckpointError: rank 0 does not see what others wrote, or the shares do not make up the whole state.
     """
     tensors: dict[str, dict[str, Any]] = {}
+    seen: set[tuple[str, str]] = set()
     scalars: dict[str, dict[str, Any]] = {}
     for report in reports:
         file = report["file"]
@@ -94,7 +96,8 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: Head) -> Manife
             entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "shards": []})
             if entry["dtype"] != dtype or entry["shape"] != shape:
                 raise CheckpointError(f"{name} has another shape or dtype on rank {report['rank']} than on others")
-            if box and box not in [[shard["offsets"], shard["lengths"]] for shard in entry["shards"]]:
+            if box and (name, str(box)) not in seen:
+                seen.add((name, str(box)))
                 entry["shards"].append({"file": file, "key": name, "offsets": box[0], "lengths": box[1], "hash": made})
         for name, values in report["scalars"].items():
             scalars.setdefault(name, {}).update(values)
@@ -137,8 +140,8 @@ def fault_of(error: Exception) -> dict[str, Any]:
     return exchange.describe(error)
 
 
-def failure_of(faults: list[dict[str, Any]], folder: Folder, needed: int) -> exchange.Failure:
-    """What every rank raises: the first rank's trouble, with the numbers and the fix."""
+def failure_of(faults: list[dict[str, Any]], folder: Folder, needed: int | None = None) -> exchange.Failure:
+    """What every rank raises: the first rank's trouble, with the numbers (as far as they are known) and the fix."""
     first = faults[0]
     fault = first["fault"]
     also = [str(other["rank"]) for other in faults[1:]]
@@ -149,9 +152,15 @@ def failure_of(faults: list[dict[str, Any]], folder: Folder, needed: int) -> exc
     if fault["errno"] in _NOT_ALLOWED:
         text = f"rank {first['rank']}{also_text} cannot write checkpoints to '{folder}': {why}; choose a folder you "
         return {"kind": UserError.__name__, "text": f"{text}may write to (train.output or checkpoint.folder)"}
-    free = free_bytes(folder)
-    known = "unknown" if free is None else bytes_text(free)
-    text = f"rank {first['rank']}{also_text} could not write '{first['path']}': {why}; the checkpoint needs "
-    text += f"{bytes_text(needed)} and {known} are free; make room or choose a folder on another disk "
-    text += "(train.output or checkpoint.folder). Earlier checkpoints are untouched."
-    return {"kind": CheckpointError.__name__, "text": text}
+    text = f"rank {first['rank']}{also_text} could not write '{first['path']}': {why}; {_room(folder, needed)}"
+    text += "make room or choose a folder on another disk (train.output or checkpoint.folder). "
+    return {"kind": CheckpointError.__name__, "text": f"{text}Earlier checkpoints are untouched."}
+
+
+def _room(folder: Folder, needed: int | None) -> str:
+    try:
+        free = free_bytes(folder)
+    except OSError:
+        free = None
+    known = "an unknown number of bytes is" if free is None else f"{bytes_text(free)} are"
+    return f"{known} free; " if needed is None else f"the checkpoint needs {bytes_text(needed)} and {known} free; "

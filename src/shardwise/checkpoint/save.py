@@ -19,16 +19,19 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.checkpoint import exchange
-from shardwise.checkpoint.commit import FolderLock, abandon, begin, commit, move_latest, prune
-from shardwise.checkpoint.format import MANIFEST, step_folder
+from shardwise.checkpoint.commit import FolderLock, abandon, begin, commit, move_latest, prune, take_away
+from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
 from shardwise.checkpoint.report import Head, failure_of, fault_of, merged, write_share
 from shardwise.checkpoint.share import Holdings, Share, deal, holdings_of
 from shardwise.checkpoint.stage import Copy, Stage
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import UserError
 from shardwise.plan.plan import Plan
+
+GRACE_S = 20.0  # that a save in the background is given to end when the training has failed
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,16 @@ class _Pending:
     staged: threading.Event
     stall_s: float
     num_bytes: int
+    hook: RemovableHandle | None = None
     write_s: float = 0.0
     failure: exchange.Failure | None = None
+
+    def hold(self) -> None:
+        """Wait until the live tensors are copied."""
+        if not self.staged.is_set():
+            started = time.perf_counter()
+            self.staged.wait()
+            self.stall_s += time.perf_counter() - started
 
 
 class Saver:
@@ -64,8 +75,9 @@ class Saver:
 
     The folder, on a disk that all ranks see or behind a URL, is this run's as long as the saver lives. The ``keep``
     newest checkpoints stay, and always the one just written. With ``async_save`` a save waits for the one before and
-    returns early. ``guarded`` says that somebody calls `before_update` before the weights change; without that the
-    state is copied before `save` returns.
+    returns early; the optimizer's next step waits until the state is copied. ``guarded`` says that nothing else changes
+    weights, or calls `before_update` before; without that the state is copied before `save` returns. Where the ``with``
+    is left by an error, a save in the background is given `GRACE_S` to end.
 
     Raises:
         UserError: ``keep`` is less than 1, another run is saving there, or the folder cannot be written to.
@@ -82,8 +94,9 @@ class Saver:
         self._lock: FolderLock | None = None
         self._stage = Stage()
         self._pending: _Pending | None = None
+        self._rank, self._world = exchange.rank(), exchange.world_size()
         failure: exchange.Failure | None = None
-        if exchange.rank() == 0:
+        if self._rank == 0:
             try:
                 self._lock = FolderLock(self.folder)
             except Exception as error:
@@ -99,6 +112,11 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        pending = self._pending
+        if pending is not None and isinstance(error, Exception):
+            pending.thread.join(GRACE_S)
+            if pending.failure:
+                error.add_note(f"and the save of step {pending.step} in the background: {pending.failure['text']}")
         self.close(wait=kind is None)
 
     def save(
@@ -112,18 +130,20 @@ class Saver:
         rng: dict[str, torch.Tensor] | None = None,
         model_facts: dict[str, Any] | None = None,
     ) -> Folder:
-        """Save everything as ``step-00000020``; a step that is there already is left alone.
+        """Save everything as ``step-00000020``; where that is the newest checkpoint already, it is left alone.
 
         ``state`` is JSON, and rank 0's is kept. ``rng`` holds this rank's generator states as uint8 tensors. Buffers
         that are not sharded are rank 0's. ``model_facts`` says how the model is built; see `Manifest.model`. Nobody
         sees a half checkpoint: what has the name is complete, and ``latest`` names it only then. Collective.
 
         Raises:
-            UserError: the folder cannot be written to, or another run writes there.
+            UserError: the folder cannot be written to, another run writes there, or the process group was left.
             CheckpointError: a rank could not write its part (the same text on every rank), now or in the background
                 before. Earlier checkpoints stay.
         """
         self.wait()
+        if (exchange.rank(), exchange.world_size()) != (self._rank, self._world):
+            raise UserError("the process group that this Saver was made in is gone; make a Saver for the new one")
         started = time.perf_counter()
         target = self.folder / step_folder(step)
         working = self._begin(step, target)
@@ -138,16 +158,13 @@ class Saver:
             spent = time.perf_counter() - started
             self.reports.append(SaveReport(step, share.num_bytes, spent, spent, background=False))
             return target
-        self._go_on(working, target, share, head, started)
+        self._go_on(working, target, share, head, started, optimizer)
         return target
 
     def before_update(self) -> None:
         """Wait until nothing of the live weights is needed any more; at once where no save is under way."""
-        pending = self._pending
-        if pending is not None and not pending.staged.is_set():
-            started = time.perf_counter()
-            pending.staged.wait()
-            pending.stall_s += time.perf_counter() - started
+        if self._pending is not None:
+            self._pending.hold()
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -161,6 +178,8 @@ class Saver:
             return
         started = time.perf_counter()
         pending.thread.join()
+        if pending.hook is not None:
+            pending.hook.remove()
         self._pending = None
         waited = time.perf_counter() - started
         if pending.failure:
@@ -170,13 +189,20 @@ class Saver:
         )
 
     def close(self, *, wait: bool = True) -> None:
-        """Wait for what is under way (raising what went wrong, with ``wait``), and let go of the folder."""
+        """Wait for what is under way (raising what went wrong), and let go of the folder.
+
+        Without ``wait`` that happens when the save under way has ended, if this process lives so long.
+        """
+        pending, lock = self._pending, self._lock
+        if not wait and pending is not None and pending.thread.is_alive() and lock is not None:
+            threading.Thread(target=_release_after, args=(pending.thread, lock), daemon=True).start()
+            return
         try:
             if wait:
                 self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.release()
+            if lock is not None:
+                lock.release()
             if wait:
                 exchange.close_group(self._group)
             self._group = None
@@ -184,13 +210,17 @@ class Saver:
     def _begin(self, step: int, target: Folder) -> Folder | None:
         """Where to write; ``None`` where the step is saved already. Collective."""
         answer: dict[str, Any] = {"working": None, "failure": None}
-        if exchange.rank() == 0:
+        if self._rank == 0:
             try:
                 if self._lock is not None:
                     self._lock.check()
-                if (target / MANIFEST).is_file():
+                there = (target / MANIFEST).is_file()
+                last = newest(self.folder) if there else None
+                if last is not None and last.name == target.name:
                     self._point_to(target)
                 else:
+                    if there:  # of a run that went another way from an earlier step on, or died before it counted
+                        take_away(target)
                     answer["working"] = str(begin(self.folder, step))
             except Exception as error:
                 answer["failure"] = self._rank_0s(error)
@@ -216,16 +246,17 @@ class Saver:
         except Exception as error:
             wrong = error
         loads = exchange.gather_counts(holdings.own_bytes)
+        marks = exchange.gather_counts(-1 if wrong else holdings.mark)
         try:
             if wrong is None:
-                made.append((head_of(), deal(holdings, loads)))
+                made.append((head_of(), deal(holdings, loads, marks)))
         except Exception as error:
             wrong = error
-        fault = None if wrong is None else {"rank": exchange.rank(), "path": str(working), "fault": fault_of(wrong)}
+        fault = None if wrong is None else {"rank": self._rank, "path": str(working), "fault": fault_of(wrong)}
         faults = [found for found in exchange.gather_json(fault) if found]
         if faults:  # on rank 0, which knows before the others do
             abandon(working)
-        failure = exchange.broadcast_json(failure_of(faults, self.folder, 0) if faults else None)
+        failure = exchange.broadcast_json(failure_of(faults, self.folder) if faults else None)
         if failure:
             raise exchange.revive(failure)
         return made[0]
@@ -240,31 +271,38 @@ class Saver:
         wrong: Exception | None = None,
     ) -> exchange.Failure | None:
         """Write, gather, commit, prune; what went wrong, the same on every rank. Collective over ``group``."""
-        reports = exchange.gather_json(write_share(working, share, wrong), group)
+        reports = exchange.gather_json(write_share(working, share, self._rank, wrong), group)
         failure: exchange.Failure | None = None
-        if exchange.rank() == 0:
+        if self._rank == 0:
             failure = self._finish(working, target, reports, head)
-            if failure is None:
-                prune(self.folder, self.keep, target)
         failure = exchange.broadcast_json(failure, group)
         return failure
 
     def _finish(
         self, working: Folder, target: Folder, reports: list[dict[str, Any]], head: Head
     ) -> exchange.Failure | None:
-        """Rank 0: commit where every rank wrote its part, otherwise remove the parts and say what went wrong."""
+        """Rank 0: commit and prune where every rank wrote its part, otherwise remove the parts and say what went wrong.
+
+        Never raises: the others wait for an answer.
+        """
         faults = [report for report in reports if report["fault"]]
         needed = sum(report["needed"] for report in reports)
+        place, committed = target / MANIFEST, False
         try:
             if not faults:
                 commit(working, target, merged(working, reports, head))
+                place, committed = self.folder / LATEST, True
                 self._point_to(target)
+                prune(self.folder, self.keep, target)
                 return None
         except Exception as error:
-            faults = [{"rank": 0, "path": str(working / MANIFEST), "fault": fault_of(error)}]
-        if not (target / MANIFEST).is_file():
+            faults = [{"rank": 0, "path": str(place), "fault": fault_of(error)}]
+        if not committed:
             abandon(working)
-        return failure_of(faults, self.folder, needed)
+        failure = failure_of(faults, self.folder, needed)
+        if committed:
+            failure["text"] += f" '{target}' is complete, too."
+        return failure
 
     def _point_to(self, target: Folder) -> None:
         move_latest(self.folder, target)
@@ -272,24 +310,31 @@ class Saver:
             self._lock.moved(target)
 
     def _rank_0s(self, error: Exception) -> exchange.Failure:
-        return failure_of([{"rank": 0, "path": str(self.folder), "fault": fault_of(error)}], self.folder, 0)
+        return failure_of([{"rank": 0, "path": str(self.folder), "fault": fault_of(error)}], self.folder)
 
-    def _go_on(self, working: Folder, target: Folder, share: Share, head: Head, started: float) -> None:
+    def _go_on(
+        self, working: Folder, target: Folder, share: Share, head: Head, started: float, optimizer: Optimizer
+    ) -> None:
         """Copy and write in a thread of its own; returns early."""
-        copy = self._stage.begin(share)
-        staged = threading.Event()
+        copy: Copy | Exception
+        try:
+            copy = self._stage.begin(share)
+        except Exception as error:  # no memory: the other ranks are told by the thread
+            copy = error
+        staged, group = threading.Event(), self._group
 
         def work() -> None:
             begun = time.perf_counter()
             try:
-                ready, wrong = _copied(copy, staged)
-                pending.failure = self._write(working, target, ready, head, self._group, wrong)
+                ready, wrong = _copied(copy, share, staged)
+                pending.failure = self._write(working, target, ready, head, group, wrong)
             except Exception as error:  # the group broke: others are gone
                 pending.failure = exchange.describe(error)
             pending.write_s = time.perf_counter() - begun
 
         thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._pending = pending = _Pending(head.step, thread, staged, 0.0, share.num_bytes)
+        pending.hook = optimizer.register_step_pre_hook(lambda *_: pending.hold())
         thread.start()
         if not self.guarded:
             staged.wait()
@@ -317,11 +362,18 @@ def save_checkpoint(
         return saver.save(step, model=model, optimizer=optimizer, plan=plan, state=state, rng=rng)
 
 
-def _copied(copy: Copy, staged: threading.Event) -> tuple[Share, Exception | None]:
+def _copied(copy: Copy | Exception, share: Share, staged: threading.Event) -> tuple[Share, Exception | None]:
     """The staged share, or what went wrong; either way nobody needs to wait for it any longer."""
     try:
+        if isinstance(copy, Exception):
+            raise copy
         return copy.finish(), None
     except Exception as error:
-        return copy.share, error
+        return share, error
     finally:
         staged.set()
+
+
+def _release_after(thread: threading.Thread, lock: FolderLock) -> None:
+    thread.join()
+    lock.release()

@@ -17,12 +17,15 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from shardwise.checkpoint.format import CODES, DTYPES, Hasher, Shard, TensorEntry, hash_text, hasher
+from shardwise.checkpoint.direct import BLOCK
+from shardwise.checkpoint.dtypes import CODES, DTYPES
+from shardwise.checkpoint.format import Hasher, Shard, TensorEntry, hash_text, hasher
 from shardwise.checkpoint.layout import Box, box_of, local_of
 from shardwise.checkpoint.storage import CHUNK, FileWriter, Folder, RangeReader
 from shardwise.errors import CheckpointError, ShardwiseError
 
 BUFFER = 1 << 26  # bytes that are read at once where they cannot go straight to where they belong
+PIECE = 1 << 22  # bytes that are hashed and written at once: few enough to be in a cache still
 THREADS = 4  # of one rank; files are written and read by so many calls at once
 _SHORT = 1 << 18  # contiguous runs shorter than this are read with what lies between them
 _LARGEST_HEADER = 100_000_000  # the same limit as the safetensors library has
@@ -89,19 +92,19 @@ class TensorFile:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         sizes = {name: math.prod(shape) * DTYPES[code].itemsize for name, (code, shape) in entries.items()}
-        self.order = sorted(entries, key=lambda name: (-DTYPES[entries[name][0]].itemsize, name))  # aligned, no holes
+        self.order = file_order({name: DTYPES[code].itemsize for name, (code, _) in entries.items()})
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         end = 0
         for name in self.order:
             begin, end = end, end + sizes[name]
             header[name] = {"dtype": entries[name][0], "shape": list(entries[name][1]), "data_offsets": [begin, end]}
         head = json.dumps(header, separators=(",", ":")).encode()
-        head += b" " * (-len(head) % 8)
+        head += b" " * (-(8 + len(head)) % (BLOCK if end >= BLOCK else 8))  # so that the tensors begin with a block
         self._places = {name: 8 + len(head) + header[name]["data_offsets"][0] for name in self.order}
         self._sizes = sizes
-        self._file = FileWriter(path)
         self.path = path
         self.size = 8 + len(head) + end
+        self._file = FileWriter(path, self.size)
         self.parallel = self._file.parallel
         try:
             self._file.write_at(0, len(head).to_bytes(8, "little") + head)
@@ -120,14 +123,21 @@ class TensorFile:
         made, done = hasher(), 0
         for part in parts:
             raw = _bytes_of(part)
-            for begin in range(0, len(raw), CHUNK):
-                chunk = raw[begin : begin + CHUNK]
+            begin = 0
+            while begin < len(raw):
+                place = self._places[name] + done
+                chunk = raw[begin : begin + PIECE - place % BLOCK]
                 made.update(chunk)
-                self._file.write_at(self._places[name] + done, chunk)
-                done += len(chunk)
+                self._file.write_at(place, chunk)
+                begin, done = begin + len(chunk), done + len(chunk)
         if done != self._sizes[name]:
             raise CheckpointError(f"{name}: {done} bytes were given, {self._sizes[name]} belong to its shape")
         return hash_text(made)
+
+
+def file_order(widths: Mapping[str, int]) -> list[str]:
+    """Names in the order in which their tensors lie in a file, given the bytes of an element: aligned, no holes."""
+    return sorted(widths, key=lambda name: (-widths[name], name))
 
 
 def write_file(path: Folder, tensors: Mapping[str, torch.Tensor], threads: int = THREADS) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,22 +25,28 @@ SPLIT = 1 << 22  # bytes from which a tensor that several ranks hold is written 
 class Piece:
     """A box of a tensor that this rank writes.
 
-    ``tensor`` is the live memory of the box, in any strides. It is ``steady`` where only the optimizer's step writes
-    to it, so that it may be read until then.
+    ``tensor`` is the live memory of the box, in any strides, and ``owner`` the tensor that others change it by (a
+    DTensor counts its changes by itself). It is ``steady`` where only the optimizer's step writes to it, so that it
+    may be read until then.
     """
 
     dtype: str
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
+    owner: torch.Tensor
     steady: bool
 
 
 @dataclass
 class Share:
-    """All that one rank contributes: its pieces by name, and what it knows of state that is no tensor."""
+    """All that one rank contributes: its pieces by name, and what it knows of state that is no tensor.
+
+    ``others`` are tensors that other ranks write (name to dtype and shape), named so that none is forgotten.
+    """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
+    others: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[ParamGroup] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -61,6 +69,13 @@ class Holdings:
     def own_bytes(self) -> int:
         """Bytes that nobody else can write."""
         return sum(local_of(tensor).nbytes for tensor, _ in self.mine.values())
+
+    @property
+    def mark(self) -> int:
+        """A number for what all ranks must hold alike: names, shapes and dtypes of what every rank could write."""
+        alike = [n for n, (_, _, copies) in self.shared.items() if _everywhere(copies)]
+        lines = [f"{n} {tuple(self.shared[n][0].shape)} {self.shared[n][0].dtype}\n" for n in sorted(alike)]
+        return zlib.crc32("".join(lines).encode())
 
     def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]], *, steady: bool = True) -> None:
         """File a tensor under whoever may write it; ``copies`` are the groups of ranks that each hold all of it."""
@@ -93,18 +108,34 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
     return found
 
 
-def deal(holdings: Holdings, loads: list[int]) -> Share:
+def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
     """This rank's share, once it is known how many bytes each rank writes anyway; every rank comes to the same answer.
 
     Large tensors that several ranks hold are cut along their first dimension, one part for each copy; small ones go
-    to the copy with the least to do.
+    to the copy with the least to do. What only some ranks hold copies of (a tensor-parallel rank's own replicas) is
+    dealt without regard to the rest, which those ranks alone know of.
+
+    ``marks`` are every rank's `Holdings.mark`, or -1 of a rank that failed to look.
+
+    Raises:
+        CheckpointError: a mark is another one than rank 0's.
     """
-    loads, here = list(loads), exchange.rank()
+    if len(set(marks)) > 1 and -1 not in marks:
+        odd = [str(rank) for rank, mark in enumerate(marks) if mark != marks[0]]
+        raise CheckpointError(
+            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} hold other tensors whole than rank 0: "
+            "model and optimizer state that are not sharded must have the same names and shapes on every rank"
+        )
+    here = exchange.rank()
+    all_loads: dict[str, list[int]] = defaultdict(lambda: list(own_bytes))
     share = holdings.share
     for name, (tensor, steady) in holdings.mine.items():
         share.pieces[name] = _piece(tensor, steady)
     for name in sorted(holdings.shared, key=lambda n: (-_all_bytes(holdings.shared[n][0]), n)):
         tensor, steady, copies = holdings.shared[name]
+        loads = all_loads["" if _everywhere(copies) else str(copies)]
+        if here == copies[0][0]:
+            share.others[name] = (code_of(tensor), tuple(tensor.shape))
         parts = len(copies)
         rows = tensor.shape[0] // max(1, len(copies[0])) if tensor.dim() else 0
         if _all_bytes(tensor) >= SPLIT * parts and rows >= parts:
@@ -130,7 +161,7 @@ def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) ->
         begin, end = box.lengths[0] * part // parts, box.lengths[0] * (part + 1) // parts
         box = Box((box.offsets[0] + begin, *box.offsets[1:]), (end - begin, *box.lengths[1:]))
         local = local[begin:end]
-    return Piece(code_of(tensor), tuple(tensor.shape), box, local, steady)
+    return Piece(code_of(tensor), tuple(tensor.shape), box, local, tensor, steady)
 
 
 def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot]) -> None:
@@ -165,6 +196,10 @@ def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> No
     is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
     if is_plain and value.dim() and value.shape == here != whole:
         raise CheckpointError(f"{name} is a plain tensor with the shape of the local shard; make it a DTensor")
+
+
+def _everywhere(copies: list[list[int]]) -> bool:
+    return sum(map(len, copies)) == exchange.world_size()
 
 
 def _all_bytes(tensor: torch.Tensor) -> int:

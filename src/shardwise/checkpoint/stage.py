@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
+from shardwise.checkpoint.direct import aligned
+from shardwise.checkpoint.shards import file_order
 from shardwise.checkpoint.share import Piece, Share
 from shardwise.errors import CheckpointError
-
-_ALIGNED = 64
 
 
 class Stage:
     """Room for one share, taken once and used again: pinned where the tensors are on a GPU.
 
-    It is taken outside of torch's CPU allocator, so that what is measured of a training does not change with it.
+    It is taken outside of torch's CPU allocator, so that what is measured of a training does not change with it, and
+    laid out as the file will be, so that it is written from where it is.
     """
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, share: Share) -> Copy:
-        """Copy what may change at any time, and return what copies the rest."""
+        """Copy what may change at any time, and return what copies the rest.
+
+        Raises:
+            MemoryError: there is no room.
+        """
         devices = {piece.tensor.device for piece in share.pieces.values() if piece.tensor.device.type != "cpu"}
         copy = Copy(share, next(iter(devices), None), self)
         copy.take(steady=False)
+        copy.hold_back()
         return copy
 
     def room(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
@@ -36,7 +41,7 @@ class Stage:
             if pinned:
                 self._room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             else:
-                self._room = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
+                self._room = torch.from_numpy(aligned(num_bytes))
         return self._room
 
 
@@ -49,7 +54,7 @@ class Copy:
     stage: Stage
 
     def __post_init__(self) -> None:
-        self._versions = {name: piece.tensor._version for name, piece in self.share.pieces.items()}
+        self._versions = {name: _version(piece) for name, piece in self.share.pieces.items()}
         self._done: dict[str, Piece] = {}
         self._stream: torch.cuda.Stream | None = None
         if self.device is not None:
@@ -65,7 +70,8 @@ class Copy:
         self.take(steady=True)
         if self._stream is not None:
             self._stream.synchronize()
-        changed = [n for n, piece in self.share.pieces.items() if piece.tensor._version != self._versions[n]]
+        steady = [(name, piece) for name, piece in self.share.pieces.items() if piece.steady]
+        changed = [name for name, piece in steady if _version(piece) != self._versions[name]]
         if changed:
             raise CheckpointError(
                 f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} changed while being saved in the "
@@ -73,12 +79,17 @@ class Copy:
             )
         return replace(self.share, pieces={name: self._done[name] for name in self.share.pieces})
 
+    def hold_back(self) -> None:
+        """Let what the device is asked to do from now on begin after what was copied so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     def take(self, *, steady: bool) -> None:
         """Copy the pieces that are steady, or those that are not."""
         places, total = {}, 0
-        for name, piece in self.share.pieces.items():
+        for name in file_order({name: piece.tensor.element_size() for name, piece in self.share.pieces.items()}):
             places[name] = total
-            total += -(-piece.tensor.nbytes // _ALIGNED) * _ALIGNED
+            total += self.share.pieces[name].tensor.nbytes
         room = self.stage.room(total, pinned=self.device is not None)
         with torch.no_grad(), torch.cuda.stream(self._stream):
             for name, piece in self.share.pieces.items():
@@ -87,3 +98,8 @@ class Copy:
                     held = flat.view(piece.tensor.dtype).view(piece.tensor.shape)
                     held.copy_(piece.tensor, non_blocking=True)
                     self._done[name] = replace(piece, tensor=held)
+
+
+def _version(piece: Piece) -> tuple[int, ...]:
+    """How often the memory of a piece was changed in place, as far as that is counted (not through ``.data``)."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in (piece.tensor, piece.owner))

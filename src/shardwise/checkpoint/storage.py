@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from shardwise.checkpoint.direct import DirectWriter, write_all
+
 if TYPE_CHECKING:
     from upath import UPath
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 Folder: TypeAlias = "Path | UPath"
 MIB = 1 << 20
 CHUNK = 16 * MIB  # bytes of one read or write call on a disk
+DIRECT = 16 * MIB  # from so many bytes on a file is written past the system's page cache
 REQUEST = 64 * MIB  # bytes of one request to a server: a request costs as much time as some MiB
 AHEAD = 4 * MIB  # bytes asked for where small reads follow each other
 FIRST = 512 * 1024  # bytes asked for where a file's header is read
@@ -63,14 +66,16 @@ def is_local(folder: Folder) -> bool:
 class RangeReader:
     """A file that is read in ranges, by several threads at once; a context manager.
 
-    Of a remote file the beginning, and small reads that follow each other, are asked for in larger pieces.
+    Of a remote file the beginning, and small reads that follow each other, are asked for in larger pieces, unless
+    ``ahead`` is false. Where its ``size`` is known already, it is not asked for.
 
     Raises:
         OSError: the file is not there or cannot be read. ``errno`` and ``strerror`` say why.
     """
 
-    def __init__(self, path: Folder) -> None:
+    def __init__(self, path: Folder, *, size: int | None = None, ahead: bool = True) -> None:
         self.path = path
+        self.ahead = ahead
         self._handle = -1
         self.request = CHUNK if isinstance(path, Path) else REQUEST  # bytes that are best read at once
         self._windows: deque[tuple[int, bytes]] = deque(maxlen=WINDOWS)
@@ -80,7 +85,7 @@ class RangeReader:
             self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self.size = os.fstat(self._handle).st_size
         else:
-            self.size = int(path.stat().st_size)
+            self.size = int(path.stat().st_size) if size is None else size
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +135,7 @@ class RangeReader:
                 if start <= begin and begin + length <= start + len(held):
                     self._ends.append(begin + length)
                     return held[begin - start : begin - start + length]
-            follows = any(0 <= begin - end <= GAP for end in self._ends)
+            follows = self.ahead and any(0 <= begin - end <= GAP for end in self._ends)
             self._ends.append(begin + length)
         ahead = (AHEAD if begin else FIRST) if follows else length
         wanted = min(max(ahead, length), self.size - begin)
@@ -176,8 +181,11 @@ class FileWriter:
         self._upload: Upload | None = None
         self._handle = -1
         self._place = 0
+        self._direct: DirectWriter | None = None
         if isinstance(path, Path):
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+            if size is not None and size >= DIRECT:
+                self._direct = DirectWriter(path, self._handle)
         else:
             from shardwise.checkpoint.remote import start_upload
 
@@ -201,9 +209,10 @@ class FileWriter:
             self._upload.write(view)
             self._place += len(view)
             return
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._handle, view[done : done + CHUNK], offset + done)
+        if self._direct is not None:
+            self._direct.write_at(offset, view)
+        else:
+            write_all(self._handle, view, offset)
 
     def close(self) -> None:
         """Bring everything to the disk, or to the server, and let go of the file.
@@ -233,9 +242,25 @@ class FileWriter:
 
     def _let_go(self) -> None:
         self._upload = None
+        if self._direct is not None:
+            self._direct.close()
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
+
+
+def file_sizes(folder: Folder) -> dict[str, int]:
+    """The files in ``folder`` by name, with their bytes; elsewhere than on a disk it is one request.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be read.
+    """
+    if isinstance(folder, Path):
+        with os.scandir(folder) as items:
+            return {item.name: item.stat().st_size for item in items if item.is_file()}
+    items = folder.fs.ls(folder.path, detail=True)
+    files = [item for item in items if item["type"] == "file"]
+    return {item["name"].rstrip("/").rsplit("/", 1)[-1]: int(item["size"]) for item in files}
 
 
 def write_small(path: Folder, data: bytes) -> None:

@@ -20,11 +20,14 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure; every bench keeps its raw samples.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+checkpoints = typer.Typer(help="Look at checkpoints, check them, and turn one into another.", no_args_is_help=True)
+app.add_typer(checkpoints, name="checkpoint")
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML config file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as train.steps=20.")
 ]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="Path or URL: a checkpoint, its run, or another tool's.")]
 Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON document; the rest is on stderr.")]
 
 
@@ -174,6 +177,104 @@ def choice(
     from shardwise.cli.choice import run_bench_choice
 
     run_bench_choice(configs, [], worlds=nproc or [2], steps=steps, output=output, as_json=json)
+
+
+@bench.command("checkpoint")
+def bench_checkpoint(
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML config file, for its model; else one is made up.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    size: Annotated[
+        float | None, typer.Option(help="GiB of weights and optimizer of the model that is made up; 1.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; 2.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Saves of each contender, under each strategy.", min=1)] = 5,
+    step: Annotated[float, typer.Option(help="Seconds that a step of the made-up model takes at least.")] = 0.3,
+    output: Annotated[Path, typer.Option(help="Folder for the raw samples and the plot.")] = Path(
+        "benchmarks/checkpoint"
+    ),
+    folder: Annotated[Path | None, typer.Option(help="Folder on the disk to be measured; --output.")] = None,
+    json: Json = False,
+) -> None:
+    """What saving costs: raw disk write, ours, PyTorch DCP, torch.save; seconds, stall and dip of a real training.
+
+    Example: shardwise bench checkpoint --size 1 --rounds 7
+    """
+    from shardwise.cli.bench_checkpoint import run_bench_checkpoint
+
+    run_bench_checkpoint(
+        config,
+        list(overrides or []),
+        size_gib=size,
+        nproc=nproc,
+        rounds=rounds,
+        step_s=step,
+        output=output,
+        folder=folder,
+        as_json=json,
+    )
+
+
+@checkpoints.command("inspect")
+def inspect_checkpoint(
+    place: Place,
+    everything: Annotated[bool, typer.Option("--all", help="A row for each tensor.")] = False,
+    json: Json = False,
+) -> None:
+    """What is in a checkpoint, without reading its data: step, plan, tensors, sizes; and files that cannot be whole.
+
+    Example: shardwise checkpoint inspect runs/stdlib
+    """
+    from shardwise.cli.checkpoint import run_inspect
+
+    run_inspect(place, everything=everything, as_json=json)
+
+
+@checkpoints.command("verify")
+def verify_checkpoint(place: Place, json: Json = False) -> None:
+    """Is every byte what was saved? Reads all of it, and names the file and the tensor that are damaged.
+
+    Example: shardwise checkpoint verify s3://bucket/runs/stdlib
+    """
+    from shardwise.cli.checkpoint import run_verify
+
+    run_verify(place, as_json=json)
+
+
+@checkpoints.command("convert")
+def convert_checkpoint(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path or URL: any tool's checkpoint.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Path or URL of a folder to make.")],
+    to: Annotated[
+        str | None, typer.Option(help="hf or shardwise; else hf for a checkpoint of ours, shardwise for any other.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 for floating-point weights.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Bytes of a file at most: 5GB, 500MiB.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A folder with config.json, that file, or package.module:factory.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Compare every tensor and the outputs of the model.")] = True,
+    optimizer: Annotated[bool, typer.Option(help="Carry over the optimizer's state where the target can.")] = True,
+    json: Json = False,
+) -> None:
+    """Turn any tool's checkpoint into a Hugging Face folder or one of ours, and show that it is the same.
+
+    Example: shardwise checkpoint convert runs/stdlib my-model
+    """
+    from shardwise.cli.convert import run_convert
+
+    run_convert(
+        source,
+        target,
+        to=to,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        model=model,
+        verify=verify,
+        optimizer=optimizer,
+        as_json=json,
+    )
 
 
 def main() -> None:

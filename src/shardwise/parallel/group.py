@@ -117,7 +117,7 @@ def gather_ints(values: list[int], ranks: Ranks) -> list[list[int]]:
 
 
 def gather_text(text: str, ranks: Ranks) -> list[str]:
-    """Each rank's text, in rank order. Sent as bytes, never pickled."""
+    """Each rank's text, in rank order. Sent as bytes of text, not as objects."""
     if ranks.control is None:
         return [text]
     payload = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)

@@ -406,8 +406,8 @@ class Session:
         """Save model, optimizer, generators and the place in the data as ``folder/step-00000020``. Collective.
 
         To be called between two steps. ``folder`` is on a disk that all ranks see, or a URL (``s3://...``). ``state``
-        is the caller's own, as JSON (rank 0's is kept). The ``keep`` newest checkpoints stay. With ``async_save`` training
-        goes on while it is written; the next save, or `close`, waits for it and raises what went wrong.
+        is the caller's own, as JSON (rank 0's is kept). The ``keep`` newest checkpoints stay. With ``async_save``
+        training goes on while it is written; the next save, or `close`, waits for it and raises what went wrong.
 
         Raises:
             UserError: in the middle of a step, or the folder cannot be written to or is another run's.

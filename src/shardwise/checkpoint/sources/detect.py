@@ -105,7 +105,7 @@ def _of_folder(here: _Here) -> Callable[[], Source] | None:
 
 
 def _is_own(here: _Here) -> bool:
-    from shardwise.checkpoint.sources.own import checkpoint_in
+    from shardwise.checkpoint.format import checkpoint_in
 
     likely = here.has(MANIFEST, "checkpoints") or any(_STEP.fullmatch(name) for name in here.names)
     return likely and checkpoint_in(here.path) is not None

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.format import DTYPES, Shard, short_list
+from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.format import Shard, short_list
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.shards import ShardReader
 from shardwise.checkpoint.sources.source import TensorInfo

@@ -7,14 +7,14 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.format import DTYPES, MANIFEST, newest, read_manifest
+from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.format import checkpoint_in, read_manifest
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.shards import ShardReader, overlaps, wrong_bytes
 from shardwise.checkpoint.sources.source import TensorInfo
 from shardwise.checkpoint.storage import Folder
 from shardwise.errors import CheckpointError
 
-CHECKPOINTS = "checkpoints"
 _FIX = "take an earlier checkpoint"
 
 
@@ -79,10 +79,3 @@ class OwnSource:
             )
             self._reader.read_into(shard, Box(inner, part.lengths), found[place])
         return found
-
-
-def checkpoint_in(path: Folder) -> Folder | None:
-    """The checkpoint that ``path`` is, or the newest in it or in its ``checkpoints``; ``None`` where there is none."""
-    if (path / MANIFEST).is_file():
-        return path
-    return newest(path) or newest(path / CHECKPOINTS)

@@ -31,26 +31,44 @@ class TensorInfo:
 
 @runtime_checkable
 class Source(Protocol):
-    """Tensors by name, read a part at a time; a context manager.
+    """Tensors by name, read a part at a time; a context manager."""
 
-    Attributes:
-        kind: what it is, in words (``PyTorch DCP folder``).
-        place: where it is, as the user wrote it.
-        tensors: names as in Shardwise's own manifests: ``model/<fqn>`` for weights and buffers,
-            ``optimizer/<fqn>/<key>`` (``exp_avg``, ``exp_avg_sq``, ``step``) for state that is kept by name.
-        aliases: other names of tied tensors, each to the name under which the one copy is in ``tensors``.
-        optimizer: class name, groups and scalars as `OptimizerEntry` has them, as JSON; ``None`` where unknown.
-        step: optimizer steps done; ``None`` where unknown.
-        notes: what is there and is not among ``tensors``, one sentence each, to be said aloud.
-    """
+    @property
+    def kind(self) -> str:
+        """What it is, in words (``PyTorch DCP folder``)."""
+        ...
 
-    kind: str
-    place: str
-    tensors: Mapping[str, TensorInfo]
-    aliases: Mapping[str, str]
-    optimizer: Mapping[str, Any] | None
-    step: int | None
-    notes: Sequence[str]
+    @property
+    def place(self) -> str:
+        """Where it is, as the user wrote it."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Names as in Shardwise's own manifests: ``model/<fqn>`` for weights and buffers, ``optimizer/<fqn>/<key>``
+        (``exp_avg``, ``exp_avg_sq``, ``step``) for state that is kept by name.
+        """
+        ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of tied tensors, each to the name under which the one copy is in ``tensors``."""
+        ...
+
+    @property
+    def optimizer(self) -> Mapping[str, Any] | None:
+        """Class name, groups and scalars as `OptimizerEntry` has them, as JSON; ``None`` where unknown."""
+        ...
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps done; ``None`` where unknown."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is there and is not among ``tensors``, one sentence each, to be said aloud."""
+        ...
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The elements of ``box``, a contiguous CPU tensor of shape ``box.lengths``.

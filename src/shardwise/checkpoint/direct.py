@@ -1,0 +1,115 @@
+"""Writes that go past the system's page cache, from memory straight to a disk of this machine.
+
+A checkpoint is written once and read much later, if ever: in the page cache it takes memory that others could use, and
+filling that costs more time than the disk does. Only whole blocks of the file, from memory that begins at a block,
+can go that way; what does not lie so goes through a small buffer that does, and what is short through the page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+BLOCK = 4096  # bytes; files and memory are laid out by it, where disks ask for no more
+LEAST = 1 << 18  # fewer bytes than that go through the page cache
+BUFFER = 1 << 20  # bytes that are copied and written at once
+AT_ONCE = 1 << 24  # bytes of one call
+_REFUSED = (errno.EINVAL, errno.ENOTSUP)
+
+
+def is_on_disk(place: Path | int) -> bool:
+    """Whether a file's system lies on a block device: not in memory, behind a network, or on top of another one.
+
+    ``place`` is a path that is there, or an open file.
+    """
+    device = os.stat(place).st_dev
+    return os.path.exists(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+
+
+def write_all(handle: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done : done + AT_ONCE], offset + done)
+
+
+class DirectWriter:
+    """A second handle on a file that is open already, for whole blocks; by several threads at once.
+
+    ``handle`` is the first one, and takes the rest. Where the system does not write so, everything goes there.
+
+    Raises:
+        OSError: from `write_at`, the disk is full or broken.
+    """
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self._plain = handle
+        self._handle = -1
+        self._works = False
+        self._spare: list[Any] = []
+        self._block = max(BLOCK, os.fstat(handle).st_blksize)
+        flag = getattr(os, "O_DIRECT", None)
+        if flag is not None and self._block & (self._block - 1) == 0 and self._block <= LEAST and is_on_disk(handle):
+            with suppress(OSError):
+                self._handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+                self._works = True
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data`` at ``offset``."""
+        begin = -(-offset // self._block) * self._block
+        end = (offset + len(data)) // self._block * self._block
+        if not self._works or end - begin < LEAST:
+            write_all(self._plain, data, offset)
+            return
+        write_all(self._plain, data[: begin - offset], offset)
+        write_all(self._plain, data[end - offset :], end)
+        self._write_blocks(begin, data[begin - offset : end - offset])
+
+    def close(self) -> None:
+        """Let go of the second handle."""
+        self._spare.clear()
+        handle, self._handle, self._works = self._handle, -1, False
+        if handle >= 0:
+            os.close(handle)
+
+    def _write_blocks(self, offset: int, data: memoryview) -> None:
+        import numpy as np
+
+        source = np.frombuffer(data, dtype=np.uint8)
+        if source.ctypes.data % self._block == 0:
+            self._write(offset, data)
+            return
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            buffer = aligned(BUFFER, self._block)
+        for begin in range(0, len(data), BUFFER):
+            part = source[begin : begin + BUFFER]
+            np.copyto(buffer[: len(part)], part)  # unlike an assignment to a memoryview, others run meanwhile
+            self._write(offset + begin, buffer[: len(part)].data)
+        self._spare.append(buffer)
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data) and self._works:
+            try:
+                done += os.pwrite(self._handle, data[done : done + AT_ONCE], offset + done)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self._works = False
+            if done % self._block:
+                break
+        write_all(self._plain, data[done:], offset + done)
+
+
+def aligned(num_bytes: int, block: int = BLOCK) -> Any:
+    """A numpy array of bytes that begins at a multiple of ``block``, outside of torch's own memory; not filled."""
+    import numpy as np
+
+    room = np.empty(num_bytes + block, dtype=np.uint8)
+    begin = -room.ctypes.data % block
+    return room[begin : begin + num_bytes]

@@ -1,0 +1,270 @@
+"""What a checkpoint holds, and whether its files can be all of it: from names, sizes and headers, without data."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.checkpoint.format import (
+    ITEMSIZES,
+    MANIFEST,
+    Manifest,
+    Shard,
+    checkpoint_in,
+    no_collector,
+    read_manifest,
+    saved_steps,
+)
+from shardwise.checkpoint.storage import Folder, RangeReader, file_sizes, folder_of, is_local
+from shardwise.errors import CheckpointError
+
+THREADS = 16  # requests to a server at once
+OTHER = "checkpoint of another tool"
+_LARGEST_HEADER = 100_000_000  # the safetensors library's limit
+_OWN_FILES = re.compile(r"rank-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A tensor: its safetensors code (or torch's name where there is none), its whole shape, its bytes, its shards.
+
+    ``shards`` is ``None`` where the format does not say.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    shards: int | None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a file, or with the manifest, and which tensors it takes away."""
+
+    file: str
+    what: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        named = ", ".join(self.tensors[:3])
+        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+        return f"{self.file}: {self.what}" + (f" ({named}{more})" if named else "")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What there is at a place.
+
+    Attributes:
+        kind: whose checkpoint it is, in words.
+        place: the folder or file that was looked at.
+        lines: the tensors of the weights, the optimizer and whatever else, without the generators' states.
+        manifest: of a checkpoint of Shardwise, where it can be read.
+        rng: rank to the names of the generators whose states there are.
+        sizes: the files of the checkpoint with their bytes; empty where that is not known.
+        others: the other checkpoints beside it, where a folder of several was given.
+    """
+
+    kind: str
+    place: str
+    lines: Sequence[Line] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    step: int | None = None
+    manifest: Manifest | None = None
+    rng: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    others: Sequence[str] = ()
+    damage: Sequence[Damage] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all the tensors in ``lines``."""
+        return sum(line.num_bytes for line in self.lines)
+
+
+@no_collector()
+def inspect_checkpoint(place: str | Folder) -> Inspection:
+    """Look at the checkpoint at ``place``: ours, the newest of a run or a folder of checkpoints, or another tool's.
+
+    Raises:
+        UserError: there is nothing that is known.
+        CheckpointError: a server does not answer.
+    """
+    path = folder_of(place)
+    own = find_own(path)
+    if own is None:
+        return _of_source(place)
+    kind = "Shardwise checkpoint"
+    others = _others(path, own)
+    try:
+        manifest = read_manifest(own)
+    except CheckpointError as error:
+        damage = Damage(MANIFEST, plain_fault(own / MANIFEST, error))
+        return Inspection(kind, str(own), sizes=file_sizes(own), others=others, damage=[damage])
+    sizes = file_sizes(own)
+    lines, rng = _lines(manifest)
+    return Inspection(
+        kind,
+        str(own),
+        lines,
+        manifest.aliases,
+        manifest.optimizer.model_dump(),
+        manifest.step,
+        manifest,
+        rng,
+        sizes,
+        others,
+        damaged_files(own, shards_by_file(manifest), sizes),
+        _left_over(manifest, sizes),
+    )
+
+
+def find_own(path: Folder) -> Folder | None:
+    """The folder of the one checkpoint of Shardwise that ``path`` stands for, finished or not; else ``None``."""
+    if path.name == MANIFEST and path.is_file():
+        return path.parent
+    if not path.is_dir():
+        return None
+    found = checkpoint_in(path)
+    if found is not None:
+        return found
+    unfinished = any(_OWN_FILES.fullmatch(item.name) for item in path.iterdir())
+    return path if unfinished else None
+
+
+def shards_by_file(manifest: Manifest) -> dict[str, list[tuple[Shard, int]]]:
+    """File name to the shards in it, each with its bytes."""
+    found: dict[str, list[tuple[Shard, int]]] = defaultdict(list)
+    for entry in manifest.tensors.values():
+        itemsize = ITEMSIZES[entry.dtype]
+        for shard in entry.shards:
+            found[shard.file].append((shard, math.prod(shard.lengths) * itemsize))
+    return dict(found)
+
+
+def damaged_files(
+    folder: Folder, files: Mapping[str, Sequence[tuple[Shard, int]]], sizes: Mapping[str, int]
+) -> list[Damage]:
+    """The files that are missing, or have another size than what is in them needs; no data is read."""
+
+    def look(name: str) -> Damage | None:
+        return _damage_of(folder / name, files[name], sizes.get(name))
+
+    names = sorted(files)
+    if is_local(folder) or len(names) < 2:
+        return [damage for damage in map(look, names) if damage]
+    with ThreadPoolExecutor(min(THREADS, len(names)), "inspect") as pool:
+        return [damage for damage in pool.map(look, names) if damage]
+
+
+def unreadable(place: str | Folder, error: Exception) -> Damage:
+    """A checkpoint of another tool that cannot even be opened."""
+    path = folder_of(place)
+    return Damage(path.name or str(path), plain_fault(path, error))
+
+
+def plain_fault(path: object, error: Exception) -> str:
+    """The message of an error without the path, which is said beside it."""
+    text = str(error)
+    for start in (f"'{path}' is ", f"'{path}' ", f"'{path}': "):
+        text = text.removeprefix(start)
+    return text.rstrip("; ")
+
+
+def _of_source(place: str | Folder) -> Inspection:
+    from shardwise.checkpoint.dtypes import CODES
+    from shardwise.checkpoint.sources.detect import open_source  # which loads torch, and ours is read without
+
+    try:
+        opened = open_source(place)
+    except CheckpointError as error:
+        return Inspection(OTHER, str(place), damage=[unreadable(place, error)])
+    with opened as source:
+        lines = [
+            Line(name, CODES.get(info.dtype, str(info.dtype).removeprefix("torch.")), info.shape, info.num_bytes, None)
+            for name, info in source.tensors.items()
+        ]
+        return Inspection(
+            source.kind,
+            source.place,
+            lines,
+            source.aliases,
+            source.optimizer,
+            source.step,
+            notes=tuple(source.notes),
+        )
+
+
+def _others(path: Folder, own: Folder) -> list[str]:
+    """Names of the other checkpoints, where ``path`` is a folder of several."""
+    if str(own) == str(path) or path.name == MANIFEST:
+        return []
+    return [other.name for _, other in saved_steps(own.parent) if other.name != own.name]
+
+
+def _lines(manifest: Manifest) -> tuple[list[Line], dict[str, list[str]]]:
+    lines: list[Line] = []
+    rng: dict[str, list[str]] = defaultdict(list)
+    for name, entry in manifest.tensors.items():
+        num_bytes = math.prod(entry.shape) * ITEMSIZES[entry.dtype]
+        if name.startswith("rng/") and name.count("/") >= 2:
+            _, rank, generator = name.split("/", 2)
+            rng[rank].append(generator)
+        else:
+            lines.append(Line(name, entry.dtype, entry.shape, num_bytes, len(entry.shards)))
+    return lines, dict(rng)
+
+
+def _left_over(manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
+    """One note about files that nothing in the manifest leads to."""
+    known = {shard.file for entry in manifest.tensors.values() for shard in entry.shards} | {MANIFEST}
+    extra = sorted(name for name in sizes if name not in known)
+    shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+    return [f"not part of the checkpoint: {shown}"] if extra else []
+
+
+def _damage_of(path: Folder, shards: Sequence[tuple[Shard, int]], size: int | None) -> Damage | None:
+    keys = tuple(shard.key for shard, _ in shards)
+    if size is None:
+        return Damage(path.name, "is missing", keys)
+    try:
+        with RangeReader(path, size=size, ahead=False) as reader:
+            header = int.from_bytes(reader.read(0, 8), "little")
+            if 8 + header + sum(num_bytes for _, num_bytes in shards) == size:
+                return None
+            return _closer(reader, header, shards)
+    except EOFError:
+        return Damage(path.name, f"has {size} bytes, which is no safetensors file", keys)
+    except OSError as error:
+        return Damage(path.name, f"cannot be read: {error.strerror or error}", keys)
+
+
+def _closer(reader: RangeReader, header: int, shards: Sequence[tuple[Shard, int]]) -> Damage | None:
+    """What a file holds whose size is not that of its shards; other tensors may lie in it, too."""
+    name, size, keys = reader.path.name, reader.size, tuple(shard.key for shard, _ in shards)
+    if header > min(_LARGEST_HEADER, size - 8):
+        return Damage(name, f"has {size} bytes, and its header alone is said to have {header}", keys)
+    try:
+        items = json.loads(reader.read(8, header))
+        ends = {key: 8 + header + int(item["data_offsets"][1]) for key, item in items.items() if key != "__metadata__"}
+        begins = {key: 8 + header + int(items[key]["data_offsets"][0]) for key in ends}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        return Damage(name, f"its header is damaged ({type(error).__name__}: {error})", keys)
+    if lost := tuple(key for key in keys if key not in ends):
+        return Damage(name, "its header does not have what the manifest says is in it", lost)
+    if cut := tuple(key for key in keys if ends[key] > size):
+        needed = max(ends[key] for key in cut)
+        return Damage(name, f"is truncated: it has {size} bytes, and {needed} are needed", cut)
+    if wrong := tuple(shard.key for shard, num_bytes in shards if ends[shard.key] - begins[shard.key] != num_bytes):
+        return Damage(name, "holds other numbers of bytes than the manifest says", wrong)
+    needed = max(ends.values(), default=8 + header)
+    return None if needed == size else Damage(name, f"has {size} bytes, and its header accounts for {needed}")

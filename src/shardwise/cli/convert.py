@@ -1,0 +1,359 @@
+"""``shardwise checkpoint convert``: read any tool's checkpoint, write another, and show that it is the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from shardwise.checkpoint.convert import Extras, To, Written, convert, refuse_taken
+from shardwise.checkpoint.matching import MODEL, Expected, Selection, select
+from shardwise.checkpoint.sources.detect import open_source
+from shardwise.checkpoint.sources.huggingface import CONFIG, HuggingFaceSource
+from shardwise.checkpoint.sources.own import OwnSource
+from shardwise.checkpoint.sources.source import Source
+from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.errors import UserError, did_you_mean
+from shardwise.units import bytes_text, seconds_text
+from shardwise.verify.forward import NotTheSame, Verdict, check_conversion, widest
+from shardwise.verify.known_model import KnownModel, find_model
+
+SCHEMA = 1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MAX_SHARD_SIZE = "5GB"
+SMALLEST_SHARD = 1024
+_NAMES = {"hf": "Hugging Face folder", "shardwise": "Shardwise checkpoint"}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+# what lies beside the weights of a Hugging Face model and is data; code is never copied
+_BESIDE = (
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The question, checked."""
+
+    to: To
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    model: str | None
+    verify: bool
+    optimizer: bool
+
+
+def run_convert(
+    source: str,
+    target: str,
+    *,
+    to: str | None,
+    dtype: str | None,
+    max_shard_size: str | None,
+    model: str | None,
+    verify: bool,
+    optimizer: bool,
+    as_json: bool,
+) -> None:
+    """The verb.
+
+    Args:
+        source: path or URL of any tool's checkpoint.
+        target: path or URL of a folder that does not exist yet.
+        to: ``hf`` or ``shardwise``; ``None`` is ``hf`` for a checkpoint of Shardwise and ``shardwise`` for any other.
+        dtype: ``bf16``, ``fp16`` or ``fp32`` for floating-point weights; ``None`` leaves them as they are.
+        max_shard_size: bytes of a file at most, such as ``5GB`` or ``500MiB``.
+        model: a folder with ``config.json``, that file, or ``package.module:factory``.
+        verify: compare the outputs of the model and every tensor.
+        optimizer: carry over the optimizer's state where the target can hold it.
+        as_json: one JSON document as the last line of stdout.
+
+    Raises:
+        UserError: the question cannot be, or names and shapes are not the model's.
+        CheckpointError: the source is damaged or asks for code to be run, or the target cannot be written.
+        NotTheSame: the target does not give what the source gives; it was removed.
+    """
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    started = time.perf_counter()
+    place = folder_of(target)
+    _check_words(to, dtype, max_shard_size)
+    refuse_taken(place)
+    with open_source(source) as opened:
+        asked = _Asked(
+            to=_direction(to, opened),
+            dtype=DTYPES[dtype] if dtype else None,
+            max_shard_bytes=read_size(max_shard_size or MAX_SHARD_SIZE),
+            model=model,
+            verify=verify,
+            optimizer=optimizer,
+        )
+        answer = _Answer(opened, asked, place, console)
+        console.print(f"source: {opened.kind} '{opened.place}', {_content(opened)}", markup=False)
+        try:
+            written, verdict = _run(opened, asked, place, answer)
+        except NotTheSame as error:
+            if as_json:
+                print(json.dumps(answer.document(None, error.verdict, time.perf_counter() - started)))
+            raise
+        answer.say(verdict.text)
+        took = time.perf_counter() - started
+        files = f"{written.files} {'file' if written.files == 1 else 'files'}"
+        size = bytes_text(written.num_bytes)
+        console.print(
+            f"done: {_NAMES[asked.to]} '{written.place}', {files}, {size}, {seconds_text(took)}", markup=False
+        )
+        if as_json:
+            print(json.dumps(answer.document(written, verdict, took)))
+
+
+class _Answer:
+    """What is said and what becomes JSON."""
+
+    def __init__(self, source: Source, asked: _Asked, target: Folder, console: Console) -> None:
+        self.source = source
+        self.asked = asked
+        self.target = target
+        self.console = console
+        self.notes: list[str] = []
+        self.selection: Selection | None = None
+
+    def note(self, text: str) -> None:
+        """Say it, and keep it for the document."""
+        self.notes.append(text)
+        self.say(f"note: {text}")
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, markup=False)
+
+    def document(self, written: Written | None, verdict: Verdict, seconds: float) -> dict[str, Any]:
+        """The answer as JSON; see docs/checkpoint-format.md."""
+        items = self.selection.items if self.selection else ()
+        return {
+            "schema": SCHEMA,
+            "source": {"kind": self.source.kind, "place": self.source.place, "step": self.source.step},
+            "to": self.asked.to,
+            "target": str(written.place if written else self.target),
+            "tensors": len(items),
+            "bytes": self.selection.num_bytes if self.selection else 0,
+            "files": written.files if written else 0,
+            "seconds": round(seconds, 3),
+            "notes": self.notes,
+            "verified": verdict.verified,
+            "verdict": verdict.text,
+            "max_difference": verdict.max_difference,
+        }
+
+
+def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tuple[Written, Verdict]:
+    for note in source.notes:
+        answer.note(note)
+    known = find_model(asked.model, source)
+    expected = known.expected() if isinstance(known, KnownModel) else None
+    checked = known
+    if expected is not None and expected.translated:
+        if _has_file_names(source, expected):
+            checked, expected = "transformers stores this model under other names than its modules have", None
+            answer.note(f"{checked}; names are kept as they are, and not compared with the model's")
+        elif asked.to == "hf":
+            answer.note("the names are those of transformers' modules, as it loads them; published files have others")
+    hf = asked.to == "hf"
+    reason = "a Hugging Face folder has no place for it" if hf else "--no-optimizer was given"
+    weights_only = hf or not asked.optimizer
+    selection = select(source, expected, dtype=asked.dtype, weights_only=weights_only, reason=reason)
+    answer.selection = selection
+    for note in selection.notes:
+        answer.note(note)
+    if isinstance(source, OwnSource) and weights_only and source.manifest.state:
+        answer.note(f"not carried over: the position in the data and other state of the run; {reason}")
+    if asked.to == "shardwise" and source.step is None:
+        answer.note("the source does not say how many steps were done; the checkpoint is one of step 0")
+    extras = _extras(source, asked, known, selection, answer)
+    with _Bar(answer.console) as bar:
+        if asked.verify and isinstance(source, OwnSource):
+            bar.begin("checking the source", sum(info.num_bytes for info in source.tensors.values()))
+            source.check(bar.tick)
+
+        def check(place: Folder) -> Verdict:
+            if not asked.verify:
+                return Verdict(None, None, "not verified: --no-verify was given")
+            return check_conversion(source, selection, place, asked.to, checked, bar)
+
+        return convert(
+            source,
+            selection,
+            target,
+            to=asked.to,
+            max_shard_bytes=asked.max_shard_bytes,
+            extras=extras,
+            progress=bar,
+            check=check,
+        )
+
+
+def _has_file_names(source: Source, expected: Expected) -> bool:
+    """Whether the source has names of a model's files that its modules do not have."""
+    names = {name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)}
+    published = isinstance(source, HuggingFaceSource) or bool(names & expected.names)
+    return published and bool(names - expected.names - expected.transient)
+
+
+def _extras(source: Source, asked: _Asked, known: KnownModel | str, selection: Selection, answer: _Answer) -> Extras:
+    """The configuration and the files beside the weights; what is not there is said."""
+    entry = known.entry if isinstance(known, KnownModel) else None
+    if asked.to == "shardwise":
+        if entry is None and isinstance(source, OwnSource):
+            entry = source.manifest.model
+        return Extras(model=entry)
+    config = known.config if isinstance(known, KnownModel) else None
+    folder = known.folder if isinstance(known, KnownModel) else None
+    if isinstance(known, str) and isinstance(source, HuggingFaceSource):
+        config = source.config
+    if folder is None and isinstance(source, HuggingFaceSource):
+        folder = source.folder
+    if config is None:
+        answer.note(f"no {CONFIG} is written, as no configuration is known; give --model FOLDER for one")
+        return Extras()
+    stored = str(widest(i.info.dtype for i in selection.items if i.name.startswith(MODEL))).removeprefix("torch.")
+    files = _beside(folder) if folder is not None else []
+    if files:
+        answer.note(f"copied from '{folder}': {', '.join(file.name for file in files)}")
+    elif folder is None:
+        answer.note("no tokenizer is written, as none is known; give --model FOLDER to copy its files")
+    before = config.get("dtype") or config.get("torch_dtype")
+    if before not in (None, stored):
+        answer.note(f"{CONFIG}: dtype is {stored}, as the weights are (it was {before})")
+    return Extras(config=_with_dtype(config, stored), files=files)
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The configuration with the dtype that is stored, also in those inside it, so that loading rounds nothing."""
+    inner = {k: _inner_dtype(v, dtype) for k, v in config.items() if k not in ("torch_dtype", "_name_or_path")}
+    return {**inner, "dtype": dtype}
+
+
+def _inner_dtype(value: Any, dtype: str) -> Any:
+    if not isinstance(value, Mapping) or not {"dtype", "torch_dtype"} & value.keys():
+        return value
+    return _with_dtype(value, dtype)
+
+
+def _beside(folder: Folder) -> list[Folder]:
+    """Files of the tokenizer and of generation."""
+    found: list[Folder] = []
+    there: list[Folder] = [*folder.iterdir()]
+    for path in sorted(there, key=lambda path: path.name):
+        is_tokenizer = path.name.startswith(_TOKENIZER) and path.name.endswith((".json", ".model"))
+        if (path.name in _BESIDE or is_tokenizer) and path.is_file():
+            found.append(path)
+    return found
+
+
+def _direction(to: str | None, source: Source) -> To:
+    if to == "hf" or (to is None and isinstance(source, OwnSource)):
+        return "hf"
+    return "shardwise"
+
+
+def _check_words(to: str | None, dtype: str | None, max_shard_size: str | None) -> None:
+    """All problems of the options at once."""
+    problems = []
+    if to is not None and to not in get_args(To):
+        problems.append(f"--to {to}: give hf or shardwise{did_you_mean(to, get_args(To))}")
+    if dtype is not None and dtype not in DTYPES:
+        problems.append(f"--dtype {dtype}: give bf16, fp16 or fp32{did_you_mean(dtype, DTYPES)}")
+    if max_shard_size is not None:
+        try:
+            read_size(max_shard_size)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def read_size(text: str) -> int:
+    """Bytes of ``5GB`` (thousands), ``500MiB`` (1024s) or ``1000000``.
+
+    Raises:
+        UserError: it is none, or less than 1 KiB.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"--max-shard-size {text}: give a size such as 5GB or 500MiB")
+    base = 1024 if match[3] else 1000
+    size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < SMALLEST_SHARD:
+        raise UserError(f"--max-shard-size {text}: a file must have room for {SMALLEST_SHARD} bytes; give more")
+    return size
+
+
+def _content(source: Source) -> str:
+    size = bytes_text(sum(info.num_bytes for info in source.tensors.values()))
+    step = "" if source.step is None else f", step {source.step}"
+    return f"{len(source.tensors)} tensors, {size}{step}"
+
+
+class _Bar:
+    """Progress with rate and time left on a terminal; nothing elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._task: TaskID | None = None
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
+
+    def __enter__(self) -> _Bar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, what: str, num_bytes: int) -> None:
+        """See `shardwise.checkpoint.convert.Progress`."""
+        if self._bar is None:
+            return
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(what, total=num_bytes or None)
+
+    def tick(self, num_bytes: int) -> None:
+        """See `shardwise.checkpoint.convert.Progress`."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, num_bytes)
