@@ -299,7 +299,12 @@ class Run:
         )
         state = manifest.state
         facts = self._order_facts()
-        then = state["order"]
+        then = state.get("order")
+        if then is None:
+            raise ConfigError(
+                f"'{path}' has no place in the data: it was converted, or saved by a loop of one's own; to begin with "
+                f"its weights choose another folder for this run's checkpoints and set model.weights = '{path}'"
+            )
         changed = [f"{key} was {then.get(key)}, is {now}" for key, now in facts.items() if then.get(key) != now]
         if changed:
             raise ConfigError(

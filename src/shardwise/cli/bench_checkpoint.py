@@ -1,0 +1,323 @@
+"""``shardwise bench checkpoint``: start the ranks, show what each way to save costs, keep the samples and a plot."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.cli.job import Job, prepare_job
+from shardwise.errors import UserError
+from shardwise.launch.rank import guarded
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.train.config import OptimizerTable, read_config
+from shardwise.units import GIB, bytes_text, seconds_text
+
+STRATEGIES = ("ddp", "fsdp")
+FOUND = "found.json"
+NOTES = (
+    "Medians of the rounds, quartiles below; ratios are of turns in the same round. s: until durable. of raw: the raw "
+    "write's time ÷ its own. ÷ ours: its time ÷ that of our save of the same kind. stall: the loop stood still; of our "
+    "sync: in parts of our save in the foreground. dip: a step of the ten after ÷ one without a save. lost: by how much "
+    "the save and these ten steps took longer than ten steps without one."
+)
+DEFAULT_GIB = 1.0
+WIDTH = 110  # of a page that is no terminal
+_MEMORY = 4  # whole states that a rank holds at most: its own, gradients, copies for the background, what is read back
+_ROOM = 1.5  # of the state, on the disk
+
+
+class Request(BaseModel):
+    """What the ranks are to do; ``job`` where it is a config's model, else ``state_bytes``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    state_bytes: int
+    job: Path | None
+    rounds: int
+    step_s: float
+    seed: int
+    folder: Path
+    as_json: bool
+
+
+def run_bench_checkpoint(
+    config_file: Path | None,
+    overrides: list[str],
+    *,
+    size_gib: float | None,
+    nproc: int | None,
+    rounds: int,
+    step_s: float,
+    output: Path,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """The verb.
+
+    Raises:
+        UserError: something of what was asked for cannot be; said before anything is measured.
+    """
+    from shardwise.launch.local import run_local
+
+    if config_file is not None and size_gib is not None:
+        raise UserError("--size is for a model that is made up, and a config has its own; leave one of them out")
+    state_bytes = int((size_gib or DEFAULT_GIB) * GIB)
+    place = folder or output
+    world = nproc or 2
+    _check(place, output, world, state_bytes if config_file is None else 0)
+    console = Console(stderr=as_json, highlight=False)
+    if not console.is_terminal:
+        console = Console(stderr=as_json, highlight=False, width=WIDTH)
+    with tempfile.TemporaryDirectory(prefix=".bench-checkpoint-", dir=place) as name:
+        work = Path(name).absolute()
+        job = None
+        if config_file is not None:
+            words = [*overrides, f"train.output={work}", *([f"parallel.nproc={nproc}"] if nproc else [])]
+            prepared = prepare_job(read_config(config_file, words), lambda text: console.print(f"data: {text}"))
+            world, job = prepared.job.plan.dims.world_size, work / "job.json"
+            job.write_text(prepared.job.to_json())
+        request = Request(
+            state_bytes=state_bytes, job=job, rounds=rounds, step_s=step_s, seed=0, folder=work, as_json=as_json
+        )
+        file = work / "request.json"
+        file.write_text(request.model_dump_json())
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        command = [sys.executable, "-m", "shardwise.cli.bench_checkpoint", str(file)]
+        sys.stdout.flush()
+        run_local(command, world, threads=max(1, cores // world), logs=work / "logs")
+        document = _document(json.loads((work / FOUND).read_text()), place, config_file)
+    _show(document, console)
+    _keep(document, output, console)
+    if as_json:
+        print(json.dumps(document))
+
+
+def _check(place: Path, output: Path, world: int, state_bytes: int) -> None:
+    import psutil
+
+    problems = []
+    for option, path in {"--output": output, "--folder": place}.items():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problems.append(f"{option} '{path}': {error.strerror or error}; give another folder")
+            continue
+        if not os.access(path, os.W_OK):
+            problems.append(f"{option} '{path}' cannot be written to; give another folder")
+    if not problems:
+        free, room = shutil.disk_usage(place).free, int(_ROOM * state_bytes)
+        if free < room:
+            problems.append(
+                f"'{place}' has {bytes_text(free)} free and {bytes_text(room)} are needed; use a smaller --size, or "
+                "another --folder"
+            )
+    available, needed = psutil.virtual_memory().available, _MEMORY * world * state_bytes
+    if available < needed:
+        problems.append(
+            f"{world} ranks with {bytes_text(state_bytes)} of state need up to {bytes_text(needed)} of memory, and "
+            f"{bytes_text(available)} are there; use a smaller --size or fewer ranks"
+        )
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+
+
+def _document(found: dict[str, Any], place: Path, config_file: Path | None) -> dict[str, Any]:
+    """What is kept: where and when it was measured, the medians, and every sample."""
+    import psutil
+
+    mounts = [part for part in psutil.disk_partitions(all=True) if place.absolute().is_relative_to(part.mountpoint)]
+    disk = max(mounts, key=lambda part: len(part.mountpoint), default=None)
+    return {
+        "schema": 1,
+        "date": datetime.date.today().isoformat(),
+        **found,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "disk": f"{disk.device} ({disk.fstype}, {disk.opts})" if disk else "unknown",
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "model": str(config_file) if config_file else "a decoder that was made up",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def _show(document: dict[str, Any], console: Console) -> None:
+    for case in document["cases"]:
+        table = Table(title=_title(document, case), title_justify="left", box=box.SIMPLE_HEAD)
+        for column in ("", "s", "GiB/s", "of raw", "÷ ours", "stall ms", "of our sync", "dip", "lost s"):
+            table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        for row in case["summary"]:
+            table.add_row(*_cells(row))
+        console.print(table)
+    console.print(NOTES)
+
+
+def _title(document: dict[str, Any], case: dict[str, Any]) -> str:
+    return (
+        f"{case['strategy']}: {bytes_text(case['state_bytes'])} of model and optimizer, {document['ranks']} ranks, "
+        f"{case['rounds']} rounds, steps of {seconds_text(case['step_s'])}, load of the machine {case['load']:.1f}"
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Medians, and the quartiles under them."""
+
+    def text(key: str, form: str, scale: float = 1.0) -> str:
+        item = row[key]
+        if item is None:
+            return ""
+        low, median, high = (format(item[part] * scale, form) for part in ("low", "median", "high"))
+        return f"{median}\n{low}–{high}"
+
+    return [
+        row["contender"],
+        text("seconds", ".2f"),
+        text("bytes_per_s", ".2f", 1 / GIB),
+        text("of_raw", ".2f"),
+        text("over_ours", ".2f"),
+        text("stall_s", ".0f", 1e3),
+        text("stall_of_sync", ".0%"),
+        text("dip", ".2f"),
+        text("lost_s", ".2f"),
+    ]
+
+
+def _keep(document: dict[str, Any], output: Path, console: Console) -> None:
+    from shardwise.report.checkpoint_plot import draw
+
+    output.mkdir(parents=True, exist_ok=True)
+    device = str(document["device"]).replace(" ", "-").lower()
+    raw = output / f"checkpoint_{device}_{document['date']}.json"
+    raw.write_text(json.dumps(document, indent=1) + "\n")
+    console.print(f"raw samples: {raw}")
+    plot = raw.with_suffix(".png")
+    if draw(document, plot):
+        console.print(f"plot: {plot}")
+    else:
+        console.print("no plot: matplotlib is not installed (pip install 'shardwise[plots]')", markup=False)
+
+
+def rank_main() -> int:
+    """One rank; rank 0 writes what was found into the request's folder."""
+    import gc
+    import importlib.metadata
+    import warnings
+
+    import torch
+
+    from shardwise.parallel.group import join, leave
+
+    warnings.filterwarnings("ignore", module=r"torch\.")  # a peer's warnings are no news of ours
+    request = Request.model_validate_json(Path(sys.argv[1]).read_text())
+    job = Job.model_validate_json(request.job.read_text()) if request.job else None
+    ranks = join(job.plan.device if job else "auto")
+    cases = []
+    for strategy in STRATEGIES:
+        cases.append(_case(request, job, strategy, ranks))
+        gc.collect()
+    if ranks.is_main:
+        document = {
+            "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
+            "ranks": ranks.world_size,
+            "threads_per_rank": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "shardwise": importlib.metadata.version("shardwise"),
+            "cases": cases,
+        }
+        (request.folder / FOUND).write_text(json.dumps(document))
+    leave(ranks)
+    return 0
+
+
+def _case(request: Request, job: Job | None, strategy: str, ranks: Any) -> dict[str, Any]:
+    """One strategy, measured."""
+    import statistics
+
+    from shardwise.measure import checkpoint_bench as bench
+
+    console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, quiet=not ranks.is_main)
+    dims = dims_for(parse_strategy(strategy), ranks.world_size)
+    samples: int | None = None
+    if job is not None:
+        from shardwise.train.model import model_factory
+
+        plan = job.plan.model_copy(update={"strategy": strategy, "dims": dims, "grad_accum": 1})
+        corpus, batches = _corpus_batches(job, ranks)
+        training = bench.Training(model_factory(job.config, corpus), job.config.optimizer, plan, ranks, request.seed)
+    else:
+        plan = Plan(strategy=strategy, dims=dims, device=ranks.device.type)
+        factory = bench.decoder_of(request.state_bytes)
+        training = bench.Training(factory, OptimizerTable(), plan, ranks, request.seed)
+        samples = bench.samples_for_step(training, request.step_s)
+        batches = bench.random_batches(samples, ranks)
+
+    def tick(done: int) -> None:
+        console.print(f"{strategy}: round {done} of {request.rounds}")
+
+    folder = request.folder / strategy
+    folder.mkdir(exist_ok=True)
+    found = bench.bench_checkpoints(
+        training, batches, folder, rounds=request.rounds, seed=request.seed, samples_of_a_step=samples, tick=tick
+    )
+    plain = found.of(bench.NO_SAVE)
+    return {
+        "strategy": strategy,
+        "state_bytes": found.state_bytes,
+        "rounds": request.rounds,
+        "samples_of_a_step": found.samples_of_a_step,
+        "step_s": statistics.median(step for turn in plain for step in turn.steps_s),
+        "load": statistics.median(turn.load for turn in found.turns),
+        "summary": [row.model_dump() for row in found.summary()],
+        "turns": [turn.model_dump() for turn in found.turns],
+    }
+
+
+def _corpus_batches(job: Job, ranks: Any) -> tuple[int, Any]:
+    """The size of the vocabulary, and this rank's micro batches of the config's data."""
+    from collections.abc import Iterator
+
+    from shardwise.measure.plain import Batch
+    from shardwise.train.corpus import open_corpus
+    from shardwise.train.order import Order, rank_ids
+    from shardwise.train.samples import samples_for
+
+    corpus = open_corpus(job.corpus)
+    data = samples_for(corpus.train, job.config.data, corpus.separator)
+    order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
+    micro = job.plan.micro_batch or 1
+
+    def batches() -> Iterator[Batch]:
+        position = 0
+        while True:
+            inputs, labels = data.batch(rank_ids(order, position, ranks.world_size, ranks.rank, micro, 1)[0])
+            yield inputs.to(ranks.device), labels.to(ranks.device)
+            position += micro * ranks.world_size
+
+    return corpus.vocab_size, batches()
+
+
+if __name__ == "__main__":
+    guarded(rank_main)
