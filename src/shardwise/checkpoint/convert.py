@@ -50,8 +50,7 @@ from shardwise.units import MIB, bytes_text
 
 To = Literal["hf", "shardwise"]
 Result = TypeVar("Result")
-# bytes of a block and threads: on a disk small blocks are as fast, and the allocator keeps a multiple of what it gave
-LOCAL, REMOTE = (2 * MIB, 2), (8 * MIB, 4)
+LOCAL, REMOTE = (4 * MIB, 4), (16 * MIB, 4)  # bytes of a block, and threads
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 

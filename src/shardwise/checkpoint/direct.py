@@ -1,8 +1,8 @@
 """Writes that go past the system's page cache, from memory straight to a disk of this machine.
 
 A checkpoint is written once and read much later, if ever: in the page cache it takes memory that others could use, and
-filling that costs more time than the disk does. Only whole blocks of the file, from memory that begins at a block,
-can go that way; what does not lie so goes through a small buffer that does, and what is short through the page cache.
+filling that costs more time than the disk does. Only whole blocks of the file can go that way, from memory that begins
+where the device can read it; what lies elsewhere goes through a small buffer, and what is short through the page cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 BLOCK = 4096  # bytes; files and memory are laid out by it, where disks ask for no more
 LEAST = 1 << 18  # fewer bytes than that go through the page cache
-BUFFER = 1 << 20  # bytes that are copied and written at once
+BUFFER = 1 << 22  # bytes that are copied and written at once
 AT_ONCE = 1 << 24  # bytes of one call
 _REFUSED = (errno.EINVAL, errno.ENOTSUP)
 
@@ -27,6 +27,16 @@ def is_on_disk(place: Path | int) -> bool:
     """
     device = os.stat(place).st_dev
     return os.path.exists(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+
+
+def memory_block(handle: int) -> int:
+    """Where memory must begin (a multiple of this) for the device under a file to read it, as Linux tells it."""
+    device = os.stat(handle).st_dev
+    here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    for place in (here, f"{here}/.."):  # a disk, or a part of one
+        with suppress(OSError, ValueError):
+            return int(Path(f"{place}/queue/dma_alignment").read_text()) + 1
+    return BLOCK
 
 
 def write_all(handle: int, data: memoryview, offset: int) -> None:
@@ -51,6 +61,7 @@ class DirectWriter:
         self._works = False
         self._spare: list[Any] = []
         self._block = max(BLOCK, os.fstat(handle).st_blksize)
+        self._memory = min(self._block, memory_block(handle))
         flag = getattr(os, "O_DIRECT", None)
         if flag is not None and self._block & (self._block - 1) == 0 and self._block <= LEAST and is_on_disk(handle):
             with suppress(OSError):
@@ -79,9 +90,11 @@ class DirectWriter:
         import numpy as np
 
         source = np.frombuffer(data, dtype=np.uint8)
-        if source.ctypes.data % self._block == 0:
-            self._write(offset, data)
-            return
+        if source.ctypes.data % self._memory == 0:
+            done = self._try(offset, data)
+            if done == len(data):
+                return
+            offset, data, source = offset + done, data[done:], source[done:]
         try:
             buffer = self._spare.pop()
         except IndexError:
@@ -89,21 +102,29 @@ class DirectWriter:
         for begin in range(0, len(data), BUFFER):
             part = source[begin : begin + BUFFER]
             np.copyto(buffer[: len(part)], part)  # unlike an assignment to a memoryview, others run meanwhile
-            self._write(offset + begin, buffer[: len(part)].data)
+            held = buffer[: len(part)].data
+            done = self._try(offset + begin, held)
+            write_all(self._plain, held[done:], offset + begin + done)
         self._spare.append(buffer)
 
-    def _write(self, offset: int, data: memoryview) -> None:
+    def _try(self, offset: int, data: memoryview) -> int:
+        """Write whole blocks past the page cache, as many as the system takes; returns how many bytes they have."""
         done = 0
         while done < len(data) and self._works:
             try:
-                done += os.pwrite(self._handle, data[done : done + AT_ONCE], offset + done)
+                written = os.pwrite(self._handle, data[done : done + AT_ONCE], offset + done)
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
-                self._works = False
-            if done % self._block:
+                if self._memory < self._block:  # an older system asks for more than the device does
+                    self._memory = self._block
+                else:
+                    self._works = False
                 break
-        write_all(self._plain, data[done:], offset + done)
+            done += written // self._block * self._block
+            if written % self._block:
+                break
+        return done
 
 
 def aligned(num_bytes: int, block: int = BLOCK) -> Any:

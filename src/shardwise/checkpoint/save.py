@@ -218,6 +218,7 @@ class Saver:
                 last = newest(self.folder) if there else None
                 if last is not None and last.name == target.name:
                     self._point_to(target)
+                    prune(self.folder, self.keep, target)
                 else:
                     if there:  # of a run that went another way from an earlier step on, or died before it counted
                         take_away(target)

@@ -26,7 +26,10 @@ from shardwise.errors import CheckpointError, ShardwiseError
 
 BUFFER = 1 << 26  # bytes that are read at once where they cannot go straight to where they belong
 PIECE = 1 << 22  # bytes that are hashed and written at once: few enough to be in a cache still
-THREADS = 4  # of one rank; files are written and read by so many calls at once
+THREADS = 4  # of one rank; files are read by so many calls at once
+WRITERS = (
+    2  # one hashes while the other writes; a disk takes no more from one process, and the training needs the cores
+)
 _SHORT = 1 << 18  # contiguous runs shorter than this are read with what lies between them
 _LARGEST_HEADER = 100_000_000  # the same limit as the safetensors library has
 
@@ -140,7 +143,7 @@ def file_order(widths: Mapping[str, int]) -> list[str]:
     return sorted(widths, key=lambda name: (-widths[name], name))
 
 
-def write_file(path: Folder, tensors: Mapping[str, torch.Tensor], threads: int = THREADS) -> dict[str, str]:
+def write_file(path: Folder, tensors: Mapping[str, torch.Tensor], threads: int = WRITERS) -> dict[str, str]:
     """Write a safetensors file, durably, and return the hash of each tensor's bytes.
 
     Straight from tensor memory where that is contiguous and on the CPU; else through a buffer of `CHUNK` bytes for

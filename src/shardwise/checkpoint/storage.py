@@ -276,7 +276,11 @@ def write_small(path: Folder, data: bytes) -> None:
     temporary = path.with_name(f".tmp-{path.name}")
     with FileWriter(temporary) as file:
         file.write_at(0, data)
-    os.rename(temporary, path)
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        temporary.unlink()
+        raise
     sync_folder(path.parent)
 
 

@@ -1,0 +1,131 @@
+"""A run whose world shrinks under it, 4 → 2 → 3 → 1 ranks, each leg under another strategy: the same samples at every
+step, in the same order, and the losses of one process that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.job import Job, prepare_job
+from shardwise.errors import Interrupted
+from shardwise.train.config import read_config
+from tests.cli import configs
+from tests.faults.kills import write_texts
+from tests.worlds import run_world
+
+SHRINKING = (("ddp", 4, 5), ("fsdp", 2, 9), ("zero1", 3, 14), ("ddp", 1, None))  # strategy, ranks, last step of the leg
+GROWING = (("ddp", 1, 3), ("zero2", 2, 7), ("hsdp", 4, 12), ("fsdp+offload", 3, None))
+GLOBAL_BATCH, EPOCHS = 12, 3
+
+Leg = tuple[str, int, int | None]
+Steps = dict[int, list[int]]  # step to the ids of its samples, in the order of the stream
+
+
+@pytest.mark.parametrize(
+    ("legs", "data", "micro_batch"),
+    [
+        pytest.param(SHRINKING, {"pack": True}, None, id="packed-micro-batch-follows-the-world"),
+        pytest.param(SHRINKING, {"pack": False}, 1, id="documents-accumulation-follows-the-world"),
+        pytest.param(GROWING, {"pack": True, "mask_borders": True}, 1, id="growing-masked-borders"),
+    ],
+)
+def test_the_same_samples_and_losses(
+    tmp_path: Path, legs: tuple[Leg, ...], data: dict[str, Any], micro_batch: int | None
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    alone, changing = tmp_path / "alone", tmp_path / "changing"
+    whole = train(alone, texts, ("ddp", 1, None), data, micro_batch)
+    seen = Counter(id_ for ids in whole.values() for id_ in ids)
+    missing = seen.pop(-1)
+    assert set(seen.values()) == {EPOCHS}, "every epoch has every sample"
+    assert missing == whole[len(whole)].count(-1), "only the last batch is not full"
+    assert len(seen) % GLOBAL_BATCH, "an epoch ends within a step"
+    found: Steps = {}
+    for leg in legs:
+        steps = train(changing, texts, leg, data, micro_batch)
+        assert min(steps) == len(found) + 1
+        found |= steps
+    assert found == whole
+    expected, losses = configs.losses(alone), configs.losses(changing)
+    assert list(losses) == list(range(1, len(whole) + 1)) == list(expected)
+    pairs = {step: (losses[step], loss) for step, loss in expected.items()}
+    far = {step: pair for step, pair in pairs.items() if not abs(float(pair[0]) - float(pair[1])) <= 1e-6}
+    assert not far, far
+
+
+def train_here(text: str, stop_after: int | None) -> dict[int, list[list[int]]]:
+    """The loop of `shardwise train` on this rank; the ids that it really fetched, for each micro batch of each step."""
+    from shardwise.parallel.group import join
+    from shardwise.train.corpus import open_corpus
+    from shardwise.train.loop import Run
+    from shardwise.train.session import Session
+
+    job = Job.model_validate_json(text)
+    session = Session(ranks=join(job.plan.device), planner=lambda model, optimizer: job.plan)
+    session.observers.append(observer := _Observer(stop_after))
+    run = Run(job.config, job.plan, open_corpus(job.corpus), session, _Silent())
+    fetch = run.samples.batch
+
+    def recorded(ids: Any) -> Any:
+        observer.fetched.append(ids.tolist())
+        return fetch(ids)
+
+    run.samples.batch = recorded  # type: ignore[method-assign]
+    try:
+        run.train()
+        assert stop_after is None
+    except Interrupted:
+        assert session.steps_done == stop_after
+    session.close()
+    return observer.steps
+
+
+class _Observer:
+    """Keeps what was fetched for each step, and asks for the end after one of them, on one rank only."""
+
+    def __init__(self, stop_after: int | None) -> None:
+        self.stop_after = stop_after
+        self.fetched: list[list[int]] = []
+        self.steps: dict[int, list[list[int]]] = {}
+
+    def on_step_start(self, session: Any, step: Any) -> None:
+        number = len([micro for micro in step.micros if not micro.filler])
+        self.steps[step.number] = self.fetched[-number:]  # before them may be what DDP was primed with
+
+    def on_step_end(self, session: Any, step: Any) -> None:
+        if step.number == self.stop_after and session.ranks.rank == session.ranks.world_size - 1:
+            session.stop()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+class _Silent:
+    """A reporter that is not heard."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def train(folder: Path, texts: Path, leg: Leg, data: dict[str, Any], micro_batch: int | None) -> Steps:
+    """Begin or resume the run in ``folder``; what all the ranks together fetched in each step."""
+    strategy, world, stop_after = leg
+    folder.mkdir(exist_ok=True)
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"kwargs": {"dropout": 0.0}},  # the luck of a rank is its own
+        "data": {"path": str(texts), "heldout_fraction": 0.2, **data},
+        "train": {"steps": None, "epochs": EPOCHS, "global_batch": GLOBAL_BATCH, "micro_batch": micro_batch},
+        "parallel": {"strategy": strategy, "nproc": world},
+        "checkpoint": {"every": 4},
+    }
+    changes["train"] |= {"eval_every": 3, "eval_samples": 4, "seed": 7}
+    job = prepare_job(read_config(configs.write_config(folder, **changes)), lambda text: None).job
+    ranks = run_world(train_here, world, job.to_json(), stop_after)
+    return {
+        step: [id_ for micro in zip(*(rank[step] for rank in ranks), strict=True) for ids in micro for id_ in ids]
+        for step in ranks[0]
+    }
