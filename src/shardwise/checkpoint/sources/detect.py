@@ -14,9 +14,9 @@ from shardwise.errors import UserError
 STATE_DICTS = (".pt", ".pth", ".bin", ".ckpt")
 ACCEPTED = (
     "a checkpoint, its run's folder or the folder of its checkpoints (shardwise); a .safetensors file or a folder with "
-    "model.safetensors or its index (Hugging Face); a folder with .metadata and .distcp files (PyTorch DCP); a folder "
-    "of accelerator.save_state (Accelerate); a folder with 'latest' and global_step… (DeepSpeed); a .pt, .pth, .bin "
-    "or .ckpt file (PyTorch, Lightning)"
+    "model.safetensors or its index (Hugging Face); a folder with .metadata and .distcp files, or with its pieces in "
+    "safetensors (PyTorch DCP); a folder of accelerator.save_state (Accelerate); a folder with 'latest' and "
+    "global_step… (DeepSpeed); a .pt, .pth, .bin or .ckpt file (PyTorch, Lightning)"
 )
 _STEP = re.compile(r"step-\d{8,}")
 _ZERO = re.compile(r"(\w*zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
@@ -94,6 +94,8 @@ def _of_folder(here: _Here) -> Callable[[], Source] | None:
         return lambda: _accelerate(path)
     if here.has(".metadata") or here.ends(".distcp"):
         return lambda: _dcp(path)
+    if any(name.startswith("shard-") and name.endswith(".safetensors") for name in here.names):
+        return lambda: _dcp_safetensors(path)
     if here.ends(".safetensors", ".safetensors.index.json"):
         return lambda: _hugging_face(path)
     if here.has("pytorch_model.bin", "pytorch_model.bin.index.json"):
@@ -163,6 +165,12 @@ def _dcp(path: Folder) -> Source:
     from shardwise.checkpoint.sources.dcp import DcpSource
 
     return DcpSource(path)
+
+
+def _dcp_safetensors(path: Folder) -> Source:
+    from shardwise.checkpoint.sources.dcp_safetensors import DcpSafetensorsSource
+
+    return DcpSafetensorsSource(path)
 
 
 def _accelerate(path: Folder) -> Source:

@@ -10,7 +10,8 @@ import torch
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import checkpoint_in, read_manifest
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.shards import ShardReader, overlaps, wrong_bytes
+from shardwise.checkpoint.shards import ShardReader, wrong_bytes
+from shardwise.checkpoint.sources.pieces import read_pieces
 from shardwise.checkpoint.sources.source import TensorInfo
 from shardwise.checkpoint.storage import Folder
 from shardwise.errors import CheckpointError
@@ -70,12 +71,4 @@ class OwnSource:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """See `Source.read`."""
         entry = self.manifest.tensors[name]
-        found = torch.empty(box.lengths, dtype=DTYPES[entry.dtype])
-        for shard, part in overlaps(box, entry.shards):
-            inner = tuple(low - start for low, start in zip(part.offsets, shard.offsets, strict=True))
-            place = tuple(
-                slice(low - start, low - start + length)
-                for low, start, length in zip(part.offsets, box.offsets, part.lengths, strict=True)
-            )
-            self._reader.read_into(shard, Box(inner, part.lengths), found[place])
-        return found
+        return read_pieces(self._reader, entry.shards, box, DTYPES[entry.dtype])
