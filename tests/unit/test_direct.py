@@ -1,4 +1,4 @@
-"""Writes past the page cache: every byte arrives, wherever it begins in the file and in memory, or the rest takes over."""
+"""Writes past the page cache: every byte arrives, wherever it begins; what cannot go there takes the usual way."""
 
 from __future__ import annotations
 
@@ -184,9 +184,11 @@ def test_a_file_of_tensors(disk: Path, written: dict[bool, int], monkeypatch: py
 
     tensors = named(9)
     held: dict[str, torch.Tensor] = tensors
+    expected = shards.write_file(disk / "b.safetensors", tensors)
+    written[True] = 0
     if where == "staged":
         whole = {
-            n: Piece("F32", tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t, True, t) for n, t in tensors.items()
+            n: Piece("F32", tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t, t, True) for n, t in tensors.items()
         }
         stage = Stage()
         share = stage.begin(Share(pieces=whole)).finish()
@@ -194,11 +196,11 @@ def test_a_file_of_tensors(disk: Path, written: dict[bool, int], monkeypatch: py
         monkeypatch.setattr(direct, "aligned", refuse("a copy of what lies in the stage as in the file"))
     hashes = shards.write_file(disk / "a.safetensors", held)
     found = load_file(disk / "a.safetensors")
-    assert found.keys() == tensors.keys() == hashes.keys()
+    assert found.keys() == tensors.keys()
+    assert hashes == expected
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert written[True] > 0.9 * sum(tensor.nbytes for tensor in tensors.values())
-    assert shards.write_file(disk / "b.safetensors", tensors) == hashes
-    assert storage.DIRECT <= (disk / "a.safetensors").stat().st_size
+    assert (disk / "a.safetensors").stat().st_size >= storage.DIRECT
 
 
 def refuse(what: str) -> Callable[..., Any]:

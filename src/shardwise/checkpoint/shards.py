@@ -147,7 +147,7 @@ def write_file(path: Folder, tensors: Mapping[str, torch.Tensor], threads: int =
     """Write a safetensors file, durably, and return the hash of each tensor's bytes.
 
     Straight from tensor memory where that is contiguous and on the CPU; else through a buffer of `CHUNK` bytes for
-    each thread, or, for a tensor with other strides, through a copy of it.
+    each thread.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to.
@@ -168,14 +168,19 @@ def write_file(path: Folder, tensors: Mapping[str, torch.Tensor], threads: int =
 
 
 def _on_cpu(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in order, as contiguous CPU tensors; without a copy where it is one already."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.device.type == "cpu":
-        yield flat
+    """The elements in order, as contiguous CPU tensors of `CHUNK` bytes; without a copy where it is one already."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+        if tensor.device.type == "cpu":
+            yield tensor
+            return
+    if tensor.nbytes <= CHUNK:
+        yield tensor.contiguous().cpu()
         return
-    step = max(1, CHUNK // tensor.element_size())
-    for begin in range(0, flat.numel(), step):
-        yield flat[begin : begin + step].cpu()
+    rows = CHUNK // (tensor.nbytes // len(tensor))
+    for part in tensor.split(max(1, rows)):
+        yield from _on_cpu(part if rows else part[0])
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -30,12 +30,12 @@ STRATEGIES = ("ddp", "fsdp")
 FOUND = "found.json"
 NOTES = (
     "Medians of the rounds, quartiles below; ratios are of turns in the same round. s: until durable. of raw: the raw "
-    "write's time ÷ its own. ÷ ours: its time ÷ that of our save of the same kind. stall: the loop stood still; of our "
-    "sync: in parts of our save in the foreground. dip: a step of the ten after ÷ one without a save. lost: by how much "
-    "the save and these ten steps took longer than ten steps without one."
+    "write's time ÷ its own. ÷ ours: its time ÷ that of our save of the same kind. stall: the loop stood still; of "
+    "sync: in parts of our save in the foreground. dip: a step of the ten after ÷ one without a save. lost: how much "
+    "longer the save and these ten steps took than ten steps without one."
 )
 DEFAULT_GIB = 1.0
-WIDTH = 110  # of a page that is no terminal
+WIDTH = 130  # of a page that is no terminal
 _MEMORY = 4  # whole states that a rank holds at most: its own, gradients, copies for the background, what is read back
 _ROOM = 1.5  # of the state, on the disk
 
@@ -167,8 +167,8 @@ def _processor() -> str:
 def _show(document: dict[str, Any], console: Console) -> None:
     for case in document["cases"]:
         table = Table(title=_title(document, case), title_justify="left", box=box.SIMPLE_HEAD)
-        for column in ("", "s", "GiB/s", "of raw", "÷ ours", "stall ms", "of our sync", "dip", "lost s"):
-            table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        for column in ("", "s", "GiB/s", "of raw", "÷ ours", "stall ms", "of sync", "dip", "lost s"):
+            table.add_column(column, justify="right" if column else "left")
         for row in case["summary"]:
             table.add_row(*_cells(row))
         console.print(table)
@@ -190,7 +190,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         if item is None:
             return ""
         low, median, high = (format(item[part] * scale, form) for part in ("low", "median", "high"))
-        return f"{median}\n{low}–{high}"
+        return f"{median}\n{low} to {high}"
 
     return [
         row["contender"],

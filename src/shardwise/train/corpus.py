@@ -47,12 +47,14 @@ class Tokens:
 
     ``tokens`` is a memory map of the smallest unsigned type that holds the vocabulary, [num_tokens]; ``starts``
     is int64, [num_documents + 1]: the index of the first token of each document, then the number of tokens;
-    ``num_bytes`` is the length of the documents in UTF-8, in bytes.
+    ``num_bytes`` is the length of the documents in UTF-8, in bytes. ``content`` is a hash of the tokens and of where
+    documents start, wherever the files lie; empty in a corpus that an earlier version prepared.
     """
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
     num_bytes: int
+    content: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,12 @@ def open_corpus(cache_folder: Path) -> Corpus:
         raise DataError(f"corpus '{cache_folder}' cannot be opened: {reason}; delete it and run again") from None
 
 
-def _open_part(folder: Path, name: str, facts: dict[str, int]) -> Tokens:
+def _open_part(folder: Path, name: str, facts: dict[str, Any]) -> Tokens:
     tokens = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
     starts = np.load(folder / f"{name}_starts.npy", mmap_mode="r", allow_pickle=False)
     if len(tokens) != facts["num_tokens"] or starts[-1] != len(tokens):
         raise ValueError(f"{name}.npy has {len(tokens)} tokens instead of {facts['num_tokens']}")
-    return Tokens(tokens, starts, facts["num_bytes"])
+    return Tokens(tokens, starts, facts["num_bytes"], facts.get("content", ""))
 
 
 # ---------------------------------------------------------------------------------------------- which files
@@ -371,7 +373,7 @@ class _Writer(ExitStack):
         super().__init__()
         self.folder, self.name, self.tokenizer = folder, name, tokenizer
         self.dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        self.lengths, self.num_bytes = [0], 0
+        self.lengths, self.num_bytes, self.content = [0], 0, hashlib.blake2b(digest_size=16)
         self.file: BinaryIO = self.enter_context((folder / f"{name}.npy").open("wb"))
         self._header(0)
 
@@ -385,16 +387,18 @@ class _Writer(ExitStack):
             tokens = np.empty(len(ids) + 1, self.dtype)
             tokens[:-1], tokens[-1] = ids, self.tokenizer.separator
             self.file.write(tokens.data)
+            self.content.update(tokens.data)
             self.lengths.append(len(tokens))
             self.num_bytes += len(_utf8(text))
 
-    def finish(self) -> dict[str, int]:
+    def finish(self) -> dict[str, Any]:
         """Finish both files and say what they hold."""
         starts = np.cumsum(self.lengths, dtype=np.int64)
         self.file.seek(0)
         self._header(int(starts[-1]))
         np.save(self.folder / f"{self.name}_starts.npy", starts)
-        return {"num_tokens": int(starts[-1]), "num_bytes": self.num_bytes}
+        self.content.update(starts.data)
+        return {"num_tokens": int(starts[-1]), "num_bytes": self.num_bytes, "content": self.content.hexdigest()}
 
 
 # ---------------------------------------------------------------------------------------------------- build

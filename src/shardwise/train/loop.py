@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.checkpoint.format import newest
+from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
@@ -22,6 +23,7 @@ from shardwise.checkpoint.weights import load_weights
 from shardwise.errors import ConfigError, Interrupted
 from shardwise.parallel.materialize import build
 from shardwise.plan.plan import Plan
+from shardwise.train import resume
 from shardwise.train.config import Config
 from shardwise.train.corpus import Corpus
 from shardwise.train.evaluate import held_out_bits_per_byte
@@ -76,13 +78,6 @@ class StepWindow:
     seconds: float
 
 
-def total_steps(config: Config, num_samples: int, global_batch: int) -> int:
-    """Optimizer steps of the whole run."""
-    if config.train.steps is not None:
-        return config.train.steps
-    return math.ceil((config.train.epochs or 1) * num_samples / global_batch)
-
-
 class Run:
     """One ``shardwise train`` on this rank, from a config, a plan and a prepared corpus."""
 
@@ -96,7 +91,7 @@ class Run:
         self.order = Order(len(self.samples), config.train.seed, config.data.shuffle, config.train.epochs)
         self.micro_batch = plan.micro_batch or 1
         self.global_batch = plan.global_batch or plan.dims.dp
-        self.total = total_steps(config, len(self.samples), self.global_batch)
+        self.total = resume.steps_in_all(config, len(self.samples), self.global_batch)
         self.position = 0
         self.tokens = 0
         self.last_loss = math.nan
@@ -162,7 +157,7 @@ class Run:
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
             self.saver.before_update()
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
-            self.position += self.global_batch
+            self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             self.tokens += result.tokens
             tokens_since += result.tokens
             if step.number % config.train.log_every == 0 or step.number == self.total:
@@ -229,6 +224,7 @@ class Run:
             "loss": self.last_loss if math.isfinite(self.last_loss) else None,
             "order": self._order_facts(),
             "scheduler": {"step": self.session.steps_done, "total": self.total},
+            "optimizer": self.config.optimizer.model_dump(mode="json"),
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
         }
         path = self.saver.save(
@@ -259,7 +255,8 @@ class Run:
         """Everything that decides which sample comes at which index, under the names that a user can change."""
         data = self.config.data
         return {
-            "the data (fingerprint)": self.corpus.fingerprint,
+            resume.CONTENT: self.corpus.train.content,
+            resume.LISTING: self.corpus.fingerprint,
             "train.seed": self.config.train.seed,
             "data.seq_len": data.seq_len,
             "data.pack": data.pack,
@@ -282,50 +279,44 @@ class Run:
         self.session.optimizer.zero_grad()
 
     def _resume(self) -> None:
-        path = newest(folder_of(self.config.checkpoints))
+        """Go on from the newest checkpoint, if there is one; all that is to be refused is refused before it is read."""
+        config, session, folder = self.config, self.session, folder_of(self.config.checkpoints)
+        path, earlier = resume.find(folder)
         if path is None:
+            resume.refuse_lost(self.output, folder)
             return
-        if not self.config.checkpoint.resume:
+        if not config.checkpoint.resume:
             raise ConfigError(
                 f"train.output '{self.output}' holds a run already and checkpoint.resume is false; "
                 "choose another train.output, or set checkpoint.resume=true to go on"
             )
-        self._prime()
-        manifest = load_checkpoint(
-            path,
-            model=self.session.module,
-            optimizer=self.session.optimizer,
-            verify=self.config.checkpoint.verify,
-        )
+        with resume.advice(path, earlier):
+            manifest = resume.together(lambda: read_manifest(path))
+        resume.refuse_other_samples(manifest, path, self._order_facts())
+        resume.refuse_fewer(manifest, config, len(self.samples))
+        made = resume.options_of(session.optimizer)
+        if manifest.step:
+            self._prime()
+        with resume.advice(path, earlier):
+            load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=config.checkpoint.verify)
+            saved = resume.together(lambda: rng_for(path, session.ranks.rank))
+        changed = resume.changed_keys(manifest, config.optimizer)
+        resume.set_changed(session.optimizer, made, manifest, changed, config.optimizer)
         state = manifest.state
-        facts = self._order_facts()
-        then = state.get("order")
-        if then is None:
-            raise ConfigError(
-                f"'{path}' has no place in the data: it was converted, or saved by a loop of one's own; to begin with "
-                f"its weights choose another folder for this run's checkpoints and set model.weights = '{path}'"
-            )
-        changed = [f"{key} was {then.get(key)}, is {now}" for key, now in facts.items() if then.get(key) != now]
-        if changed:
-            raise ConfigError(
-                f"'{path}' was trained on other samples, so some would repeat: {'; '.join(changed)}; "
-                "undo the change or choose another train.output"
-            )
-        if manifest.step > self.total:
-            raise ConfigError(
-                f"train.output '{self.output}' holds a run of {manifest.step} steps, and this one has {self.total}; "
-                f"set train.steps to {manifest.step} or more, or choose another train.output"
-            )
-        self.session.steps_done = manifest.step
+        session.steps_done = manifest.step
         self.position, self.tokens = int(state["position"]), int(state["tokens"])
         self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
-        if self.session.scaler is not None and state["scaler"]:
-            self.session.scaler.load_state_dict(state["scaler"])
-        saved = rng_for(path, self.session.ranks.rank)
+        self.total = resume.steps_in_all(config, len(self.samples), self.global_batch, manifest.step, self.position)
+        if session.scaler is not None and state["scaler"]:
+            session.scaler.load_state_dict(state["scaler"])
         if saved is not None:
-            restore_random_states(saved, self.session.device)
+            restore_random_states(saved, session.device)
+        else:  # a rank that was not there: not the numbers of the first step again
+            seed_everything(config.train.seed + manifest.step, session.ranks.rank)
         if self.is_main:
             self.reporter.say(f"resuming after step {manifest.step} of {self.total} from '{path}'")
+            if news := resume.news(manifest, config, self.plan, self.total):
+                self.reporter.say(f"changed since then: {'; '.join(news)}")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:
