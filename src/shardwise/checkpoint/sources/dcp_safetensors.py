@@ -43,7 +43,7 @@ class DcpSafetensorsSource:
         self.optimizer: Mapping[str, Any] | None = None
         self.step: int | None = None
         self.notes: Sequence[str] = (
-            "the files do not say how many ranks wrote them: that the last ones are not missing is for the shapes to show",
+            "the files do not say how many ranks wrote them; only the shapes show that the last ones are not missing",
         )
         self._folder = path
         self._reader = ShardReader(path, _FIX)
