@@ -1,0 +1,201 @@
+"""Going on from a checkpoint: which one, what must be as it was, and what may be another and is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import exchange
+from shardwise.checkpoint.format import Manifest, newest, saved_steps
+from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.errors import CheckpointError, CheckpointMismatch, ConfigError
+from shardwise.plan.plan import Plan
+from shardwise.train.config import Config, OptimizerTable
+from shardwise.train.metrics import read_metrics
+
+CONTENT = "the data (content)"
+LISTING = "the data (fingerprint)"  # also of where the files lie and when they were written
+_OPTIONS = ("lr", "betas", "eps", "momentum", "weight_decay")  # of a parameter group, as the config names them
+
+Result = TypeVar("Result")
+
+
+def find(folder: Folder) -> tuple[Folder | None, Folder | None]:
+    """The checkpoint to go on from and the one to fall back on, as rank 0 sees them. Collective.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    found: list[str] = []
+
+    def look() -> None:
+        first = newest(folder) if exchange.rank() == 0 else None
+        if first is not None:
+            others = [str(path) for _, path in saved_steps(folder) if path.name != first.name]
+            found.extend([str(first), *others[:1]])
+
+    together(look)
+    paths: list[Folder | None] = [folder_of(text) for text in exchange.broadcast_json(found)]
+    first, second, *_ = [*paths, None, None]
+    return first, second
+
+
+def together(do: Callable[[], Result]) -> Result:
+    """Call ``do``; what goes wrong on any rank is raised on all. Collective."""
+    wrong: Exception | None = None
+    done: list[Result] = []
+    try:
+        done.append(do())
+    except Exception as error:
+        wrong = error
+    exchange.agree(wrong)
+    return done[0]
+
+
+@contextmanager
+def advice(path: Folder, earlier: Folder | None) -> Iterator[None]:
+    """A checkpoint that turns out to be damaged inside is said with what the same command does without it."""
+    try:
+        yield
+    except CheckpointMismatch:
+        raise
+    except CheckpointError as error:
+        then = f"goes on from '{earlier.name}'" if earlier is not None else "begins again: there is no earlier one"
+        raise CheckpointError(f"{error} (without '{path}' the same command {then})") from None
+
+
+def refuse_lost(output: Path, folder: Folder) -> None:
+    """A run that has saved checkpoints is not begun again because they are not where this one looks. Collective.
+
+    Raises:
+        ConfigError: so it would be, and its metrics would be lost.
+    """
+    file = output / "metrics.jsonl"
+    steps = [0]
+    if exchange.rank() == 0:
+        lines = list(read_metrics(file))
+        steps += [line["step"] for line in lines] if any("checkpoint_bytes" in line for line in lines) else []
+    done = exchange.broadcast_json(max(steps))
+    if done:
+        raise ConfigError(
+            f"train.output '{output}' has metrics of {done} steps, and '{folder}' has no checkpoint to go on from; "
+            f"set checkpoint.folder to where they are, choose another train.output, or remove '{file}' to begin again"
+        )
+
+
+def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, Any]) -> None:
+    """``facts`` decide which sample comes when, under the names that a user can change.
+
+    Raises:
+        ConfigError: the checkpoint is not of this loop, or some of them have changed.
+    """
+    then = manifest.state.get("order")
+    if then is None:
+        raise ConfigError(
+            f"'{path}' has no place in the data: it was converted, or saved by a loop of one's own; to begin with "
+            f"its weights choose another folder for this run's checkpoints and set model.weights = '{path}'"
+        )
+    moot = LISTING if then.get(CONTENT) and facts.get(CONTENT) else CONTENT
+    keys = [key for key, now in facts.items() if key != moot and then.get(key) != now]
+    changed = [f"{key} was {then.get(key)}, is {facts[key]}" for key in keys]
+    if changed:
+        raise ConfigError(
+            f"'{path}' was trained on other samples, so some would repeat: {'; '.join(changed)}; "
+            "undo the change or choose another train.output"
+        )
+
+
+def steps_in_all(config: Config, num_samples: int, global_batch: int, step: int = 0, position: int = 0) -> int:
+    """Optimizer steps of the whole run, of which ``step`` are done and took the samples before ``position``."""
+    if config.train.steps is not None:
+        return config.train.steps
+    left = (config.train.epochs or 1) * num_samples - position
+    return step + math.ceil(max(0, left) / global_batch)
+
+
+def refuse_fewer(manifest: Manifest, config: Config, num_samples: int) -> None:
+    """A run cannot end before the step that it has reached.
+
+    Raises:
+        ConfigError: it would have to.
+    """
+    step, position, epochs = manifest.step, int(manifest.state["position"]), config.train.epochs
+    if config.train.steps is not None and step > config.train.steps:
+        wrong, fix = f"this one has {config.train.steps}", f"set train.steps to {step} or more"
+    elif epochs is not None and position > epochs * num_samples:
+        wrong, fix = f"train.epochs={epochs} ({num_samples} samples each) ends before", "raise train.epochs"
+    else:
+        return
+    raise ConfigError(
+        f"train.output '{config.train.output}' holds a run of {step} steps, and {wrong}; {fix}, or choose another "
+        "train.output"
+    )
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def changed_keys(manifest: Manifest, table: OptimizerTable) -> dict[str, tuple[Any, Any]]:
+    """Keys of ``[optimizer]`` that are not as they were when the checkpoint was made: what they were, and are."""
+    now: dict[str, Any] = table.model_dump(mode="json")
+    then = manifest.state.get("optimizer") or now
+    return {key: (then[key], value) for key, value in now.items() if key in then and then[key] != value}
+
+
+def set_changed(
+    optimizer: Optimizer, made: list[dict[str, Any]], manifest: Manifest, changed: Iterable[str], table: OptimizerTable
+) -> None:
+    """Let the config's options count where a checkpoint that is loaded brought others.
+
+    ``made`` are the groups' options as the config made them. What the config does not name stays as it was loaded:
+    some optimizers keep state there.
+    """
+    keys = set(changed) & set(_OPTIONS)
+    if {"kwargs", "factory"} & set(changed) or "optimizer" not in manifest.state:
+        keys = {*_OPTIONS, *table.kwargs}
+    for group, options in zip(optimizer.param_groups, made, strict=True):
+        group.update({key: options[key] for key in keys if key in options and key != "lr"})
+        if "lr" in keys:
+            group["initial_lr"] = options["lr"]  # the schedule is a factor of it
+
+
+def news(manifest: Manifest, config: Config, plan: Plan, total: int) -> list[str]:
+    """What is another than when the checkpoint was made, a phrase each; nothing where the run goes on bit for bit."""
+    texts: list[str] = []
+    with suppress(ValidationError):  # a later version's plan
+        texts += _plan_news(Plan.model_validate(manifest.plan), plan)
+    texts += [f"optimizer.{key} {old} → {new}" for key, (old, new) in changed_keys(manifest, config.optimizer).items()]
+    old_total = manifest.state["scheduler"]["total"]
+    schedule = config.optimizer.schedule
+    if old_total != total:
+        follows = "" if schedule == "constant" else f", which the {schedule} schedule follows from here on"
+        texts.append(f"{old_total} steps in all → {total}{follows}")
+    return texts
+
+
+def _plan_news(old: Plan, plan: Plan) -> list[str]:
+    texts = []
+    then, now = _spread(old), _spread(plan)
+    if then != now:
+        luck = old.dims.world_size != plan.dims.world_size
+        texts.append(f"{then} → {now}{' (dropout draws other numbers)' if luck else ''}")
+    pairs = {
+        "global batch": (old.global_batch, plan.global_batch),
+        "micro batch": (old.micro_batch, plan.micro_batch),
+        "precision": (old.precision, plan.precision),
+        "recompute": (old.recompute, plan.recompute),
+    }
+    return texts + [f"{name} {before} → {after}" for name, (before, after) in pairs.items() if before != after]
+
+
+def _spread(plan: Plan) -> str:
+    world = plan.dims.world_size
+    return f"{plan.parsed} on {world} rank{'s' if world > 1 else ''}"
