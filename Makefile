@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench accuracy clean
+.PHONY: help setup train test soak check bench accuracy clean
 
 help:            ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -28,6 +28,9 @@ train: $(READY)  ## train the example on Python's own source code: plan, falling
 
 test: $(TOOLS)   ## run all the tests
 	$(BIN)/python -m pytest -q
+
+soak: $(TOOLS)   ## kill -9 a run 500 times (SOAK_KILLS, or SOAK_MINUTES=60) and compare every resume, bit by bit
+	$(BIN)/python -m tests.faults.soak
 
 check: $(TOOLS)  ## lint, format, types, sizes and layers
 	$(BIN)/ruff check .

@@ -162,7 +162,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def assert_good(folder: Path, steps: set[int], *, clean: bool = False) -> int:
-    """Whatever has happened: everything that has a checkpoint's name is whole, and the newest is one of ``steps``."""
+    """Everything that has a checkpoint's name is whole, and the newest is one of ``steps``; returns its step."""
     for _, path in saved_steps(folder):
         assert_whole(path)
     path = newest(folder)
@@ -173,6 +173,12 @@ def assert_good(folder: Path, steps: set[int], *, clean: bool = False) -> int:
         left = [name for name in names_in(folder) if name.startswith(".")]
         assert not left, left
     return step
+
+
+def assert_survived(folder: Path, steps: set[int]) -> int:
+    """As `assert_good`, and ``latest`` names what is there."""
+    assert (folder / (folder / "latest").read_text().strip() / "manifest.json").is_file()
+    return assert_good(folder, steps)
 
 
 def assert_goes_on(folder: Path, step: int = 30) -> None:

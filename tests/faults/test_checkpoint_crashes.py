@@ -20,6 +20,7 @@ from shardwise.errors import CheckpointError, UserError
 from tests.faults.disk import (
     assert_goes_on,
     assert_good,
+    assert_survived,
     die_at,
     every_call,
     fail_at,
@@ -72,7 +73,7 @@ def test_a_kill_at_every_call(earlier: Path) -> None:
         for folder, process in started:
             process.join()
             assert process.exitcode == -signal.SIGKILL, folder
-            outcomes[assert_good(folder, {10, 20})] += 1
+            outcomes[assert_survived(folder, {10, 20})] += 1
             assert_goes_on(folder)
     assert outcomes[10] > outcomes[20] > 3
 
@@ -86,7 +87,7 @@ def test_what_a_kill_would_leave_at_every_call(earlier: Path, async_save: bool) 
     assert len(photos) > 40
     steps = []
     for photo in photos:
-        steps.append(assert_good(photo, {10, 20}))
+        steps.append(assert_survived(photo, {10, 20}))
         assert_goes_on(photo)
     assert steps == sorted(steps), "once the new one counts it does so for good"
     assert {*steps} == {10, 20}
@@ -105,7 +106,7 @@ def test_what_a_kill_of_two_ranks_would_leave(tmp_path: Path, async_save: bool) 
     run_world(photographed, 2, str(tmp_path), async_save)
     photos = sorted((tmp_path / "album").iterdir())
     assert {photo.name[:6] for photo in photos} == {"rank-0", "rank-1"}
-    steps = {assert_good(photo, {10, 20}) for photo in photos}
+    steps = {assert_survived(photo, {10, 20}) for photo in photos}
     assert steps == {10, 20}
     for photo in photos[::3]:
         assert_goes_on(photo)
@@ -128,7 +129,7 @@ def killed_in_a_world(root: str, victim: int, nth: int, async_save: bool) -> Non
 def test_a_rank_that_is_killed(tmp_path: Path, victim: int, nth: int, async_save: bool) -> None:
     with pytest.raises(WorldError, match=rf"\[rank {victim}\] died without a traceback, exit code -9"):
         run_world(killed_in_a_world, 2, str(tmp_path), victim, nth, async_save)
-    assert_good(tmp_path, {10, 20} if victim == 0 else {10})
+    assert_survived(tmp_path, {10, 20} if victim == 0 else {10})
     assert_goes_on(tmp_path)
 
 

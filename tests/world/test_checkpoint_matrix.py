@@ -316,14 +316,14 @@ def save_and_load_layouts(root: str, layouts: list[str], shapes: list[tuple[int,
 
 
 def test_layouts_of_plans_to_come(tmp_path: Path) -> None:
-    shapes = [(8, 4), (7, 5), (3, 2)]  # even, uneven, and fewer rows than ranks
+    shapes = [(8, 4), (7, 5), (3, 2), (9, 3)]  # even, uneven, fewer rows than ranks, uneven twice
     for rows, width in shapes:
         one = filled(rows, width)
         saved = {"model": one, "optimizer": optimizer_of(one, doubled=True), "plan": Plan(), "state": {}, "rng": None}
         save_checkpoint(tmp_path / f"one-{rows}x{width}", 1, **saved, keep=1)
-    seen = run_world(save_and_load_layouts, 4, str(tmp_path), ["tp", "fsdp+tp"], shapes)[0]
+    seen = run_world(save_and_load_layouts, 4, str(tmp_path), ["tp", "fsdp+tp"], shapes[:3])[0]
     assert {"(Shard(dim=1),)", "(Shard(dim=0), Shard(dim=1))", "(_StridedShard(dim=0, sf=2), Shard(dim=0))"} <= {*seen}
-    seen = run_world(save_and_load_layouts, 8, str(tmp_path), ["hsdp+tp"], shapes[1:])[0]
+    seen = run_world(save_and_load_layouts, 8, str(tmp_path), ["hsdp+tp", "fsdp+tp"], shapes[3:])[0]
     assert "(Replicate(), _StridedShard(dim=0, sf=2), Shard(dim=0))" in seen
     for folder in tmp_path.iterdir():
         rows, width = map(int, folder.name.rsplit("-", 1)[1].split("x"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from typing import Any
 BLOCK = 4096  # bytes; files and memory are laid out by it, where disks ask for no more
 LEAST = 1 << 18  # fewer bytes than that go through the page cache
 BUFFER = 1 << 22  # bytes that are copied and written at once
+HUGE = 1 << 21  # buffers begin where large pages do, so that a device is told of few pieces of memory
 AT_ONCE = 1 << 24  # bytes of one call
+LATER = (
+    1 << 24
+)  # bytes of short runs that are kept until there is nothing else to write: a file takes one writer at once
 _REFUSED = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -49,7 +54,8 @@ def write_all(handle: int, data: memoryview, offset: int) -> None:
 class DirectWriter:
     """A second handle on a file that is open already, for whole blocks; by several threads at once.
 
-    ``handle`` is the first one, and takes the rest. Where the system does not write so, everything goes there.
+    ``handle`` is the first one, and takes the rest, most of it when `close` is called. Where the system does not write
+    so, everything goes there.
 
     Raises:
         OSError: from `write_at`, the disk is full or broken.
@@ -60,6 +66,9 @@ class DirectWriter:
         self._handle = -1
         self._works = False
         self._spare: list[Any] = []
+        self._later: list[tuple[int, bytes]] = []
+        self._room = LATER
+        self._lock = threading.Lock()
         self._block = max(BLOCK, os.fstat(handle).st_blksize)
         self._memory = min(self._block, memory_block(handle))
         flag = getattr(os, "O_DIRECT", None)
@@ -72,19 +81,38 @@ class DirectWriter:
         """Write all of ``data`` at ``offset``."""
         begin = -(-offset // self._block) * self._block
         end = (offset + len(data)) // self._block * self._block
-        if not self._works or end - begin < LEAST:
+        if not self._works:
             write_all(self._plain, data, offset)
-            return
-        write_all(self._plain, data[: begin - offset], offset)
-        write_all(self._plain, data[end - offset :], end)
-        self._write_blocks(begin, data[begin - offset : end - offset])
+        elif end - begin < LEAST:
+            self._put_off(offset, data)
+        else:
+            self._write_blocks(begin, data[begin - offset : end - offset])
+            self._put_off(offset, data[: begin - offset])
+            self._put_off(end, data[end - offset :])
 
     def close(self) -> None:
+        """Write what was put off, and let go of the second handle."""
+        try:
+            for offset, data in sorted(self._later):
+                write_all(self._plain, memoryview(data), offset)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
         """Let go of the second handle."""
         self._spare.clear()
+        self._later.clear()
         handle, self._handle, self._works = self._handle, -1, False
         if handle >= 0:
             os.close(handle)
+
+    def _put_off(self, offset: int, data: memoryview) -> None:
+        with self._lock:
+            self._room -= len(data)
+            if self._room >= 0:
+                self._later.append((offset, bytes(data)))
+                return
+        write_all(self._plain, data, offset)
 
     def _write_blocks(self, offset: int, data: memoryview) -> None:
         import numpy as np
@@ -98,7 +126,7 @@ class DirectWriter:
         try:
             buffer = self._spare.pop()
         except IndexError:
-            buffer = aligned(BUFFER, self._block)
+            buffer = aligned(BUFFER, HUGE)
         for begin in range(0, len(data), BUFFER):
             part = source[begin : begin + BUFFER]
             np.copyto(buffer[: len(part)], part)  # unlike an assignment to a memoryview, others run meanwhile

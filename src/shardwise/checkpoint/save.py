@@ -335,7 +335,8 @@ class Saver:
 
         thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._pending = pending = _Pending(head.step, thread, staged, 0.0, share.num_bytes)
-        pending.hook = optimizer.register_step_pre_hook(lambda *_: pending.hold())
+        if self.guarded:
+            pending.hook = optimizer.register_step_pre_hook(lambda *_: pending.hold())
         thread.start()
         if not self.guarded:
             staged.wait()

@@ -223,6 +223,8 @@ class FileWriter:
         try:
             if self._upload is not None:
                 self._upload.close()
+            if self._direct is not None:
+                self._direct.close()
             if self._handle >= 0:
                 os.fsync(self._handle)
         except BaseException:
@@ -243,7 +245,7 @@ class FileWriter:
     def _let_go(self) -> None:
         self._upload = None
         if self._direct is not None:
-            self._direct.close()
+            self._direct.discard()
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)

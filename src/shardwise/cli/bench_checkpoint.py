@@ -75,6 +75,8 @@ def run_bench_checkpoint(
 
     if config_file is not None and size_gib is not None:
         raise UserError("--size is for a model that is made up, and a config has its own; leave one of them out")
+    if size_gib is not None and size_gib <= 0:
+        raise UserError(f"--size {size_gib:g}: it must be more than 0 GiB")
     state_bytes = int((size_gib or DEFAULT_GIB) * GIB)
     place = folder or output
     world = nproc or 2

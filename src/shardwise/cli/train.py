@@ -131,7 +131,7 @@ def finished(config: Config) -> dict[str, Any] | None:
     if other:
         raise ConfigError(
             f"train.output '{config.train.output}' holds this run, finished with {', '.join(other)}; "
-            "choose another train.output to run it again"
+            "raise train.steps to go on, or choose another train.output to run it again"
         )
     corpus = prepare_corpus(config.data, output / "data", lambda text: None)
     return summary if corpus.fingerprint == trained_on else None

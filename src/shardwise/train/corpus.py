@@ -145,8 +145,7 @@ def open_corpus(cache_folder: Path) -> Corpus:
 
 
 def _open_part(folder: Path, name: str, facts: dict[str, Any]) -> Tokens:
-    tokens = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-    starts = np.load(folder / f"{name}_starts.npy", mmap_mode="r", allow_pickle=False)
+    tokens, starts = (np.load(folder / f"{name}{e}.npy", mmap_mode="r", allow_pickle=False) for e in ("", "_starts"))
     if len(tokens) != facts["num_tokens"] or starts[-1] != len(tokens):
         raise ValueError(f"{name}.npy has {len(tokens)} tokens instead of {facts['num_tokens']}")
     return Tokens(tokens, starts, facts["num_bytes"], facts.get("content", ""))
@@ -474,10 +473,9 @@ class _Scan:
     def entropies(self) -> dict[str, Any]:
         """Of a byte, and of a byte given the one before it; bits per byte."""
         table = self.pairs.reshape(256, 256)
-        singles = table.sum(0)
-        singles[self.ends[0]] += 1
-        after = max(0.0, _entropy(self.pairs) - _entropy(table.sum(1)))
-        return {"order0_bits": _entropy(singles), "order1_bits": after}
+        counts = table.sum(0)
+        counts[self.ends[0]] += 1
+        return {"order0_bits": _entropy(counts), "order1_bits": max(0.0, _entropy(self.pairs) - _entropy(table.sum(1)))}
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
