@@ -29,13 +29,13 @@ from shardwise.units import GIB, bytes_text, seconds_text
 STRATEGIES = ("ddp", "fsdp")
 FOUND = "found.json"
 NOTES = (
-    "Medians of the rounds, quartiles below; ratios are of turns in the same round. s: until durable. of raw: the raw "
-    "write's time ÷ its own. ÷ ours: its time ÷ that of our save of the same kind. stall: the loop stood still; of "
-    "sync: in parts of our save in the foreground. dip: a step of the ten after ÷ one without a save. lost: how much "
-    "longer the save and these ten steps took than ten steps without one."
+    "Medians of the rounds, quartiles below; ratios are of turns in the same round. s: until durable. of raw, of "
+    "direct: time of the raw write, through and past the page cache, ÷ its own. ÷ ours: its time ÷ that of our save of "
+    "the same kind. stall: the loop stood still; of sync: in parts of our save in the foreground. dip: a step of the "
+    "ten after ÷ one without a save. lost: how much longer the save and these ten steps took than ten without one."
 )
 DEFAULT_GIB = 1.0
-WIDTH = 130  # of a page that is no terminal
+WIDTH = 140  # of a page that is no terminal
 _MEMORY = 4  # whole states that a rank holds at most: its own, gradients, copies for the background, what is read back
 _ROOM = 1.5  # of the state, on the disk
 
@@ -169,7 +169,7 @@ def _processor() -> str:
 def _show(document: dict[str, Any], console: Console) -> None:
     for case in document["cases"]:
         table = Table(title=_title(document, case), title_justify="left", box=box.SIMPLE_HEAD)
-        for column in ("", "s", "GiB/s", "of raw", "÷ ours", "stall ms", "of sync", "dip", "lost s"):
+        for column in ("", "s", "GiB/s", "of raw", "of direct", "÷ ours", "stall ms", "of sync", "dip", "lost s"):
             table.add_column(column, justify="right" if column else "left")
         for row in case["summary"]:
             table.add_row(*_cells(row))
@@ -199,6 +199,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         text("seconds", ".2f"),
         text("bytes_per_s", ".2f", 1 / GIB),
         text("of_raw", ".2f"),
+        text("of_direct", ".2f"),
         text("over_ours", ".2f"),
         text("stall_s", ".0f", 1e3),
         text("stall_of_sync", ".0%"),

@@ -30,6 +30,7 @@ from shardwise.measure.checkpoint_peers import (
     OURS_ASYNC,
     PEERS,
     RAW,
+    RAW_DIRECT,
     Contender,
     Dcp,
     Ours,
@@ -93,8 +94,9 @@ class Spread(BaseModel):
 class Row(BaseModel):
     """What one contender needed; ratios are of the two turns of a round.
 
-    ``of_raw`` is the raw write's time over its own, ``over_ours`` its time over that of our save of the same kind,
-    ``stall_of_sync`` its stall over that of our save in the foreground. For ``dip`` and ``lost_s`` see `Samples`.
+    ``of_raw`` is the raw write's time over its own, ``of_direct`` that of the one past the page cache, ``over_ours``
+    its time over that of our save of the same kind, ``stall_of_sync`` its stall over that of our save in the
+    foreground. For ``dip`` and ``lost_s`` see `Samples`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -104,11 +106,16 @@ class Row(BaseModel):
     seconds: Spread
     bytes_per_s: Spread
     of_raw: Spread
+    of_direct: Spread | None
     over_ours: Spread | None
     stall_s: Spread
     stall_of_sync: Spread
     dip: Spread
     lost_s: Spread
+
+
+def _seconds(turn: Turn) -> float:
+    return turn.seconds
 
 
 class Samples(BaseModel):
@@ -156,8 +163,9 @@ class Samples(BaseModel):
             num_bytes=turns[-1].num_bytes,
             seconds=Spread.of([turn.seconds for turn in turns]),
             bytes_per_s=Spread.of([turn.num_bytes / turn.seconds for turn in turns]),
-            of_raw=Spread.of(self.paired(RAW, name, lambda turn: turn.seconds)),
-            over_ours=Spread.of(self.paired(name, rival, lambda turn: turn.seconds)) if name in PEERS else None,
+            of_raw=Spread.of(self.paired(RAW, name, _seconds)),
+            of_direct=Spread.of(self.paired(RAW_DIRECT, name, _seconds)) if RAW_DIRECT in self.checked else None,
+            over_ours=Spread.of(self.paired(name, rival, _seconds)) if name in PEERS else None,
             stall_s=Spread.of([turn.stall_s for turn in turns]),
             stall_of_sync=Spread.of([a.stall_s / b.stall_s for a, b in zip(turns, self.of(OURS), strict=True)]),
             dip=Spread.of(self.dips(name)),

@@ -155,7 +155,6 @@ class Run:
             for micro in step:
                 step.backward(token_loss_sum(model(micro.inputs), micro.labels))
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
-            self.saver.before_update()
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             self.tokens += result.tokens

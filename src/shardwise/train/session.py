@@ -186,8 +186,6 @@ class Step:
         result = StepResult(self.number, self.tokens, self._loss_sum, norm)
         if session.device.type == "cpu":
             check_finite(result, scaled=session.scaler is not None)
-        if session.saver is not None:
-            session.saver.before_update()
         session.phase = "optimizer"
         if session.scaler is not None:
             session.scaler.step(optimizer)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.format import newest
-from shardwise.checkpoint.load import load_checkpoint, rng_for
+from shardwise.checkpoint.load import load_checkpoint, newest_of_all, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import UserError
@@ -52,7 +51,7 @@ def load_session(session: Session, folder: str | Folder, verify: bool) -> dict[s
     Raises:
         UserError: the checkpoint is not one of `save_session`.
     """
-    path = newest(folder_of(folder))
+    path = newest_of_all(folder_of(folder))
     if path is None:
         return None
     manifest = load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=verify)
