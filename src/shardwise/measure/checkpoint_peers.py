@@ -6,6 +6,7 @@ Each writes the same model and optimizer under the same strategy, durably, and c
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -160,7 +161,11 @@ class Ours:
 
 
 class Dcp:
-    """``torch.distributed.checkpoint``: ``save``, or ``async_save`` in a thread."""
+    """``torch.distributed.checkpoint``: ``save``, or ``async_save`` in a thread.
+
+    In the background in the way that stops the training least: the copy, too, is made beside it, into memory that is
+    used again, and the training waits for it before the weights change.
+    """
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer, *, background: bool) -> None:
         self.name = DCP_ASYNC if background else DCP
@@ -170,15 +175,19 @@ class Dcp:
         self._group = dist.new_group(backend="gloo") if background else None  # the training has its own
         self._stager: Any = None
         self._begin = 0.0
-        self._upload: Future[Any] | None = None
+        self._staged: Future[None] | None = None
+        self._upload: Future[None] | None = None
+        self._timed = threading.Event()
         if background:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+            self._stager = DefaultStager(
+                StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False)
+            )
 
     def save(self, number: int) -> None:
         """See `Contender`."""
-        from torch.distributed.checkpoint.state_dict_saver import async_save, save
+        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
         self._begin = time.perf_counter()
         state = self._state_dict()
@@ -187,17 +196,22 @@ class Dcp:
             self.seconds = time.perf_counter() - self._begin
             return
         found = async_save(state, checkpoint_id=self.folder, process_group=self._group, async_stager=self._stager)
-        assert isinstance(found, Future)  # it is one where the copy is made in the foreground
-        self._upload = found
-        found.add_done_callback(self._durable)
+        assert isinstance(found, AsyncSaveResponse)  # it is one where the copy is made in the background
+        self._staged, self._upload = found.staging_completion, found.upload_completion
+        self._timed.clear()
+        self._upload.add_done_callback(self._durable)
 
     def before_update(self) -> None:
-        """`save` has copied everything."""
+        """See `Contender`."""
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
 
     def finish(self) -> None:
         """See `Contender`."""
         if self._upload is not None:
             self._upload.result()
+            self._timed.wait()  # a future tells those who wait for it first
             self._upload = None
 
     def restored(self) -> Digests:
@@ -217,6 +231,7 @@ class Dcp:
 
     def _durable(self, _: Future[Any]) -> None:
         self.seconds = time.perf_counter() - self._begin
+        self._timed.set()
 
     def _state_dict(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
