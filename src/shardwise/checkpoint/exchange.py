@@ -6,7 +6,8 @@ They go over the default group, or over the one that is given: whoever speaks be
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from shardwise.errors import CheckpointError, ModelError, ShardwiseError, UserEr
 _KINDS: dict[str, type[ShardwiseError]] = {kind.__name__: kind for kind in (UserError, ModelError, CheckpointError)}
 
 Failure = dict[str, str]
+Result = TypeVar("Result")
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
@@ -82,6 +84,18 @@ def agree(error: Exception | None) -> None:
     first = broadcast_json(next((failure for failure in found if failure), None))
     if first:
         raise revive(first) from (None if isinstance(error, ShardwiseError) else error)
+
+
+def together(do: Callable[[], Result]) -> Result:
+    """Call ``do``; what goes wrong on any rank is raised on all, when all are through. Collective."""
+    wrong: Exception | None = None
+    done: list[Result] = []
+    try:
+        done.append(do())
+    except Exception as error:
+        wrong = error
+    agree(wrong)
+    return done[0]
 
 
 def any_of(flags: torch.Tensor) -> torch.Tensor:

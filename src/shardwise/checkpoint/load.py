@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +29,6 @@ from shardwise.errors import CheckpointError, CheckpointMismatch
 # how an optimizer computes, not what: these stay as the live optimizer has them
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _FIX = "remove this checkpoint and load an earlier one"  # `newest` finds that by itself then
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -60,9 +57,9 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
         CheckpointError: names, shapes, dtypes or the optimizer do not match (at most ten are listed), or a file is
             missing or damaged. The same on every rank.
     """
-    work = _together(lambda: _match(path, model, optimizer))
+    work = exchange.together(lambda: _match(path, model, optimizer))
     rest = _unseen(work) if verify else []
-    _together(lambda: _fill(path, optimizer, work, rest, verify))
+    exchange.together(lambda: _fill(path, optimizer, work, rest, verify))
     return work.manifest
 
 
@@ -72,7 +69,7 @@ def newest_of_all(folder: Folder) -> Folder | None:
     Raises:
         CheckpointError: a rank does not see it, or the folder cannot be read.
     """
-    mine = _together(lambda: newest(folder))
+    mine = exchange.together(lambda: newest(folder))
     name = exchange.broadcast_json(mine and mine.name)
     path = folder / name if name else None
 
@@ -83,7 +80,7 @@ def newest_of_all(folder: Folder) -> Folder | None:
                 "all nodes share (train.output or checkpoint.folder)"
             )
 
-    _together(look)
+    exchange.together(look)
     return path
 
 
@@ -100,18 +97,6 @@ def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
         for name, tensor in found.items():
             fill(tensor, touched(tensor, entries[name].shards), reader, check=True)
     return found or None
-
-
-def _together(do: Callable[[], Result]) -> Result:
-    """Call ``do``; what goes wrong on any rank is raised on all, when all are through. Collective."""
-    mine: Exception | None = None
-    done: list[Result] = []
-    try:
-        done.append(do())
-    except Exception as error:
-        mine = error
-    exchange.agree(mine)
-    return done[0]
 
 
 def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None) -> _Work:

@@ -209,7 +209,7 @@ def _facts(manifest: Manifest) -> Iterable[str]:
     facts = [str(plan.get("strategy", "unknown strategy")), f"on {_count(manifest.ranks, 'rank')}"]
     facts += [str(plan["precision"])] if "precision" in plan else []
     facts += [f"recompute {plan['recompute']}"] if plan.get("recompute", "none") != "none" else []
-    yield f"plan: {', '.join(facts)} ({manifest.plan_fingerprint})"
+    yield f"plan: {', '.join(facts)} ({manifest.plan_fingerprint})" if plan else "plan: none; it was converted"
     yield f"model: {_model(manifest.model)}"
     if "position" in state:
         tokens = _number(state.get("tokens"))
@@ -235,11 +235,15 @@ def _model(facts: Mapping[str, Any] | None) -> str:
     return str(facts.get("kind", "unknown"))
 
 
+def _short_number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def _optimizer(facts: Mapping[str, Any]) -> str:
     groups = facts.get("groups") or ()
     text = f"{facts.get('name') or 'unknown'}, {_count(len(groups), 'group')}"
     options = groups[0].get("options", {}) if groups else {}
-    shown = ", ".join(f"{key} {options[key]}" for key in _OPTIONS if key in options)
+    shown = ", ".join(f"{key} {_short_number(options[key])}" for key in _OPTIONS if key in options)
     return f"{text} ({shown}{' in the first' if len(groups) > 1 else ''})" if shown else text
 
 

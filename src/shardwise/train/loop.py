@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.checkpoint import exchange
 from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
@@ -290,7 +291,7 @@ class Run:
                 "choose another train.output, or set checkpoint.resume=true to go on"
             )
         with resume.advice(path, earlier):
-            manifest = resume.together(lambda: read_manifest(path))
+            manifest = exchange.together(lambda: read_manifest(path))
         resume.refuse_other_samples(manifest, path, self._order_facts())
         resume.refuse_fewer(manifest, config, len(self.samples))
         made = resume.options_of(session.optimizer)
@@ -298,7 +299,7 @@ class Run:
             self._prime()
         with resume.advice(path, earlier):
             load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=config.checkpoint.verify)
-            saved = resume.together(lambda: rng_for(path, session.ranks.rank))
+            saved = exchange.together(lambda: rng_for(path, session.ranks.rank))
         changed = resume.changed_keys(manifest, config.optimizer)
         resume.set_changed(session.optimizer, made, manifest, changed, config.optimizer)
         state = manifest.state

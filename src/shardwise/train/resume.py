@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
-from shardwise.checkpoint.format import Manifest, newest, saved_steps
-from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.format import Manifest, saved_steps
+from shardwise.checkpoint.load import newest_of_all
+from shardwise.checkpoint.storage import Folder
 from shardwise.errors import CheckpointError, CheckpointMismatch, ConfigError
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config, OptimizerTable
@@ -23,39 +24,19 @@ CONTENT = "the data (content)"
 LISTING = "the data (fingerprint)"  # also of where the files lie and when they were written
 _OPTIONS = ("lr", "betas", "eps", "momentum", "weight_decay")  # of a parameter group, as the config names them
 
-Result = TypeVar("Result")
-
 
 def find(folder: Folder) -> tuple[Folder | None, Folder | None]:
     """The checkpoint to go on from and the one to fall back on, as rank 0 sees them. Collective.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        CheckpointError: the folder cannot be read, or a rank does not see what rank 0 does.
     """
-    found: list[str] = []
-
-    def look() -> None:
-        first = newest(folder) if exchange.rank() == 0 else None
-        if first is not None:
-            others = [str(path) for _, path in saved_steps(folder) if path.name != first.name]
-            found.extend([str(first), *others[:1]])
-
-    together(look)
-    paths: list[Folder | None] = [folder_of(text) for text in exchange.broadcast_json(found)]
-    first, second, *_ = [*paths, None, None]
-    return first, second
-
-
-def together(do: Callable[[], Result]) -> Result:
-    """Call ``do``; what goes wrong on any rank is raised on all. Collective."""
-    wrong: Exception | None = None
-    done: list[Result] = []
-    try:
-        done.append(do())
-    except Exception as error:
-        wrong = error
-    exchange.agree(wrong)
-    return done[0]
+    path = newest_of_all(folder)
+    if path is None:
+        return None, None
+    others = exchange.together(lambda: [found.name for _, found in saved_steps(folder) if found.name != path.name])
+    earlier = exchange.broadcast_json(others[:1])
+    return path, folder / earlier[0] if earlier else None
 
 
 @contextmanager
