@@ -427,8 +427,8 @@ class Session:
         Passes over the data that were done yield no steps, and the one that was under way goes on at the micro batch
         where it stood, whatever the number of ranks: no sample comes twice, and none is left out. The order of later
         passes is that of the uninterrupted run too, on another number of ranks only if the loader shuffles by a
-        ``generator`` of its own: the global one also serves dropout, of which each rank has its share. Under ``ddp`` and
-        ``zero1`` on three ranks or more the first step afterwards is summed in another order: the last digits differ.
+        ``generator`` of its own: the global one also serves dropout, of which each rank has its share. Under ``ddp``
+        and ``zero1`` on three ranks or more the first step afterwards is summed in another order: last digits differ.
 
         Raises:
             UserError: a pass has begun, or it is no checkpoint of `save`.
