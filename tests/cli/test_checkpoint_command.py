@@ -188,7 +188,7 @@ def test_a_folder_that_may_not_be_read(capsys: pytest.CaptureFixture[str], tmp_p
 def test_progress_on_a_terminal_and_nowhere_else() -> None:
     for terminal in (True, False):
         text = io.StringIO()
-        console = Console(file=text, force_terminal=terminal, width=100)
+        console = Console(file=text, force_terminal=terminal, width=100, _environ={"TERM": "xterm"})  # not a dumb one
         with ReadProgress(console) as progress:
             progress.begin(100)
             progress.tick(40)

@@ -7,14 +7,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -134,11 +136,18 @@ def box_of(tensor: torch.Tensor) -> Box:
     if _StridedShard in kinds:
         box = _strided_box(tensor)
     else:
-        lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        box = Box(tuple(offsets), tuple(lengths))
+        box = _cut_box(tensor.shape, tensor.device_mesh, tensor.placements)
     if box.lengths != tuple(local_of(tensor).shape):
         raise CheckpointError(f"the local shape {tuple(local_of(tensor).shape)} is not {box.lengths} as laid out")
     return box
+
+
+@lru_cache(
+    maxsize=1 << 14
+)  # an optimizer's tensors lie as its parameters do, and the next save finds all of them again
+def _cut_box(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+    lengths, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offsets), tuple(lengths))
 
 
 def _strided_box(tensor: DTensor) -> Box:
@@ -171,11 +180,16 @@ def copies_of(tensor: torch.Tensor) -> list[list[int]]:
     """Groups of ranks, each of which holds one whole copy of ``tensor``; the same list on every rank."""
     if not isinstance(tensor, DTensor):
         return [[rank] for rank in range(exchange.world_size())]
-    mesh = tensor.device_mesh.mesh
     replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    return [list(group) for group in _copies(tensor.device_mesh, tuple(replicated))]
+
+
+@lru_cache(maxsize=256)  # torch works the ranks of a mesh out anew each time
+def _copies(device_mesh: DeviceMesh, replicated: tuple[int, ...]) -> list[list[int]]:
+    mesh = device_mesh.mesh
     sharded = [axis for axis in range(mesh.ndim) if axis not in replicated]
     copies = math.prod(mesh.shape[axis] for axis in replicated)
-    return mesh.permute(replicated + sharded).reshape(copies, -1).tolist()
+    return mesh.permute([*replicated, *sharded]).reshape(copies, -1).tolist()
 
 
 def plain(value: Any, where: str) -> Any:
