@@ -136,16 +136,14 @@ def box_of(tensor: torch.Tensor) -> Box:
     if _StridedShard in kinds:
         box = _strided_box(tensor)
     else:
-        box = _cut_box(tensor.shape, tensor.device_mesh, tensor.placements)
+        box = _cut_box(tensor.shape, tensor.device_mesh, tensor.placements, exchange.rank())
     if box.lengths != tuple(local_of(tensor).shape):
         raise CheckpointError(f"the local shape {tuple(local_of(tensor).shape)} is not {box.lengths} as laid out")
     return box
 
 
-@lru_cache(
-    maxsize=1 << 14
-)  # an optimizer's tensors lie as its parameters do, and the next save finds all of them again
-def _cut_box(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+@lru_cache(maxsize=1 << 14)  # optimizer state lies as its parameters do, and the next save finds all of it again
+def _cut_box(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int) -> Box:
     lengths, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Box(tuple(offsets), tuple(lengths))
 
