@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 import shardwise.parallel.apply as apply_module
 import shardwise.parallel.shard as shard_module
 import shardwise.train.session as session_module
+import shardwise.train.stream as stream_module
 from shardwise.cli.own_loop import start
 from shardwise.errors import ReceiptError
 from shardwise.plan.dims import dims_for
@@ -151,7 +152,7 @@ def sabotage_whole_optimizer(strategy: str) -> list[str]:
 
 def sabotage_same_samples(strategy: str) -> list[str]:
     """Two ranks with the same sampler."""
-    session_module.rank_batches = lambda loader, ranks: loader
+    stream_module.rank_batches = lambda loader, ranks, **skip: loader
     return run(strategy, 1, "plain")
 
 
