@@ -1,6 +1,7 @@
 """Apply a plan to a live module: the whole order on this one page.
 
-check → batch norm → recompute → precision → weights → shard or replicate → optimizer.
+check → meshes → batch norm → [stages → tensor parallel] → context → recompute → compile → precision → weights → shard or
+replicate → optimizer. What is in brackets is `parallel.split`'s, for plans that cut the model itself.
 
 What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -18,12 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.errors import ModelError
+from shardwise.parallel.compiled import apply_compile
+from shardwise.parallel.context import apply_context
+from shardwise.parallel.home import home_of
 from shardwise.parallel.materialize import materialize
-from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.mesh import Meshes, build_mesh
+from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import apply_autocast
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.replicate import apply_replicate
 from shardwise.parallel.shard import apply_shard
+from shardwise.parallel.split import apply_split
 from shardwise.parallel.zero1 import shard_optimizer
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -40,11 +46,16 @@ class Applied:
     module: nn.Module
     blocks: tuple[nn.Module, ...]
     spec: ModelSpec
+    meshes: Meshes | None = None
+    pipeline: Pipeline | None = None
     warnings: tuple[str, ...] = ()
 
 
-def apply(module: nn.Module, plan: Plan, device: torch.device) -> Applied:
+def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None) -> Applied:
     """Put ``module`` under ``plan`` on this rank. Collective: every rank calls it with the same structure.
+
+    ``sample`` is what the model takes for one micro batch (a tensor, a tuple or a dict; values do not matter). Plans
+    that cut the model itself look at one forward of it under fake tensors; token ids [1, length] if left out.
 
     Raises:
         ModelError: the model has nothing to train, or does not allow what the plan asks for.
@@ -53,19 +64,25 @@ def apply(module: nn.Module, plan: Plan, device: torch.device) -> Applied:
         raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
     spec = read_model(module)
     check(spec, plan)
-    mesh = build_mesh(plan, dist.get_world_size())
+    meshes = build_mesh(plan, dist.get_world_size())
     module, notes = apply_batch_norm(module, spec, plan)
-    if plan.recompute != "none":
+    if plan.recompute != "none" or plan.dims.splits_model:
         notes += stop_caching(module)
+    setattr(module, _MARK, True)
+    if meshes is not None and plan.dims.tp * plan.dims.pp > 1:
+        split = apply_split(module, spec, plan, meshes, device, sample)
+        return Applied(split.outer, split.module, split.blocks, spec, meshes, split.pipeline, notes + split.notes)
+    if meshes is not None and meshes.cp is not None:
+        notes += apply_context(module, spec, plan, meshes.cp, sample)
     blocks = apply_recompute(module, plan.recompute, spec.blocks)
-    if mesh is not None:
-        outer = apply_shard(module, blocks, plan, mesh, device)
+    apply_compile(blocks, plan)
+    if meshes is not None and plan.parsed.shards_parameters:
+        outer = apply_shard(module, blocks, plan, meshes.data, device)
     else:
         apply_autocast(module, plan)
         materialize(module, device, broadcast=False)  # DDP sends rank 0's weights itself
         outer = apply_replicate(module, spec, dist.get_world_size(), device)
-    setattr(module, _MARK, True)
-    return Applied(outer=outer, module=module, blocks=tuple(blocks), spec=spec, warnings=notes)
+    return Applied(outer, module, tuple(blocks), spec, meshes, None, notes)
 
 
 def check(spec: ModelSpec, plan: Plan) -> None:
@@ -132,10 +149,14 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
             "first step; one that makes its state when it is built cannot follow its parameters, so use another"
         )
     live = {clean_name(name): p for name, p in applied.module.named_parameters(remove_duplicate=False)}
+    home = home_of(applied.module)
+    if home is not None:  # a stage knows a tied parameter by the name that is used there
+        live |= {home.canonical(name): p for name, p in live.items()}
     strangers = 0
     for group in optimizer.param_groups:
         strangers += sum(id(p) not in names for p in group["params"])
-        group["params"] = [live[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        here = [p for p in group["params"] if id(p) not in names or home is None or names[id(p)] in live]
+        group["params"] = [live[names[id(p)]] if id(p) in names else p for p in here]
     if strangers:
         raise ModelError(
             f"the optimizer holds {strangers} parameters that are not the model's; "

@@ -1,28 +1,72 @@
-"""The device mesh of a plan: one axis for each degree that the strategy uses."""
+"""The device meshes of a plan: one axis for each degree that the strategy uses."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 
 
-def build_mesh(plan: Plan, world_size: int) -> DeviceMesh | None:
-    """The mesh that parameters are sharded over; ``None`` where parameters stay whole. One rank has one axis.
+@dataclass(frozen=True)
+class Meshes:
+    """The axes that a rank works along; ``None`` where the plan has no such axis.
+
+    ``data`` is the mesh that gradients are reduced over: one axis, or ``dp_replicate × dp_shard`` for ``hsdp``. Ranks
+    of a context-parallel group hold equal weights and different tokens, so they are part of its last axis. ``reduced``
+    has one group over all of ``data``, for what is neither sharded nor a DTensor.
+    """
+
+    data: DeviceMesh
+    tp: DeviceMesh | None
+    pp: DeviceMesh | None
+    cp: DeviceMesh | None
+    reduced: dist.ProcessGroup | None
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that gradients are reduced over."""
+        return int(self.data.size())
+
+
+def build_mesh(plan: Plan, world_size: int) -> Meshes | None:
+    """The meshes of ``plan``; ``None`` where parameters stay whole and every rank has its own samples. Collective.
 
     Raises:
         PlanError: the plan is for another number of ranks.
     """
-    if plan.dims.world_size != world_size:
+    dims, strategy = plan.dims, plan.parsed
+    if dims.world_size != world_size:
         raise PlanError(
-            f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but {world_size} are running; "
-            f"start {plan.dims.world_size} ranks or make a new plan"
+            f"the plan is for {dims.world_size} ranks ({dims}), but {world_size} are running; "
+            f"start {dims.world_size} ranks or make a new plan"
         )
-    strategy = plan.parsed
-    if not strategy.shards_parameters:
+    if not strategy.shards_parameters and not dims.splits_model:
         return None
-    if strategy.base == "hsdp" and world_size > 1:
-        shape = (plan.dims.dp_replicate, plan.dims.dp_shard)
-        return init_device_mesh(plan.device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(plan.device, (plan.dims.dp_shard,), mesh_dim_names=("dp_shard",))
+    shard = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
+    replicate = dims.world_size // (dims.tp * dims.pp * shard)
+    sizes = {"pp": dims.pp, "dp_replicate": replicate, "dp_shard": shard, "tp": dims.tp}
+    data_axes = ["dp_shard"] if strategy.shards_parameters else ["dp_replicate"]
+    if strategy.base == "hsdp" and replicate > 1:
+        data_axes = ["dp_replicate", "dp_shard"]
+    kept = {axis: size for axis, size in sizes.items() if size > 1 or axis in data_axes}
+    root = init_device_mesh(plan.device, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+    def axis(*names: str) -> DeviceMesh:
+        return root if names == root.mesh_dim_names else root[names if len(names) > 1 else names[0]]
+
+    context = None
+    if dims.cp > 1:
+        shape = (world_size // (dims.cp * dims.tp), dims.cp, dims.tp)
+        context = init_device_mesh(plan.device, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
+    data = axis(*data_axes)
+    return Meshes(
+        data=data,
+        tp=axis("tp") if dims.tp > 1 else None,
+        pp=axis("pp") if dims.pp > 1 else None,
+        cp=context,
+        reduced=data.get_group() if data.ndim == 1 and data.size() > 1 else None,
+    )

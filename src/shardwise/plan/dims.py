@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import DEGREES, Strategy
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands on each axis, from 0. ``dp`` counts over both data-parallel axes."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
 
 
 class ParallelDims(BaseModel):
@@ -30,6 +42,18 @@ class ParallelDims(BaseModel):
     def world_size(self) -> int:
         """Product of all degrees."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def splits_model(self) -> bool:
+        """True where ranks share the work on one sample."""
+        return self.tp * self.pp * self.cp > 1
+
+    def place(self, rank: int) -> Place:
+        """Where global rank ``rank`` stands: ``AXES`` in their order, the last one fastest (tp ranks are neighbours)."""
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Place(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def __str__(self) -> str:
         shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]

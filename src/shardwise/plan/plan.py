@@ -19,6 +19,19 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are pl
 Recompute = Literal["none", "selective", "full"]
 GradientSync = Literal["last", "every"]
 DeviceType = Literal["cpu", "cuda"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
+
+# came later than the first plans did: left out of the fingerprint where they are as those plans were run
+_LATER: dict[str, object] = {
+    "gradient_sync": "last",
+    "sequence_parallel": True,
+    "loss_parallel": False,
+    "pipeline_schedule": "1f1b",
+    "virtual_stages": 1,
+    "compile": False,
+    "async_tp": False,
+    "prefetch": 1,
+}
 
 
 class Plan(BaseModel):
@@ -27,7 +40,13 @@ class Plan(BaseModel):
     ``micro_batch`` and ``global_batch`` count samples; ``seq_len`` counts tokens (``None`` where samples are
     no sequences). ``gradient_sync`` is for sharded strategies that accumulate: ``last`` reduces gradients after the
     last micro batch only and keeps whole ones until then, ``every`` reduces after each and keeps shards: more
-    traffic, no whole gradient in memory. ``reason`` says why this plan was chosen and is no part of the fingerprint.
+    traffic, no whole gradient in memory.
+
+    With tensor parallel, ``sequence_parallel`` cuts what lies between its regions along the sequence, ``loss_parallel``
+    leaves logits cut over the vocabulary (the loss must know how to take them), and ``async_tp`` overlaps its
+    collectives with matrix products (compiled, on GPUs). With pipeline parallel, ``pipeline_schedule`` names the order of
+    micro batches and ``virtual_stages`` the stages of each rank. ``compile`` runs ``torch.compile`` on each block, and
+    ``prefetch`` is how many blocks ahead sharded weights are gathered. ``reason`` says why this plan was chosen and is no part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,6 +60,13 @@ class Plan(BaseModel):
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     gradient_sync: GradientSync = "last"
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    virtual_stages: int = Field(default=1, ge=1)
+    compile: bool = False
+    async_tp: bool = False
+    prefetch: int = Field(default=1, ge=1)
     device: DeviceType = "cpu"
     reason: str = ""
 
@@ -59,8 +85,7 @@ class Plan(BaseModel):
         """Sixteen hex digits over everything that changes what is computed."""
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason"})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are one thing
-        if self.gradient_sync == "last":
-            del facts["gradient_sync"]  # it came later than the first plans did
+        facts = {key: value for key, value in facts.items() if key not in _LATER or value != _LATER[key]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

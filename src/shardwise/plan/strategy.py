@@ -68,11 +68,17 @@ class Strategy(BaseModel):
     @property
     def not_runnable(self) -> tuple[str, ...]:
         """The words of this strategy that this version plans and costs but does not run; empty if it runs."""
-        words = [f"+{name}{getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
-        words += ["+nvme"] if self.nvme else []
+        words = ["+nvme"] if self.nvme else []
         words += [f"+{self.adapter}"] if self.adapter != "none" else []
         words += ["deepspeed"] if self.engine == "deepspeed" else []
+        if self.base == "zero1":  # PyTorch's ZeroRedundancyOptimizer holds plain tensors that all its ranks share
+            words += [f"zero1 with +{name}{getattr(self, name)}" for name in ("tp", "pp") if getattr(self, name) > 1]
         return tuple(words)
+
+    @property
+    def splits_model(self) -> bool:
+        """True where ranks share the work on one sample: any of ``+tp``, ``+pp``, ``+cp``."""
+        return self.tp * self.pp * self.cp > 1
 
 
 def runnable_strategy(text: str) -> Strategy:
@@ -86,7 +92,7 @@ def runnable_strategy(text: str) -> Strategy:
         words = ", ".join(strategy.not_runnable)
         raise PlanError(
             f"strategy '{text}': {words} can be planned but is not run by this version; "
-            f"use one of {', '.join(BASES)}, where sharded with +offload"
+            f"use one of {', '.join(BASES)} with any of +tp2, +pp2, +cp2 (zero1 only +cp2), where sharded with +offload"
         )
     return strategy
 

@@ -5,6 +5,7 @@ The module may live on the meta device. Nothing here changes it.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -14,11 +15,15 @@ from torch import nn
 from shardwise.spec.model import ModelSpec, ParameterSpec
 
 CHECKPOINT_WRAPPER_PART = "_checkpoint_wrapped_module."
+COMPILED_PART = "_orig_mod."
+STAGE = "_stage_"  # a pipeline stage is a child of this name and its number, and holds the model under the user's names
+_STAGE_PART = re.compile(rf"^{STAGE}\d+\.?")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what recompute wrapping adds to it."""
-    return name.replace(CHECKPOINT_WRAPPER_PART, "")
+    """A parameter's name without what recompute, ``torch.compile`` and pipeline stages add to it."""
+    name = name.replace(CHECKPOINT_WRAPPER_PART, "").replace(COMPILED_PART, "")
+    return _STAGE_PART.sub("", name) if name.startswith(STAGE) else name
 
 
 def read_model(module: nn.Module) -> ModelSpec:

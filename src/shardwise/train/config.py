@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.errors import ConfigError, PlanError, did_you_mean
-from shardwise.plan.plan import Recompute, RunPrecision
-from shardwise.plan.strategy import runnable_strategy
+from shardwise.plan.plan import PipelineSchedule, Recompute, RunPrecision
+from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -169,6 +169,15 @@ class ParallelTable(Table):
     dp_shard: Positive | None = None
     precision: RunPrecision = "fp32"
     recompute: Recompute = "none"
+    sequence_parallel: bool = Field(True, description="+tp: cut what lies between its regions along the sequence")
+    loss_parallel: bool = Field(True, description="+tp: logits stay cut over the vocabulary up to the loss")
+    async_tp: bool = Field(False, description="+tp: overlap its collectives with matrix products (compiled, on GPUs)")
+    pipeline_schedule: PipelineSchedule = Field("1f1b", description="+pp: the order of micro batches")
+    virtual_stages: Positive | None = Field(
+        None, description="+pp: stages of a rank; what the schedule needs if left out"
+    )
+    compile: bool = Field(False, description="torch.compile on each block")
+    prefetch: Positive = Field(1, description="blocks ahead of which sharded weights are gathered")
     threads: Positive | None = Field(
         None, description="CPU threads of a rank; the cores divided by the ranks if left out"
     )
@@ -180,7 +189,25 @@ class ParallelTable(Table):
                 runnable_strategy(self.strategy)
             except PlanError as error:
                 raise ValueError(*error.problems) from None
+            self._nothing_is_ignored(parse_strategy(self.strategy))
         return self
+
+    def _nothing_is_ignored(self, strategy: Strategy) -> None:
+        needs = {
+            "sequence_parallel": ("+tp", strategy.tp > 1),
+            "loss_parallel": ("+tp", strategy.tp > 1),
+            "async_tp": ("+tp", strategy.tp > 1),
+            "pipeline_schedule": ("+pp", strategy.pp > 1),
+            "virtual_stages": ("+pp", strategy.pp > 1),
+            "prefetch": ("sharded parameters (zero2, fsdp, hsdp)", strategy.shards_parameters),
+        }
+        moot = [
+            f"'{key}' does nothing without {what}; take it out"
+            for key, (what, there) in needs.items()
+            if key in self.model_fields_set and not there
+        ]
+        if moot:
+            raise ValueError(*moot)
 
 
 class CheckpointTable(Table):

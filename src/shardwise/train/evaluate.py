@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.parallel.context import sequence_share
 from shardwise.parallel.shard import reshard
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.samples import Samples
@@ -24,19 +25,26 @@ def held_out_bits_per_byte(
     share that is done. ``None`` when a stop was asked for meanwhile, on any rank.
     """
     number = min(limit, len(samples)) if limit else len(samples)
-    ranks, world = session.ranks.rank, session.ranks.world_size
-    rounds = math.ceil(number / (batch * world))
-    ids = np.full(rounds * world * batch, -1, dtype=np.int64)
+    dims, place, pipeline = session.plan.dims, session.place, session.applied.pipeline
+    rounds = math.ceil(number / (batch * dims.dp))
+    ids = np.full(rounds * dims.dp * batch, -1, dtype=np.int64)
     ids[:number] = np.arange(number)
-    share = ids.reshape(rounds, world, batch)[:, ranks]
+    share = ids.reshape(rounds, dims.dp, batch)[:, place.dp]
     total = torch.zeros((), dtype=torch.float64, device=session.device)
     module = session.module
     was_training = module.training
     module.eval()
     with torch.no_grad():
         for index, row in enumerate(share):
-            inputs, labels = samples.batch(row)
-            total += token_loss_sum(module(inputs.to(session.device)), labels.to(session.device))
+            inputs, labels = (part.to(session.device) for part in samples.batch(row))
+            if dims.cp > 1:
+                inputs, labels = sequence_share((inputs, labels), dims.cp, place.cp)
+            if pipeline is not None:
+                loss = pipeline.evaluate([inputs], [labels], token_loss_sum)
+            else:
+                loss = token_loss_sum(module(inputs), labels)
+            if place.tp == 0:  # the others of its group have the same
+                total += loss
             if tick is not None:
                 tick((index + 1) / rounds)
             if session.stop_agreed():
@@ -45,6 +53,6 @@ def held_out_bits_per_byte(
     reshard(module)
     if session.stopped:
         return None
-    if world > 1:
+    if session.ranks.world_size > 1:
         dist.all_reduce(total)
     return total.item() / math.log(2) / samples.label_bytes(number)

@@ -103,6 +103,11 @@ class Run:
         """True on the rank that reports."""
         return self.session.ranks.is_main
 
+    @property
+    def _luck(self) -> int:
+        """Ranks of one tensor-parallel group draw the same numbers: they compute much of the model together."""
+        return self.session.ranks.rank // self.plan.dims.tp
+
     def train(self) -> Outcome:
         """Build, resume, train, evaluate and save.
 
@@ -141,10 +146,11 @@ class Run:
         config = self.config
         factory = model_factory(config, self.corpus.vocab_size)
         model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
-        model, _ = self.session.prepare(model, build_optimizer(model.parameters(), config.optimizer))
+        sample = torch.zeros(self.micro_batch, config.data.seq_len, dtype=torch.int64)
+        model, _ = self.session.prepare(model, build_optimizer(model.parameters(), config.optimizer), sample)
         if config.model.weights is not None:
             load_weights(self.session.module, config.model.weights)
-        seed_everything(config.train.seed, self.session.ranks.rank)
+        seed_everything(config.train.seed, self._luck)
         return model
 
     def _steps(self, model: nn.Module, metrics: MetricsFile | None) -> None:
@@ -153,8 +159,7 @@ class Run:
         clock = time.perf_counter()
         since, tokens_since = session.steps_done, 0
         for step in session.run_windows(self._windows(), limit=self.total - session.steps_done):
-            for micro in step:
-                step.backward(token_loss_sum(model(micro.inputs), micro.labels))
+            step.run(model, token_loss_sum)
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
@@ -186,7 +191,7 @@ class Run:
         """This rank's micro batches of each step, from the data position on."""
         position, dp = self.position, self.plan.dims.dp
         while True:
-            ids = rank_ids(self.order, position, dp, self.session.ranks.rank, self.micro_batch, self.plan.grad_accum)
+            ids = rank_ids(self.order, position, dp, self.session.place.dp, self.micro_batch, self.plan.grad_accum)
             yield [self.samples.batch(row) for row in ids]
             position += self.global_batch
 
@@ -312,7 +317,7 @@ class Run:
         if saved is not None:
             restore_random_states(saved, session.device)
         else:  # a rank that was not there: not the numbers of the first step again
-            seed_everything(config.train.seed + manifest.step, session.ranks.rank)
+            seed_everything(config.train.seed + manifest.step, self._luck)
         if self.is_main:
             self.reporter.say(f"resuming after step {manifest.step} of {self.total} from '{path}'")
             if news := resume.news(manifest, config, self.plan, self.total):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,9 +25,13 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import DataError, ModelError, TrainingError, UserError
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
+from shardwise.parallel.context import sequence_share
+from shardwise.parallel.gradients import finish_partial, global_norm, scale_to
 from shardwise.parallel.group import Ranks, gather_ints, leave
+from shardwise.parallel.home import home_of
 from shardwise.parallel.precision import grad_scaler
 from shardwise.parallel.shard import discard_gradients, reshard
+from shardwise.plan.dims import Place
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
@@ -116,6 +120,11 @@ class Step:
 
     def __iter__(self) -> Iterator[Micro]:
         """Each micro batch in turn; gradients synchronise during the backward of the last one."""
+        if self._session.applied.pipeline is not None:
+            raise UserError(
+                f"{self._session.plan.strategy} runs all micro batches of a step through the stages together: replace the "
+                "loop over the step by step.run(model, loss_fn)"
+            )
         for index, micro in enumerate(self.micros):
             self._current = index
             self._session.begin_micro(last=index == len(self.micros) - 1)
@@ -147,15 +156,50 @@ class Step:
             )
         _refuse_mean(loss_sum, micro)
         self._backwards += 1
-        weight = 0.0 if micro.filler or not self.tokens else session.dp / self.tokens
-        loss = loss_sum * weight
+        loss = loss_sum * self.weight(micro)
         session.phase = "backward"
         (loss if session.scaler is None else session.scaler.scale(loss)).backward()
-        if not micro.filler:
+        if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.phase = "control"  # what the user sends between micro batches is not the plan's traffic
         if self._backwards == len(self.micros) and session.ranks.world_size > 1:
             self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
+
+    def weight(self, micro: Micro) -> float:
+        """What a summed loss is multiplied by, so that the mean over ranks is the mean over the global batch's labels."""
+        session = self._session
+        return 0.0 if micro.filler or not self.tokens else session.reduced_ranks / self.tokens
+
+    def run(self, model: nn.Module, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
+        """Forward and backward of every micro batch; under pipeline parallel the only way to do so.
+
+        Args:
+            model: what `Session.prepare` returned; called with the inputs (a tuple's or a dict's parts as arguments).
+            loss_fn: outputs and labels to the summed loss, 0-d.
+        """
+        session, pipeline = self._session, self._session.applied.pipeline
+        if pipeline is None:
+            for micro in self:
+                self.backward(loss_fn(call_model(model, micro.inputs), micro.labels), count=micro.num_tokens)
+            return
+        if self._backwards:
+            raise UserError(f"step.run was called twice for step {self.number}; call it once")
+
+        def checked(outputs: Any, labels: Any) -> torch.Tensor:
+            loss = loss_fn(outputs, labels)
+            if loss.ndim != 0:
+                raise UserError(f"step.run: loss_fn returned shape {tuple(loss.shape)}; it must sum to a 0-d loss")
+            _refuse_mean(loss, self.micros[0])
+            return loss
+
+        session.phase = "forward"
+        scale = 1.0 if session.scaler is None else session.scaler.get_scale()
+        found = pipeline.train(self.micros, checked, lambda micro: self.weight(micro) * scale)
+        session.phase = "control"
+        if session.place.tp == 0:
+            self._loss_sum += found.detach()
+        self._current, self._backwards = len(self.micros) - 1, len(self.micros)
+        self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
 
     def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer and clear the gradients.
@@ -175,6 +219,7 @@ class Step:
         self._updated = True
         session.check_optimizer(optimizer)
         reshard(session.applied.outer)  # a forward without a backward would leave stale weights gathered
+        session.finish_gradients()
         if session.steps_done == session.first_step:
             session.check_unused()
         if session.scaler is not None:
@@ -199,6 +244,13 @@ class Step:
         optimizer.zero_grad()
         session.in_step = False
         return result
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """``model`` on the inputs of a micro batch, whatever they are packed in."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
 def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:
@@ -274,7 +326,7 @@ class Session:
     def stream(self) -> Stream:
         """Where the loop stands in its data."""
         if self._stream is None:
-            self._stream = Stream(self.ranks, self.device)
+            self._stream = Stream(self.ranks, self.device, (self.place.dp, self.dp))
         return self._stream
 
     @property
@@ -293,6 +345,16 @@ class Session:
     def dp(self) -> int:
         """Ranks that see different samples."""
         return self.plan.dims.dp
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands on each axis of the plan."""
+        return self.plan.dims.place(self.ranks.rank)
+
+    @property
+    def reduced_ranks(self) -> int:
+        """Ranks whose gradients are averaged: those that see different tokens."""
+        return self.plan.dims.dp * self.plan.dims.cp
 
     @property
     def applied(self) -> Applied:
@@ -318,10 +380,12 @@ class Session:
         """Structural facts of the model."""
         return self.applied.spec
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, model: nn.Module, optimizer: Optimizer, sample: Any = None) -> tuple[nn.Module, Optimizer]:
         """Put the model under the plan and point the optimizer at its parameters.
 
-        Weights are rank 0's. Build learning-rate schedulers from the optimizer that is returned.
+        Weights are rank 0's. Build learning-rate schedulers from the optimizer that is returned. ``sample`` is what
+        the model takes for one micro batch, as the loader gives it; tensor, pipeline and context parallel look at one
+        forward of it (values do not matter), of token ids [1, length] if it is left out.
 
         Raises:
             ModelError: the session has a model already, or the model does not allow the plan.
@@ -330,7 +394,7 @@ class Session:
             raise ModelError("session.prepare was called before; a session trains one model")
         self._plan = self.planner(model, optimizer)
         names = parameter_names(model)
-        self._applied = apply(model, self._plan, self.device)
+        self._applied = apply(model, self._plan, self.device, sample)
         self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
         self.scaler = grad_scaler(self._plan)
@@ -381,7 +445,7 @@ class Session:
                 )
             micros += [Micro(last.inputs, last.labels, num_tokens=0, filler=True)] * (length - len(micros))
             number = self.steps_done + 1
-            step = Step(self, number, micros, tokens=sum(row[0] for row in rows), batches=sum(row[1] for row in rows))
+            step = Step(self, number, micros, *self._in_all(rows))
             self.in_step = True
             self.notify("on_step_start", step)
             try:
@@ -392,6 +456,12 @@ class Session:
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1
+
+    def _in_all(self, rows: list[list[int]]) -> tuple[int, int]:
+        """Labels and micro batches of all ranks, those that several ranks work on together counted once."""
+        places = [self.plan.dims.place(rank) for rank in range(len(rows))]
+        once = [(place, row) for place, row in zip(places, rows, strict=True) if place.tp == place.pp == 0]
+        return sum(row[0] for _, row in once), sum(row[1] for place, row in once if place.cp == 0)
 
     def save(
         self,
@@ -489,12 +559,28 @@ class Session:
     def clip(self, clip_norm: float) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most ``clip_norm``; returns the norm before that, 0-d."""
         self.phase = "clip"
+        home, meshes = home_of(self.module), self.applied.meshes
+        if home is not None and meshes is not None:
+            named = [(clean_name(name), p) for name, p in self.module.named_parameters() if p.requires_grad]
+            norm = global_norm(named, home, meshes)
+            scale_to(self._trainable, clip_norm, norm)
+            return norm
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         torch.nn.utils.clip_grads_with_norm_(self._trainable, clip_norm, norm)
         return norm
+
+    def finish_gradients(self) -> None:
+        """What the model's own axes still have to add up, once all backwards of a step are done."""
+        if home_of(self.module) is None:
+            return
+        self.phase = "backward"
+        finish_partial(self._trainable)
+        if self.applied.pipeline is not None:
+            self.applied.pipeline.finish_gradients()
+        self.phase = "control"
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """The optimizer must be the one that `prepare` returned: another one would step stale parameters."""
@@ -511,6 +597,8 @@ class Session:
 
     def _micro(self, batch: Any, count: Callable[[Any], int]) -> Micro:
         inputs, labels = split_batch(batch)
+        if self.plan.dims.cp > 1:
+            inputs, labels = sequence_share((inputs, labels), self.plan.dims.cp, self.place.cp)
         number = count(labels)
         if self.device.type != "cpu":
             inputs, labels = _pytree.tree_map_only(

@@ -35,10 +35,11 @@ class Place:
 
 @dataclass
 class Stream:
-    """The passes of one session on this rank."""
+    """The passes of one session on this rank. ``share`` is which part of the micro batches it takes, of how many."""
 
     ranks: Ranks
     device: torch.device
+    share: tuple[int, int]
     passes: int = 0
     batches: int = 0
     at_start: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Stream:
 
     def place(self) -> Place:
         """Where the loop stands; between two steps."""
-        return Place(self.passes, self.batches, self.ranks.world_size)
+        return Place(self.passes, self.batches, self.share[1])
 
     def go_on(self, place: Place, at_start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
         """From the next pass on, skip what ``place`` says is done.
@@ -78,9 +79,9 @@ class Stream:
             return ()
         self._resume = None
         self.batches = place.batches
-        if has_own_shares(loader) and place.ranks != self.ranks.world_size:
+        if has_own_shares(loader) and place.ranks != self.share[1]:
             raise UserError(
-                f"the checkpoint is of {place.ranks} ranks and this run has {self.ranks.world_size}: a loader with a "
+                f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader with a "
                 "DistributedSampler cannot go on there; leave the sampler out, session.steps deals the samples out"
             )
         return self._pass(loader, place.batches, at_start, now)
@@ -101,7 +102,7 @@ class Stream:
             if now:
                 restore_random_states(now, self.device)
 
-        yield from rank_batches(loader, self.ranks, skip=skip, skipped=skipped)
+        yield from rank_batches(loader, self.ranks, self.share, skip=skip, skipped=skipped)
 
 
 def _generators(loader: Iterable[Any]) -> list[torch.Generator]:

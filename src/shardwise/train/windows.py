@@ -18,6 +18,8 @@ from shardwise.parallel.group import Ranks, broadcast_text
 
 CHUNK = 64  # items of a rank that are told at once
 
+Share = tuple[int, int]  # which part of the micro batches, from 0, and of how many
+
 
 class RankBatches(Sampler[Any]):
     """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), as rank 0 draws them.
@@ -26,15 +28,21 @@ class RankBatches(Sampler[Any]):
     """
 
     def __init__(
-        self, inner: Iterable[Any], ranks: Ranks, skip: int = 0, skipped: Callable[[], None] | None = None
+        self,
+        inner: Iterable[Any],
+        ranks: Ranks,
+        share: Share,
+        skip: int = 0,
+        skipped: Callable[[], None] | None = None,
     ) -> None:
         self.inner = inner
         self.ranks = ranks
+        self.share = share
         self.skip = skip
         self.skipped = skipped
 
     def __iter__(self) -> Iterator[Any]:
-        size = CHUNK * self.ranks.world_size  # so that every rank has had as many when the next chunk is due
+        size = CHUNK * self.share[1]  # so that every rank has had as many when the next chunk is due
         source = _dropped(iter(self.inner), self.skip) if self.ranks.is_main else None
         if self.skipped is not None:
             self.skipped()
@@ -44,15 +52,15 @@ class RankBatches(Sampler[Any]):
         while True:
             drawn = [] if source is None else list(itertools.islice(source, size))
             chunk = json.loads(broadcast_text(json.dumps(drawn, default=int), self.ranks))
-            yield from chunk[self.ranks.rank :: self.ranks.world_size]
+            yield from chunk[self.share[0] :: self.share[1]]
             if len(chunk) < size:
                 return
 
 
 def rank_batches(
-    loader: Iterable[Any], ranks: Ranks, skip: int = 0, skipped: Callable[[], None] | None = None
+    loader: Iterable[Any], ranks: Ranks, share: Share, skip: int = 0, skipped: Callable[[], None] | None = None
 ) -> Iterable[Any]:
-    """This rank's share of ``loader``.
+    """This rank's share of ``loader``, which ranks that work on the same samples have in common.
 
     A ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One with a
     ``DistributedSampler`` is taken as it is. Of anything else every rank reads the whole stream and keeps its share.
@@ -61,17 +69,34 @@ def rank_batches(
     """
     loads_by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if has_own_shares(loader):
-        return _after(loader, skip // ranks.world_size, skipped)
+        _check_sampler(loader, share)
+        return _after(loader, skip // share[1], skipped)
     if loads_by_index and (skip or ranks.world_size > 1):
-        return _rebuilt(loader, ranks, skip, skipped if skip else None)  # type: ignore[arg-type]
+        return _rebuilt(loader, ranks, share, skip, skipped if skip else None)  # type: ignore[arg-type]
     rest = _after(loader, skip, skipped)
-    return rest if ranks.world_size == 1 else itertools.islice(iter(rest), ranks.rank, None, ranks.world_size)
+    return rest if share[1] == 1 else itertools.islice(iter(rest), share[0], None, share[1])
 
 
 def has_own_shares(loader: Iterable[Any]) -> bool:
     """Whether a loader deals its samples out to the ranks by itself."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     return isinstance(loader, DataLoader) and any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def _check_sampler(loader: Iterable[Any], share: Share) -> None:
+    """A sampler that deals by rank must deal by data-parallel rank.
+
+    Raises:
+        DataError: it does not.
+    """
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    for sampler in samplers:
+        if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != share:
+            raise DataError(
+                f"the loader's DistributedSampler deals for rank {sampler.rank} of {sampler.num_replicas}, but this rank "
+                f"takes part {share[0]} of {share[1]} of the data; leave the sampler out, session.steps deals the samples "
+                "out"
+            )
 
 
 def _after(stream: Iterable[Any], skip: int, skipped: Callable[[], None] | None) -> Iterable[Any]:
@@ -90,14 +115,16 @@ def _dropped(source: Iterator[Any], skip: int) -> Iterator[Any]:
     return source
 
 
-def _rebuilt(loader: DataLoader[Any], ranks: Ranks, skip: int, skipped: Callable[[], None] | None) -> DataLoader[Any]:
+def _rebuilt(
+    loader: DataLoader[Any], ranks: Ranks, share: Share, skip: int, skipped: Callable[[], None] | None
+) -> DataLoader[Any]:
     options: dict[str, Any] = {}
     if loader.num_workers:
         options = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
     if loader.batch_sampler is not None:
-        options["batch_sampler"] = RankBatches(loader.batch_sampler, ranks, skip, skipped)
+        options["batch_sampler"] = RankBatches(loader.batch_sampler, ranks, share, skip, skipped)
     else:  # batch_size=None: the dataset's items are batches already
-        options |= {"batch_size": None, "sampler": RankBatches(loader.sampler, ranks, skip, skipped)}
+        options |= {"batch_size": None, "sampler": RankBatches(loader.sampler, ranks, share, skip, skipped)}
     return DataLoader(
         loader.dataset,
         num_workers=loader.num_workers,

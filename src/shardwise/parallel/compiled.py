@@ -1,0 +1,17 @@
+"""``torch.compile`` on each repeated block, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardwise.plan.plan import Plan
+
+
+def apply_compile(blocks: Sequence[nn.Module], plan: Plan) -> None:
+    """Compile each block on its own (names and parameters stay); equal blocks share what was compiled."""
+    if not plan.compile:
+        return
+    for block in blocks:
+        block.compile()

@@ -1,0 +1,179 @@
+"""Plans that cut the model itself: pipeline stages, tensor parallel inside each, data parallel around both.
+
+Decide on the untouched module → cut stages → tensor-parallel forwards → context → recompute → compile → weights and
+data parallel, unit by unit. Every rank takes part in sending every unit (rank 0's weights) and keeps its own part, so
+the peak is what a rank keeps plus one whole unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from shardwise.parallel.compiled import apply_compile
+from shardwise.parallel.context import apply_context
+from shardwise.parallel.home import Home, set_home
+from shardwise.parallel.materialize import broadcast_buffers
+from shardwise.parallel.mesh import Meshes
+from shardwise.parallel.pipeline import Pipeline, cut_stages, make_pipeline
+from shardwise.parallel.precision import apply_autocast, mixed_precision_policy
+from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.tensor import TensorLayout, apply_tensor, distribute, tensor_layout
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name
+from shardwise.spec.wiring import Wiring, read_wiring
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model whose parts are spread over ranks; ``module`` is what this rank holds of it."""
+
+    outer: nn.Module
+    module: nn.Module
+    blocks: tuple[nn.Module, ...]
+    pipeline: Pipeline | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is decided on the untouched module, before any rank changes anything."""
+
+    wiring: Wiring | None
+    layout: TensorLayout | None
+
+
+def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
+    """How ``module`` is cut; no collective, nothing is changed, weights may be on the meta device.
+
+    Raises:
+        ModelError: the model does not allow it; everything that is in the way, with what would work.
+    """
+    wiring = read_wiring(module, spec, plan, sample) if plan.dims.pp > 1 else None
+    layout = tensor_layout(module, spec, plan, sample) if plan.dims.tp > 1 else None
+    return Decision(wiring, layout)
+
+
+def apply_split(
+    module: nn.Module, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device, sample: Any
+) -> Split:
+    """Cut ``module`` as ``plan`` says; see the top of this file. Collective."""
+    decision = decide(module, spec, plan, sample)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+    broadcast_buffers(module)
+    whole = {clean_name(name): parameter for name, parameter in module.named_parameters()}
+    held = _plain_names(module)
+    stages = cut_stages(module, spec, decision.wiring, plan, plan.dims.place(dist.get_rank()).pp)
+    notes: tuple[str, ...] = decision.layout.notes if decision.layout is not None else ()
+    blocks: dict[str, nn.Module] = {}
+    for stage in stages.parts:
+        own = [block for block in spec.blocks if block in stages.blocks_of(stage)]
+        if decision.layout is not None and meshes.tp is not None:
+            apply_tensor(stage, decision.layout, meshes.tp, plan)
+        if meshes.cp is not None:
+            notes += apply_context(stage, spec, plan, meshes.cp, sample, blocks=own)
+        wrapped = apply_recompute(stage, plan.recompute, own)
+        apply_compile(wrapped, plan)
+        stages.enter(stage, wrapped)
+        blocks |= dict(zip(own, wrapped, strict=True))
+    wrap = _Wrapper(plan, meshes)
+    for unit in (*spec.blocks, None):
+        for parameter in spec.parameters:
+            if parameter.block == unit:
+                _place(whole.pop(parameter.name), (parameter.name, *parameter.aliases), stages.parts, decision.layout, meshes, device)
+        if unit in blocks:
+            wrap(blocks[unit], is_root=False)
+    for stage in stages.parts:
+        if wrap.is_needed:
+            wrap(stage, is_root=True, is_last=stages.is_last(stage))
+        else:
+            apply_autocast(stage, plan)
+    outer = stages.container
+    set_home(outer, _home(spec, stages.borrowed, held, plan))
+    pipeline = None if decision.wiring is None else make_pipeline(stages, plan, meshes, device)
+    return Split(outer, outer, tuple(blocks[b] for b in spec.blocks if b in blocks), pipeline, notes)
+
+
+class _Wrapper:
+    """Data parallel around a unit: FSDP2 for sharded strategies, its ``replicate`` for ``ddp``, nothing for one rank."""
+
+    def __init__(self, plan: Plan, meshes: Meshes) -> None:
+        self.plan, self.mesh = plan, meshes.data
+        self.is_needed = plan.parsed.shards_parameters or meshes.data_ranks > 1
+
+    def __call__(self, unit: nn.Module, *, is_root: bool, is_last: bool = True) -> None:
+        if not self.is_needed:
+            return
+        strategy = self.plan.parsed
+        policy = mixed_precision_policy(self.plan, is_root=is_root and is_last)
+        if not strategy.shards_parameters:
+            replicate(unit, mesh=self.mesh, mp_policy=policy)
+            return
+        offload = CPUOffloadPolicy(pin_memory=self.plan.device == "cuda") if strategy.offload else OffloadPolicy()
+        reshard = strategy.reshards_after_forward and not is_root
+        fully_shard(unit, mesh=self.mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+
+
+def _place(
+    source: nn.Parameter,
+    names: Sequence[str],
+    stages: Sequence[nn.Module],
+    layout: TensorLayout | None,
+    meshes: Meshes,
+    device: torch.device,
+) -> None:
+    """Send one parameter from rank 0 and put this rank's part of it wherever it is used here."""
+    data = source.detach()
+    if data.device != device:
+        data = torch.empty_like(data, device=device) if data.device.type == "meta" else data.to(device)
+    if dist.get_world_size() > 1:
+        dist.broadcast(data, src=0)
+    made: nn.Parameter | None = None
+    for module, key in _slots(stages, names):
+        if made is None:
+            part = data if layout is None or meshes.tp is None else distribute(names[0], data, layout, meshes.tp)
+            made = nn.Parameter(part, requires_grad=source.requires_grad)
+        module._parameters[key] = made
+
+
+def _slots(stages: Sequence[nn.Module], names: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:
+    """Where the parameter of these names is registered on this rank; a stage leaves out what is not its own."""
+    for stage in stages:
+        modules = {clean_name(f"{name}.").rstrip("."): module for name, module in stage.named_modules()}
+        for name in names:
+            parent, _, key = name.rpartition(".")
+            module = modules.get(parent)
+            if module is not None and module._parameters.get(key) is not None:
+                yield module, key
+
+
+def _plain_names(module: nn.Module) -> tuple[str, ...]:
+    """Persistent buffers, in the model's order."""
+    found = []
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                found.append(clean_name(f"{prefix}.{name}" if prefix else name))
+    return tuple(found)
+
+
+def _home(spec: ModelSpec, borrowed: frozenset[str], buffers: tuple[str, ...], plan: Plan) -> Home:
+    stage_ranks = plan.dims.world_size // plan.dims.pp
+    first = plan.dims.place(dist.get_rank()).pp * stage_ranks
+    return Home(
+        ranks=tuple(range(first, first + stage_ranks)),
+        names=(*(p.name for p in spec.parameters), *buffers),
+        aliases={alias: p.name for p in spec.parameters for alias in p.aliases},
+        borrowed=borrowed,
+    )
