@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +16,7 @@ from shardwise.cost.estimate import Estimate
 from shardwise.cost.steptime import StepTime
 from shardwise.errors import ConfigError, DataError, ModelError, PlanError, ShardwiseError
 from shardwise.parallel.environment import visible_devices
-from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute, split_batch
+from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute, split_batch, stages_of
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, check_degrees, choose, choose_profiled, exact
@@ -30,6 +31,18 @@ from shardwise.train.corpus import Corpus, prepare_corpus
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+# keys of [parallel] that a plan takes over under the same name
+_OPTIONS = (
+    "sequence_parallel",
+    "loss_parallel",
+    "async_tp",
+    "pipeline_schedule",
+    "virtual_stages",
+    "compile",
+    "prefetch",
+)
 
 
 class Job(BaseModel):
@@ -112,6 +125,7 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             f"set parallel.device={plan.device} where there is one, or make a new plan"
         )
     given = {
+        **{f"parallel.{key}": (getattr(parallel, key), getattr(plan, key)) for key in _OPTIONS},
         "parallel.strategy": (config.parallel.strategy, plan.strategy),
         "parallel.precision": (config.parallel.precision, plan.precision),
         "parallel.recompute": (config.parallel.recompute, plan.recompute),
@@ -186,7 +200,10 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
     """What is decided before the strategy: the batch split, the precision, recompute."""
     train, parallel = config.train, config.parallel
     micro, accum = split_batch(
-        cluster.world_size, global_batch=train.global_batch, micro_batch=train.micro_batch, grad_accum=train.grad_accum
+        data_ranks(config, cluster),
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        grad_accum=train.grad_accum,
     )
     return Plan(
         micro_batch=micro,
@@ -198,11 +215,35 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
     )
 
 
+def data_ranks(config: Config, cluster: ClusterSpec) -> int:
+    """Ranks that see different samples: under ``auto`` all, else what the named strategy leaves of them."""
+    strategy = None if config.parallel.strategy == "auto" else parse_strategy(config.parallel.strategy)
+    return cluster.world_size // (1 if strategy is None else strategy.tp * strategy.pp * strategy.cp)
+
+
+def with_options(plan: Plan, config: Config) -> Plan:
+    """A plan that was chosen, with what ``[parallel]`` says about how its axes are run."""
+    parallel, dims = config.parallel, plan.dims
+    return plan.model_copy(
+        update={
+            "sequence_parallel": parallel.sequence_parallel,
+            "loss_parallel": parallel.loss_parallel and dims.tp > 1,
+            "async_tp": parallel.async_tp,
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "virtual_stages": parallel.virtual_stages or stages_of(parallel.pipeline_schedule),
+            "compile": parallel.compile,
+            "prefetch": parallel.prefetch,
+        }
+    )
+
+
 def choose_plan(
     config: Config, draft: Plan, cluster: ClusterSpec, corpus: Corpus, *, fixed: bool
 ) -> tuple[Choice, ModelSpec]:
     """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
-    from shardwise.parallel.apply import check
+    import torch
+
+    from shardwise.parallel.apply import check, check_cut
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
 
@@ -213,27 +254,31 @@ def choose_plan(
     check(spec, draft)
     workload = workload_for(module, config.optimizer, draft.device)
     told = _activations(config, draft, spec, factory, corpus.vocab_size)
-    batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else cluster.world_size)
+    batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else data_ranks(config, cluster))
     facts = {"seq_len": config.data.seq_len, "global_batch": batch}
     workload = workload.model_copy(update={**told, **facts})
     profile = traced_profile(
         module, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
     )
     if fixed:
-        return _fixed_choice(draft, spec, workload, profile, cluster), spec
-    if profile is not None:
-        costs = corrected_costs(cluster)
-        return choose_profiled(profile, spec, workload, cluster, _pins(config), costs=costs), spec
-    parallel = config.parallel
-    choice = choose(
-        draft,
-        spec,
-        workload,
-        cluster,
-        strategy=parallel.strategy,
-        dp_replicate=parallel.dp_replicate,
-        dp_shard=parallel.dp_shard,
-    )
+        choice = _fixed_choice(draft, spec, workload, profile, cluster)
+    elif profile is not None:
+        choice = choose_profiled(profile, spec, workload, cluster, _pins(config), costs=corrected_costs(cluster))
+    else:
+        parallel = config.parallel
+        choice = choose(
+            draft,
+            spec,
+            workload,
+            cluster,
+            strategy=parallel.strategy,
+            dp_replicate=parallel.dp_replicate,
+            dp_shard=parallel.dp_shard,
+        )
+    if not fixed:
+        choice = replace(choice, plan=with_options(choice.plan, config))
+    sample = torch.zeros(choice.plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
+    check_cut(module, spec, choice.plan, sample)
     return choice, spec
 
 

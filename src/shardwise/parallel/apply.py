@@ -1,7 +1,7 @@
 """Apply a plan to a live module: the whole order on this one page.
 
-check → meshes → batch norm → [stages → tensor parallel] → context → recompute → compile → precision → weights → shard or
-replicate → optimizer. What is in brackets is `parallel.split`'s, for plans that cut the model itself.
+check → meshes → batch norm → [stages → tensor parallel] → context → recompute → compile → precision → weights →
+shard or replicate → optimizer. What is in brackets is `parallel.split`'s, for plans that cut the model itself.
 
 What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -9,6 +9,7 @@ What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.errors import ModelError
-from shardwise.parallel.compiled import apply_compile
-from shardwise.parallel.context import apply_context
+from shardwise.errors import ModelError, UserError
+from shardwise.parallel.compiled import apply_compile, check_options
+from shardwise.parallel.context import apply_context, check_context
 from shardwise.parallel.home import home_of
 from shardwise.parallel.materialize import materialize
 from shardwise.parallel.mesh import Meshes, build_mesh
-from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.pipeline import Pipeline, check_pipeline
 from shardwise.parallel.precision import apply_autocast
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.replicate import apply_replicate
 from shardwise.parallel.shard import apply_shard
-from shardwise.parallel.split import apply_split
+from shardwise.parallel.split import Decision, apply_split, decide
 from shardwise.parallel.zero1 import shard_optimizer
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -64,13 +65,14 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
     spec = read_model(module)
     check(spec, plan)
+    decision = check_cut(module, spec, plan, sample)
     meshes = build_mesh(plan, dist.get_world_size())
     module, notes = apply_batch_norm(module, spec, plan)
     if plan.recompute != "none" or plan.dims.splits_model:
         notes += stop_caching(module)
     setattr(module, _MARK, True)
     if meshes is not None and plan.dims.tp * plan.dims.pp > 1:
-        split = apply_split(module, spec, plan, meshes, device, sample)
+        split = apply_split(module, spec, plan, decision, meshes, device, sample)
         return Applied(split.outer, split.module, split.blocks, spec, meshes, split.pipeline, notes + split.notes)
     if meshes is not None and meshes.cp is not None:
         notes += apply_context(module, spec, plan, meshes.cp, sample)
@@ -107,6 +109,32 @@ def check(spec: ModelSpec, plan: Plan) -> None:
             break
     if problems:
         raise ModelError(*(f"{problem}, or use ddp" for problem in problems))
+
+
+def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
+    """Whether the plan's tensor, pipeline and context parallel can be had of ``module``, and its options of the plan.
+
+    No rank is needed, nothing is changed, and weights may be on the meta device. Returns how the model is cut.
+
+    Raises:
+        ModelError: everything that is in the way, with what would work.
+    """
+    problems: list[str] = []
+    checks: list[Callable[[], object]] = [lambda: check_options(plan)]
+    if plan.dims.pp > 1:
+        checks.append(lambda: check_pipeline(plan, len(spec.blocks)))
+    if plan.dims.cp > 1:
+        checks.append(lambda: check_context(module, spec, plan, sample))
+    checks.append(lambda: decide(module, spec, plan, sample))
+    found: object = None
+    for look in checks:
+        try:
+            found = look()
+        except UserError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems or not isinstance(found, Decision):
+        raise ModelError(*problems)
+    return found
 
 
 def stop_caching(module: nn.Module) -> tuple[str, ...]:

@@ -63,10 +63,15 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
 
 
 def apply_split(
-    module: nn.Module, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device, sample: Any
+    module: nn.Module,
+    spec: ModelSpec,
+    plan: Plan,
+    decision: Decision,
+    meshes: Meshes,
+    device: torch.device,
+    sample: Any = None,
 ) -> Split:
-    """Cut ``module`` as ``plan`` says; see the top of this file. Collective."""
-    decision = decide(module, spec, plan, sample)
+    """Cut ``module`` as ``plan`` and ``decision`` say; see the top of this file. Collective."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -91,7 +96,14 @@ def apply_split(
     for unit in (*spec.blocks, None):
         for parameter in spec.parameters:
             if parameter.block == unit:
-                _place(whole.pop(parameter.name), (parameter.name, *parameter.aliases), stages.parts, decision.layout, meshes, device)
+                _place(
+                    whole.pop(parameter.name),
+                    (parameter.name, *parameter.aliases),
+                    stages.parts,
+                    decision.layout,
+                    meshes,
+                    device,
+                )
         if unit in blocks:
             wrap(blocks[unit], is_root=False)
     for stage in stages.parts:
@@ -106,7 +118,7 @@ def apply_split(
 
 
 class _Wrapper:
-    """Data parallel around a unit: FSDP2 for sharded strategies, its ``replicate`` for ``ddp``, nothing for one rank."""
+    """Data parallel around a unit: FSDP2 for sharded strategies, torch's ``replicate`` for ``ddp``, nothing for one."""
 
     def __init__(self, plan: Plan, meshes: Meshes) -> None:
         self.plan, self.mesh = plan, meshes.data

@@ -49,7 +49,7 @@ class ParallelDims(BaseModel):
         return self.tp * self.pp * self.cp > 1
 
     def place(self, rank: int) -> Place:
-        """Where global rank ``rank`` stands: ``AXES`` in their order, the last one fastest (tp ranks are neighbours)."""
+        """Where global rank ``rank`` stands: axes in the order of ``AXES``, the last one fastest."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)

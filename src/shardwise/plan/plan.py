@@ -34,6 +34,11 @@ _LATER: dict[str, object] = {
 }
 
 
+def stages_of(schedule: PipelineSchedule) -> int:
+    """Pipeline stages of a rank that a schedule needs at least."""
+    return 1 if schedule in ("gpipe", "1f1b") else 2
+
+
 class Plan(BaseModel):
     """How one global batch is computed: the strategy, the degrees, the batch split, the precision.
 
@@ -44,9 +49,10 @@ class Plan(BaseModel):
 
     With tensor parallel, ``sequence_parallel`` cuts what lies between its regions along the sequence, ``loss_parallel``
     leaves logits cut over the vocabulary (the loss must know how to take them), and ``async_tp`` overlaps its
-    collectives with matrix products (compiled, on GPUs). With pipeline parallel, ``pipeline_schedule`` names the order of
-    micro batches and ``virtual_stages`` the stages of each rank. ``compile`` runs ``torch.compile`` on each block, and
-    ``prefetch`` is how many blocks ahead sharded weights are gathered. ``reason`` says why this plan was chosen and is no part of the fingerprint.
+    collectives with matrix products (compiled, on GPUs). With pipeline parallel, ``pipeline_schedule`` names the order
+    of micro batches and ``virtual_stages`` the stages of each rank. ``compile`` runs ``torch.compile`` on each block,
+    and ``prefetch`` is how many blocks ahead sharded weights are gathered. ``reason`` says why this plan was chosen and
+    is no part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

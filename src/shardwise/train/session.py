@@ -122,8 +122,8 @@ class Step:
         """Each micro batch in turn; gradients synchronise during the backward of the last one."""
         if self._session.applied.pipeline is not None:
             raise UserError(
-                f"{self._session.plan.strategy} runs all micro batches of a step through the stages together: replace the "
-                "loop over the step by step.run(model, loss_fn)"
+                f"{self._session.plan.strategy} runs all micro batches of a step through the stages together: replace "
+                "the loop over the step by step.run(model, loss_fn)"
             )
         for index, micro in enumerate(self.micros):
             self._current = index
@@ -166,7 +166,7 @@ class Step:
             self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
 
     def weight(self, micro: Micro) -> float:
-        """What a summed loss is multiplied by, so that the mean over ranks is the mean over the global batch's labels."""
+        """What a summed loss is multiplied by: the mean over ranks is then that over all labels of the global batch."""
         session = self._session
         return 0.0 if micro.filler or not self.tokens else session.reduced_ranks / self.tokens
 

@@ -81,8 +81,8 @@ class Stream:
         self.batches = place.batches
         if has_own_shares(loader) and place.ranks != self.share[1]:
             raise UserError(
-                f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader with a "
-                "DistributedSampler cannot go on there; leave the sampler out, session.steps deals the samples out"
+                f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader with "
+                "a DistributedSampler cannot go on there; leave the sampler out, session.steps deals the samples out"
             )
         return self._pass(loader, place.batches, at_start, now)
 

@@ -93,9 +93,9 @@ def _check_sampler(loader: Iterable[Any], share: Share) -> None:
     for sampler in samplers:
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != share:
             raise DataError(
-                f"the loader's DistributedSampler deals for rank {sampler.rank} of {sampler.num_replicas}, but this rank "
-                f"takes part {share[0]} of {share[1]} of the data; leave the sampler out, session.steps deals the samples "
-                "out"
+                f"the loader's DistributedSampler deals for rank {sampler.rank} of {sampler.num_replicas}, but this "
+                f"rank takes part {share[0]} of {share[1]} of the data; leave the sampler out, session.steps deals the "
+                "samples out"
             )
 
 
