@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import PlanError
@@ -15,16 +14,15 @@ from shardwise.plan.plan import Plan
 class Meshes:
     """The axes that a rank works along; ``None`` where the plan has no such axis.
 
-    ``data`` is the mesh that gradients are reduced over: one axis, or ``dp_replicate × dp_shard`` for ``hsdp``. Ranks
-    of a context-parallel group hold equal weights and different tokens, so they are part of its last axis. ``reduced``
-    has one group over all of ``data``, for what is neither sharded nor a DTensor.
+    ``data`` is the mesh that gradients are reduced over: ``dp_shard``, or ``dp_replicate × dp_shard`` where weights
+    are replicated too. Ranks of a context-parallel group hold equal weights and different tokens, so they are part of
+    its last axis (of ``dp_replicate`` where nothing is sharded).
     """
 
     data: DeviceMesh
     tp: DeviceMesh | None
     pp: DeviceMesh | None
     cp: DeviceMesh | None
-    reduced: dist.ProcessGroup | None
 
     @property
     def data_ranks(self) -> int:
@@ -49,9 +47,7 @@ def build_mesh(plan: Plan, world_size: int) -> Meshes | None:
     shard = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
     replicate = dims.world_size // (dims.tp * dims.pp * shard)
     sizes = {"pp": dims.pp, "dp_replicate": replicate, "dp_shard": shard, "tp": dims.tp}
-    data_axes = ["dp_shard"] if strategy.shards_parameters else ["dp_replicate"]
-    if strategy.base == "hsdp" and replicate > 1:
-        data_axes = ["dp_replicate", "dp_shard"]
+    data_axes = ["dp_shard"] if replicate == 1 else ["dp_replicate", "dp_shard"]
     kept = {axis: size for axis, size in sizes.items() if size > 1 or axis in data_axes}
     root = init_device_mesh(plan.device, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
@@ -68,5 +64,4 @@ def build_mesh(plan: Plan, world_size: int) -> Meshes | None:
         tp=axis("tp") if dims.tp > 1 else None,
         pp=axis("pp") if dims.pp > 1 else None,
         cp=context,
-        reduced=data.get_group() if data.ndim == 1 and data.size() > 1 else None,
     )

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from shardwise.parallel.compiled import apply_compile
@@ -118,7 +117,11 @@ def apply_split(
 
 
 class _Wrapper:
-    """Data parallel around a unit: FSDP2 for sharded strategies, torch's ``replicate`` for ``ddp``, nothing for one."""
+    """Data parallel around a unit by FSDP2; ``ddp`` is a mesh whose shard axis is 1, and needs nothing on one data rank.
+
+    DDP takes no DTensors. FSDP2 over shards of 1 keeps its one copy of a block's weights only while the block runs, and
+    a pipeline knows how to drive it; torch's ``replicate`` keeps a second copy of the model from forward to backward.
+    """
 
     def __init__(self, plan: Plan, meshes: Meshes) -> None:
         self.plan, self.mesh = plan, meshes.data
@@ -129,11 +132,8 @@ class _Wrapper:
             return
         strategy = self.plan.parsed
         policy = mixed_precision_policy(self.plan, is_root=is_root and is_last)
-        if not strategy.shards_parameters:
-            replicate(unit, mesh=self.mesh, mp_policy=policy)
-            return
         offload = CPUOffloadPolicy(pin_memory=self.plan.device == "cuda") if strategy.offload else OffloadPolicy()
-        reshard = strategy.reshards_after_forward and not is_root
+        reshard = strategy.base != "zero2" and not is_root
         fully_shard(unit, mesh=self.mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
 
