@@ -55,6 +55,13 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 def grad_scaler(plan: Plan) -> torch.amp.GradScaler | None:
     """The gradient scaler that fp16 needs; ``None`` for other precisions.
 
-    It looks at sharded gradients through DTensor, which makes one rank's overflow every rank's.
+    It looks at sharded gradients through DTensor, which makes one rank's overflow every rank's. Where ranks hold other
+    parts of the model, too, the finding is reduced over all of them.
     """
-    return torch.amp.GradScaler(plan.device) if plan.precision == "fp16" else None
+    if plan.precision != "fp16":
+        return None
+    if plan.dims.tp * plan.dims.pp == 1:
+        return torch.amp.GradScaler(plan.device)
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return ShardedGradScaler(plan.device)

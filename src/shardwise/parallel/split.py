@@ -77,7 +77,7 @@ def apply_split(
                 part._buffers[name] = buffer.to(device)
     broadcast_buffers(module)
     whole = {clean_name(name): parameter for name, parameter in module.named_parameters()}
-    held = _plain_names(module)
+    held, transient = _buffer_names(module)
     stages = cut_stages(module, spec, decision.wiring, plan, plan.dims.place(dist.get_rank()).pp)
     notes: tuple[str, ...] = decision.layout.notes if decision.layout is not None else ()
     blocks: dict[str, nn.Module] = {}
@@ -111,13 +111,13 @@ def apply_split(
         else:
             apply_autocast(stage, plan)
     outer = stages.container
-    set_home(outer, _home(spec, stages.borrowed, held, plan))
+    set_home(outer, _home(spec, stages.borrowed, held, transient, plan))
     pipeline = None if decision.wiring is None else make_pipeline(stages, plan, meshes, device)
     return Split(outer, outer, tuple(blocks[b] for b in spec.blocks if b in blocks), pipeline, notes)
 
 
 class _Wrapper:
-    """Data parallel around a unit by FSDP2; ``ddp`` is a mesh whose shard axis is 1, and needs nothing on one data rank.
+    """Data parallel around a unit by FSDP2; ``ddp`` is a mesh whose shard axis is 1, and one data rank needs nothing.
 
     DDP takes no DTensors. FSDP2 over shards of 1 keeps its one copy of a block's weights only while the block runs, and
     a pipeline knows how to drive it; torch's ``replicate`` keeps a second copy of the model from forward to backward.
@@ -170,22 +170,30 @@ def _slots(stages: Sequence[nn.Module], names: Sequence[str]) -> Iterator[tuple[
                 yield module, key
 
 
-def _plain_names(module: nn.Module) -> tuple[str, ...]:
-    """Persistent buffers, in the model's order."""
-    found = []
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                found.append(clean_name(f"{prefix}.{name}" if prefix else name))
-    return tuple(found)
+def _buffer_names(module: nn.Module) -> tuple[dict[str, str], frozenset[str]]:
+    """Persistent buffers in the model's order, each with the first name of the same tensor; then those of the others."""
+    first: dict[int, str] = {}
+    kept, transient = {}, set()
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for key, buffer in part._buffers.items():
+            name = clean_name(f"{prefix}.{key}" if prefix else key)
+            if key in part._non_persistent_buffers_set:
+                transient.add(name)
+            elif buffer is not None:
+                kept[name] = first.setdefault(id(buffer), name)
+    return kept, frozenset(transient)
 
 
-def _home(spec: ModelSpec, borrowed: frozenset[str], buffers: tuple[str, ...], plan: Plan) -> Home:
+def _home(
+    spec: ModelSpec, borrowed: frozenset[str], buffers: dict[str, str], transient: frozenset[str], plan: Plan
+) -> Home:
     stage_ranks = plan.dims.world_size // plan.dims.pp
     first = plan.dims.place(dist.get_rank()).pp * stage_ranks
     return Home(
         ranks=tuple(range(first, first + stage_ranks)),
-        names=(*(p.name for p in spec.parameters), *buffers),
-        aliases={alias: p.name for p in spec.parameters for alias in p.aliases},
+        names=(*(p.name for p in spec.parameters), *dict.fromkeys(buffers.values())),
+        aliases={alias: p.name for p in spec.parameters for alias in p.aliases}
+        | {alias: name for alias, name in buffers.items() if alias != name},
         borrowed=borrowed,
+        transient=transient,
     )

@@ -172,6 +172,8 @@ def _axis_problems(plan: Plan) -> list[str]:
     ]
     if plan.gradient_sync == "every" and not strategy.shards_parameters:
         wrong.append(f"{strategy} keeps whole gradients whenever it reduces them; take gradient_sync = 'every' out")
+    if plan.gradient_sync == "every" and strategy.pp > 1:
+        wrong.append(f"{strategy} reduces gradients after the last micro batch; take gradient_sync = 'every' out")
     absent = [axis for axis in ("pp", "cp", "tp") if getattr(strategy, axis) == 1]
     absent += [] if strategy.shards_parameters else ["dp_shard"]
     absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []

@@ -193,7 +193,9 @@ class Step:
             return loss
 
         session.phase = "forward"
-        scale = 1.0 if session.scaler is None else session.scaler.get_scale()
+        scale = 1.0
+        if session.scaler is not None:
+            scale = float(session.scaler.scale(torch.ones((), device=session.device)))
         found = pipeline.train(self.micros, checked, lambda micro: self.weight(micro) * scale)
         session.phase = "control"
         if session.place.tp == 0:
@@ -398,6 +400,8 @@ class Session:
         self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
         self.scaler = grad_scaler(self._plan)
+        if self.scaler is not None and not all(row[0] for row in gather_ints([len(self._trainable)], self.ranks)):
+            raise ModelError("fp16 needs parameters to train on every pipeline stage, and one has none; use bf16")
         if self.ranks.is_main:
             for note in self._applied.warnings:
                 logging.getLogger("shardwise").warning(note)

@@ -81,8 +81,8 @@ class Stream:
         self.batches = place.batches
         if has_own_shares(loader) and place.ranks != self.share[1]:
             raise UserError(
-                f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader with "
-                "a DistributedSampler cannot go on there; leave the sampler out, session.steps deals the samples out"
+                f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader "
+                "with a DistributedSampler cannot go on there; leave it out, session.steps deals the samples out"
             )
         return self._pass(loader, place.batches, at_start, now)
 
@@ -102,7 +102,7 @@ class Stream:
             if now:
                 restore_random_states(now, self.device)
 
-        yield from rank_batches(loader, self.ranks, self.share, skip=skip, skipped=skipped)
+        yield from rank_batches(loader, self.ranks, skip=skip, skipped=skipped, share=self.share)
 
 
 def _generators(loader: Iterable[Any]) -> list[torch.Generator]:

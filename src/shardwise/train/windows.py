@@ -31,13 +31,13 @@ class RankBatches(Sampler[Any]):
         self,
         inner: Iterable[Any],
         ranks: Ranks,
-        share: Share,
+        share: Share | None = None,
         skip: int = 0,
         skipped: Callable[[], None] | None = None,
     ) -> None:
         self.inner = inner
         self.ranks = ranks
-        self.share = share
+        self.share = share or (ranks.rank, ranks.world_size)
         self.skip = skip
         self.skipped = skipped
 
@@ -58,15 +58,20 @@ class RankBatches(Sampler[Any]):
 
 
 def rank_batches(
-    loader: Iterable[Any], ranks: Ranks, share: Share, skip: int = 0, skipped: Callable[[], None] | None = None
+    loader: Iterable[Any],
+    ranks: Ranks,
+    skip: int = 0,
+    skipped: Callable[[], None] | None = None,
+    share: Share | None = None,
 ) -> Iterable[Any]:
-    """This rank's share of ``loader``, which ranks that work on the same samples have in common.
+    """This rank's share of ``loader``: ``share``, which ranks that work on the same samples have in common, or by rank.
 
     A ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One with a
     ``DistributedSampler`` is taken as it is. Of anything else every rank reads the whole stream and keeps its share.
     The first ``skip`` micro batches (of all ranks together) are left out, from a map-style dataset without loading
     them; then ``skipped`` is called. Without any to skip it is not.
     """
+    share = share or (ranks.rank, ranks.world_size)
     loads_by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if has_own_shares(loader):
         _check_sampler(loader, share)
