@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -35,7 +36,23 @@ def family(name: str, *, layers: int = 4, seed: int = 0, dtype: torch.dtype = to
         for parameter in module.parameters():  # biases and norms start as constants, which would hide mistakes
             with torch.no_grad():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+        for part in module.modules():
+            if type(part).__name__.endswith("RMSNorm"):
+                part.__class__ = _exact(type(part))
         return module.to(dtype)
+
+
+@functools.cache
+def _exact(norm: type[nn.Module]) -> type[nn.Module]:
+    """The same norm in the dtype of its input: transformers' own compute in fp32, which would be all that is seen."""
+    one = 1.0 if norm.__name__ == "GemmaRMSNorm" else 0.0
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        eps = getattr(self, "variance_epsilon", None) or self.eps
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + eps)
+        return hidden_states * scale * (one + self.weight)
+
+    return type(norm.__name__, (norm,), {"forward": forward})
 
 
 def configuration(name: str, layers: int) -> Any:

@@ -144,10 +144,14 @@ class Watch:
 
 
 def worst(found: Gradients, expected: Gradients) -> tuple[float, str]:
-    """The largest error of a gradient that is here, over the largest element of that gradient."""
+    """The largest error of a gradient that is here, over the largest element of that gradient.
+
+    What should be zero (a key's bias, which softmax takes out again) is held against the largest of all, too.
+    """
     errors = [(0.0, "")]
+    floor = 1e-6 * max(float(value.abs().max()) for value in expected.values()) + 1e-30
     for name, value in found.items():
-        scale = expected[name].abs().max().clamp_min(1e-30)
+        scale = expected[name].abs().max().clamp_min(floor)
         errors.append((float((value - expected[name]).abs().max() / scale), name))
     return max(errors)
 

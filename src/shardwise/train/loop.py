@@ -22,6 +22,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.checkpoint.weights import load_weights
 from shardwise.errors import ConfigError, Interrupted
+from shardwise.parallel.context import sequence_share
 from shardwise.parallel.materialize import build
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
@@ -33,7 +34,7 @@ from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.order import Order, rank_ids
-from shardwise.train.randomness import random_states, restore_random_states, seed_everything
+from shardwise.train.randomness import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.samples import Samples, samples_for
 from shardwise.train.session import Session, StepResult, check_finite
 
@@ -279,6 +280,8 @@ class Run:
             return
         self.session.begin_micro(last=True)
         inputs, labels = self.samples.batch(np.arange(self.micro_batch) % len(self.samples))
+        if self.plan.dims.cp > 1:
+            inputs, labels = sequence_share((inputs, labels), self.plan.dims.cp, self.session.place.cp)
         device = self.session.device
         (token_loss_sum(self.session.applied.outer(inputs.to(device)), labels.to(device)) * 0.0).backward()
         self.session.optimizer.zero_grad()
@@ -304,7 +307,8 @@ class Run:
             self._prime()
         with resume.advice(path, earlier):
             load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=config.checkpoint.verify)
-            saved = exchange.together(lambda: rng_for(path, session.ranks.rank))
+            luck = rank_to_follow(manifest.plan, self.plan, session.ranks.rank)
+            saved = exchange.together(lambda: rng_for(path, luck))
         changed = resume.changed_keys(manifest, config.optimizer)
         resume.set_changed(session.optimizer, made, manifest, changed, config.optimizer)
         state = manifest.state
