@@ -231,7 +231,8 @@ def pickle_and_the_like(source: Source) -> Iterator[str]:
 def code_from_text(source: Source) -> Iterator[str]:
     """Shells, eval, exec, and code that comes with a model."""
     for node in source.nodes:
-        if isinstance(node, ast.Name) and node.id in ("eval", "exec", "compile", "__import__"):
+        is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        if is_read and node.id in ("eval", "exec", "compile", "__import__"):
             yield f"{node.lineno}: {node.id}"
         if isinstance(node, ast.Attribute) and dotted(node) in SHELLS | {"builtins.eval", "builtins.exec"}:
             yield f"{node.lineno}: {dotted(node)}"
@@ -332,7 +333,7 @@ RULES: list[tuple[Rule, list[str], list[str]]] = [
             "f(trust_remote_code=value)",
             "os.system('ls')",
         ],
-        ["model.eval()", "re.compile('x')", "f(trust_remote_code=False, shell=False)", "os.execv(a, b)"],
+        ["model.eval()", "re.compile('x')", "class A:\n    compile: bool = False", "f(trust_remote_code=False, shell=False)", "os.execv(a, b)"],
     ),
     (
         without_docstring,

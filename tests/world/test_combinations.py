@@ -20,7 +20,8 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.spec.read import clean_name
 from shardwise.train.loss import token_loss_sum
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 from tests.families import VOCAB, family
 from tests.worlds import run_world
 

@@ -19,7 +19,8 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 from tests.models import decoder, ragged_batches
 from tests.worlds import WorldError, run_world
 

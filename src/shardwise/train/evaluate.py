@@ -38,7 +38,7 @@ def held_out_bits_per_byte(
         for index, row in enumerate(share):
             inputs, labels = (part.to(session.device) for part in samples.batch(row))
             if dims.cp > 1:
-                inputs, labels = sequence_share((inputs, labels), dims.cp, place.cp)
+                inputs, labels = sequence_share((inputs, labels), session.plan, place.cp)
             if pipeline is not None:
                 loss = pipeline.evaluate([inputs], [labels], token_loss_sum)
             else:

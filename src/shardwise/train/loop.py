@@ -36,7 +36,8 @@ from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.order import Order, rank_ids
 from shardwise.train.randomness import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.samples import Samples, samples_for
-from shardwise.train.session import Session, StepResult, check_finite
+from shardwise.train.session import Session
+from shardwise.train.step import StepResult, check_finite
 
 
 class Reporter(Protocol):
@@ -281,7 +282,7 @@ class Run:
         self.session.begin_micro(last=True)
         inputs, labels = self.samples.batch(np.arange(self.micro_batch) % len(self.samples))
         if self.plan.dims.cp > 1:
-            inputs, labels = sequence_share((inputs, labels), self.plan.dims.cp, self.session.place.cp)
+            inputs, labels = sequence_share((inputs, labels), self.plan, self.session.place.cp)
         device = self.session.device
         (token_loss_sum(self.session.applied.outer(inputs.to(device)), labels.to(device)) * 0.0).backward()
         self.session.optimizer.zero_grad()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
+
+from shardwise.plan.plan import Plan
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -37,6 +41,18 @@ def restore_random_states(states: dict[str, torch.Tensor], device: torch.device)
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def rank_to_follow(saved: Mapping[str, Any], plan: Plan, rank: int) -> int:
+    """The rank whose generators ``rank`` goes on with; one that was not there where the checkpoint has too few.
+
+    ``saved`` is the plan of the checkpoint as JSON. Under the same degrees it is the rank itself. Under others, ranks
+    of one tensor-parallel group follow the same one (they must draw the same numbers), and no two groups do.
+    """
+    dims: Mapping[str, int] = saved.get("dims") or {}
+    if plan.dims.model_dump(mode="json") == dims:
+        return rank
+    return rank // plan.dims.tp * int(dims.get("tp", 1))
 
 
 def _to_bytes(text: str) -> torch.Tensor:

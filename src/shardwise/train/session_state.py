@@ -8,7 +8,7 @@ from shardwise.checkpoint.load import load_checkpoint, newest_of_all, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import UserError
-from shardwise.train.randomness import random_states
+from shardwise.train.randomness import random_states, rank_to_follow
 from shardwise.train.stream import Place
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def load_session(session: Session, folder: str | Folder, verify: bool) -> dict[s
             f"'{path}' was not saved by session.save (shardwise train and convert keep no place of a loop of one's "
             "own); load its weights with shardwise.checkpoint.weights.load_weights(model, path)"
         )
-    saved = rng_for(path, session.ranks.rank) or {}
+    saved = rng_for(path, rank_to_follow(manifest.plan, session.plan, session.ranks.rank)) or {}
     at_start = {name.removeprefix(_START): state for name, state in saved.items() if name.startswith(_START)}
     now = {name: state for name, state in saved.items() if not name.startswith(_START)}
     session.steps_done = session.first_step = int(facts["steps"])

@@ -1,0 +1,243 @@
+"""One optimizer step: its micro batches, their backward passes, and the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.errors import TrainingError, UserError
+from shardwise.parallel.shard import reshard
+
+if TYPE_CHECKING:
+    from shardwise.train.session import Session
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro batch on this rank, on the device.
+
+    ``num_tokens`` counts the labels that take part in the loss. A ``filler`` stands in on a rank that has run out of
+    data while others have not: it is computed, weighs nothing and counts nothing. Unpacks as ``inputs, labels``.
+    """
+
+    inputs: Any
+    labels: Any
+    num_tokens: int
+    filler: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.inputs, self.labels))
+
+
+class StepResult:
+    """What a step did. Reading ``loss`` or ``grad_norm`` waits for the device."""
+
+    def __init__(self, number: int, tokens: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        self.number = number
+        self.tokens = tokens
+        self._loss_sum = loss_sum
+        self._grad_norm = grad_norm
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a label over the global batch; NaN for a batch without labels."""
+        return float(self._loss_sum.item()) / self.tokens if self.tokens else math.nan
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the gradient before clipping; ``None`` where no ``clip_norm`` was given."""
+        return None if self._grad_norm is None else float(self._grad_norm.item())
+
+
+class Step:
+    """One optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
+
+    ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the whole global batch,
+    ``micros`` are this rank's.
+    """
+
+    def __init__(self, session: Session, number: int, micros: list[Micro], tokens: int, batches: int = 0) -> None:
+        self.number = number
+        self.tokens = tokens
+        self.batches = batches
+        self._session = session
+        self.micros = micros
+        self._current = -1
+        self._backwards = 0
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
+        self._loss_work: dist.Work | None = None
+        self._updated = False
+
+    def __iter__(self) -> Iterator[Micro]:
+        """Each micro batch in turn; gradients synchronise during the backward of the last one."""
+        if self._session.applied.pipeline is not None:
+            raise UserError(
+                f"{self._session.plan.strategy} runs all micro batches of a step through the stages together: replace "
+                "the loop over the step by step.run(model, loss_fn)"
+            )
+        for index, micro in enumerate(self.micros):
+            self._current = index
+            self._session.begin_micro(last=index == len(self.micros) - 1)
+            yield micro
+
+    def backward(self, loss_sum: torch.Tensor, count: int | None = None) -> None:
+        """Backward of this micro batch's summed loss, normalised by the global count of labels.
+
+        Args:
+            loss_sum: 0-d; the sum (not the mean) of the loss over this micro batch.
+            count: the number of terms in that sum, as a check against ``micro.num_tokens``.
+
+        Raises:
+            UserError: ``count`` is not what was agreed on, or the loss is no scalar.
+        """
+        session, micro = self._session, self.micros[self._current]
+        if loss_sum.ndim != 0:
+            shape = tuple(loss_sum.shape)
+            raise UserError(f"step.backward needs a 0-d summed loss, got shape {shape}; use reduction='sum'")
+        if count is not None and int(count) != micro.num_tokens and not micro.filler:
+            raise UserError(
+                f"step.backward: count={int(count)}, but the micro batch has {micro.num_tokens} labels that count; "
+                "pass micro.num_tokens, or tell session.steps(loader, count=...) how labels are counted"
+            )
+        if self._backwards != self._current:
+            raise UserError(
+                f"step.backward was called {self._backwards} times before micro batch {self._current}; "
+                "call it once for each micro batch"
+            )
+        _refuse_mean(loss_sum, micro)
+        self._backwards += 1
+        loss = loss_sum * self.weight(micro)
+        session.phase = "backward"
+        (loss if session.scaler is None else session.scaler.scale(loss)).backward()
+        if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
+            self._loss_sum += loss_sum.detach()
+        session.phase = "control"  # what the user sends between micro batches is not the plan's traffic
+        if self._backwards == len(self.micros) and session.ranks.world_size > 1:
+            self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
+
+    def weight(self, micro: Micro) -> float:
+        """What a summed loss is multiplied by: the mean over ranks is then that over all labels of the global batch."""
+        session = self._session
+        return 0.0 if micro.filler or not self.tokens else session.reduced_ranks / self.tokens
+
+    def run(self, model: nn.Module, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
+        """Forward and backward of every micro batch; under pipeline parallel the only way to do so.
+
+        Args:
+            model: what `Session.prepare` returned; called with the inputs (a tuple's or a dict's parts as arguments).
+            loss_fn: outputs and labels to the summed loss, 0-d.
+        """
+        session, pipeline = self._session, self._session.applied.pipeline
+        if pipeline is None:
+            for micro in self:
+                self.backward(loss_fn(call_model(model, micro.inputs), micro.labels), count=micro.num_tokens)
+            return
+        if self._backwards:
+            raise UserError(f"step.run was called twice for step {self.number}; call it once")
+
+        def checked(outputs: Any, labels: Any) -> torch.Tensor:
+            loss = loss_fn(outputs, labels)
+            if loss.ndim != 0:
+                raise UserError(f"step.run: loss_fn returned shape {tuple(loss.shape)}; it must sum to a 0-d loss")
+            _refuse_mean(loss, self.micros[0])
+            return loss
+
+        session.phase = "forward"
+        scale = 1.0
+        if session.scaler is not None:
+            scale = float(session.scaler.scale(torch.ones((), device=session.device)))
+        found = pipeline.train(self.micros, checked, lambda micro: self.weight(micro) * scale)
+        session.phase = "control"
+        if session.place.tp == 0:
+            self._loss_sum += found.detach()
+        self._current, self._backwards = len(self.micros) - 1, len(self.micros)
+        self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
+
+    def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
+        """Clip by the global norm, step the optimizer and clear the gradients.
+
+        Raises:
+            TrainingError: the loss or the norm is not a number (on CPU before the weights are touched; on a GPU the
+                caller sees it when it reads the result).
+        """
+        session = self._session
+        if self._backwards != len(self.micros):
+            raise UserError(
+                f"step.update after {self._backwards} of {len(self.micros)} backward calls; "
+                "iterate the whole step and call step.backward on every micro batch"
+            )
+        if self._updated:
+            raise UserError(f"step.update was called twice for step {self.number}; call it once")
+        self._updated = True
+        session.check_optimizer(optimizer)
+        reshard(session.applied.outer)  # a forward without a backward would leave stale weights gathered
+        session.finish_gradients()
+        if session.steps_done == session.first_step:
+            session.check_unused()
+        if session.scaler is not None:
+            session.scaler.unscale_(optimizer)
+        session.notify("on_gradients", self)
+        norm = session.clip(clip_norm) if clip_norm is not None else None
+        if self._loss_work is not None:
+            self._loss_work.wait()
+        result = StepResult(self.number, self.tokens, self._loss_sum, norm)
+        if session.device.type == "cpu":
+            check_finite(result, scaled=session.scaler is not None)
+        session.phase = "optimizer"
+        if session.scaler is not None:
+            session.scaler.step(optimizer)
+            session.scaler.update()
+        else:
+            optimizer.step()
+        session.phase = "control"
+        session.steps_done = self.number
+        session.stream.batches += self.batches
+        session.notify("on_step_end", self)
+        optimizer.zero_grad()
+        session.in_step = False
+        return result
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """``model`` on the inputs of a micro batch, whatever they are packed in."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
+def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:
+    """A mean would be normalised twice; where autograd shows that the loss is one, it is refused."""
+    node = loss.grad_fn
+    is_mean = node is not None and (
+        node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1  # at::Reduction::Mean
+    )
+    if is_mean:  # whatever the number of labels, so that no rank goes on alone
+        raise UserError(
+            f"step.backward got a mean ({node.name() if node else ''}) over {micro.num_tokens} labels; it normalises "
+            "itself, by the labels of the whole global batch: pass the sum, with reduction='sum'"
+        )
+
+
+def check_finite(result: StepResult, *, scaled: bool = False) -> None:
+    """Stop at a loss or a norm that is not a number (an overflowing norm is fp16 scaling's normal business).
+
+    Raises:
+        TrainingError: with the step, the value and what usually helps.
+    """
+    wrong = None
+    if result.tokens and not math.isfinite(result.loss):
+        wrong = f"the loss is {result.loss}"
+    elif not scaled and result.grad_norm is not None and not math.isfinite(result.grad_norm):
+        wrong = f"the gradient norm is {result.grad_norm} (loss {result.loss:.4g})"
+    if wrong:
+        raise TrainingError(
+            f"step {result.number}: {wrong}; the weights of the last good checkpoint are untouched. "
+            "Try a lower optimizer.lr, more optimizer.warmup_steps or a smaller optimizer.clip_norm"
+        )
