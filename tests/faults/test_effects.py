@@ -152,7 +152,7 @@ def sabotage_whole_optimizer(strategy: str) -> list[str]:
 
 def sabotage_same_samples(strategy: str) -> list[str]:
     """Two ranks with the same sampler."""
-    stream_module.rank_batches = lambda loader, ranks, **skip: loader
+    stream_module.rank_batches = lambda loader, ranks, share, **skip: loader
     return run(strategy, 1, "plain")
 
 

@@ -52,6 +52,22 @@ def test_every_resume_is_bit_identical(
     assert sum(trial.done.values()) == len(kills)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp+tp2", "ddp+pp2"])
+def test_a_model_that_is_cut_resumes_bit_identically(tmp_path: Path, strategy: str) -> None:
+    setting = Setting(strategy, 4)
+    texts = write_texts(tmp_path / "texts")
+    whole = run_whole(tmp_path / "whole", texts, setting)
+    trial = Trial(tmp_path / "run", texts, replace(setting, async_save=True), whole)
+    luck = random.Random(f"{SEED} {strategy}")
+    for call in ("pwrite", "", "rename"):
+        kill = draw(luck, whole, call)
+        with said(f"{setting}, seed {SEED}, {kill}"):
+            trial.kill(kill)
+    with said(f"{setting}, seed {SEED}, after the kills"):
+        trial.end()
+    assert sum(trial.done.values()) == 3
+
+
 def test_there_are_fifty() -> None:
     assert len(AIMED) == 50
     assert AIMED.count("") == 25

@@ -1,5 +1,5 @@
 """A run whose world shrinks under it, 4 → 2 → 3 → 1 ranks, each leg under another strategy: the same samples at every
-step, in the same order, and the losses of one process that was never interrupted.
+step, in the same order, and the losses of one process that was never interrupted. So too where the model itself is cut.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.worlds import run_world
 
 SHRINKING = (("ddp", 4, 5), ("fsdp", 2, 9), ("zero1", 3, 14), ("ddp", 1, None))  # strategy, ranks, last step of the leg
 GROWING = (("ddp", 1, 3), ("zero2", 2, 7), ("hsdp", 4, 12), ("fsdp+offload", 3, None))
+CUTTING = (("ddp", 2, 3), ("fsdp+tp2", 4, 6), ("ddp+pp2", 4, 10), ("ddp+tp2", 2, 13), ("ddp", 2, None))
 GLOBAL_BATCH, EPOCHS = 12, 3
 
 Leg = tuple[str, int, int | None]
@@ -31,6 +32,7 @@ Steps = dict[int, list[int]]  # step to the ids of its samples, in the order of 
         pytest.param(SHRINKING, {"pack": True}, None, id="packed-micro-batch-follows-the-world"),
         pytest.param(SHRINKING, {"pack": False}, 1, id="documents-accumulation-follows-the-world"),
         pytest.param(GROWING, {"pack": True, "mask_borders": True}, 1, id="growing-masked-borders"),
+        pytest.param(CUTTING, {"pack": True}, 1, id="the-model-is-cut-and-whole-again"),
     ],
 )
 def test_the_same_samples_and_losses(
@@ -158,7 +160,11 @@ def train(folder: Path, texts: Path, leg: Leg, data: dict[str, Any], **changed: 
     }
     changes["train"] |= {"seed": 7, **changed}
     job = prepare_job(read_config(configs.write_config(folder, **changes)), lambda text: None).job
-    ranks = run_world(train_here, world, job.to_json(), stop_after)
+    everyone = run_world(train_here, world, job.to_json(), stop_after)
+    places = [job.plan.dims.place(rank) for rank in range(world)]
+    ranks = [steps for steps, place in zip(everyone, places, strict=True) if place.tp == place.cp == place.pp == 0]
+    alike = [ranks[place.dp] for place in places]
+    assert everyone == alike, "ranks that share a sample have fetched different ones"
     return {
         step: [id_ for micro in zip(*(rank[step] for rank in ranks), strict=True) for ids in micro for id_ in ids]
         for step in ranks[0]

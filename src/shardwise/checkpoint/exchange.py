@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CheckpointError, ModelError, ShardwiseError, UserError
+from shardwise.errors import CheckpointError, CheckpointMismatch, ModelError, ShardwiseError, UserError
 
-_KINDS: dict[str, type[ShardwiseError]] = {kind.__name__: kind for kind in (UserError, ModelError, CheckpointError)}
+_KINDS: dict[str, type[ShardwiseError]] = {  # the narrower ones last
+    kind.__name__: kind for kind in (UserError, ModelError, CheckpointError, CheckpointMismatch)
+}
 
 Failure = dict[str, str]
 Result = TypeVar("Result")

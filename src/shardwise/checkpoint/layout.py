@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
 from shardwise.errors import CheckpointError, ModelError
+from shardwise.parallel.home import Home, home_of
 from shardwise.spec.read import clean_name
 
 _COMPILED_PART = "_orig_mod."
@@ -42,7 +43,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter or a persistent buffer, with all its names."""
+    """A parameter or a persistent buffer, with all its names: those of the whole model, whatever part of it is here."""
 
     name: str
     aliases: tuple[str, ...]
@@ -66,8 +67,20 @@ def inner_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def part_of(model: nn.Module) -> Home | None:
+    """What was noted of the part of the whole model that is here; ``None`` where it is whole on every rank."""
+    return home_of(inner_model(model))
+
+
+def ranks_of(home: Home | None) -> tuple[int, ...]:
+    """The ranks that hold the same plain tensors as this one, in ascending order."""
+    return tuple(range(exchange.world_size())) if home is None else home.ranks
+
+
 def slots_of(model: nn.Module) -> list[Slot]:
     """Parameters, then persistent buffers, tied ones once; the model is put in its sharded state first.
+
+    Of a model that is spread over ranks in parts, these are the ones that are here.
 
     Raises:
         ModelError: a tensor has no data yet, or a module keeps extra state that safetensors cannot hold.
@@ -80,6 +93,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
     if extra:
         raise ModelError(f"modules with get_extra_state cannot be checkpointed: {', '.join(extra)}; use buffers")
     slots: list[Slot] = []
+    names_of = _Names(home_of(model))
     parameters = model.named_parameters(remove_duplicate=False)
     for is_buffer, named in ((False, parameters), (True, _persistent_buffers(model))):
         names: dict[int, list[str]] = defaultdict(list)
@@ -87,18 +101,35 @@ def slots_of(model: nn.Module) -> list[Slot]:
         for name, tensor in named:
             names[id(tensor)].append(clean_name(name).replace(_COMPILED_PART, ""))
             tensors[id(tensor)] = tensor
-        slots += [Slot(names[key][0], tuple(names[key][1:]), t, is_buffer) for key, t in tensors.items()]
+        slots += [Slot(*names_of(names[key]), t, is_buffer) for key, t in tensors.items()]
     empty = [slot.name for slot in slots if slot.tensor.device.type == "meta"]
     if empty:
         raise ModelError(f"{empty[0]} is on the meta device; give the model storage first: model.to_empty(device=...)")
     return slots
 
 
+class _Names:
+    """The name that a tensor is stored under, and its others, from those that it has here."""
+
+    def __init__(self, home: Home | None) -> None:
+        self.home = home
+        self.others: dict[str, list[str]] = defaultdict(list)
+        for alias, name in {} if home is None else home.aliases.items():
+            self.others[name].append(alias)
+
+    def __call__(self, here: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+        if self.home is None:
+            return here[0], tuple(here[1:])
+        name = self.home.canonical(here[0])
+        return name, tuple(self.others.get(name, ()))
+
+
 def transient_names(model: nn.Module) -> set[str]:
-    """Names of the buffers that are not saved (``persistent=False``)."""
+    """Names of the whole model's buffers that are not saved (``persistent=False``)."""
     model = inner_model(model)
+    home = home_of(model)
     kept = {name for name, _ in _persistent_buffers(model)}
-    return {
+    return ({*home.transient} if home is not None else set()) | {
         clean_name(name).replace(_COMPILED_PART, "")
         for name, _ in model.named_buffers(remove_duplicate=False)
         if name not in kept
@@ -174,10 +205,13 @@ def _strided_box(tensor: DTensor) -> Box:
     return Box(tuple(offsets), tuple(lengths))
 
 
-def copies_of(tensor: torch.Tensor) -> list[list[int]]:
-    """Groups of ranks, each of which holds one whole copy of ``tensor``; the same list on every rank."""
+def copies_of(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:
+    """Groups of ranks, each of which holds one whole copy of ``tensor``; the same list on every one of ``ranks``.
+
+    ``ranks`` are those that hold plain tensors alike; see `ranks_of`.
+    """
     if not isinstance(tensor, DTensor):
-        return [[rank] for rank in range(exchange.world_size())]
+        return [[rank] for rank in ranks]
     replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
     return [list(group) for group in _copies(tensor.device_mesh, tuple(replicated))]
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
-from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, slots_of
+from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, part_of, slots_of
+from shardwise.checkpoint.parts import is_in_parts, joined
 from shardwise.checkpoint.shards import (
     ShardReader,
     code_of,
@@ -25,6 +26,7 @@ from shardwise.checkpoint.shards import (
 )
 from shardwise.checkpoint.storage import Folder
 from shardwise.errors import CheckpointError, CheckpointMismatch
+from shardwise.parallel.home import Home
 
 # how an optimizer computes, not what: these stay as the live optimizer has them
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -33,9 +35,14 @@ _FIX = "remove this checkpoint and load an earlier one"  # `newest` finds that b
 
 @dataclass
 class _Work:
-    """What is to be filled, what is to be set afterwards, and why it cannot be."""
+    """What is to be filled, what is to be set afterwards, and why it cannot be.
+
+    ``homes`` are, for each parameter group of the live optimizer, the groups of the checkpoint that its parameters here
+    were in; ``options`` are what each group gets.
+    """
 
     manifest: Manifest
+    homes: list[list[int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     jobs: list[tuple[torch.Tensor, list[tuple[Shard, Box]]]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
@@ -58,6 +65,9 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
             missing or damaged. The same on every rank.
     """
     work = exchange.together(lambda: _match(path, model, optimizer))
+    if is_in_parts(model):
+        work.problems, work.homes = joined(work.problems, work.homes)
+    exchange.together(lambda: _choose_options(path, work))
     rest = _unseen(work) if verify else []
     exchange.together(lambda: _fill(path, optimizer, work, rest, verify))
     return work.manifest
@@ -100,19 +110,33 @@ def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
 
 
 def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None) -> _Work:
-    """What is to be done, where everything fits; nothing of the model is changed."""
+    """What is to be done here, and why it cannot be; nothing of the model is changed."""
     work = _Work(read_manifest(path))
-    slots = slots_of(model)
-    _match_model(slots, work)
+    slots, home = slots_of(model), part_of(model)
+    _match_model(slots, home, work)
     if optimizer is not None:
-        _match_groups(slots, optimizer, work)
+        _match_groups(slots, home, optimizer, work)
         _match_state(slots, optimizer, work)
+    return work
+
+
+def _choose_options(path: Folder, work: _Work) -> None:
+    """Which saved group's options each live group gets, where everything fits.
+
+    Raises:
+        CheckpointMismatch: it does not.
+    """
+    saved = work.manifest.optimizer.groups
+    for number, homes in enumerate(work.homes):
+        if len(homes) > 1:
+            work.problems.append(f"optimizer: group {number} mixes the groups {homes} of the checkpoint")
+        at = homes[0] if homes else number
+        work.options.append(dict(saved[at].options) if at < len(saved) else {})
     if work.problems:
         raise CheckpointMismatch(
             f"checkpoint '{path}' does not fit the model and optimizer: {short_list(work.problems)}; "
             "undo the change to the model or the optimizer, or choose another output folder"
         )
-    return work
 
 
 def _unseen(work: _Work) -> list[Shard]:
@@ -147,9 +171,11 @@ def _fill(path: Folder, optimizer: Optimizer | None, work: _Work, rest: list[Sha
         _set_optimizer(optimizer, work)
 
 
-def _match_model(slots: list[Slot], work: _Work) -> None:
+def _match_model(slots: list[Slot], home: Home | None, work: _Work) -> None:
     manifest = work.manifest
     live = {f"model/{name}" for slot in slots for name in slot.names}
+    if home is not None:
+        live |= {f"model/{name}" for name in (*home.names, *home.aliases)}
     for slot in slots:
         name = f"model/{slot.name}"
         entry = manifest.entry(name)
@@ -170,7 +196,7 @@ def _match_model(slots: list[Slot], work: _Work) -> None:
     work.problems += [f"{name}: in the checkpoint, not in the model" for name in extra]
 
 
-def _match_groups(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
+def _match_groups(slots: list[Slot], part: Home | None, optimizer: Optimizer, work: _Work) -> None:
     manifest = work.manifest
     saved = manifest.optimizer
     kind = type(engine_of(optimizer)).__name__
@@ -186,17 +212,15 @@ def _match_groups(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) not in names for parameter in group["params"]):
             work.problems.append(f"optimizer: group {number} has parameters that the model does not have")
+            work.homes.append([])
             continue
         members = [names[id(parameter)] for parameter in group["params"]]
         seen.update(members)
         lost = [name for name in members if name not in home and name not in stateless]  # zero1 leaves frozen ones out
         work.problems += [f"optimizer/{name}: not in the checkpoint" for name in lost]
-        homes = sorted({home[name] for name in members if name in home})
-        if len(homes) > 1:
-            work.problems.append(f"optimizer: group {number} mixes the groups {homes} of the checkpoint")
-        at = homes[0] if homes else number
-        work.options.append(dict(saved.groups[at].options) if at < len(saved.groups) else {})
-    gone = [name for name in home if name not in seen and name not in stateless]
+        work.homes.append(sorted({home[name] for name in members if name in home}))
+    elsewhere = set() if part is None else {_stored(name, manifest) for name in part.names} - {*names.values()}
+    gone = [name for name in home if name not in seen and name not in stateless and name not in elsewhere]
     work.problems += [f"optimizer/{name}: in the checkpoint, not in the optimizer" for name in gone]
 
 
@@ -232,8 +256,11 @@ def _with_state(manifest: Manifest) -> set[str]:
 
 def _stored_names(slots: list[Slot], manifest: Manifest) -> dict[int, str]:
     """Parameter to the name that it has in the checkpoint."""
-    stored = {id(slot.tensor): f"model/{slot.name}" for slot in slots}
-    return {key: manifest.aliases.get(name, name).removeprefix("model/") for key, name in stored.items()}
+    return {id(slot.tensor): _stored(slot.name, manifest) for slot in slots}
+
+
+def _stored(name: str, manifest: Manifest) -> str:
+    return manifest.aliases.get(f"model/{name}", f"model/{name}").removeprefix("model/")
 
 
 def _empty_state(parameter: torch.Tensor, key: str, entry: TensorEntry, group: dict[str, Any]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.format import Manifest, OptimizerEntry, TensorEntry, short_list
 from shardwise.checkpoint.layout import engine_of, plain
+from shardwise.checkpoint.parts import merged_groups
 from shardwise.checkpoint.shards import write_file
 from shardwise.checkpoint.share import Share
 from shardwise.checkpoint.storage import Folder, free_bytes
@@ -29,24 +30,35 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEX
 
 @dataclass(frozen=True)
 class Head:
-    """What a manifest says beside the tensors, on rank 0."""
+    """What a manifest says beside the tensors, on rank 0.
+
+    ``names`` are all of a model that lies in parts, in its order; empty where every rank has all of them.
+    """
 
     step: int
     plan: Plan
     state: dict[str, Any]
     optimizer: str
     model: dict[str, Any] | None
+    names: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, step: int, plan: Plan, state: dict[str, Any], optimizer: Optimizer, model: dict[str, Any] | None
+        cls,
+        step: int,
+        plan: Plan,
+        state: dict[str, Any],
+        optimizer: Optimizer,
+        model: dict[str, Any] | None,
+        names: tuple[str, ...] = (),
     ) -> Head:
         """The head as it is now, in values of its own: the caller may change its state afterwards.
 
         Raises:
             CheckpointError: ``state`` holds something that JSON cannot.
         """
-        return cls(step, plan, plain(state, "state"), type(engine_of(optimizer)).__name__, plain(model, "model"))
+        kind = type(engine_of(optimizer)).__name__
+        return cls(step, plan, plain(state, "state"), kind, plain(model, "model"), names)
 
 
 def write_share(working: Folder, share: Share, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
@@ -56,7 +68,7 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
     """
     path = working / f"rank-{rank:05d}.safetensors"
     report: dict[str, Any] = {"rank": rank, "path": str(path), "file": None, "needed": share.num_bytes}
-    report |= {"entries": {}, "scalars": {}, "groups": [], "aliases": {}, "fault": None}
+    report |= {"entries": {}, "scalars": {}, "groups": None, "aliases": {}, "fault": None}
     try:
         if wrong is not None:
             raise wrong
@@ -67,8 +79,10 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
             box = [piece.box.offsets, piece.box.lengths] if name in hashes else None
             report["entries"][name] = [piece.dtype, piece.shape, box, hashes.get(name)]
         report["scalars"] = share.scalars
+        if share.groups is not None:
+            report["groups"] = [group.model_dump() for group in share.groups]
         if rank == 0:
-            report |= {"groups": [group.model_dump() for group in share.groups], "aliases": share.aliases}
+            report["aliases"] = share.aliases
         if held:
             report |= {"file": path.name, "size": path.stat().st_size}
     except Exception as error:
@@ -107,8 +121,10 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: Head) -> Manife
             entries[name] = TensorEntry.model_validate(entry)
         except ValidationError as error:
             broken.append(f"{name}: {error.errors()[0]['msg']}")
+    broken += [f"model/{name}: no rank has it" for name in head.names if f"model/{name}" not in tensors]
     if broken:
         raise CheckpointError(f"the ranks do not hold all of the state: {short_list(broken)}")
+    groups = {report["rank"]: report["groups"] for report in reports if report["groups"] is not None}
     return Manifest(
         step=head.step,
         plan=head.plan.model_dump(mode="json", by_alias=True),
@@ -117,7 +133,7 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: Head) -> Manife
         ranks=len(reports),
         tensors=entries,
         aliases=reports[0]["aliases"],
-        optimizer=OptimizerEntry(name=head.optimizer, groups=reports[0]["groups"], state=scalars),
+        optimizer=OptimizerEntry(name=head.optimizer, groups=tuple(merged_groups(groups, head.names)), state=scalars),
         state=head.state,
         model=head.model,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

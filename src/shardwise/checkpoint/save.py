@@ -24,6 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.commit import FolderLock, abandon, begin, commit, move_latest, prune, take_away
 from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
+from shardwise.checkpoint.layout import part_of
+from shardwise.checkpoint.parts import is_in_parts, owners_of
 from shardwise.checkpoint.report import Head, failure_of, fault_of, merged, write_share
 from shardwise.checkpoint.share import Holdings, Share, deal, holdings_of
 from shardwise.checkpoint.stage import Copy, Stage
@@ -149,7 +151,10 @@ class Saver:
         working = self._begin(step, target)
         if working is None:
             return target
-        make_head = partial(Head.of, step, plan, state, optimizer, model_facts)
+        home = part_of(model)
+        make_head = partial(
+            Head.of, step, plan, state, optimizer, model_facts, names=() if home is None else home.names
+        )
         head, share = self._settle(working, make_head, model, optimizer, rng)
         if not self.async_save:
             failure = self._write(working, target, share, head)
@@ -246,6 +251,8 @@ class Saver:
             holdings = holdings_of(model, optimizer, rng)
         except Exception as error:
             wrong = error
+        if is_in_parts(model):
+            holdings.leave(owners_of(holdings.buffers))
         loads = exchange.gather_counts(holdings.own_bytes)
         marks = exchange.gather_counts(-1 if wrong else holdings.mark)
         try:

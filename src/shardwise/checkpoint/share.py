@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,21 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.format import ParamGroup
-from shardwise.checkpoint.layout import Box, Slot, box_of, copies_of, engine_of, local_of, plain, slots_of
+from shardwise.checkpoint.layout import (
+    Box,
+    Slot,
+    box_of,
+    copies_of,
+    engine_of,
+    local_of,
+    part_of,
+    plain,
+    ranks_of,
+    slots_of,
+)
 from shardwise.checkpoint.shards import code_of
 from shardwise.errors import CheckpointError
+from shardwise.parallel.home import Home
 
 SPLIT = 1 << 22  # bytes from which a tensor that several ranks hold is written in parts, one by each of them
 
@@ -42,13 +55,14 @@ class Piece:
 class Share:
     """All that one rank contributes: its pieces by name, and what it knows of state that is no tensor.
 
-    ``others`` are tensors that other ranks write (name to dtype and shape), named so that none is forgotten.
+    ``others`` are tensors that other ranks write (name to dtype and shape), named so that none is forgotten. ``groups``
+    are those of the optimizer on this rank's stage, told by the first of its ranks and ``None`` elsewhere.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
     others: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[ParamGroup] = field(default_factory=list)
+    groups: list[ParamGroup] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -59,8 +73,14 @@ class Share:
 
 @dataclass
 class Holdings:
-    """What a rank could write: what only it holds, and what others hold too (with the groups that hold all of it)."""
+    """What a rank could write: what only it holds, and what others hold too (with the groups that hold all of it).
 
+    ``ranks`` hold the same part of the model as this one does. ``buffers`` are plain buffers, which other parts of the
+    model may hold too.
+    """
+
+    ranks: tuple[int, ...] = ()
+    buffers: list[str] = field(default_factory=list)
     mine: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     shared: dict[str, tuple[torch.Tensor, bool, list[list[int]]]] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
@@ -72,10 +92,19 @@ class Holdings:
 
     @property
     def mark(self) -> int:
-        """A number for what all ranks must hold alike: names, shapes and dtypes of what every rank could write."""
-        alike = [n for n, (_, _, copies) in self.shared.items() if _everywhere(copies)]
+        """A number for what all of ``ranks`` must hold alike: names, shapes and dtypes of what each could write."""
+        alike = [n for n, (_, _, copies) in self.shared.items() if self.everywhere(copies)]
         lines = [f"{n} {tuple(self.shared[n][0].shape)} {self.shared[n][0].dtype}\n" for n in sorted(alike)]
         return zlib.crc32("".join(lines).encode())
+
+    def everywhere(self, copies: list[list[int]]) -> bool:
+        """Whether every rank that holds this part of the model holds something of these copies."""
+        return sum(map(len, copies)) == len(self.ranks)
+
+    def leave(self, owners: Mapping[str, int]) -> None:
+        """Let go of the buffers that another part of the model, on the ``owners``' ranks, writes."""
+        here = exchange.rank()
+        self.mine = {name: held for name, held in self.mine.items() if owners.get(name, here) == here}
 
     def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]], *, steady: bool = True) -> None:
         """File a tensor under whoever may write it; ``copies`` are the groups of ranks that each hold all of it."""
@@ -92,15 +121,22 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
         CheckpointError: there is something that cannot be stored.
         ModelError: as `slots_of`.
     """
-    slots = slots_of(model)
-    found = Holdings()
+    slots, home = slots_of(model), part_of(model)
+    found = Holdings(ranks_of(home))
+    first = found.ranks[0]
     for slot in slots:
         name = f"model/{slot.name}"
-        is_rank_0s = slot.is_buffer and not isinstance(slot.tensor, DTensor)
-        copies = [[0]] if is_rank_0s else copies_of(slot.tensor)
+        if home is not None and slot.name in home.borrowed:
+            continue
+        is_plain_buffer = slot.is_buffer and not isinstance(slot.tensor, DTensor)
+        copies = [[first]] if is_plain_buffer else copies_of(slot.tensor, found.ranks)
         found.add(name, slot.tensor, copies, steady=not slot.is_buffer)
+        if is_plain_buffer and exchange.rank() == first:
+            found.buffers.append(name)
         found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}
-    _add_optimizer(found, optimizer, slots)
+    if home is not None:  # all of them: rank 0 speaks for the other stages too
+        found.share.aliases = {f"model/{alias}": f"model/{name}" for alias, name in home.aliases.items()}
+    _add_optimizer(found, optimizer, slots, home)
     for name, generator in (rng or {}).items():
         if generator.dtype != torch.uint8:
             raise CheckpointError(f"rng '{name}' is {generator.dtype}; give generator states as uint8 tensors")
@@ -113,18 +149,19 @@ def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
 
     Large tensors that several ranks hold are cut along their first dimension, one part for each copy; small ones go
     to the copy with the least to do. What only some ranks hold copies of (a tensor-parallel rank's own replicas) is
-    dealt without regard to the rest, which those ranks alone know of.
+    dealt without regard to the rest, which those ranks alone know of. Ranks of another pipeline stage do not count.
 
     ``marks`` are every rank's `Holdings.mark`, or -1 of a rank that failed to look.
 
     Raises:
-        CheckpointError: a mark is another one than rank 0's.
+        CheckpointError: a mark is another one than that of the first rank of this stage.
     """
-    if len(set(marks)) > 1 and -1 not in marks:
-        odd = [str(rank) for rank, mark in enumerate(marks) if mark != marks[0]]
+    first = holdings.ranks[0]
+    odd = [str(rank) for rank in holdings.ranks if marks[rank] != marks[first]]
+    if odd and -1 not in marks:
         raise CheckpointError(
-            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} hold other tensors whole than rank 0: "
-            "model and optimizer state that are not sharded must have the same names and shapes on every rank"
+            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} hold other tensors whole than rank "
+            f"{first}: model and optimizer state that are not sharded must have the same names and shapes on every rank"
         )
     here = exchange.rank()
     all_loads: dict[str, list[int]] = defaultdict(lambda: list(own_bytes))
@@ -133,7 +170,7 @@ def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
         share.pieces[name] = _piece(tensor, steady)
     for name in sorted(holdings.shared, key=lambda n: (-_all_bytes(holdings.shared[n][0]), n)):
         tensor, steady, copies = holdings.shared[name]
-        loads = all_loads["" if _everywhere(copies) else str(copies)]
+        loads = all_loads["" if holdings.everywhere(copies) else str(copies)]
         if here == copies[0][0]:
             share.others[name] = (code_of(tensor), tuple(tensor.shape))
         parts = len(copies)
@@ -164,8 +201,10 @@ def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) ->
     return Piece(code_of(tensor), tuple(tensor.shape), box, local, tensor, steady)
 
 
-def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot]) -> None:
+def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], home: Home | None) -> None:
     names = {id(slot.tensor): slot.name for slot in slots}
+    borrowed = frozenset() if home is None else home.borrowed
+    groups: list[ParamGroup] = []
     for number, group in enumerate(optimizer.param_groups):
         unknown = sum(id(parameter) not in names for parameter in group["params"])
         if unknown:
@@ -174,20 +213,27 @@ def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot]) -> 
                 "build the optimizer from the model's parameters after it is sharded"
             )
         options = {key: plain(value, f"optimizer option {key}") for key, value in group.items() if key != "params"}
-        found.share.groups.append(ParamGroup(params=tuple(names[id(p)] for p in group["params"]), options=options))
+        own = tuple(name for p in group["params"] if (name := names[id(p)]) not in borrowed)
+        groups.append(ParamGroup(params=own, options=options))
+    found.share.groups = groups if exchange.rank() == found.ranks[0] else None
     engine = engine_of(optimizer)
     for group in engine.param_groups:
         for parameter in group["params"]:
-            for key, value in engine.state.get(parameter, {}).items():
-                name = f"optimizer/{names[id(parameter)]}/{key}"
-                if "/" in key:
-                    raise CheckpointError(f"{name}: a state key with a slash cannot be stored")
-                if isinstance(value, torch.Tensor):
-                    _refuse_local(name, value, parameter)
-                    copies = [[exchange.rank()]] if engine is not optimizer else copies_of(value)
-                    found.add(name, value, copies)
-                else:
-                    found.share.scalars.setdefault(names[id(parameter)], {})[key] = plain(value, name)
+            if names[id(parameter)] not in borrowed:
+                _add_state(found, names[id(parameter)], parameter, engine, spread=engine is not optimizer)
+
+
+def _add_state(found: Holdings, of: str, parameter: torch.Tensor, engine: Optimizer, *, spread: bool) -> None:
+    """The state of one parameter; ``spread`` says that this rank alone has it."""
+    for key, value in engine.state.get(parameter, {}).items():
+        name = f"optimizer/{of}/{key}"
+        if "/" in key:
+            raise CheckpointError(f"{name}: a state key with a slash cannot be stored")
+        if isinstance(value, torch.Tensor):
+            _refuse_local(name, value, parameter)
+            found.add(name, value, [[exchange.rank()]] if spread else copies_of(value, found.ranks))
+        else:
+            found.share.scalars.setdefault(of, {})[key] = plain(value, name)
 
 
 def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -196,10 +242,6 @@ def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> No
     is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
     if is_plain and value.dim() and value.shape == here != whole:
         raise CheckpointError(f"{name} is a plain tensor with the shape of the local shard; make it a DTensor")
-
-
-def _everywhere(copies: list[list[int]]) -> bool:
-    return sum(map(len, copies)) == exchange.world_size()
 
 
 def _all_bytes(tensor: torch.Tensor) -> int:

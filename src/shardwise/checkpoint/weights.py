@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, slots_of, transient_names
+from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, part_of, slots_of, transient_names
 from shardwise.checkpoint.shards import BUFFER, in_threads
 from shardwise.checkpoint.sources.detect import open_source
 from shardwise.checkpoint.sources.source import Source
@@ -46,7 +46,10 @@ def _match(model: nn.Module, source: Source) -> list[tuple[Slot, str]]:
     where = {name.removeprefix(_PREFIX): name for name in source.tensors if name.startswith(_PREFIX)}
     where |= {name.removeprefix(_PREFIX): kept for name, kept in source.aliases.items() if name.startswith(_PREFIX)}
     skipped = transient_names(model)
+    home = part_of(model)
     known = {name for slot in slots for name in slot.names}
+    if home is not None:
+        known |= {*home.names, *home.aliases}
     problems: list[str] = []
     jobs: list[tuple[Slot, str]] = []
     for slot in slots:

@@ -1,4 +1,4 @@
-"""``shardwise bench step``: prepare, start the ranks, show the ratios and keep the raw samples."""
+"""``shardwise bench step``: prepare, start the ranks, show the ratios and the bubble, keep the raw samples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,27 +15,94 @@ from shardwise.cli.job import Job, prepare_job
 from shardwise.cli.train import launch
 from shardwise.errors import UserError
 from shardwise.launch.rank import guarded
+from shardwise.plan.plan import Plan
+from shardwise.report.step_plot import draw
 from shardwise.train.config import read_config
 
-CONTENDERS = ("ddp", "fsdp")
+if TYPE_CHECKING:
+    from shardwise.measure.bubble import BubbleSamples
+    from shardwise.measure.step_bench import StepSamples
+
+PLANS = "plans.json"
+SAMPLES = "samples.json"
 
 
-def run_bench_step(config_file: Path, overrides: list[str], *, steps: int, output: Path, as_json: bool) -> None:
-    """The verb."""
+def run_bench_step(
+    config_file: Path,
+    overrides: list[str],
+    *,
+    steps: int,
+    output: Path,
+    as_json: bool,
+    strategies: list[str] | None = None,
+    bubble: bool = True,
+) -> None:
+    """The verb.
+
+    Raises:
+        UserError: the config or a strategy is none that there is a hand-written loop for.
+    """
+    from shardwise.measure.bubble import BubbleSamples
     from shardwise.measure.step_bench import StepSamples
 
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(config_file, [*overrides, f"train.output={folder}", f"train.steps={steps}"])
-        if config.parallel.precision != "fp32" or config.parallel.recompute != "none":
-            raise UserError("bench step compares fp32 loops without recompute; leave both at their defaults")
+        if config.parallel.precision != "fp32" or config.parallel.recompute != "none" or config.parallel.compile:
+            raise UserError("bench step compares fp32 loops without recompute and compile; leave them at their defaults")
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
-        if prepared.job.plan.dims.world_size < 2:
-            raise UserError("bench step compares distributed loops and needs 2 ranks or more; use --nproc 2")
-        console.print(f"timing {steps} steps of each loop, turn by turn")
+        plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
+        (Path(folder) / PLANS).write_text(json.dumps([plan.model_dump(mode="json", by_alias=True) for plan in plans]))
+        console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
+        if bubble and any(plan.dims.pp > 1 for plan in plans):
+            (Path(folder) / "bubble").touch()
         launch(prepared.job, 0, module="shardwise.cli.bench")
-        raw = json.loads((Path(folder) / "samples.json").read_text())
+        raw = json.loads((Path(folder) / SAMPLES).read_text())
     samples = [StepSamples(**item) for item in raw["samples"]]
+    bubbles = [BubbleSamples(**item) for item in raw["bubble"]]
+    console.print(ratio_table(samples))
+    if bubbles:
+        console.print(bubble_table(bubbles))
+    keep(raw, samples, bubbles, output, console)
+    if as_json:
+        print(json.dumps({"schema": 1, **raw}))
+
+
+def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Plan]:
+    """The plan of each strategy that is compared; all that cannot be is said before ranks start.
+
+    Raises:
+        UserError: every problem.
+    """
+    from shardwise.measure.plain import check_plain
+    from shardwise.measure.step_bench import plan_for, strategies_for
+    from shardwise.parallel.materialize import build
+    from shardwise.parallel.split import decide
+    from shardwise.spec.read import read_model
+    from shardwise.train.model import model_factory
+
+    world, parallel = job.plan.dims.world_size, job.config.parallel
+    if world < 2:
+        raise UserError("bench step compares distributed loops and needs 2 ranks or more; use --nproc 2")
+    module = build(model_factory(job.config, vocab_size), job.config.train.seed, real=False)
+    spec, found, problems = read_model(module), [], []
+    options = {"sequence_parallel": parallel.sequence_parallel, "loss_parallel": parallel.loss_parallel}
+    for strategy in strategies or strategies_for(world):
+        try:
+            plan = plan_for(job.plan.model_copy(update=options), strategy, world)
+            check_plain(plan, module)
+            if plan.dims.tp * plan.dims.pp > 1:
+                decide(module, spec, plan)
+            found.append(plan)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def ratio_table(samples: list[StepSamples]) -> Table:
+    """Plain over Shardwise, for each strategy."""
     table = Table(title="plain step time ÷ Shardwise step time (1.00 = no overhead)", title_justify="left")
     for column in ("strategy", "median", "quartiles", "plain median", "Shardwise median", "steps"):
         table.add_column(column, justify="right")
@@ -48,64 +116,113 @@ def run_bench_step(config_file: Path, overrides: list[str], *, steps: int, outpu
             f"{ours[len(ours) // 2] * 1e3:.1f} ms",
             str(len(ours)),
         )
-    console.print(table)
+    return table
+
+
+def bubble_table(bubbles: list[BubbleSamples]) -> Table:
+    """The idle share of a step, measured and by the formula, for each schedule and number of micro batches."""
+    table = Table(title="pipeline bubble: share of a step in which a stage computes nothing", title_justify="left")
+    for column in ("strategy", "schedule", "micro batches", "measured", "quartiles", "(p-1)/(v·m+p-1)"):
+        table.add_column(column, justify="right")
+    for item in bubbles:
+        table.add_row(
+            item.strategy,
+            item.schedule,
+            str(item.micro_batches),
+            f"{item.quantile(0.5):.3f}",
+            f"{item.quantile(0.25):.3f} to {item.quantile(0.75):.3f}",
+            f"{item.formula:.3f}",
+        )
+    return table
+
+
+def keep(
+    raw: dict[str, Any], samples: list[StepSamples], bubbles: list[BubbleSamples], output: Path, console: Console
+) -> None:
+    """Write the raw samples and the plot; ``raw`` gets the medians."""
     output.mkdir(parents=True, exist_ok=True)
     raw["median_ratio"] = {item.strategy: item.quantile(0.5) for item in samples}
-    file = output / f"step_{raw['device'].replace(' ', '-').lower()}_{raw['date']}.json"
+    raw["median_bubble"] = [
+        {**item.model_dump(exclude={"shares"}), "measured": item.quantile(0.5), "formula": item.formula}
+        for item in bubbles
+    ]
+    ranks = "" if raw["ranks"] == 2 else f"_{raw['ranks']}-ranks"
+    file = output / f"step_{raw['device'].replace(' ', '-').lower()}{ranks}_{raw['date']}.json"
     file.write_text(json.dumps(raw, indent=1) + "\n")
     console.print(f"raw samples: {file}")
-    if as_json:
-        print(json.dumps({"schema": 1, **raw}))
+    plot = file.with_suffix(".png")
+    if draw(raw, plot):
+        console.print(f"plot: {plot}")
+    else:
+        console.print("no plot: matplotlib is not installed")
 
 
 def rank_main() -> int:
-    """One rank of the bench; rank 0 writes ``samples.json`` into the job's output folder."""
-    import datetime
-    import platform
-    from collections.abc import Iterator
-
-    import torch
-
-    from shardwise.measure.plain import Batch
+    """One rank of the bench; rank 0 writes the samples into the job's output folder."""
+    from shardwise.measure.bubble import BubbleSamples, bench_bubble
     from shardwise.measure.step_bench import bench_step
     from shardwise.parallel.group import join, leave
     from shardwise.train.corpus import open_corpus
     from shardwise.train.model import model_factory
+
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
+    folder = Path(job.config.train.output)
+    plans = [Plan.model_validate(item) for item in json.loads((folder / PLANS).read_text())]
+    ranks, corpus = join(job.plan.device), open_corpus(job.corpus)
+    factory, steps = model_factory(job.config, corpus.vocab_size), job.config.train.steps or 1
+    found = [bench_step(job.config, plan, factory, windows(job, corpus, plan, ranks), ranks, steps) for plan in plans]
+    bubbles: list[BubbleSamples] = []
+    for plan in plans if (folder / "bubble").exists() else []:
+        if plan.dims.pp > 1:
+            bubbles += bench_bubble(
+                job.config, plan, factory, lambda changed: windows(job, corpus, changed, ranks), ranks, steps
+            )
+    if ranks.is_main:
+        document = {
+            **facts(job, ranks),
+            "samples": [item.model_dump() for item in found],
+            "bubble": [item.model_dump() for item in bubbles],
+        }
+        (folder / SAMPLES).write_text(json.dumps(document))
+    leave(ranks)
+    return 0
+
+
+def windows(job: Job, corpus: Any, plan: Plan, ranks: Any) -> Any:
+    """This rank's micro batches of each step, which ranks that work on the same samples have in common."""
     from shardwise.train.order import Order, rank_ids
     from shardwise.train.samples import samples_for
 
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    ranks, corpus = join(job.plan.device), open_corpus(job.corpus)
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
-    micro = job.plan.micro_batch or 1
+    place, micro, position = plan.dims.place(ranks.rank), plan.micro_batch or 1, 0
+    while True:
+        rows = rank_ids(order, position, plan.dims.dp, place.dp, micro, plan.grad_accum)
+        yield [tuple(part.to(ranks.device) for part in data.batch(row)) for row in rows]
+        position += micro * plan.grad_accum * plan.dims.dp
 
-    def batches() -> Iterator[Batch]:
-        position = 0
-        while True:
-            inputs, labels = data.batch(rank_ids(order, position, ranks.world_size, ranks.rank, micro, 1)[0])
-            yield inputs.to(ranks.device), labels.to(ranks.device)
-            position += micro * ranks.world_size
 
-    factory = model_factory(job.config, corpus.vocab_size)
-    steps = job.config.train.steps or 1
-    found = [bench_step(job.config, job.plan, factory, batches(), ranks, name, steps) for name in CONTENDERS]
-    if ranks.is_main:
-        document = {
-            "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-            "ranks": ranks.world_size,
-            "threads_per_rank": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "batch": job.plan.batch_equation(),
-            "model": job.config.model.config or job.config.model.factory,
-            "precision": job.plan.precision,
-            "samples": [item.model_dump() for item in found],
-        }
-        (Path(job.config.train.output) / "samples.json").write_text(json.dumps(document))
-    leave(ranks)
-    return 0
+def facts(job: Job, ranks: Any) -> dict[str, Any]:
+    """What was timed, where and when."""
+    import datetime
+    import os
+    import platform
+
+    import torch
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
+        "ranks": ranks.world_size,
+        "threads_per_rank": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "batch": job.plan.batch_equation(),
+        "model": job.config.model.config or job.config.model.factory,
+        "precision": job.plan.precision,
+    }
 
 
 if __name__ == "__main__":

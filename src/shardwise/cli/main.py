@@ -140,24 +140,53 @@ def explain(
     run_explain(plan_file, not_this=why_not, as_json=json, loss=loss)
 
 
+@app.command()
+def verify(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="Verify only this one, such as fsdp+tp2; may be given several times.", show_default=False),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="CPU ranks to start, whatever devices there are; else 2 and 4.", min=1)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Same gradients as one process, in float64, under each strategy: the config's own model, shrunk, on its own data.
+
+    Example: shardwise verify examples/stdlib.toml --strategy fsdp+tp2 --nproc 4
+    """
+    from shardwise.cli.verify import run_verify
+
+    run_verify(config, list(overrides or []), strategies=list(strategy or []), nproc=nproc, as_json=json)
+
+
 @bench.command()
 def step(
     config: ConfigPath,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each contender.", min=4)] = 60,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare only this one, such as fsdp+tp2; may be given several times.", show_default=False),
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks on this machine.", min=1)] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the raw samples.")] = Path("benchmarks"),
+    bubble: Annotated[bool, typer.Option(help="Also the idle share of a pipeline's stages, by its schedules.")] = True,
+    output: Annotated[Path, typer.Option(help="Folder for the raw samples and the plot.")] = Path("benchmarks"),
     json: Json = False,
 ) -> None:
-    """Step time of Shardwise against a plain hand-written loop, paired in one process tree.
+    """Step time of Shardwise against plain hand-written loops, paired in one process tree; a pipeline's bubble.
 
-    Example: shardwise bench step examples/stdlib.toml --steps 40
+    Example: shardwise bench step examples/stdlib.toml --strategy ddp+tp2 --steps 40
     """
     from shardwise.cli.bench import run_bench_step
 
     chosen = list(overrides or [])
     chosen += [f"parallel.nproc={nproc}"] if nproc is not None else []
-    run_bench_step(config, chosen, steps=steps, output=output, as_json=json)
+    run_bench_step(
+        config, chosen, steps=steps, output=output, as_json=json, strategies=list(strategy or []), bubble=bubble
+    )
 
 
 @bench.command()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.cost.held import FP32, Layout, Same
+from shardwise.plan.cuts import kv_repeats
 from shardwise.plan.plan import Recompute
 from shardwise.spec.ops import autocast_copies
 from shardwise.spec.profile import Op, Unit
@@ -49,30 +50,72 @@ class UnitBytes:
 def unit_bytes(unit: Unit, layout: Layout, recompute: Recompute, compiled: bool) -> UnitBytes:
     """Work out `UnitBytes`; cached by the unit's identity."""
     mode = recompute if unit.kind == "block" else "none"
-    return _unit_bytes(Same(unit), layout.width, layout.autocasts, layout.tp, layout.cp, mode, compiled, layout.masters)
+    cuts = Cuts(
+        layout.tp,
+        layout.cp,
+        sequence=layout.sequence and (unit.kind == "block" or layout.stack != "shardwise"),
+        vocab=layout.vocab,
+        regathers=layout.masters,
+        exchanges=layout.cp > 1 and layout.stack == "shardwise",
+    )
+    return _unit_bytes(Same(unit), layout.width, layout.autocasts, cuts, mode, compiled)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What divides a unit's rows, heads and columns.
+
+    ``regathers``: Megatron-LM's way, see the top of this file. ``exchanges``: attention sees all tokens of some heads.
+    """
+
+    tp: int
+    cp: int
+    sequence: bool
+    vocab: bool
+    regathers: bool
+    exchanges: bool
+
+    def of_input(self, op: Op) -> int:
+        """Ranks that what an op keeps is divided over: a product cut by columns has its whole input."""
+        if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
+            return 1
+        whole = op.kind == "matmul" and op.cut in ("column", "vocab") and not self.regathers
+        return 1 if whole else self.tp
+
+    def of_gradient(self, op: Op) -> int:
+        """Ranks that the gradient of an op's input is divided over, before it is summed over them."""
+        return 1 if op.cut == "none" or (op.kind == "matmul" and op.cut in ("column", "vocab")) else self.tp
+
+    def of_output(self, op: Op) -> int:
+        """Ranks that an op's result is divided over: a product cut by rows makes whole partial sums."""
+        if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
+            return 1
+        return 1 if op.kind == "matmul" and op.cut == "row" else self.tp
+
+    def of_entry(self, unit: Unit) -> int:
+        """Sequence parallel: the stream between blocks is divided where the block's norms are."""
+        return self.tp if self.sequence and any(op.cut == "sequence" for op in unit.ops) else 1
 
 
 @lru_cache(maxsize=4096)
-def _unit_bytes(
-    same: Same, width: int, autocasts: bool, tp: int, cp: int, mode: Recompute, compiled: bool, masters: bool
-) -> UnitBytes:
-    unit = same.unit
+def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recompute, compiled: bool) -> UnitBytes:
+    unit, masters = same.unit, cuts.regathers
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # a narrow base makes a narrow stream
     seen = unit.autocast_ops if autocasts else ()
     ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
     for op in seen or unit.ops:
         if op.kind == "loss":
-            divided = tp > 1 and op.cut == "vocab"
-            logits = op.temporary / (cp * (tp if divided else 1))
+            divided = cuts.tp > 1 and cuts.vocab and op.cut == "vocab"
+            logits = op.temporary / (cuts.cp * (cuts.tp if divided else 1))
             continue
-        ops.append(_op_bytes(op, width, autocasts and not seen, tp, cp, compiled, masters))
+        ops.append(_op_bytes(op, width, autocasts and not seen, cuts, compiled))
         if op.kept_by_selective:
-            result = _output_bytes(op, width, tp, cp)
+            result = _output_bytes(op, width, cuts)
             outputs += result
             shared += 0.0 if op.temporary else result  # a later op would have kept it, too
     if autocasts and not seen:
         ops.append(OpBytes(autocast_copies(unit.ops) * width, 0.0, 0.0, 0.0))
-    entry = unit.input_elements * (FP32 if autocasts else width) / (cp * _entry_share(unit, tp))
+    entry = unit.input_elements * (FP32 if autocasts else width) / (cuts.cp * cuts.of_entry(unit))
     saved = sum(op.saved for op in ops)
     kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]
     again = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
@@ -87,39 +130,37 @@ def _unit_bytes(
     )
 
 
-def _op_bytes(op: Op, width: int, autocasts: bool, tp: int, cp: int, compiled: bool, regathers: bool) -> OpBytes:
+def _op_bytes(op: Op, width: int, autocasts: bool, cuts: Cuts, compiled: bool) -> OpBytes:
     """Under autocast what a norm keeps, the stream between sublayers, is fp32. Fused ops keep no fp32 copies."""
     fused = compiled and op.fusible
     rows = FP32 if autocasts and op.kind == "norm" else width
-    share = tp if regathers and op.cut != "none" else _input_share(op, tp)
-    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cp * share)
-    temporary = 0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (cp * _output_share(op, tp))
-    gradient_in = op.m * op.k * width / (cp * _input_share(op, tp)) if op.kind == "matmul" else saved
-    elements = op.k * op.n / (tp if op.cut in ("column", "row", "vocab") else 1)
+    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cuts.cp * cuts.of_input(op))
+    temporary = 0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (cuts.cp * cuts.of_output(op))
+    if cuts.exchanges and op.kind == "attention":
+        kept, moment = _exchanged(op, width, cuts)
+        saved, temporary = saved + kept, temporary + moment
+    gradient_in = op.m * op.k * width / (cuts.cp * cuts.of_gradient(op)) if op.kind == "matmul" else saved
+    elements = op.k * op.n / (cuts.tp if op.cut in ("column", "row", "vocab") else 1)
     return OpBytes(saved, temporary, gradient_in, elements if op.weight and op.kind == "matmul" else 0.0)
 
 
-def _input_share(op: Op, tp: int) -> int:
-    """Ranks that what an op keeps is divided over: a product cut by columns has its whole input."""
-    whole = op.cut == "none" or (op.kind == "matmul" and op.cut in ("column", "vocab"))
-    return 1 if whole else tp
+def _exchanged(op: Op, width: int, cuts: Cuts) -> tuple[float, float]:
+    """What the exchange of tokens for heads around an attention keeps besides, and what it makes for a moment.
+
+    Kept are what is repeated of keys and values, and the result as the model takes it back; for a moment the packed
+    queries, keys and values that are sent.
+    """
+    each = op.m * op.head_dim * width / cuts.cp
+    heads, keys = op.heads / cuts.tp, max(1, op.kv_heads // cuts.tp)
+    repeats = kv_repeats(keys, cuts.cp)
+    return each * (heads + 2 * keys * (repeats - 1)), each * (heads + 2 * keys * repeats)
 
 
-def _output_share(op: Op, tp: int) -> int:
-    """Ranks that an op's result is divided over: a product cut by rows makes whole partial sums."""
-    return 1 if op.cut == "none" or (op.kind == "matmul" and op.cut == "row") else tp
-
-
-def _output_bytes(op: Op, width: int, tp: int, cp: int) -> float:
+def _output_bytes(op: Op, width: int, cuts: Cuts) -> float:
     """What selective recompute keeps of an op: its result, of an attention also a row's log-sum (fp32)."""
     if op.kind == "attention":
-        return op.m * op.heads * (op.head_dim * width + FP32) / (tp * cp)
-    return op.m * op.n * width / (cp * _output_share(op, tp))
-
-
-def _entry_share(unit: Unit, tp: int) -> int:
-    """Sequence parallel: the stream between blocks is divided where the block's norms are."""
-    return tp if any(op.cut == "sequence" for op in unit.ops) else 1
+        return op.m * op.heads * (op.head_dim * width + FP32) / (cuts.tp * cuts.cp)
+    return op.m * op.n * width / (cuts.cp * cuts.of_output(op))
 
 
 def _forward_peak(ops: list[OpBytes], *, keeps: bool) -> float:

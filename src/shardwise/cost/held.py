@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from shardwise.cost.pipeline import blocks_per_stage, in_flight
 from shardwise.plan.plan import Plan
@@ -25,12 +26,21 @@ QUANTISED_BLOCK = 256  # elements that share an fp32 scale in 8-bit Adam (Dettme
 QUANTISED_FROM = 4096  # tensors with fewer elements keep fp32 state (bitsandbytes: min_8bit_size)
 
 
+# Whose program runs where an axis cuts the model: this package's, Megatron-LM's (also what is planned for ``zero1``
+# beside tensor or pipeline parallel, which this version does not run), or torchtitan's, which is PyTorch's own parts
+# with ring attention. In the latter two, embedding and head work on cut sequences, too.
+Stack = Literal["shardwise", "megatron", "torchtitan"]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The plain numbers of a plan that decide what a rank holds. Hashable and cheap, unlike the plan.
 
     Ranks of one context-parallel group hold equal weights and different gradients, so state is cut over them, too:
     ``replicas`` ranks reduce gradients together, FSDP2 cuts over ``shard_ranks`` of them.
+
+    ``masters``: whole weights rest in the narrow type, and fp32 masters of them are optimizer state; gradients add up
+    in fp32 buffers. So Megatron-LM's mixed-precision optimizers keep them.
     """
 
     strategy: Strategy
@@ -41,20 +51,33 @@ class Layout:
     cp: int
     width: int  # bytes of an element in forward and backward
     is_cuda: bool
+    stack: Stack = "shardwise"
+    masters: bool = False
+    sequence: bool = True  # what lies between tensor-parallel regions is cut along the sequence
+    vocab: bool = True  # logits stay cut over the vocabulary
 
     @property
     def shards(self) -> bool:
-        """Parameters are cut over ``dp_shard`` ranks by FSDP2."""
-        return self.strategy.shards_parameters
+        """FSDP2 gathers units for use and reduces their gradients, be they cut over ``shard_ranks`` or whole."""
+        return self.strategy.shards_parameters or self.replicates
 
     @property
-    def masters(self) -> bool:
-        """Whole weights rest in the narrow type, and fp32 masters of them are optimizer state.
+    def replicates(self) -> bool:
+        """``ddp`` with data-parallel ranks beside tensor or pipeline parallel: FSDP2 over shards of one rank.
 
-        So are whole weights kept where they are cut for the model's sake (Megatron-LM's mixed-precision optimizers);
-        this package does not run such plans yet. Gradients add up in fp32 buffers.
+        Whole fp32 weights at rest, and a copy of each unit while it is used (``parallel.split``).
         """
-        return not self.shards and self.width < FP32 and self.tp * self.pp * self.cp > 1
+        return self.strategy.base == "ddp" and self.tp * self.pp > 1 and self.replicas > 1 and not self.masters
+
+    @property
+    def reshards(self) -> bool:
+        """Blocks free their gathered weights after forward and gather them again for backward."""
+        return self.strategy.reshards_after_forward or self.replicates
+
+    @property
+    def sums_replicas(self) -> bool:
+        """What was reduced inside a sharding group is reduced once more, over the groups."""
+        return self.shards and self.replicas > self.shard_ranks
 
     @property
     def autocasts(self) -> bool:
@@ -106,18 +129,31 @@ class UnitWeights:
     widened: int  # the largest weight that is stored narrower than it is computed with
 
 
-def layout_of(plan: Plan) -> Layout:
-    """The numbers of ``plan`` that decide what a rank holds."""
-    dims = plan.dims
+def stack_of(strategy: Strategy, stack: Stack | None) -> Stack:
+    """``stack``, or whose program is planned where none is named."""
+    not_run = strategy.base == "zero1" and strategy.tp * strategy.pp > 1
+    return stack or ("megatron" if not_run else "shardwise")
+
+
+def layout_of(plan: Plan, stack: Stack | None = None) -> Layout:
+    """The numbers of ``plan`` that decide what a rank holds, in the program of ``stack``."""
+    dims, strategy = plan.dims, _strategy(plan.strategy)
+    width = 4 if plan.precision == "fp32" else 2
+    whole = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
+    stack = stack_of(strategy, stack)
     return Layout(
-        strategy=_strategy(plan.strategy),
+        strategy=strategy,
         replicas=dims.dp_replicate * dims.dp_shard * dims.cp,
-        shard_ranks=dims.dp_shard * dims.cp,
+        shard_ranks=dims.dp_shard * dims.cp if strategy.shards_parameters else 1,
         tp=dims.tp,
         pp=dims.pp,
         cp=dims.cp,
-        width=4 if plan.precision == "fp32" else 2,
+        width=width,
         is_cuda=plan.device == "cuda",
+        stack=stack,
+        masters=whole and stack == "megatron",
+        sequence=plan.sequence_parallel,
+        vocab=plan.loss_parallel,
     )
 
 

@@ -10,10 +10,12 @@ A category that is not known is ``None``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardwise.cost.context import context_bytes
 from shardwise.cost.estimate import CATEGORIES, Estimate
-from shardwise.cost.held import Layout, layout_of
+from shardwise.cost.held import Layout, Stack, layout_of
 from shardwise.cost.program import Setting, write_program
 from shardwise.cost.replay import Played, fullest, replay, settings_of
 from shardwise.cost.screen import screen
@@ -25,6 +27,7 @@ from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import Workload
 
 __all__ = [
+    "Parts",
     "estimate",
     "estimate_memory",
     "held_elements",
@@ -38,11 +41,28 @@ NEAR = 0.85  # of the highest live peak: below, no rank's allocator reserves mos
 STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
 
 
-def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload) -> Estimate:
-    """Bytes on the fullest rank under ``plan``; see the module's docstring for what is left out."""
-    parameters = sum(held_elements(p, plan) * p.itemsize for p in spec.parameters)
-    gradients = sum(held_elements(p, plan) * p.itemsize for p in spec.parameters if p.trainable)
-    optimizer = _optimizer_bytes(spec, plan, workload)
+@dataclass(frozen=True)
+class Parts:
+    """How a live model lies over the axes that cut it, as those who cut it say.
+
+    ``shard_dim`` names the dim of each parameter that tensor parallel cuts; others are whole on its ranks. ``stages``
+    are the names of the parameters of each rank of a pipeline, any of a tied one's; empty without a pipeline.
+    """
+
+    shard_dim: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[frozenset[str], ...] = ()
+
+
+def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts | None = None) -> Estimate:
+    """Bytes on the fullest rank under ``plan``; see the module's docstring for what is left out.
+
+    Without ``parts`` the model is taken as whole on every tensor- and pipeline-parallel rank.
+    """
+    parts = parts or Parts()
+    each = [_held(spec, plan, workload, parts, names) for names in parts.stages or (None,)]
+    parameters, gradients = max(one[0] for one in each), max(one[1] for one in each)
+    states = [one[2] for one in each if one[2] is not None]
+    optimizer = max(states) if states else None
     saved = workload.activation_bytes.get(plan.recompute)
     micro = plan.micro_batch or 1
     makes_room = plan.parsed.offload and plan.device != "cpu"  # a CPU's own memory is the host's
@@ -58,17 +78,25 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload) -> Estimate
     )
 
 
-def held_elements(parameter: ParameterSpec, plan: Plan, rank: int = 0) -> int:
-    """Elements of ``parameter`` at rest on a rank of the sharding axis.
+def held_elements(
+    parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
+) -> int:
+    """Elements of ``parameter`` at rest on a rank of the sharding axis, which counts context-parallel ranks, too.
 
-    FSDP2 cuts dim 0 into chunks of ``ceil(rows / ranks)``; the last ranks may hold fewer rows or none.
+    Tensor parallel cuts ``shard_dim`` first, then FSDP2 dim 0 of what is left, each into chunks of
+    ``ceil(size / ranks)``; the last ranks may hold less or nothing.
     """
-    if not plan.parsed.shards_parameters or not parameter.shape:
-        return parameter.num_elements
-    rows = parameter.shape[0]
-    chunk = math.ceil(rows / plan.dims.dp_shard)
-    mine = max(0, min(chunk, rows - rank * chunk))
-    return mine * (parameter.num_elements // rows if rows else 0)
+    shape = list(parameter.shape)
+    if shard_dim is not None:
+        shape[shard_dim] = _chunk(shape[shard_dim], plan.dims.tp, tp_rank)
+    if plan.parsed.shards_parameters and shape:
+        shape[0] = _chunk(shape[0], plan.dims.dp_shard * plan.dims.cp, rank)
+    return math.prod(shape)
+
+
+def _chunk(size: int, ranks: int, rank: int) -> int:
+    each = math.ceil(size / ranks)
+    return max(0, min(each, size - rank * each))
 
 
 def stepped_groups(spec: ModelSpec, workload: Workload) -> list[list[ParameterSpec]]:
@@ -94,18 +122,30 @@ def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[lis
     return shares
 
 
-def _optimizer_bytes(spec: ModelSpec, plan: Plan, workload: Workload) -> int | None:
+def _held(
+    spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts, names: frozenset[str] | None
+) -> tuple[int, int, int | None]:
+    """Bytes of parameters, gradients and optimizer state of a stage's fullest rank; ``names`` None is the whole model."""
+
+    def is_here(parameter: ParameterSpec) -> bool:
+        return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))
+
+    def held(parameter: ParameterSpec) -> int:
+        return held_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
+
+    sizes = {p.name: held(p) for p in spec.parameters if is_here(p)}
+    gradients = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
     if workload.optimizer_states is None:
-        return None
-    groups = stepped_groups(spec, workload)
-    shares = (
-        zero1_shares(groups, plan.dims.dp) if plan.parsed.base == "zero1" else [[p for group in groups for p in group]]
-    )
-    return max(
-        sum(held_elements(p, plan) * p.itemsize for p in share) * workload.optimizer_states
+        return sum(sizes.values()), gradients, None
+    groups = [[p for p in group if p.name in sizes] for group in stepped_groups(spec, workload)]
+    ranks = plan.dims.dp * plan.dims.cp
+    shares = zero1_shares(groups, ranks) if plan.parsed.base == "zero1" else [[p for group in groups for p in group]]
+    state = max(
+        sum(sizes[p.name] for p in share) * workload.optimizer_states
         + len(share) * workload.scalar_states * STATE_ITEMSIZE
         for share in shares
     )
+    return sum(sizes.values()), gradients, state
 
 
 def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
@@ -142,6 +182,7 @@ def estimate(
     expandable: bool = True,
     fused_loss: bool | None = None,
     buckets_add: bool = False,
+    stack: Stack | None = None,
 ) -> Estimate:
     """Bytes on the fullest rank under ``plan``, by category and phase; `shardwise.cost.program` says what is left out.
 
@@ -149,12 +190,13 @@ def estimate(
     other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth
     more. ``fused_loss`` takes the place of the workload's.
     ``buckets_add`` accumulates in the buckets of whole gradients; DDP's ``no_sync`` keeps a second copy beside them.
+    ``stack`` is whose program runs where an axis cuts the model.
     ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it is ``allocated``.
     ``phases``: ``load`` of random weights (rank 0's; others' are the same), ``first_step`` (all of it, without state
     before its end), ``forward``, ``backward`` and ``optimizer`` of later steps, ``save`` and ``resume``, which copy one
     tensor at a time through the host. Of a pipeline each figure is of the stage that holds most of it.
     """
-    layout = layout_of(plan)
+    layout = layout_of(plan, stack)
     micro = plan.micro_batch or 1
     written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
     fused_loss = workload.fused_loss if fused_loss is None else fused_loss

@@ -60,7 +60,7 @@ class Setting:
     @property
     def stays_gathered(self) -> bool:
         """Blocks keep their whole weights from forward to backward: zero2, and pipelines (micro batches share them)."""
-        return not self.layout.strategy.reshards_after_forward or self.layout.pp > 1
+        return not self.layout.reshards or self.layout.pp > 1
 
     @property
     def has_buckets(self) -> bool:
@@ -484,7 +484,7 @@ class _Writer:
 
         Under hsdp what was summed over replicas lives until the end of backward (``FSDPParamGroup._all_reduce_state``).
         """
-        if self.adds and self.s.layout.strategy.base == "hsdp" and not self.s.layout.offloads:
+        if self.adds and self.s.layout.sums_replicas and not self.s.layout.offloads:
             self.summed.append(self.tape.alloc(size, BUFFERS, REDUCE))
         elif self.s.layout.offloads or self.adds:
             self.tape.free(self.tape.alloc(size // number, BUFFERS, REDUCE))

@@ -54,6 +54,8 @@ class _Key:
             plan.precision,
             plan.recompute,
             plan.gradient_sync,
+            plan.sequence_parallel,
+            plan.loss_parallel,
             plan.device,
             min(plan.grad_accum, dims.pp + 1),
             workload.optimizer,
@@ -117,7 +119,7 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     logits = max(wide, default=0.0)
     again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
     own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
-    own = own if layout.shards and layout.strategy.reshards_after_forward and layout.pp == 1 else 0
+    own = own if layout.shards and layout.reshards and layout.pp == 1 else 0
     lines = [] if layout.offloads else [Line(parameters + gradients + state + temporaries)]
     for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else 1)):
         lines.append(Line(base + fixed + copies * crowd, kept * crowd + logits))
@@ -141,5 +143,5 @@ def _gathered(rows: list[tuple[Piece, UnitWeights, UnitBytes]], layout: Layout) 
     """Whole weights that stay from forward to backward."""
     if not layout.shards:
         return 0
-    stays = not layout.strategy.reshards_after_forward or layout.pp > 1
+    stays = not layout.reshards or layout.pp > 1
     return sum(sum(w.gathered) * p.count for p, w, _ in rows if stays or not p.is_block)

@@ -2,9 +2,9 @@
 
 The program that is timed is the one that ``train`` runs: gradients synchronise in the last micro batch, or in each of a
 sharded plan that says so (``Plan.gradient_sync``), sharded units are gathered in every forward (and in every backward
-where they are freed in between), one unit ahead; ddp reduces while the last backward runs. Plans that this version does
-not run (tensor, pipeline and context parallel) are timed as their usual implementations do it: sequence parallel, 1F1B,
-ring attention.
+where they are freed in between), one unit ahead; ddp reduces while the last backward runs. Context parallel exchanges
+tokens for heads around each attention. What this version does not run (``zero1`` beside tensor or pipeline parallel)
+is timed as Megatron-LM does it.
 
 Left out: data loading, evaluation, checkpoints, other jobs on the network, clocks that fall with temperature.
 """
@@ -15,16 +15,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from shardwise.cost.collectives import Calibration, CollectiveKind
 from shardwise.cost.flops import mfu
+from shardwise.cost.held import Stack, stack_of
 from shardwise.cost.kernels import AttentionKernel, generation_name
 from shardwise.cost.pipeline import blocks_per_stage, pipeline_s
 from shardwise.cost.rates import IN_STEP, Machine, Rates, machine_of
 from shardwise.cost.schedule import Run, elapsed_s
 from shardwise.cost.steptime import StepTime
 from shardwise.cost.unit_time import COMPUTE_BYTES, Split, UnitTime, is_finite, unit_time
-from shardwise.cost.update_time import MASTER_BYTES, distributed_optimizer, update_s
+from shardwise.cost.update_time import MASTER_BYTES, update_s
 from shardwise.errors import PlanError
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
@@ -55,6 +57,10 @@ SPREAD = {
     "ampere-consumer": (0.92, 1.97),
     "other": (0.89, 1.61),
 }
+
+
+# Copies of whole weights as they are computed with: none, those of autocast, or those of FSDP2 over shards of one rank.
+Copies = Literal["none", "autocast", "units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +123,23 @@ def step_time(
     *,
     rates: Rates | None = None,
     calibration: Calibration | None = None,
-    virtual_stages: int = 1,
-    async_tp: bool = False,
+    virtual_stages: int | None = None,
+    async_tp: bool | None = None,
     autocast: bool | None = None,
-    sequence_parallel: bool = True,
+    sequence_parallel: bool | None = None,
     attention: AttentionKernel | None = None,
     padded: bool = False,
+    stack: Stack | None = None,
 ) -> StepTime:
     """Seconds of one step of ``plan`` on the slowest rank, and where they go.
 
-    ``rates`` are a probe's result and take the place of the hardware table (they must be there for a CPU);
-    ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the products beside it.
-    ``autocast`` counts the casts of fp32 weights that this package's ddp and zero1 make in every micro batch under
-    torch.autocast (so where no axis cuts the model, unless said otherwise); other stacks keep a narrow copy instead.
+    ``rates`` are a probe's result and take the place of the hardware table (they must be there for a CPU). The other
+    keywords say what another program does, to compare with what was published of it; None is what the plan says and
+    this package runs. ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the
+    products beside it. ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch;
+    other stacks keep a narrow copy instead. ``stack`` is whose program runs where an axis cuts the model.
     ``sequence_parallel`` False and ``attention`` "unfused" are Megatron-LM's tensor parallel and attention of before
-    2022; None for the latter is cuDNN's where Megatron-LM is the usual program (its Transformer Engine), else flash
-    attention. That is where an axis cuts the model whose weights are not sharded: ddp and zero1.
+    2022; None for the latter is cuDNN's where Megatron-LM runs (its Transformer Engine), else flash attention.
     ``padded`` rounds the vocabulary up without tensor parallelism too, as Megatron-LM does.
 
     Raises:
@@ -140,19 +147,43 @@ def step_time(
     """
     machine = machine_of(cluster, plan.precision, rates, calibration)
     strategy = parse_strategy(plan.strategy)
-    split = _split(plan, workload, strategy, sequence_parallel=sequence_parallel, attention=attention, padded=padded)
-    if autocast is None:
-        autocast = not _cuts(plan)
+    stack = stack_of(strategy, stack)
+    megatron = _cuts(plan) and not strategy.shards_parameters and stack == "megatron"
+    split = Split(
+        tp=plan.dims.tp,
+        cp=plan.dims.cp,
+        micro=plan.micro_batch or 1,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        compiled=workload.compiled,
+        attention=attention or ("cudnn" if megatron else "flash"),
+        sequence_parallel=plan.sequence_parallel if sequence_parallel is None else sequence_parallel,
+        padded=padded,
+        hides_reduction=megatron,
+        casts_weights=not megatron,
+        ring=stack != "shardwise",
+        cuts_ends=stack != "shardwise",
+        loss_parallel=plan.loss_parallel,
+    )
+    async_tp = plan.async_tp if async_tp is None else async_tp
+    virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
+    copies: Copies = "none"
+    if not megatron and strategy.base == "ddp" and _is_cut(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
+        copies = "units"
+    elif autocast if autocast is not None else not megatron:
+        copies = "autocast"
     key = _Same(profile)
     where = _Same(cluster)
     times = _unit_times(key, where, rates, calibration, split)
-    stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), autocast, async_tp)
+    stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
     send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
     own = MICRO_HOST_S if rates is None else 0.0
     timed = {id(s): _with_host(s, plan, own) if workload.framework_overhead else _alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]
-    parts = _micro_batches(plan, stages, hosted, send, virtual_stages)
-    optimizer, after, offload = update_s(machine, profile, plan, strategy, workload, times)
+    parts = _micro_batches(plan, stages, hosted, send, virtual)
+    optimizer, after, offload = update_s(
+        machine, profile, plan, strategy, workload, times, distributed=megatron
+    )
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload
     parts["exposed_dp_s"] += after
     if workload.framework_overhead and rates is None:
@@ -182,30 +213,9 @@ def _cuts(plan: Plan) -> bool:
     return plan.dims.tp * plan.dims.pp * plan.dims.cp > 1
 
 
-def _split(
-    plan: Plan,
-    workload: Workload,
-    strategy: Strategy,
-    *,
-    sequence_parallel: bool,
-    attention: AttentionKernel | None,
-    padded: bool,
-) -> Split:
-    """What divides a unit's work. Megatron-LM is the usual program where an axis cuts a model that is not sharded."""
-    megatron = _cuts(plan) and not strategy.shards_parameters
-    return Split(
-        tp=plan.dims.tp,
-        cp=plan.dims.cp,
-        micro=plan.micro_batch or 1,
-        precision=plan.precision,
-        recompute=plan.recompute,
-        compiled=workload.compiled,
-        attention=attention or ("cudnn" if megatron else "flash"),
-        sequence_parallel=sequence_parallel,
-        padded=padded,
-        hides_reduction=megatron,
-        casts_weights=not megatron,
-    )
+def _is_cut(dims: ParallelDims) -> bool:
+    """Weights, and not only tokens, are spread over a model-parallel axis."""
+    return dims.tp * dims.pp > 1
 
 
 def _micro_batches(
@@ -257,14 +267,14 @@ def _stages(
     strategy: str,
     dims: ParallelDims,
     waits: bool | None,
-    autocast: bool,
+    copies: Copies,
     async_tp: bool,
 ) -> tuple[_Stage, ...]:
     """The pipeline's stages, one without a pipeline. Blocks are dealt out; what precedes them goes to the first."""
     assert isinstance(profile.value, ModelProfile)
     model, parsed = profile.value, parse_strategy(strategy)
     times = _unit_times(profile, cluster, rates, calibration, split)
-    traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, autocast)
+    traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, copies)
     pieces = _Pieces(
         strategy=parsed,
         pipelined=dims.pp > 1,
@@ -414,16 +424,16 @@ def _traffics(
     base: str,
     dims: ParallelDims,
     accumulates: bool,
-    autocast: bool,
+    copies: Copies,
 ) -> tuple[_Traffic, ...]:
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
     times = _unit_times(profile, cluster, rates, calibration, split)
-    return tuple(_traffic(machine, time, split, base, dims, accumulates, autocast) for time in times)
+    return tuple(_traffic(machine, time, split, base, dims, accumulates, copies) for time in times)
 
 
 def _traffic(
-    machine: Machine, time: UnitTime, split: Split, base: str, dims: ParallelDims, accumulates: bool, autocast: bool
+    machine: Machine, time: UnitTime, split: Split, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
 ) -> _Traffic:
     """Collectives and copies of one unit: gathered in the compute width, reduced in fp32."""
     width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
@@ -431,10 +441,17 @@ def _traffic(
     narrow = width < MASTER_BYTES
     if base in ("ddp", "zero1"):
         ranks = dims.dp * dims.cp
-        kind: CollectiveKind = "reduce_scatter" if base == "zero1" and distributed_optimizer(dims) else "all_reduce"
+        kind: CollectiveKind = "reduce_scatter" if base == "zero1" and split.hides_reduction else "all_reduce"
         reduce = machine.collective_s(kind, MASTER_BYTES * time.trainable, ranks, inner)
-        casts = 6.0 if narrow and autocast else 0.0
         add = 8.0 if accumulates else 0.0
+        if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
+            unit = (MASTER_BYTES + width if narrow else 0.0) + 2.0 * width
+            return _Traffic(
+                reduce_s=reduce,
+                copy_forward_s=machine.memory_s(unit * time.elements),
+                copy_backward_s=machine.memory_s(unit * time.elements + (width + 12.0 + add) * time.trainable),
+            )
+        casts = 6.0 if narrow and copies == "autocast" else 0.0
         twice = 2.0 if split.recompute != "none" else 1.0
         return _Traffic(
             reduce_s=reduce,
@@ -448,13 +465,13 @@ def _traffic(
     if dims.dp_replicate > 1:
         outer = max(1, per_node // (dims.tp * ranks))
         reduce += machine.collective_s("all_reduce", MASTER_BYTES * time.trainable / ranks, dims.dp_replicate, outer)
-    copies = 2.0 * width if ranks > 1 else 0.0
+    copied = 2.0 * width if ranks > 1 else 0.0
     return _Traffic(
         gather_s=gather,
         reduce_s=reduce,
-        copy_forward_s=machine.memory_s(copies * time.elements),
+        copy_forward_s=machine.memory_s(copied * time.elements),
         copy_backward_s=machine.memory_s(
-            (copies if base != "zero2" else 0.0) * time.elements + (10.0 if accumulates else 6.0) * time.trainable
+            (copied if base != "zero2" else 0.0) * time.elements + (10.0 if accumulates else 6.0) * time.trainable
         ),
     )
 

@@ -42,7 +42,9 @@ class Split:
     vocabulary up to a multiple of 128, as Megatron-LM does; where tensor parallel cuts it that is always done.
     ``hides_reduction``: backward's reduction of an input gradient runs beside the product for the weight gradient, as
     in Megatron-LM and not in PyTorch. ``casts_weights``: fp8 copies of weights are made in every micro batch, as by
-    torchao, and not once a step, as by Transformer Engine.
+    torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values round its
+    ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``cuts_ends``: so do they cut
+    sequences in embedding and head, which here work on whole ones.
     """
 
     tp: int
@@ -56,6 +58,9 @@ class Split:
     padded: bool = False
     hides_reduction: bool = False
     casts_weights: bool = True
+    ring: bool = False
+    cuts_ends: bool = False
+    loss_parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def unit_time(machine: Machine, unit: Unit, split: Split) -> UnitTime:
             again += ahead
             again_launches += op.launches
         if split.cp > 1 and op.kind == "attention":
-            there, home = ring_s(machine, op, split, ahead, back)
+            there, home = ring_s(machine, op, split, ahead, back) if split.ring else exchange_s(machine, op, split)
             cp_forward, cp_backward = cp_forward + there, cp_backward + home
             cp_again += there if repeated else 0.0
     tp_forward, tp_backward, tp_again = tensor_parallel_s(machine, unit, split)
@@ -135,7 +140,7 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: Split) -> tuple[float, flo
             columns = math.ceil(columns / tp / 128) * 128.0 if rounds else columns / tp
         elif op.cut == "row":
             depth /= tp
-        elif op.cut == "sequence" and split.sequence_parallel:
+        elif op.cut == "sequence" and cuts_sequence(unit, split):
             rows /= tp
         precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
         ahead, back = _products_s(machine, op, rows, depth, columns, precision)
@@ -167,13 +172,19 @@ def _products_s(
 
 def _moved_s(machine: Machine, unit: Unit, op: Op, split: Split) -> float:
     width = COMPUTE_BYTES[split.precision]
-    whole = op.cut == "none" or (op.cut == "sequence" and not split.sequence_parallel)
+    whole = op.cut == "none" or (op.cut == "sequence" and not cuts_sequence(unit, split))
+    whole = whole or (op.kind == "loss" and not split.loss_parallel)
     share = split.cp * (1 if whole else split.tp)
     if split.compiled and op.fusible and unit.kind == "block":
         moved = COMPILED_MOVES * op.moved * width
     else:
         moved = op.moved * width + op.moved_fp32 * 4
     return machine.memory_s(moved * split.micro / share)
+
+
+def cuts_sequence(unit: Unit, split: Split) -> bool:
+    """Whether norms and residuals of ``unit`` work on a rank's part of the sequence."""
+    return split.sequence_parallel and (unit.kind == "block" or split.cuts_ends)
 
 
 def _attention_s(machine: Machine, op: Op, split: Split, *, backward: bool) -> float:
@@ -213,13 +224,28 @@ def ring_s(machine: Machine, op: Op, split: Split, forward_s: float, backward_s:
     )
 
 
+def exchange_s(machine: Machine, op: Op, split: Split) -> tuple[float, float]:
+    """Seconds of the all-to-alls around one attention, forward and backward: nothing computes beside them.
+
+    Queries, keys and values go out as this rank's tokens of all heads and come back as all tokens of its heads; the
+    result goes the other way, and gradients likewise.
+    """
+    cp, per_node = split.cp, max(1, machine.cluster.devices_per_node // split.tp)
+    heads, kv_heads = op.heads / split.tp, max(op.kv_heads / split.tp, float(cp))
+    row = op.m * split.micro / cp * op.head_dim * COMPUTE_BYTES[split.precision]
+    each = [machine.collective_s("all_to_all", row * count, cp, per_node) for count in (heads, kv_heads)]
+    seconds = 2 * sum(each)
+    return seconds, seconds
+
+
 def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float, float, float]:
     """Seconds of the collectives of tensor parallel: forward, backward, recomputed.
 
     With sequence parallel a block's rows are gathered before a column-cut product and reduce-scattered after a row-cut
     one; backward mirrors them. Embedding and head do one of the two, and a vocabulary-parallel loss three reductions of
-    one number a token. Without it, one all-reduce takes the place of each pair, the embedding's is forward's and the
-    head's backward's.
+    one number a token; without that, the logits are gathered. Without sequence parallel, one all-reduce takes the place
+    of each pair, the embedding's is forward's and the head's backward's; so it does there where embedding and head work
+    on whole sequences, which are cut after the one and put together before the other.
     """
     tp = split.tp
     if tp <= 1 or not unit.weights:
@@ -247,10 +273,16 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float
         return forward, forward - hidden, again
     if not vocab:
         return 0.0, 0.0, 0.0
+    if split.sequence_parallel and not split.cuts_ends:
+        scatter = machine.tp_factor() * machine.collective_s("all_reduce", message, tp, per_node) + skew
     if unit.kind == "embedding":
         return scatter, gather, 0.0
     tokens = max((op.m for op in unit.ops), default=0) * split.micro / split.cp
-    losses = 3 * machine.collective_s("all_reduce", 4.0 * tokens, tp, per_node)
+    if split.loss_parallel:
+        losses = 3 * machine.collective_s("all_reduce", 4.0 * tokens, tp, per_node)
+    else:
+        words = max((op.n for op in unit.ops if op.cut == "vocab"), default=0)
+        losses = machine.collective_s("all_gather", tokens * words * width, tp, per_node)
     return gather + losses, scatter, 0.0
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from shardwise.cost.rates import Machine
 from shardwise.cost.unit_time import COMPUTE_BYTES, UnitTime
-from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
 from shardwise.spec.profile import ModelProfile
@@ -30,8 +29,14 @@ def update_s(
     strategy: Strategy,
     workload: Workload,
     times: Sequence[UnitTime],
+    *,
+    distributed: bool,
 ) -> tuple[float, float, float]:
-    """Seconds of the optimizer, of sending what it has updated (zero1), and of offloading to the host or its drive."""
+    """Seconds of the optimizer, of sending what it has updated (zero1), and of offloading to the host or its drive.
+
+    ``distributed``: zero1 is Megatron-LM's distributed optimizer, whose updated weights are gathered in the compute
+    width, and not PyTorch's ZeroRedundancyOptimizer, which sends fp32 weights.
+    """
     dims = plan.dims
     counts = [unit.count / (dims.pp if unit.kind == "block" else min(2, dims.pp)) for unit in profile.units]
     trainable = sum(count * time.trainable for count, time in zip(counts, times, strict=True))
@@ -42,7 +47,7 @@ def update_s(
     ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
     after = 0.0
     if strategy.base == "zero1":
-        width = COMPUTE_BYTES[plan.precision] if distributed_optimizer(dims) else MASTER_BYTES
+        width = COMPUTE_BYTES[plan.precision] if distributed else MASTER_BYTES
         after = machine.collective_s("all_gather", width * trainable, ranks, inner)
     clip = machine.memory_s(CLIP_MOVES * trainable / shards)
     if not (strategy.offload or strategy.nvme) or plan.device == "cpu":
@@ -56,12 +61,3 @@ def update_s(
     if strategy.nvme:  # weights and states, all but the gradient, come from the drive and go back
         host += machine.cluster.devices_per_node * stepped * (moves - MASTER_BYTES) / NVME_BYTES_PER_S
     return 0.0, after, moved / (pcie * PCIE_SHARE) + host
-
-
-def distributed_optimizer(dims: ParallelDims) -> bool:
-    """True where zero1 is not PyTorch's ZeroRedundancyOptimizer, which knows data parallel only.
-
-    With model-parallel axes it is taken as Megatron-LM's distributed optimizer: gradients are reduce-scattered, and
-    updated weights gathered in the compute width. ZeroRedundancyOptimizer reduces whole gradients, sends fp32 weights.
-    """
-    return dims.tp * dims.pp * dims.cp > 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.spec.read import dtype_name
@@ -21,41 +22,84 @@ _OPERATORS = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "broadcast_": ("broadcast", 0),
 }
+# the same, for what only plans that cut the model send
+_OWN_OPERATORS = {
+    "allgather_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+}
+# functional operator → (its field name, whether its input is one rank's part of the whole tensor)
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", False),
+    "all_reduce_": ("all_reduce", False),
+    "all_reduce_coalesced": ("all_reduce", False),
+    "all_reduce_coalesced_": ("all_reduce", False),
+    "all_gather_into_tensor": ("all_gather", True),
+    "all_gather_into_tensor_out": ("all_gather", True),
+    "all_gather_into_tensor_coalesced": ("all_gather", True),
+    "reduce_scatter_tensor": ("reduce_scatter", False),
+    "reduce_scatter_tensor_out": ("reduce_scatter", False),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", False),
+    "all_to_all_single": ("all_to_all", False),
+    "broadcast": ("broadcast", False),
+    "broadcast_": ("broadcast", False),
+}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
+OTHER = "other ranks"
 
 
 class Collective(NamedTuple):
-    """One collective: its name, the bytes of the whole (unsharded) tensor, its dtype, and the session's phase."""
+    """One collective: its name, the bytes of the whole (unsharded) tensor, its dtype, the session's phase, the axis."""
 
     name: str
     num_bytes: int
     dtype: str
     phase: str
+    axis: str = OTHER
 
 
 class CollectiveRecorder(TorchDispatchMode):
     """While active, notes what passes PyTorch's dispatcher on this thread and in backward.
 
-    Every operator gets slower, so it is on for one step only.
+    Every operator gets slower, so it is on for one step only. ``axes`` names the axis of each process group of a plan
+    that cuts the model; then functional collectives, exchanges and messages between two ranks are noted, too.
     """
 
-    def __init__(self, phase: Callable[[], str]) -> None:
+    def __init__(self, phase: Callable[[], str], axes: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
         self.matmul_dtypes: set[str] = set()
         self._phase = phase
+        self._axes = axes
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks stay compiled while they are watched."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
-        if func.namespace == "c10d" and name in _OPERATORS:
-            field, position = _OPERATORS[name]
-            tensors = _tensors(args[position])
-            if tensors:
-                size = sum(t.numel() * t.element_size() for t in tensors)
-                self.collectives.append(Collective(field, size, dtype_name(tensors[0].dtype), self._phase()))
+        if func.namespace == "c10d":
+            field, position = _OPERATORS.get(name) or (_OWN_OPERATORS if self._axes is not None else {}).get(name, ("", 0))
+            if field:
+                self._note(field, _tensors(args[position]), lambda: _group_name(args), 1)
+        elif func.namespace == "_c10d_functional" and self._axes is not None and name in _FUNCTIONAL:
+            field, is_part = _FUNCTIONAL[name]
+            self._note(field, _tensors(args[0]), lambda: _last_text(args), _degree(args) if is_part else 1)
         elif func.namespace == "aten" and name in _MATMULS and self._phase() in ("forward", "backward"):
             self.matmul_dtypes.add(dtype_name(args[-1].dtype))
         return func(*args, **(kwargs or {}))
+
+    def _note(self, field: str, tensors: list[torch.Tensor], group: Callable[[], str], times: int) -> None:
+        if not tensors:
+            return
+        size = sum(t.numel() * t.element_size() for t in tensors) * times
+        axis = OTHER if self._axes is None else self._axes.get(group(), OTHER)
+        self.collectives.append(Collective(field, size, dtype_name(tensors[0].dtype), self._phase(), axis))
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Calls and bytes of each collective that moved parameters or gradients.
@@ -78,3 +122,23 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
+
+
+def _group_name(args: Any) -> str:
+    """The name of the process group among the arguments of a c10d operator."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                return str(dist.ProcessGroup.unbox(argument).group_name)
+            except RuntimeError:  # another object, such as the kind of reduction
+                continue
+    return ""
+
+
+def _last_text(args: Any) -> str:
+    return next((argument for argument in reversed(args) if isinstance(argument, str)), "")
+
+
+def _degree(args: Any) -> int:
+    """Ranks of the group, which functional gathers are told."""
+    return next((argument for argument in args[1:] if isinstance(argument, int)), 1)

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.measure import state
 from shardwise.measure.allocations import AllocationRecorder, live_tensors
 from shardwise.measure.state import Peaks
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 
 PHASES = ("forward", "backward", "optimizer")
 _PHASE_OF = {"forward": "forward", "backward": "backward", "clip": "optimizer", "optimizer": "optimizer"}

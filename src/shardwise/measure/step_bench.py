@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,19 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from shardwise.measure.plain import Batch, plain_ddp, plain_fsdp, plain_step
+from shardwise.errors import UserError
+from shardwise.measure.plain import Batch, MakeOptimizer, PlainStep, plain_loop
 from shardwise.parallel.group import Ranks
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import find_blocks
+from shardwise.plan.strategy import runnable_strategy
 from shardwise.train.config import Config
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.session import Session
 
 WARM_UP = 5
+MICRO_BATCHES = 4  # of a pipeline, where the batch allows it
 
 
 class StepSamples(BaseModel):
@@ -31,6 +32,7 @@ class StepSamples(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     strategy: str
+    batch: str = ""
     shardwise_s: tuple[float, ...]
     plain_s: tuple[float, ...]
 
@@ -44,34 +46,69 @@ class StepSamples(BaseModel):
         return self.ratios[min(len(self.ratios) - 1, int(share * len(self.ratios)))]
 
 
+def strategies_for(world_size: int) -> tuple[str, ...]:
+    """What is compared where nothing is asked for: all that so many ranks allow."""
+    even = ("ddp+tp2", "ddp+pp2") if world_size % 2 == 0 else ()
+    both = ("fsdp+tp2",) if world_size % 4 == 0 else ()
+    return ("ddp", "fsdp", *even, *both)
+
+
+def plan_for(plan: Plan, strategy: str, world_size: int) -> Plan:
+    """``plan`` under another strategy, with the same global batch: in one micro batch, a pipeline's in some.
+
+    Raises:
+        PlanError: the strategy does not go with so many ranks.
+        UserError: its data-parallel ranks do not divide the global batch.
+    """
+    dims = dims_for(runnable_strategy(strategy), world_size)
+    batch = plan.global_batch or plan.dims.dp
+    if batch % dims.dp:
+        raise UserError(
+            f"strategy '{strategy}' has {dims.dp} data-parallel ranks, and the global batch {batch} is no multiple of "
+            f"that; set train.global_batch={(batch // dims.dp + 1) * dims.dp}"
+        )
+    share = batch // dims.dp
+    accum = next(m for m in range(min(MICRO_BATCHES, share), 0, -1) if share % m == 0) if dims.pp > 1 else 1
+    changes = {"strategy": strategy, "dims": dims, "micro_batch": share // accum, "grad_accum": accum}
+    return plan.model_copy(update={**changes, "recompute": "none", "pipeline_schedule": "1f1b", "virtual_stages": 1})
+
+
 def bench_step(
     config: Config,
     plan: Plan,
     factory: Callable[[], nn.Module],
-    batches: Iterator[Batch],
+    windows: Iterator[list[Batch]],
     ranks: Ranks,
-    strategy: str,
     steps: int,
 ) -> StepSamples:
     """Time ``steps`` optimizer steps of each contender on this rank, one turn each, the order swapped every turn.
 
-    All ranks meet before each step, so that none is charged for another's wait.
+    ``windows`` are the micro batches of each step on this rank. All ranks meet before each step, so that none is
+    charged for another's wait.
     """
-    ours = _shardwise(config, plan, factory, ranks, strategy)
-    theirs = _plain(config, factory, ranks, strategy)
+
+    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return build_optimizer(parameters, config.optimizer)
+
+    sample = next(windows)[0][0]
+    clip, seed = config.optimizer.clip_norm, config.train.seed
+    contenders = (
+        shardwise_loop(_build(factory, seed), plan, ranks, make_optimizer, clip, sample),
+        plain_loop(_build(factory, seed), plan, ranks, make_optimizer, clip),
+    )
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(WARM_UP + steps):
-        batch = next(batches)
-        order = (0, 1) if turn % 2 else (1, 0)
-        for contender in order:
+        micros = next(windows)
+        for contender in (0, 1) if turn % 2 else (1, 0):
             dist.barrier()
             begin = time.perf_counter()
-            (ours, theirs)[contender](batch)
+            contenders[contender](micros)
             if ranks.device.type == "cuda":
                 torch.cuda.synchronize()
             if turn >= WARM_UP:
                 times[contender].append(time.perf_counter() - begin)
-    return StepSamples(strategy=strategy, shardwise_s=tuple(times[0]), plain_s=tuple(times[1]))
+    ours, plain = (tuple(found) for found in times)
+    return StepSamples(strategy=plan.strategy, batch=plan.batch_equation(), shardwise_s=ours, plain_s=plain)
 
 
 def _build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -79,38 +116,37 @@ def _build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
     return factory()
 
 
-def _shardwise(
-    config: Config, plan: Plan, factory: Callable[[], nn.Module], ranks: Ranks, strategy: str
-) -> Callable[[Batch], float]:
-    dims = dims_for(parse_strategy(strategy), ranks.world_size)
-    chosen = plan.model_copy(update={"strategy": strategy, "dims": dims, "grad_accum": 1})
-    session = Session(ranks=ranks, planner=lambda model, optimizer: chosen)
-    model = _build(factory, config.train.seed)
-    model, optimizer = session.prepare(model, build_optimizer(model.parameters(), config.optimizer))
-    waiting: list[Any] = []
+def shardwise_loop(
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks,
+    make_optimizer: MakeOptimizer,
+    clip_norm: float | None,
+    sample: Any = None,
+) -> PlainStep:
+    """The same step as `plain_loop`'s through a `Session`, as ``shardwise train`` runs it. Collective."""
+    session, run = session_loop(plan, ranks, clip_norm)
+    prepared, optimizer = session.prepare(model, make_optimizer(list(model.parameters())), sample)
+    return lambda micros: run(prepared, optimizer, micros)
+
+
+def session_loop(
+    plan: Plan, ranks: Ranks, clip_norm: float | None
+) -> tuple[Session, Callable[[nn.Module, torch.optim.Optimizer, Sequence[Batch]], float]]:
+    """A session that is fed by hand, and a function that does one step with it and returns the loss."""
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    waiting: list[list[Any]] = []
 
     def feed() -> Iterator[list[Any]]:
         while True:
-            yield [waiting.pop()]
+            yield waiting.pop()
 
     steps = session.run_windows(feed())
 
-    def step(batch: Batch) -> float:
-        waiting.append(batch)
-        current = next(steps)
-        for micro in current:
-            current.backward(token_loss_sum(model(micro.inputs), micro.labels), count=micro.num_tokens)
-        return current.update(optimizer, clip_norm=config.optimizer.clip_norm).loss
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, micros: Sequence[Batch]) -> float:
+        waiting.append(list(micros))
+        step = next(steps)
+        step.run(model, token_loss_sum)
+        return step.update(optimizer, clip_norm=clip_norm).loss
 
-    return step
-
-
-def _plain(config: Config, factory: Callable[[], nn.Module], ranks: Ranks, strategy: str) -> Callable[[Batch], float]:
-    model = _build(factory, config.train.seed)
-    if strategy == "ddp":
-        model = plain_ddp(model, ranks.device)
-    else:
-        blocks = [model.get_submodule(name) for name in find_blocks(model)]
-        model = plain_fsdp(model, ranks.device, blocks, ranks.world_size)
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
-    return plain_step(model, optimizer, config.optimizer.clip_norm)
+    return session, run

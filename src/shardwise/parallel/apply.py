@@ -10,7 +10,7 @@ What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from shardwise.errors import ModelError, UserError
 from shardwise.parallel.compiled import apply_compile, check_options
 from shardwise.parallel.context import apply_context, check_context
+from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.home import home_of
 from shardwise.parallel.materialize import materialize
 from shardwise.parallel.mesh import Meshes, build_mesh
@@ -50,6 +51,7 @@ class Applied:
     meshes: Meshes | None = None
     pipeline: Pipeline | None = None
     warnings: tuple[str, ...] = ()
+    decision: Decision | None = None
 
 
 def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None) -> Applied:
@@ -73,9 +75,10 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     setattr(module, _MARK, True)
     if meshes is not None and plan.dims.tp * plan.dims.pp > 1:
         split = apply_split(module, spec, plan, decision, meshes, device, sample)
-        return Applied(split.outer, split.module, split.blocks, spec, meshes, split.pipeline, notes + split.notes)
-    if meshes is not None and meshes.cp is not None:
-        notes += apply_context(module, spec, plan, meshes.cp, sample)
+        notes += split.notes
+        return Applied(split.outer, split.module, split.blocks, spec, meshes, split.pipeline, notes, decision)
+    if meshes is not None and meshes.cp is not None and decision.context is not None:
+        apply_context(module, decision.context, meshes.cp)
     blocks = apply_recompute(module, plan.recompute, spec.blocks)
     apply_compile(blocks, plan)
     if meshes is not None and plan.parsed.shards_parameters:
@@ -84,7 +87,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         apply_autocast(module, plan)
         materialize(module, device, broadcast=False)  # DDP sends rank 0's weights itself
         outer = apply_replicate(module, spec, dist.get_world_size(), device)
-    return Applied(outer, module, tuple(blocks), spec, meshes, None, notes)
+    return Applied(outer, module, tuple(blocks), spec, meshes, None, notes, decision)
 
 
 def check(spec: ModelSpec, plan: Plan) -> None:
@@ -120,11 +123,12 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
         ModelError: everything that is in the way, with what would work.
     """
     problems: list[str] = []
+    attention: list[ContextLayout] = []
     checks: list[Callable[[], object]] = [lambda: check_options(plan)]
     if plan.dims.pp > 1:
         checks.append(lambda: check_pipeline(plan, len(spec.blocks)))
     if plan.dims.cp > 1:
-        checks.append(lambda: check_context(module, spec, plan, sample))
+        checks.append(lambda: attention.append(check_context(module, spec, plan, sample)))
     checks.append(lambda: decide(module, spec, plan, sample))
     found: object = None
     for look in checks:
@@ -134,7 +138,7 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
             problems += [problem for problem in error.problems if problem not in problems]
     if problems or not isinstance(found, Decision):
         raise ModelError(*problems)
-    return found
+    return replace(found, context=attention[0]) if attention else found
 
 
 def stop_caching(module: nn.Module) -> tuple[str, ...]:

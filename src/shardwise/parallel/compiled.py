@@ -15,3 +15,11 @@ def apply_compile(blocks: Sequence[nn.Module], plan: Plan) -> None:
         return
     for block in blocks:
         block.compile()
+
+
+def check_options(plan: Plan) -> None:
+    """Whether the plan's options can be had on its device.
+
+    Raises:
+        PlanError: what cannot, and what it needs.
+    """

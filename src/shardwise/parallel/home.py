@@ -17,12 +17,14 @@ class Home:
     its stage. ``names`` are all parameters and persistent buffers of the whole model (tied ones under the first of
     their names), in its order. ``aliases`` maps every other name of a tied parameter to the first one. ``borrowed`` are
     parameters that are here because this stage uses them too, and that another stage owns: it writes and counts them.
+    ``transient`` are the whole model's buffers that are not persistent.
     """
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     aliases: dict[str, str] = field(default_factory=dict)
     borrowed: frozenset[str] = frozenset()
+    transient: frozenset[str] = frozenset()
 
     def canonical(self, name: str) -> str:
         """The name under which a parameter is stored, whichever of its names this is."""

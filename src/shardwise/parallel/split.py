@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from shardwise.parallel.compiled import apply_compile
 from shardwise.parallel.context import apply_context
+from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.home import Home, set_home
 from shardwise.parallel.materialize import broadcast_buffers
 from shardwise.parallel.mesh import Meshes
@@ -48,6 +49,7 @@ class Decision:
 
     wiring: Wiring | None
     layout: TensorLayout | None
+    context: ContextLayout | None = None
 
 
 def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
@@ -85,8 +87,8 @@ def apply_split(
         own = [block for block in spec.blocks if block in stages.blocks_of(stage)]
         if decision.layout is not None and meshes.tp is not None:
             apply_tensor(stage, decision.layout, meshes.tp, plan)
-        if meshes.cp is not None:
-            notes += apply_context(stage, spec, plan, meshes.cp, sample, blocks=own)
+        if meshes.cp is not None and decision.context is not None:
+            apply_context(stage, decision.context, meshes.cp)
         wrapped = apply_recompute(stage, plan.recompute, own)
         apply_compile(wrapped, plan)
         stages.enter(stage, wrapped)
@@ -171,7 +173,7 @@ def _slots(stages: Sequence[nn.Module], names: Sequence[str]) -> Iterator[tuple[
 
 
 def _buffer_names(module: nn.Module) -> tuple[dict[str, str], frozenset[str]]:
-    """Persistent buffers in the model's order, each with the first name of the same tensor; then those of the others."""
+    """Persistent buffers in the model's order, each with the first name of the same tensor; names of the others."""
     first: dict[int, str] = {}
     kept, transient = {}, set()
     for prefix, part in module.named_modules(remove_duplicate=False):

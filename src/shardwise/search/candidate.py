@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.estimate import Estimate
@@ -11,7 +13,10 @@ from shardwise.plan.strategy import Strategy
 
 
 class Pins(BaseModel):
-    """What the user has fixed. A pinned part is costed as given, fitting or not; ``None`` is free."""
+    """What the user has fixed. A pinned part is costed as given, fitting or not; ``None`` is free.
+
+    ``options`` are fields of `Plan` that say how its axes are run (``sequence_parallel``, ``pipeline_schedule``, …).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -22,6 +27,7 @@ class Pins(BaseModel):
     precision: Precision | None = None
     dp_replicate: int | None = None
     dp_shard: int | None = None
+    options: dict[str, Any] = {}
 
 
 class Candidate(BaseModel):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.cost.estimate import Estimate
-from shardwise.cost.memory import estimate_memory
+from shardwise.cost.memory import Parts, estimate_memory
 from shardwise.cost.steptime import StepTime
 from shardwise.errors import DoesNotFit, PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
@@ -160,8 +160,13 @@ def choose_profiled(
     return Choice(plan=best.plan, estimate=exact(best, spec, workload), rejected=rejected, time=best.time)
 
 
-def exact(candidate: Candidate, spec: ModelSpec, workload: Workload) -> Estimate:
-    """The candidate's estimate with parameters, gradients and optimizer state as the live module's own names say."""
-    held = estimate_memory(spec, candidate.plan, workload)
+def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: Parts | None = None) -> Estimate:
+    """The candidate's estimate with parameters, gradients and optimizer state as the live module's own names say.
+
+    A model that tensor or pipeline parallel cuts lies as ``parts`` says; without it, as the profile does.
+    """
+    if parts is None and candidate.plan.dims.tp * candidate.plan.dims.pp > 1:
+        return candidate.memory
+    held = estimate_memory(spec, candidate.plan, workload, parts)
     kept = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
     return candidate.memory.model_copy(update=kept)

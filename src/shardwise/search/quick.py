@@ -99,8 +99,8 @@ def guess_s(totals: Totals, layout: Layout, micro: int, recompute: Recompute, *,
         exposed += accum * blocks * 8 * activation * (dims.tp - 1) / dims.tp / link
     if dims.cp > 1:
         link = totals.link if dims.tp * dims.cp <= totals.per_node else totals.network
-        sent = 6 * activation * totals.kv_share / dims.tp * (dims.cp - 1)  # keys and values go round
-        exposed += 0.3 * accum * blocks * sent / link
+        sent = 4 * activation * (1 + totals.kv_share) / dims.tp * (dims.cp - 1) / dims.cp  # tokens for heads, and back
+        exposed += accum * blocks * sent / link
     data = _data_parallel_s(totals, layout, accum, accum if every else 1)
     cut = dims.tp * dims.pp
     if strategy.offload:

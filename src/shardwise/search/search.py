@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.estimate import Estimate
 from shardwise.cost.money import training_cost, training_hours
 from shardwise.cost.steptime import StepTime
 from shardwise.errors import PlanError
+from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import GradientSync, Plan, Precision, Recompute
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts
@@ -229,7 +230,16 @@ def plan_for(question: Question, layout: Layout, micro: int, recompute: Recomput
         recompute=recompute,
         gradient_sync=sync if layout.share > micro else "last",
         device=question.cluster.device,
+        **axis_options(question.pins, layout.dims),
     )
+
+
+def axis_options(pins: Pins, dims: ParallelDims) -> dict[str, Any]:
+    """How the axes that a plan has are run: as ``train`` does, or as is pinned."""
+    axes = dict.fromkeys(("sequence_parallel", "loss_parallel", "async_tp"), dims.tp)
+    axes |= dict.fromkeys(("pipeline_schedule", "virtual_stages"), dims.pp)
+    wanted = {"loss_parallel": True} | pins.options
+    return {key: value for key, value in wanted.items() if axes.get(key, 2) > 1}
 
 
 def fitting_options(question: Question, layout: Layout) -> list[Option]:
@@ -271,9 +281,13 @@ def _is_hopeless(question: Question, layout: Layout) -> bool:
 
 
 def syncs(layout: Layout) -> tuple[GradientSync, ...]:
-    """When gradients are reduced: sharded strategies that accumulate may do it after every micro batch."""
-    accumulates = layout.share > layout.micros[0] and layout.strategy.shards_parameters and layout.dims.dp_shard > 1
-    return ("last", "every") if accumulates else ("last",)
+    """When gradients are reduced: sharded strategies that accumulate may do it after every micro batch.
+
+    A pipeline reduces them once, when all its micro batches are through.
+    """
+    dims = layout.dims
+    accumulates = layout.share > layout.micros[0] and layout.strategy.shards_parameters and dims.dp_shard * dims.cp > 1
+    return ("last", "every") if accumulates and dims.pp == 1 else ("last",)
 
 
 def _passes(question: Question, layout: Layout, base: Plan, micro: int) -> bool:

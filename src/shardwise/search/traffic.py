@@ -5,6 +5,7 @@ Leaves out protocol overhead, the collectives of the clipped norm and of the los
 
 from __future__ import annotations
 
+from shardwise.plan.cuts import kv_repeats
 from shardwise.plan.plan import Plan
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import itemsize_of
@@ -12,6 +13,7 @@ from shardwise.spec.profile import ModelProfile
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
+EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
 
 
 def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
@@ -22,25 +24,36 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     gradients = profile.num_trainable * GRADIENT_BYTES / cut
     weights = profile.num_parameters * narrow / cut
     found: dict[str, float] = {}
-    if dims.dp > 1 and not strategy.shards_parameters:
+    ranks, shard = dims.dp * dims.cp, dims.dp_shard * dims.cp  # a context-parallel group holds equal weights
+    if ranks > 1 and not strategy.shards_parameters:
         broadcast = profile.num_trainable * 4 / cut if strategy.base == "zero1" else 0.0
-        found["dp"] = (2 * gradients + broadcast) * (dims.dp - 1) / dims.dp
-    elif dims.dp > 1:
+        found["dp"] = (2 * gradients + broadcast) * (ranks - 1) / ranks
+    elif ranks > 1:
         gathers = accum * (2 if strategy.reshards_after_forward else 1)
         reduces = accum if plan.syncs_every_micro_batch else 1
-        found["dp"] = (gathers * weights + reduces * gradients) * (dims.dp_shard - 1) / dims.dp_shard
-        found["dp"] += reduces * 2 * gradients / dims.dp_shard * (dims.dp_replicate - 1) / dims.dp_replicate
+        found["dp"] = (gathers * weights + reduces * gradients) * (shard - 1) / shard
+        found["dp"] += reduces * 2 * gradients / shard * (dims.dp_replicate - 1) / dims.dp_replicate
     rows = micro * (plan.seq_len or profile.seq_len or 1) / dims.cp
     activation = rows * (profile.hidden_size or 0) * narrow
     blocks = profile.num_blocks / dims.pp
     if dims.tp > 1:
         found["tp"] = accum * blocks * TENSOR_COLLECTIVES * activation * (dims.tp - 1) / dims.tp
     if dims.cp > 1:
-        share = (profile.kv_heads or 1) / (profile.heads or 1) / dims.tp
-        found["cp"] = accum * blocks * 6 * activation * share * (dims.cp - 1)
+        moved = activation * exchanged(profile.heads, profile.kv_heads, dims.tp, dims.cp) / dims.tp
+        found["cp"] = accum * blocks * EXCHANGES * moved * (dims.cp - 1) / dims.cp
     if dims.pp > 1:
         found["pp"] = accum * 2 * activation / dims.tp
     return found
+
+
+def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> float:
+    """What is exchanged around an attention, in its queries: they, keys and values there, and the result back.
+
+    Key-value heads are repeated where there are fewer of them than the degree divides.
+    """
+    queries = max(1, (heads or 1) // tp)
+    keys = max(1, (kv_heads or heads or 1) // tp)
+    return 2.0 + 2.0 * keys * kv_repeats(keys, cp) / queries
 
 
 def crosses_nodes(axis: str, plan: Plan, cluster: ClusterSpec) -> bool:

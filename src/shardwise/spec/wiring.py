@@ -1,25 +1,366 @@
-"""How a model's forward goes through its blocks: what comes before, what after, and what passes between them."""
+"""How a model's forward goes through its blocks: what comes before, what after, and what passes between them.
+
+A pipeline stage runs the model's own forward and computes only its own blocks, so one thing must hold: nothing but one
+tensor, the hidden state, goes from block to block, and what is computed before the first block with the help of
+parameters reaches the rest of the model through the first block alone. One forward under fake tensors tells.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.errors import ModelError
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name
+
+SAMPLE_LENGTH = 16
+_BEFORE, _AFTER = -1, -2  # where an operation takes place, beside the number of a block
+_ATEN = torch.ops.aten
+_SHAPE_ONLY = {  # take a tensor for its shape, dtype and device, not for its values
+    *(_ATEN.zeros_like, _ATEN.ones_like, _ATEN.empty_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
+    *(_ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_empty, _ATEN.new_full, _ATEN.new_empty_strided),
+}
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How a block is called: where the hidden state is among its arguments, and in what form it comes back.
+
+    ``argument`` is a position or a keyword; ``returns`` is the length of the tuple whose first element is the hidden
+    state, 0 where the block returns it alone.
+    """
+
+    argument: int | str
+    returns: int
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Facts of one forward under fake tensors."""
+    """Facts of one forward under fake tensors. Parameters have the names of their places, tied ones each of theirs.
+
+    ``before`` and ``after`` are parameters outside of the blocks, by when they are used. ``block_flops``,
+    ``before_flops`` and ``after_flops`` are forward floating-point operations of one micro batch of the sample.
+    """
+
+    calls: Mapping[str, BlockCall]
+    before: frozenset[str]
+    after: frozenset[str]
+    block_flops: tuple[float, ...] = ()
+    before_flops: float = 0.0
+    after_flops: float = 0.0
 
 
 def read_wiring(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Wiring:
     """Run ``module`` once under fake tensors and note how it goes through its blocks. Nothing is changed.
 
+    ``sample`` is what the model takes for one micro batch; token ids [1, ``plan.seq_len`` or 16] if left out.
+
     Raises:
         ModelError: the model cannot be cut between its blocks; everything that is in the way.
     """
-    raise NotImplementedError
+    where = f"+pp{plan.dims.pp}"
+    if len(spec.blocks) < 2:
+        raise ModelError(
+            f"{where} cuts a model between its repeated blocks (a ModuleList, ModuleDict or Sequential with two or more "
+            f"children of one type), and this one has {len(spec.blocks) or 'none'}; use a strategy without +pp"
+        )
+    if spec.batch_norms:
+        raise ModelError(
+            f"{where}: batch norm ('{spec.batch_norms[0]}' and {len(spec.batch_norms) - 1} more) computes its "
+            "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is cut; use group norm "
+            "or layer norm, or a strategy without +pp"
+        )
+    watch = _Watch(spec.blocks)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        stack.enter_context(mode)
+        stack.enter_context(_faked(module, mode, watch))
+        stack.enter_context(_hooked(module, watch))
+        args, kwargs = _arguments(sample, plan)
+        try:
+            with torch.no_grad(), watch:
+                module(*args, **kwargs)
+        except Exception as error:  # whatever the model raises there
+            if not watch.problems:
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                raise ModelError(
+                    f"{where} looks at one forward under fake tensors (which have no values), and the model does not "
+                    f"run there: {reason}; pass session.prepare a sample of what it takes, keep values out of its "
+                    "control flow, or use a strategy without +pp"
+                ) from None
+    watch.finish()
+    if watch.problems:
+        raise ModelError(*(f"{where}: {text}; use a strategy without +pp" for text in dict.fromkeys(watch.problems)))
+    return watch.wiring()
+
+
+@dataclass
+class _Call:
+    argument: int | str | None
+    arguments: tuple[tuple[int | str, Any], ...]
+    returns: int = 0
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor comes from: the block that computed it, or the parameter that it depends on before the blocks."""
+
+    block: int
+    parameter: str = ""
+
+
+@dataclass
+class _Watch(TorchDispatchMode):
+    """Sees every operation of the forward, and the calls of blocks through its hooks."""
+
+    blocks: tuple[str, ...]
+    problems: list[str] = field(default_factory=list)
+    slots: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    uses: dict[str, set[int]] = field(default_factory=dict)
+    flops: dict[int, float] = field(default_factory=dict)
+    done: dict[int, _Call] = field(default_factory=dict)
+    origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    now: int = _BEFORE
+    inside: bool = False
+    hidden: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        found = func(*args, **kwargs)
+        packet = func._overloadpacket
+        origin = self._see(func, inputs) if packet not in _SHAPE_ONLY else self._own_origin()
+        if packet in flop_registry:
+            self.flops[self.place] = self.flops.get(self.place, 0.0) + flop_registry[packet](
+                *args, **kwargs, out_val=found
+            )
+        if origin is not None:
+            for leaf in _pytree.tree_leaves(found):
+                if isinstance(leaf, torch.Tensor):
+                    self.origins[leaf] = origin
+        return found
+
+    @property
+    def place(self) -> int:
+        """The block that runs, or before or after all of them; between two blocks it is the one that was last."""
+        return _AFTER if not self.inside and len(self.done) == len(self.blocks) else self.now
+
+    @property
+    def between(self) -> bool:
+        """True where some blocks have run, others have not, and none is running."""
+        return not self.inside and 0 < len(self.done) < len(self.blocks)
+
+    def _own_origin(self) -> _Origin | None:
+        return _Origin(self.now) if self.inside else None
+
+    def _see(self, func: Any, inputs: list[torch.Tensor]) -> _Origin | None:
+        """Note what an operation takes; returns where its results come from."""
+        origin = self._own_origin()
+        name = func._overloadpacket.__name__
+        for tensor in inputs:
+            slot = self.slots.get(tensor)
+            if slot is not None:
+                origin = self._see_parameter(slot, origin)
+            of = self.origins.get(tensor)
+            if of is None or tensor is self.hidden:
+                if of is not None and self.between:
+                    self._between(name)
+                    origin = of
+                continue
+            if of.block == _BEFORE:
+                if self.place == _BEFORE or (self.inside and self.now == 0):
+                    origin = origin or of
+                elif self.between:
+                    origin = origin or of
+                else:
+                    what = f"block '{self.blocks[self.now]}'" if self.inside else "what comes after the last block"
+                    self.problems.append(
+                        f"{what} uses a tensor that is computed from '{of.parameter}' before the first block, which is "
+                        "on another stage"
+                    )
+            elif self.between:
+                self._between(name)
+                origin = of
+            elif of.block != self.now or not self.inside:
+                if self.place == _AFTER and of.block == _AFTER:
+                    continue
+                what = f"block '{self.blocks[self.now]}'" if self.inside else "what comes after the last block"
+                self.problems.append(
+                    f"{what} uses a tensor of block '{self.blocks[of.block]}' that is not the hidden state from block "
+                    "to block (a skip connection), and it may be on another stage"
+                )
+        return origin
+
+    def _between(self, name: str) -> None:
+        last = max(self.done)
+        self.problems.append(
+            f"the model computes with the hidden state ({name}) between block '{self.blocks[last]}' and the next one; "
+            "move that into the block"
+        )
+
+    def _see_parameter(self, slot: str, origin: _Origin | None) -> _Origin | None:
+        if self.inside:
+            self.uses.setdefault(slot, set()).add(self.now)
+            return origin
+        if self.between:
+            self.problems.append(f"'{slot}' is used between the blocks, outside of any")
+            return origin
+        self.uses.setdefault(slot, set()).add(self.place)
+        return (origin or _Origin(_BEFORE, slot)) if self.place == _BEFORE else origin
+
+    def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A block is about to run."""
+        name = self.blocks[index]
+        if self.inside:
+            self.problems.append(f"block '{name}' runs inside block '{self.blocks[self.now]}'")
+        if index in self.done:
+            self.problems.append(f"block '{name}' runs more than once in a forward")
+        elif index and index - 1 not in self.done:
+            missing = next(i for i in range(len(self.blocks)) if i not in self.done)
+            self.problems.append(f"block '{name}' runs before block '{self.blocks[missing]}': not in their order")
+        given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+        argument: int | str | None = None
+        if index and self.hidden is not None:
+            same = [key for key, value in given if value is self.hidden]
+            argument = same[0] if len(same) == 1 else None
+            if argument is None:
+                before = self.blocks[index - 1]
+                how = f"gets it {len(same)} times" if same else "does not get it unchanged as one of its arguments"
+                self.problems.append(f"block '{name}' must take what block '{before}' returns, and {how}")
+        self.done[index] = _Call(argument, given)
+        self.now, self.inside = index, True
+
+    def leave(self, index: int, found: Any) -> None:
+        """A block has run."""
+        first = found[0] if isinstance(found, tuple | list) and found else found
+        if not isinstance(first, torch.Tensor) or isinstance(found, list):
+            self.problems.append(
+                f"block '{self.blocks[index]}' returns a {type(found).__name__}; a stage can hand on a tensor, or a "
+                "tuple that begins with it"
+            )
+            self.hidden = None
+        else:
+            self.hidden = first
+        for leaf in _pytree.tree_leaves(found):
+            if isinstance(leaf, torch.Tensor):
+                self.origins[leaf] = _Origin(index)
+        if index in self.done:
+            self.done[index].returns = len(found) if isinstance(found, tuple) else 0
+        self.inside = False
+
+    def finish(self) -> None:
+        """The forward is over: what can be said only now."""
+        idle = [name for index, name in enumerate(self.blocks) if index not in self.done]
+        if idle and not self.problems:
+            more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+            self.problems.append(f"block '{idle[0]}'{more} is not called in the forward (as a module, by its name)")
+        if self.problems:
+            return
+        key = self.done[1].argument
+        given = dict(self.done[0].arguments)
+        if key not in given or not isinstance(given[key], torch.Tensor):
+            self.problems.append(
+                f"block '{self.blocks[0]}' does not take the hidden state as argument {key!r}, as the block after it does"
+            )
+        self.done[0].argument = key
+        for slot, places in self.uses.items():
+            owners = [i for i, block in enumerate(self.blocks) if slot.startswith(f"{block}.")]
+            strange = places - set(owners) if owners else {place for place in places if place >= 0}
+            if strange:
+                place = min(strange)
+                user = f"block '{self.blocks[place]}'" if place >= 0 else "the model outside of its blocks"
+                owner = f"block '{self.blocks[owners[0]]}'" if owners else "the model outside of its blocks"
+                self.problems.append(f"'{slot}' is a parameter of {owner} and used by {user}, too")
+
+    def wiring(self) -> Wiring:
+        """What was found, of a forward without problems."""
+        calls = {
+            self.blocks[index]: BlockCall(0 if call.argument is None else call.argument, call.returns)
+            for index, call in self.done.items()
+        }
+        return Wiring(
+            calls=calls,
+            before=frozenset(slot for slot, places in self.uses.items() if _BEFORE in places),
+            after=frozenset(slot for slot, places in self.uses.items() if _AFTER in places),
+            block_flops=tuple(self.flops.get(index, 0.0) for index in range(len(self.blocks))),
+            before_flops=self.flops.get(_BEFORE, 0.0),
+            after_flops=self.flops.get(_AFTER, 0.0),
+        )
+
+
+@contextlib.contextmanager
+def _faked(module: nn.Module, mode: FakeTensorMode, watch: _Watch) -> Iterator[None]:
+    """Fake parameters, one for each place (also of tied ones, to tell the places apart), and buffers, all on the CPU."""
+    held = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    names = {id(part): name for name, part in module.named_modules()}
+    try:
+        for part, parameters, buffers in held:
+            for key, parameter in parameters.items():
+                if parameter is not None:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    part._parameters[key] = fake
+                    watch.slots[fake] = clean_name(f"{names[id(part)]}.{key}".lstrip("."))
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    part._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        yield
+    finally:
+        for part, parameters, buffers in held:
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def _hooked(module: nn.Module, watch: _Watch) -> Iterator[None]:
+    """Hooks on every block, taken off again."""
+    handles: list[RemovableHandle] = []
+    named = {clean_name(name): part for name, part in module.named_modules()}
+
+    def watch_block(index: int, block: nn.Module) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            watch.enter(index, args, kwargs)
+
+        def after(_: nn.Module, args: Any, found: Any) -> None:
+            watch.leave(index, found)
+
+        handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(block.register_forward_hook(after))
+
+    try:
+        for index, name in enumerate(watch.blocks):
+            watch_block(index, named[name])
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _arguments(sample: Any, plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fake arguments of the model for one micro batch."""
+    if sample is None:
+        sample = torch.zeros(1, plan.seq_len or SAMPLE_LENGTH, dtype=torch.int64)
+    fake = _pytree.tree_map_only(
+        torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), sample
+    )
+    if isinstance(fake, Mapping):
+        return (), dict(fake)
+    return (tuple(fake), {}) if isinstance(fake, list | tuple) else ((fake,), {})

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from shardwise.errors import DataError
+from shardwise.errors import DataError, ModelError
 
 IGNORED = -100
 
@@ -16,16 +19,69 @@ def token_loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross-entropy over the labels that count.
 
     Args:
-        outputs: logits [..., vocabulary], or an object that has them as ``.logits``.
+        outputs: logits [..., vocabulary], or an object that has them as ``.logits``. They may be cut over the
+            vocabulary (a DTensor, as ``loss_parallel`` leaves them); they are not gathered then.
         labels: [...], ``-100`` where there is no label.
     """
     logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    if isinstance(logits, DTensor):
+        return _cut_loss_sum(logits, labels)
     return functional.cross_entropy(
         logits.float().flatten(0, -2) if logits.dtype in (torch.bfloat16, torch.float16) else logits.flatten(0, -2),
         labels.flatten(),
         ignore_index=IGNORED,
         reduction="sum",
     )
+
+
+def _cut_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
+    """The same over logits that are cut over the vocabulary: each rank looks at its part of it."""
+    if tuple(logits.placements) != (Shard(logits.ndim - 1),):
+        raise ModelError(
+            f"token_loss_sum takes logits that are whole or cut over the vocabulary alone, got {logits.placements}; "
+            "pass what the model returned, or set parallel.loss_parallel to false"
+        )
+    mesh, vocab = logits.device_mesh, logits.shape[-1]
+    first = mesh.get_local_rank() * -(-vocab // mesh.size())  # as DTensor cuts: the last parts may be smaller
+    local = logits.to_local().flatten(0, -2)
+    found: torch.Tensor = _CutCrossEntropy.apply(local, labels.flatten(), first, vocab, mesh.get_group())
+    return found
+
+
+class _CutCrossEntropy(Function):
+    """Summed cross-entropy of logits [tokens, part of the vocabulary]; float64 stays, all else computes in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, labels: torch.Tensor, first: int, vocab: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        counts = labels != IGNORED
+        torch._assert_async((~counts | ((labels >= 0) & (labels < vocab))).all(), f"labels: 0 to {vocab - 1}, or -100")
+        wide = local if local.dtype == torch.float64 else local.float()
+        tokens, width = wide.shape
+        largest = wide.amax(-1) if width else wide.new_full((tokens,), -torch.inf)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        at = labels - first
+        here = counts & (at >= 0) & (at < width)
+        at = at.masked_fill(~here, 0)
+        sums = wide.new_zeros(2, tokens)  # of the exponentials, and the label's logit on the one rank that has it
+        if width:
+            torch.sum((wide - largest.unsqueeze(-1)).exp_(), -1, out=sums[0])
+            sums[1] = wide.gather(-1, at.unsqueeze(-1)).squeeze(-1).masked_fill_(~here, 0)
+        dist.all_reduce(sums, group=group)
+        log_total = sums[0].log_().add_(largest)
+        ctx.save_for_backward(local, log_total, at, here, counts)
+        return (log_total - sums[1]).masked_fill_(~counts, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        local, log_total, at, here, counts = ctx.saved_tensors
+        wide = local if local.dtype == torch.float64 else local.float()
+        found = (wide - log_total.unsqueeze(-1)).exp_()  # this rank's part of the softmax
+        if found.shape[-1]:
+            found.scatter_add_(-1, at.unsqueeze(-1), -here.to(found.dtype).unsqueeze(-1))
+        found.mul_((counts * grad.to(found.dtype)).unsqueeze(-1))
+        return found.to(local.dtype), None, None, None, None
 
 
 def count_labels(labels: Any) -> int:

@@ -9,29 +9,48 @@ from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec, ParameterSpec, itemsize_of
 
 Range = tuple[int, int]
+Unit = list[ParameterSpec]
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Calls and bytes of one collective in one optimizer step, each from least to most.
 
-    ``calls`` is ``None`` where PyTorch decides it by buckets.
+    ``calls`` is ``None`` where PyTorch decides it by buckets, ``num_bytes`` where nothing says it beforehand.
     """
 
     calls: Range | None
-    num_bytes: Range
+    num_bytes: Range | None
 
 
-def expected_traffic(spec: ModelSpec, plan: Plan, micros: int) -> dict[str, Traffic]:
+@dataclass(frozen=True)
+class Reduction:
+    """How FSDP2's units move: cut over ``ranks``, reduced over ``replicas`` of those, gathered ``again`` for backward."""
+
+    ranks: int
+    replicas: int
+    again: bool
+
+    @staticmethod
+    def of(plan: Plan) -> Reduction:
+        """That of ``plan``. A context-parallel rank is a data-parallel one for weights."""
+        dims, shards = plan.dims, plan.parsed.shards_parameters
+        ranks = dims.dp_shard * dims.cp if shards else 1
+        again = plan.parsed.reshards_after_forward or not shards
+        return Reduction(ranks, dims.dp * dims.cp // ranks, again)
+
+
+def expected_traffic(spec: ModelSpec, plan: Plan, micros: int, units: list[Unit] | None = None) -> dict[str, Traffic]:
     """Each collective that must be seen in forward, backward and optimizer step; all others must not.
 
     Bytes are those of the whole tensor, with the padding that even shards need. A range has two ends only where frozen
-    blocks leave open whether backward reaches them.
+    blocks leave open whether backward reaches them. ``units`` are sharding units, if they are not those of the whole
+    model; it is the data-parallel part of the traffic that is told, where there is more.
     """
-    if plan.dims.dp == 1:
+    if plan.dims.dp * plan.dims.cp == 1:
         return {}
-    if plan.parsed.shards_parameters:
-        return _sharded_traffic(spec, plan, micros)
+    if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
+        return _sharded_traffic(units_of(spec) if units is None else units, plan, micros)
     reduced = sum(p.num_elements * p.itemsize for p in spec.parameters if p.trainable)
     traffic = {"all_reduce": Traffic(None, (reduced, reduced))}
     if plan.parsed.base == "zero1":
@@ -40,9 +59,9 @@ def expected_traffic(spec: ModelSpec, plan: Plan, micros: int) -> dict[str, Traf
     return traffic
 
 
-def units_of(spec: ModelSpec) -> list[list[ParameterSpec]]:
+def units_of(spec: ModelSpec) -> list[Unit]:
     """Parameters of each sharding unit: the blocks, then the root's if it has any."""
-    units: dict[str | None, list[ParameterSpec]] = {block: [] for block in spec.blocks}
+    units: dict[str | None, Unit] = {block: [] for block in spec.blocks}
     for parameter in spec.parameters:
         units.setdefault(parameter.block, []).append(parameter)
     return [units[name] for name in units if units[name]]
@@ -56,11 +75,11 @@ def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
     return math.ceil(rows / ranks) * ranks * (parameter.num_elements // rows)
 
 
-def _sharded_traffic(spec: ModelSpec, plan: Plan, micros: int) -> dict[str, Traffic]:
-    ranks, replicas = plan.dims.dp_shard, plan.dims.dp_replicate
-    again = 1 if plan.parsed.reshards_after_forward else 0
+def _sharded_traffic(units: list[Unit], plan: Plan, micros: int) -> dict[str, Traffic]:
+    way = Reduction.of(plan)
+    ranks, again = way.ranks, int(way.again)
     gathers, gathered, reduces, reduced, sliced = [0, 0], [0, 0], 0, 0, 0
-    for unit in units_of(spec):
+    for unit in units:
         is_block = unit[0].block is not None
         trained = [p for p in unit if p.trainable]
         narrow = None if plan.precision == "fp32" else itemsize_of(plan.precision)
@@ -81,7 +100,7 @@ def _sharded_traffic(spec: ModelSpec, plan: Plan, micros: int) -> dict[str, Traf
     if ranks > 1:
         traffic["all_gather"] = Traffic((gathers[0], gathers[1]), (gathered[0], gathered[1]))
         traffic["reduce_scatter"] = Traffic((reduces, reduces), (reduced, reduced))
-    if replicas > 1:
+    if way.replicas > 1:
         traffic["all_reduce"] = Traffic((reduces, reduces), (sliced, sliced))
     return traffic
 

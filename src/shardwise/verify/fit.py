@@ -9,7 +9,8 @@ from shardwise.measure import state
 from shardwise.measure.peaks import PHASES, PeakWatch, peak_watch
 from shardwise.measure.state import Measurement, Peaks, measure_state
 from shardwise.parallel.group import gather_ints
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 from shardwise.units import bytes_text
 from shardwise.verify.effects import PROBED_STEP, agree
 from shardwise.verify.receipt import Line, Receipt

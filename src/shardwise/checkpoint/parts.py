@@ -1,0 +1,91 @@
+"""What ranks must put together that hold parts of a model (pipeline stages): none has all names, or whole groups."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.checkpoint import exchange
+from shardwise.checkpoint.format import ParamGroup, short_list
+from shardwise.checkpoint.layout import part_of
+from shardwise.errors import CheckpointError
+
+Groups = Sequence[Mapping[str, Any]]  # of one optimizer, as JSON: ``params`` and ``options``
+
+
+def is_in_parts(model: nn.Module) -> bool:
+    """Whether some ranks hold other parts of the model than this one does; the same answer on every rank."""
+    home = part_of(model)
+    return home is not None and len(home.ranks) < exchange.world_size()
+
+
+def owners_of(buffers: list[str]) -> dict[str, int]:
+    """Who writes what several stages hold: the first rank of those that give its name. Collective."""
+    claims: dict[str, list[int]] = {}
+    for rank, names in enumerate(exchange.gather_json(buffers)):
+        for name in names:
+            claims.setdefault(name, []).append(rank)
+    owners = {name: ranks[0] for name, ranks in claims.items() if len(ranks) > 1}
+    found: dict[str, int] = exchange.broadcast_json(owners)
+    return found
+
+
+def merged_groups(stages: Mapping[int, Groups], order: Sequence[str]) -> list[ParamGroup]:
+    """The parameter groups of the whole model from those of each stage, by the rank that told them.
+
+    Names come in the model's ``order``, or as one stage has them where there is one. A group has the options that it
+    has where it is not empty.
+
+    Raises:
+        CheckpointError: a group has other options on one stage than on another.
+    """
+    if len(stages) == 1:
+        return [ParamGroup.model_validate(group) for group in next(iter(stages.values()))]
+    numbers = {rank: len(groups) for rank, groups in stages.items()}
+    first = next(iter(stages))
+    odd = next((rank for rank, number in numbers.items() if number != numbers[first]), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"the optimizer has {numbers[first]} parameter groups on rank {first} and {numbers[odd]} on rank {odd}; "
+            "it must have the same groups on every pipeline stage"
+        )
+    place = {name: number for number, name in enumerate(order)}
+    made: list[ParamGroup] = []
+    problems: list[str] = []
+    for number in range(numbers[first]):
+        held = {rank: groups[number] for rank, groups in stages.items()}
+        filled = {rank: group for rank, group in held.items() if group["params"]} or held
+        names = {name for group in held.values() for name in group["params"]}
+        params = tuple(sorted(names, key=lambda name: (place.get(name, len(place)), name)))
+        speaker = next(iter(filled))
+        options = filled[speaker]["options"]
+        for rank, group in filled.items():
+            for key in sorted({*options, *group["options"]}):
+                one, other = options.get(key), group["options"].get(key)
+                if one != other:
+                    problems.append(f"group {number} has {key} {one} on rank {speaker} and {other} on rank {rank}")
+        made.append(ParamGroup(params=params, options=options))
+    if problems:
+        raise CheckpointError(
+            f"the optimizer's options differ between pipeline stages: {short_list(problems)}; "
+            "set every group alike on all ranks"
+        )
+    return made
+
+
+def joined(problems: list[str], homes: list[list[int]]) -> tuple[list[str], list[list[int]]]:
+    """What all ranks have found wrong, each thing once, and ``homes`` as they are for whole groups. Collective.
+
+    ``homes`` are, for each group of the live optimizer, the numbers of the saved groups that its parameters are in.
+    """
+    rows = exchange.gather_json([problems, homes])
+    found: list[list[Any]] = [[], []]
+    if rows:
+        found[0] = [*dict.fromkeys(problem for row, _ in rows for problem in row)]
+        columns = itertools.zip_longest(*(row for _, row in rows), fillvalue=[])
+        found[1] = [sorted({at for held in column for at in held}) for column in columns]
+    all_problems, all_homes = exchange.broadcast_json(found)
+    return all_problems, all_homes

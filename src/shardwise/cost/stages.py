@@ -1,0 +1,50 @@
+"""How many blocks each pipeline stage gets: contiguous, so that the dearest stage costs as little as it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def balanced_stages(blocks: Sequence[float], before: float, after: float, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, one at least.
+
+    ``blocks`` are costs in any one unit (floating-point operations of a forward), ``before`` that of what the first
+    stage computes besides (the embedding) and ``after`` that of the last one's (the head). Of the cuts whose dearest
+    stage costs least, the one with the most even sum of squares; of equal ones that with more blocks in front.
+
+    Raises:
+        ValueError: fewer blocks than stages.
+    """
+    number = len(blocks)
+    if not 1 <= stages <= number:
+        raise ValueError(f"{number} blocks cannot be {stages} stages")
+    sums = [0.0]
+    for cost in blocks:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, start: int, end: int) -> float:
+        return sums[end] - sums[start] + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+
+    best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
+    for stage in range(stages):
+        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        ends = range(stage + 1, number - (stages - stage - 1) + 1) if stage < stages - 1 else (number,)
+        for end in ends:
+            for start, (dearest, squares, counts) in best[stage].items():
+                if start >= end:
+                    continue
+                cost = cost_of(stage, start, end)
+                found = (max(dearest, cost), squares + cost * cost, (*counts, end - start))
+                known = row.get(end)
+                if known is None or _better(found, known):
+                    row[end] = found
+        best.append(row)
+    return best[stages][number][2]
+
+
+def _better(one: tuple[float, float, tuple[int, ...]], other: tuple[float, float, tuple[int, ...]]) -> bool:
+    """Whether ``one`` is the better cut; costs that differ in the last digits are equal."""
+    for a, b in zip(one[:2], other[:2], strict=True):
+        if abs(a - b) > 1e-9 * max(abs(a), abs(b)):
+            return a < b
+    return one[2] > other[2]

@@ -1,0 +1,58 @@
+"""What a model's numbers allow of ``+tp``, ``+cp`` and ``+pp``: rules of plain numbers, each with what would work.
+
+The planner refuses by them before anything runs. Live modules are looked at once more (``parallel``), which sees what
+numbers do not: how a projection is fused, what a forward does to tokens, what is not spread at all.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def kv_repeats(kv_heads: int, degree: int) -> int:
+    """How often each key-value head is repeated so that the heads divide by ``degree``: the smallest number."""
+    return degree // math.gcd(kv_heads, degree)
+
+
+def tensor_fits(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether each of ``tp`` ranks gets whole heads of both kinds."""
+    return heads % tp == 0 and kv_heads % tp == 0
+
+
+def context_fits(heads: int, kv_heads: int, tp: int, cp: int) -> bool:
+    """Whether the heads of one of ``tp`` ranks can be exchanged for tokens among ``cp``."""
+    local, keys = heads // tp, max(1, kv_heads // tp)
+    return heads % tp == 0 and local % cp == 0 and local % (keys * kv_repeats(keys, cp)) == 0
+
+
+def tensor_problem(heads: int, kv_heads: int, tp: int) -> str:
+    """What is wrong with ``tp``, and what works; empty if nothing."""
+    if tensor_fits(heads, kv_heads, tp):
+        return ""
+    what = f"{heads} heads" if heads % tp else f"{kv_heads} key-value heads"
+    works = [n for n in range(2, heads + 1) if tensor_fits(heads, kv_heads, n)]
+    fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +tp out"
+    return f"tp {tp} does not divide {what}; {fix}"
+
+
+def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
+    """What is wrong with ``cp`` beside ``tp``, and what works; empty if nothing."""
+    if heads % tp or context_fits(heads, kv_heads, tp, cp):
+        return ""
+    works = [n for n in range(2, heads // tp + 1) if context_fits(heads, kv_heads, tp, n)]
+    fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +cp out"
+    each = f" of a rank ({heads} over tp {tp})" if tp > 1 else ""
+    return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with whole heads; {fix}"
+
+
+def length_problem(seq_len: int, tp: int, cp: int) -> str:
+    """What is wrong with a length that ``cp`` cuts, and ``tp`` under sequence parallel; empty if nothing."""
+    step = tp * cp
+    if step == 1 or seq_len % step == 0:
+        return ""
+    who = " × ".join(f"{axis} {n}" for axis, n in (("cp", cp), ("tp", tp)) if n > 1)
+    whole = f"{who} = {step}" if tp > 1 and cp > 1 else who
+    below, above = seq_len // step * step, (seq_len // step + 1) * step
+    nearest = f"{below} or {above}" if below else str(above)
+    fix = f"use {nearest}" + (", or turn sequence_parallel off" if tp > 1 and cp == 1 else "")
+    return f"{whole} cuts samples along their length, which is {seq_len}; {fix}"

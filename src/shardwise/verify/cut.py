@@ -1,0 +1,255 @@
+"""Collectives of plans that cut the model itself, expected by plan and structure: over tp, cp, pp and dp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardwise.parallel.context import first_sequence
+from shardwise.parallel.tensor_layout import Held, TensorLayout, chunk
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec, ParameterSpec
+from shardwise.spec.read import clean_name
+from shardwise.train.session import Micro, Session
+from shardwise.verify.expected import Traffic, expected_traffic, units_of
+from shardwise.verify.part import is_gloo, root_units, shard_dim_of, stage_blocks
+
+NARROW = 2
+MESSAGE_BYTES = 8 * 11  # what a stage says of the hidden state before it sends the first one of a shape
+
+
+class Tally:
+    """Calls and bytes of each collective over each axis, from least to most."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[int]] = {}
+
+    def add(self, name: str, axis: str, calls: tuple[int, int], num_bytes: tuple[int, int]) -> None:
+        """Some more of one."""
+        row = self._rows.setdefault(f"{name} over {axis}", [0, 0, 0, 0])
+        for index, value in enumerate((*calls, *num_bytes)):
+            row[index] += value
+
+    def traffic(self) -> dict[str, Traffic]:
+        """By the name of the line."""
+        return {
+            name: Traffic((row[0], row[1]), (row[2], row[3]) if row[3] else None) for name, row in self._rows.items()
+        }
+
+
+def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], hidden: set[tuple[int, int]]) -> dict[str, Traffic]:
+    """Every collective of a step on this rank. ``spec`` is this rank's part; ``hidden`` tells how wide a hidden state is."""
+    tally, plan, decision = Tally(), session.plan, session.applied.decision
+    facts = _Facts(session, spec, micros, max((width for _, width in hidden), default=0))
+    if decision is not None and decision.layout is not None:
+        _tensor(tally, facts, decision.layout)
+    if decision is not None and decision.context is not None:
+        _context(tally, facts, decision.context.sites)
+    if plan.dims.pp > 1:
+        _pipeline(tally, facts)
+    return {**tally.traffic(), **_data(facts)}
+
+
+class _Facts:
+    """What all axes need to know of a step."""
+
+    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], width: int) -> None:
+        self.session, self.spec, self.plan, self.width = session, spec, session.plan, width
+        self.micros = [(s.shape[0], s.shape[1]) for micro in micros if (s := first_sequence(micro.inputs)) is not None]
+        self.tokens = sum(samples * length for samples, length in self.micros)
+        self.names = {clean_name(n) for n, _ in session.module.named_parameters(remove_duplicate=False)}
+        own = max(p.itemsize for p in session.spec.parameters)
+        self.sizes = (own if self.plan.precision == "fp32" else NARROW, own)
+        self.trained = all(p.trainable for p in spec.parameters)
+        self.again = self.plan.recompute != "none"
+
+    def is_here(self, module: str, held: Sequence[str]) -> bool:
+        """Whether a module computes on this rank."""
+        return any(f"{module}.{key}" in self.names for key in held)
+
+    def block_of(self, module: str) -> str | None:
+        """The block that a module is in."""
+        return next((b for b in self.spec.blocks if module == b or module.startswith(f"{b}.")), None)
+
+    def bytes(self, elements: int) -> tuple[int, int]:
+        """From the narrowest to the widest type that they may have on their way."""
+        return elements * self.sizes[0], elements * self.sizes[1]
+
+
+def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
+    """Regions of each block forward and backward, the embedding, the head, cut sequences, and sums of partial gradients."""
+    ups = _Ups(tally, facts, layout)
+    ways: set[str] = set()
+    for name, cut in layout.modules.items():
+        if not facts.is_here(name, list(cut.held)):
+            continue
+        block = facts.block_of(name)
+        if cut.kind == "rowwise":
+            ups.sums(block)
+        elif cut.kind == "embedding":
+            ups.both("all_reduce", facts.width)
+        elif cut.kind == "colwise_gather":
+            ups.both("all_gather", chunk(layout.vocab, ups.ranks, 0)[1] * ups.ranks)
+        if cut.kind in ("colwise", "colwise_gather", "colwise_loss") and cut.group:
+            ways.add(cut.group)
+        for key, held in cut.held.items():
+            if held.uses and held.dim is not None and f"{name}.{key}" in facts.names:
+                ups.exchange(name, key, held, block)
+    for module, entries in layout.entries.items():
+        ways |= {entry.group for entry in entries if facts.block_of(module) is not None}
+    for way in sorted(ways):
+        ups.way(way)
+    if layout.first in facts.spec.blocks:
+        ups.add("all_gather", facts.width, backward=True)
+    if layout.last in facts.spec.blocks:
+        ups.add("all_gather", facts.width, again=(0, 1))
+    _partial(tally, facts, layout)
+
+
+class _Ups:
+    """Adds collectives over tp to the tally, for all micro batches of a step."""
+
+    def __init__(self, tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
+        self.tally, self.facts, self.layout = tally, facts, layout
+        self.sequence = bool(layout.first)
+        meshes = facts.session.applied.meshes
+        assert meshes is not None and meshes.tp is not None
+        self.ranks, self.rank = meshes.tp.size(), meshes.tp.get_local_rank()
+        # gloo's scatter of a sum sends as much as the sum to all, so its pieces are exchanged and added
+        self.scatter = "all_to_all" if is_gloo(meshes.tp.get_group()) else "reduce_scatter"
+        self.ended: set[str] = set()
+
+    def add(self, name: str, width: int, *, backward: bool = False, again: tuple[int, int] = (0, 0)) -> None:
+        """One call for each micro batch, of ``width`` elements a token; ``again`` more where blocks are recomputed."""
+        facts = self.facts
+        least = 0 if backward and not facts.trained else 1
+        more = again if facts.again else (0, 0)
+        low, high = facts.bytes(facts.tokens * width)
+        times = (least + (more[0] if facts.trained else 0), 1 + more[1])
+        number = len(facts.micros)
+        self.tally.add(name, "tp", (times[0] * number, times[1] * number), (times[0] * low, times[1] * high))
+
+    def both(self, name: str, width: int) -> None:
+        """Outside of the blocks, in forward."""
+        self.add(name, width)
+
+    def sums(self, block: str | None) -> None:
+        """A rowwise layer. Recompute ends before the last one of a block, whose result nobody needs again."""
+        ends = block is not None and block not in self.ended
+        self.ended |= {block} if block is not None else set()
+        again = (0 if ends else 1, 1) if block is not None else (0, 0)
+        self.add(self.scatter if self.sequence else "all_reduce", self.facts.width, again=again)
+        if self.sequence:
+            self.add("all_gather", self.facts.width, backward=True)
+
+    def way(self, name: str) -> None:
+        """A tensor that enters shared-out work, once for all who read it."""
+        if self.sequence and name.startswith("block:"):
+            self.add("all_gather", self.facts.width, again=(1, 1))
+            self.add(self.scatter, self.facts.width, backward=True)
+        else:
+            self.add("all_reduce", self.facts.width, backward=True)
+
+    def exchange(self, module: str, key: str, held: Held, block: str | None) -> None:
+        """Rows of a weight that lie on other ranks than those that use them."""
+        shape = _shape(self.facts.session.spec, f"{module}.{key}")
+        size, inner = shape[held.uses_dim], _product(shape) // shape[held.uses_dim]
+        first, end = chunk(size, self.ranks, self.rank)
+        sent = sum(max(0, min(b, end) - max(a, first)) for slices in held.uses for a, b in slices)
+        used = sum(b - a for a, b in held.uses[self.rank])
+        number, facts = len(self.facts.micros), self.facts
+        again = int(facts.again and block is not None)
+        low, high = facts.bytes(sent * inner)
+        self.tally.add("all_to_all", "tp", (number, number * (1 + again)), (number * low, number * (1 + again) * high))
+        low, high = facts.bytes(used * inner)
+        least = number if facts.trained else 0
+        self.tally.add("all_to_all", "tp", (least, number), (least * low, number * high))
+
+
+def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
+    """Gradients that each rank has a part of: FSDP2 sums each, else all are summed together."""
+    partial: dict[str, ParameterSpec] = {}
+    specs = {name: p for p in facts.spec.parameters for name in (p.name, *p.aliases)}
+    for name, cut in layout.modules.items():
+        for key, held in cut.held.items():
+            full = f"{name}.{key}"
+            if held.partial and full in facts.names and full in specs and specs[full].trainable:
+                partial[specs[full].name] = specs[full]
+    if not partial:
+        return
+    plan, elements = facts.plan, sum(p.num_elements for p in partial.values())
+    low, high = facts.bytes(elements)
+    if plan.parsed.shards_parameters or plan.dims.dp * plan.dims.cp > 1:
+        times = len(facts.micros) if plan.syncs_every_micro_batch else 1
+        calls = len(partial) * times
+        tally.add("all_reduce", "tp", (calls, calls), (low * times, high * times))
+    else:
+        dtypes = len({p.dtype for p in partial.values()})
+        tally.add("all_reduce", "tp", (dtypes, dtypes), (low, high))
+
+
+def _context(tally: Tally, facts: _Facts, sites: Sequence[str]) -> None:
+    """Two exchanges for each attention, forward and backward; how many bytes depends on its heads."""
+    here = sum(facts.block_of(site) is not None for site in sites)
+    number = here * len(facts.micros)
+    more = 2 * number if facts.again else 0
+    least = 4 * number + more if facts.trained else 2 * number
+    tally.add("all_to_all", "cp", (least, 4 * number + more), (0, 0))
+
+
+def _pipeline(tally: Tally, facts: _Facts) -> None:
+    """Hidden states to the next stage and gradients back, for each micro batch; whatever the schedule."""
+    plan, stages = facts.plan, sorted(stage_blocks(facts.session))
+    last = plan.dims.pp * len(stages) - 1
+    cut = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
+    low, high = facts.bytes(facts.tokens // cut * facts.width)
+    number, shapes = len(facts.micros), len(set(facts.micros))
+    for stage in stages:
+        for other in (stage - 1, stage + 1):
+            if not 0 <= other <= last or other in stages:
+                continue
+            forward_sends, least = other > stage, number if facts.trained else 0
+            for name, is_forward in (("send", forward_sends), ("recv", not forward_sends)):
+                fewest = number if is_forward else least
+                told = shapes if is_forward else 0  # a first message says the shape
+                share = fewest / number
+                tally.add(name, "pp", (fewest, number + told), (int(low * share), high + told * MESSAGE_BYTES))
+
+
+def _data(facts: _Facts) -> dict[str, Traffic]:
+    """What data-parallel ranks send each other of this rank's own part of the model."""
+    plan, session = facts.plan, facts.session
+    local = facts.spec.model_copy(update={"parameters": tuple(local_parameters(session, facts.spec))})
+    units = [unit for unit in units_of(local) if unit[0].block is not None] + root_units(session, local)
+    found = expected_traffic(local, plan, len(facts.micros), units)
+    return {f"{name} over {data_axis(plan, name)}": traffic for name, traffic in found.items()}
+
+
+def data_axis(plan: Plan, name: str) -> str:
+    """The name of the axis that a data-parallel collective goes over."""
+    cp = " × cp" if plan.dims.cp > 1 else ""
+    if plan.parsed.base != "hsdp" or plan.dims.dp_replicate == 1:
+        return f"dp{cp}"
+    return "dp_replicate" if name == "all_reduce" else f"dp_shard{cp}"
+
+
+def local_parameters(session: Session, spec: ModelSpec) -> Iterator[ParameterSpec]:
+    """Parameters with the shape that tensor parallel leaves of them on this rank."""
+    tp, rank = session.plan.dims.tp, session.place.tp
+    for parameter in spec.parameters:
+        dim, shape = shard_dim_of(session, parameter.name), list(parameter.shape)
+        if dim is not None:
+            first, end = chunk(shape[dim], tp, rank)
+            shape[dim] = end - first
+        yield parameter.model_copy(update={"shape": tuple(shape)})
+
+
+def _shape(spec: ModelSpec, name: str) -> tuple[int, ...]:
+    return next(p.shape for p in spec.parameters if name in (p.name, *p.aliases))
+
+
+def _product(shape: Any) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

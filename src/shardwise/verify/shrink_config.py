@@ -1,0 +1,236 @@
+"""Smaller numbers for a transformers configuration, in steps that can be tried one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB = 256
+HEAD_DIM = 8
+_INNER = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+)
+_KEY_VALUES = ("num_key_value_heads", "num_kv_heads")
+
+Chooser = Callable[[list[Any], int], list[int]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the small model must still allow.
+
+    ``blocks`` at least; ``cuts`` are the (tp, cp) degrees that will be asked of it; ``seq_len`` its samples, and
+    ``own_seq_len`` those of the model as it is; ``vocab_size`` the token ids of the data.
+    """
+
+    blocks: int = 2
+    cuts: tuple[tuple[int, int], ...] = ((1, 1),)
+    seq_len: int = 32
+    own_seq_len: int = 32
+    vocab_size: int = 257
+
+    @property
+    def granule(self) -> int:
+        """What widths that are cut are a multiple of."""
+        return math.lcm(8, *(tp * cp for tp, cp in self.cuts))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """New values for keys of the configuration (of ``section``, a table in it, if not empty)."""
+
+    section: str
+    values: dict[str, Any]
+    said: tuple[str, ...]
+    blocks: list[int] | None = None
+
+    def apply(self, document: dict[str, Any]) -> dict[str, Any]:
+        """A copy of ``document`` with the new values."""
+        if not self.section:
+            return {**document, **self.values}
+        return {**document, self.section: {**document[self.section], **self.values}}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One thing to make smaller, and the ways to try, in order."""
+
+    what: str
+    attempts: list[Attempt] = field(default_factory=list)
+
+
+def smaller(
+    configuration: Any, document: dict[str, Any], kinds: list[Any], need: Sizes, chooser: Chooser
+) -> Iterator[Proposal]:
+    """What can be proposed for this configuration: blocks, widths, vocabulary, positions."""
+    section = "text_config" if isinstance(document.get("text_config"), dict) else ""
+    text = configuration.text_config if section else configuration
+    reader = _Reader(text, document[section] if section else document, section)
+    for proposal in (_blocks(reader, kinds, need, chooser), _widths(reader, need), _vocab(reader, need)):
+        if proposal.attempts:
+            yield proposal
+    proposal = _positions(reader, need)
+    if proposal.attempts:
+        yield proposal
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a configuration by the names that transformers knows, and says under which key each is stored."""
+
+    configuration: Any
+    document: dict[str, Any]
+    section: str
+
+    def key(self, name: str) -> str:
+        """The key that holds ``name`` in the document."""
+        return str(getattr(type(self.configuration), "attribute_map", {}).get(name, name))
+
+    def number(self, name: str) -> int | None:
+        """A whole number of the configuration, ``None`` where it has none of that name."""
+        value = self.document.get(self.key(name))
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def attempt(self, values: dict[str, Any], blocks: list[int] | None = None) -> Attempt:
+        """New values, told with the old ones."""
+        changed = {key: value for key, value in values.items() if self.document.get(key) != value}
+        said = tuple(
+            f"{key} {value} instead of {self.document[key]}"
+            for key, value in changed.items()
+            if isinstance(self.document.get(key), int | float)
+        )
+        return Attempt(self.section, changed, said, blocks)
+
+
+def _blocks(reader: _Reader, kinds: list[Any], need: Sizes, chooser: Chooser) -> Proposal:
+    number = reader.number("num_hidden_layers")
+    proposal = Proposal("the blocks")
+    if number is None or len(kinds) != number:
+        return proposal
+    types = reader.document.get("layer_types") or [None] * number
+    taken = chooser(list(zip(kinds, types, strict=True)) if len(types) == number else list(kinds), need.blocks)
+    for blocks in (taken, list(range(taken[-1] + 1)), list(range(len(taken)))):
+        if len(blocks) >= number:
+            continue
+        values: dict[str, Any] = {reader.key("num_hidden_layers"): len(blocks)}
+        for key, value in reader.document.items():
+            if isinstance(value, list) and len(value) == number:  # one entry for each block
+                values[key] = [value[i] for i in blocks]
+        proposal.attempts.append(reader.attempt(values, blocks))
+    return proposal
+
+
+def heads_for(heads: int, key_values: int, cuts: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """The fewest heads and key/value heads of the same ratio that can be cut wherever the model's own can.
+
+    At least two key/value heads if the model has two, and two for each rank of tp where it has so many: so a wrong
+    split is seen.
+    """
+    if heads % key_values:
+        return heads, key_values
+    ratio = heads // key_values
+
+    def allows(number: int) -> bool:
+        for tp, cp in cuts:
+            for degree in (tp, tp * cp):
+                if key_values % degree == 0 and number % degree:
+                    return False
+                if heads % degree == 0 and (ratio * number) % degree:
+                    return False
+        return True
+
+    tp = max(tp for tp, _ in cuts)
+    least = min(key_values, max(2, 2 * tp))
+    number = next(n for n in range(least, key_values + 1) if n == key_values or allows(n))
+    return ratio * number, number
+
+
+def _widths(reader: _Reader, need: Sizes) -> Proposal:
+    """Heads, their size, and the widths that go with them, in the model's own proportions."""
+    proposal = Proposal("the widths")
+    heads, hidden = reader.number("num_attention_heads"), reader.number("hidden_size")
+    if not heads or not hidden:
+        return proposal
+    key = next((name for name in _KEY_VALUES if reader.number(name)), None)
+    key_values = reader.number(key) if key else None
+    new_heads, new_key_values = heads_for(heads, key_values or heads, need.cuts)
+    size = reader.number("head_dim") or hidden // heads
+    for new_size in dict.fromkeys((min(size, HEAD_DIM), min(size, 16), size)):
+        values: dict[str, Any] = {reader.key("num_attention_heads"): new_heads}
+        if key and key_values:
+            values[reader.key(key)] = new_key_values
+        if reader.number("head_dim"):
+            values[reader.key("head_dim")] = new_size
+        width = new_heads * new_size
+        if hidden != heads * size:
+            width = _near(width * hidden / (heads * size), need.granule)
+        if width > hidden:
+            continue
+        values[reader.key("hidden_size")] = width
+        for name in ("word_embed_proj_dim",):
+            if reader.number(name) == hidden:
+                values[reader.key(name)] = width
+        for name in _INNER:
+            inner = reader.number(name)
+            if inner:
+                values[reader.key(name)] = min(inner, _near(inner * width / hidden, need.granule))
+        proposal.attempts.append(reader.attempt(values))
+    proposal.attempts.extend(_inner_alone(reader, need))
+    return proposal
+
+
+def _inner_alone(reader: _Reader, need: Sizes) -> Iterator[Attempt]:
+    found = {reader.key(name): inner for name in _INNER if (inner := reader.number(name))}
+    if found:
+        yield reader.attempt({key: min(inner, need.granule * 8) for key, inner in found.items()})
+
+
+def _near(value: float, granule: int) -> int:
+    return max(granule, round(value / granule) * granule)
+
+
+def _vocab(reader: _Reader, need: Sizes) -> Proposal:
+    """A small vocabulary with the same remainder, so that it can be cut where the model's own can."""
+    proposal = Proposal("the vocabulary")
+    size = reader.number("vocab_size")
+    if size is None or size <= 2 * VOCAB:
+        return proposal
+    least = need.vocab_size if need.vocab_size <= 2 * VOCAB else VOCAB
+    new = least + (size - least) % need.granule
+    values: dict[str, Any] = {reader.key("vocab_size"): new}
+    for key, value in reader.document.items():
+        if not key.endswith(("_token_id", "_token_index")):
+            continue
+        if isinstance(value, int) and value >= new:
+            values[key] = value % new
+        elif isinstance(value, list):
+            values[key] = [v % new for v in value]
+    attempt = reader.attempt(values)
+    modulo = f" (token ids modulo {new})" if new < need.vocab_size else ""
+    said = (f"vocab_size {new} instead of {size}{modulo}",)
+    proposal.attempts.append(Attempt(attempt.section, attempt.values, said))
+    return proposal
+
+
+def _positions(reader: _Reader, need: Sizes) -> Proposal:
+    """Places, and a sliding window that bites if it does at the length of the model's own samples."""
+    proposal = Proposal("positions and windows")
+    values: dict[str, Any] = {}
+    longest = reader.number("max_position_embeddings")
+    rope = str(reader.document.get("rope_parameters") or reader.document.get("rope_scaling") or "default")
+    if longest and longest > 2 * need.seq_len and "default" in rope and "factor" not in rope.replace("rotary_fa", ""):
+        values[reader.key("max_position_embeddings")] = 2 * need.seq_len
+    window = reader.number("sliding_window")
+    if window and window < need.own_seq_len:
+        values[reader.key("sliding_window")] = max(2, need.seq_len * window // need.own_seq_len)
+    if values:
+        proposal.attempts.append(reader.attempt(values))
+    return proposal

@@ -1,0 +1,130 @@
+"""Lines on how the model stands: sharding units, stages, tied parameters, block forwards, where state lives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from shardwise.measure import state
+from shardwise.parallel.group import gather_text
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name
+from shardwise.train.session import Session, Step
+from shardwise.verify.expected import expected_block_calls, units_of
+from shardwise.verify.part import group_of, holding_units, root_units, stage_blocks, stage_numbers, used_spec
+from shardwise.verify.receipt import Line
+from shardwise.verify.samples import tensor_bytes
+from shardwise.verify.traffic import range_text
+
+
+def structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[Line]:
+    """What this rank can judge alone."""
+    plan, spec, module = session.plan, used_spec(session), session.module
+    unused = _trainable_here(session, spec) - spec.num_trainable
+    if unused:
+        found = f"{unused} of {_trainable_here(session, spec)} trainable elements take no part in the loss"
+        yield Line(name="gradients missing", planned="none", found=found, ok=None)
+    cuts = plan.dims.tp * plan.dims.pp > 1
+    if plan.parsed.shards_parameters or (cuts and plan.dims.dp * plan.dims.cp > 1):
+        blocks = [unit for unit in units_of(spec) if unit[0].block is not None]
+        planned = len(blocks) + len(root_units(session, spec))
+        yield _same("sharding units", str(planned), str(len(holding_units(module))))
+    if spec.blocks:
+        least, most = expected_block_calls(spec, plan, len(step.micros))
+        planned_text = f"{range_text((least, most), str)} (recompute {plan.recompute})"
+        ok = least <= block_calls <= most
+        yield Line(name="block forwards per step", planned=planned_text, found=str(block_calls), ok=ok)
+    tied = [names for names in spec.tied if plan.dims.pp == 1 or len(_present(module, names)) > 1]
+    if tied:
+        planned_text = ", ".join(" = ".join(names) for names in tied)
+        untied = [" ≠ ".join(names) for names in tied if not _is_tied(module, names)]
+        yield Line(name="tied parameters", planned=planned_text, found=", ".join(untied) or planned_text, ok=not untied)
+    if plan.dims.pp > 1:
+        yield _same("stages here", *(_text(found) for found in (stage_numbers(plan, session.place.pp), stage_blocks(session))))
+
+
+def _text(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))
+
+
+def _trainable_here(session: Session, used: ModelSpec) -> int:
+    here = {p.name for p in used.parameters}
+    return sum(p.num_elements for p in session.spec.parameters if p.trainable and p.name in here)
+
+
+def _same(name: str, planned: str, found: str) -> Line:
+    return Line(name=name, planned=planned, found=found, ok=planned == found)
+
+
+def _live(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _present(module: nn.Module, names: Iterable[str]) -> list[str]:
+    live = _live(module)
+    return [name for name in names if name in live]
+
+
+def _is_tied(module: nn.Module, names: Iterable[str]) -> bool:
+    live = _live(module)
+    return len({id(live.get(name)) for name in names if name in live or home_is_whole(module)}) == 1
+
+
+def home_is_whole(module: nn.Module) -> bool:
+    """False for the stages of a pipeline, which need not have every name of a tied parameter."""
+    return not any(name.startswith("_stage_") for name, _ in module.named_children())
+
+
+def offload_lines(session: Session) -> Iterator[Line]:
+    """Where parameters and optimizer state rest."""
+    plan, module = session.plan, session.module
+    if not plan.parsed.shards_parameters:
+        return
+    offloading = {isinstance(group_of(unit).offload_policy, CPUOffloadPolicy) for unit in holding_units(module)}
+    tensors = [*module.parameters(), *(t for t in state.optimizer_tensors(session.optimizer) if t.ndim)]
+    where = state.devices(tensors)
+    home = "cpu" if plan.parsed.offload else session.device.type
+    planned = f"{home}, offload {'on' if plan.parsed.offload else 'off'}"
+    found = f"{where}, offload {'/'.join(sorted('on' if o else 'off' for o in offloading))}"
+    yield _same("state lives on", planned, found)
+
+
+def tied_lines(session: Session) -> Iterator[Line]:
+    """Every block is on one stage, and what several stages share has the same values on each; collective."""
+    plan, spec = session.plan, session.spec
+    if plan.dims.pp == 1:
+        return
+    live = _live(session.module)
+    hashes = {}
+    for names in spec.tied:
+        part = next((live[name] for name in names if name in live), None)
+        if part is not None:
+            hashes[names[0]] = hashlib.blake2b(tensor_bytes(state.local(part)), digest_size=8).hexdigest()
+    mine = {"blocks": [b for blocks in stage_blocks(session).values() for b in blocks], "hashes": hashes}
+    everyone = [json.loads(text) for text in gather_text(json.dumps(mine), session.ranks)]
+    places = [plan.dims.place(rank) for rank in range(len(everyone))]
+    mates = [rank for rank, p in enumerate(places) if (p.dp, p.cp, p.tp) == (session.place.dp, session.place.cp, session.place.tp)]
+    counts = [len(everyone[rank]["blocks"]) for rank in mates]
+    blocks = sorted(block for rank in mates for block in everyone[rank]["blocks"])
+    sizes = " + ".join(str(count) for count in counts)
+    planned = f"each of {len(spec.blocks)} blocks on one of {plan.dims.pp} ranks"
+    ok = blocks == sorted(spec.blocks) and all(counts)
+    yield Line(name="stages", planned=planned, found=f"{sizes} blocks" if ok else f"{sizes}: not each on one", ok=ok)
+    shared = {
+        name: [everyone[rank]["hashes"][name] for rank in mates if name in everyone[rank]["hashes"]]
+        for name in (names[0] for names in spec.tied)
+    }
+    shared = {name: found for name, found in shared.items() if len(found) > 1}
+    if shared:
+        apart = [name for name, found in shared.items() if len(set(found)) > 1]
+        planned = f"{', '.join(shared)}: the same on each stage"
+        yield Line(
+            name="tied over stages",
+            planned=planned,
+            found=f"{', '.join(apart)}: not the same" if apart else planned,
+            ok=not apart,
+        )

@@ -1,0 +1,78 @@
+"""Lines on what ranks have sent each other, beside what the plan says that they send."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from shardwise.measure.collectives import OTHER, Collective
+from shardwise.train.session import Session, Step
+from shardwise.units import bytes_text
+from shardwise.verify.cut import cut_traffic
+from shardwise.verify.expected import Traffic, expected_traffic
+from shardwise.verify.part import used_spec
+from shardwise.verify.receipt import Line
+from shardwise.verify.watch import StepWatch
+
+_OWN_AXES = ("tp", "cp", "pp")
+
+
+def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+    """A line for each collective that is expected or was seen; over each axis, where the plan cuts the model."""
+    if session.plan.dims.splits_model:
+        expected = cut_traffic(session, used_spec(session), step.micros, watch.hidden)
+        found = _cut_totals(session, watch.recorder.collectives)
+    else:
+        expected = expected_traffic(used_spec(session), session.plan, len(step.micros))
+        found = watch.recorder.totals()
+    for name in sorted({*expected, *found}):
+        yield _line(name, expected.get(name), *found.get(name, (0, 0)))
+
+
+def _line(name: str, expected: Traffic | None, calls: int, size: int) -> Line:
+    if expected is None:
+        return Line(name=f"{name} per step", planned="none", found=f"{calls} calls, {bytes_text(size)}", ok=False)
+    parts, ok = [], True
+    if expected.calls is not None:
+        parts.append(f"{range_text(expected.calls, str)} calls")
+        ok = expected.calls[0] <= calls <= expected.calls[1]
+    if expected.num_bytes is not None:
+        parts.append(range_text(expected.num_bytes, bytes_text))
+        ok = ok and expected.num_bytes[0] <= size <= expected.num_bytes[1]
+    planned = ", ".join(parts)
+    return Line(name=f"{name} per step", planned=planned, found=f"{calls} calls, {bytes_text(size)}", ok=ok)
+
+
+def range_text(ends: tuple[int, int], text: Callable[[int], str]) -> str:
+    """One number, or from least to most."""
+    return text(ends[0]) if ends[0] == ends[1] else f"{text(ends[0])} to {text(ends[1])}"
+
+
+def _cut_totals(session: Session, collectives: list[Collective]) -> dict[str, tuple[int, int]]:
+    """Calls and bytes by collective and axis."""
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for item in collectives:
+        if is_planned(session, item):
+            name = f"{item.name} over {item.axis}"
+            calls, size = found[name]
+            found[name] = (calls + 1, size + item.num_bytes)
+    return dict(found)
+
+
+def is_planned(session: Session, item: Collective) -> bool:
+    """Whether a collective is the plan's business: not what the session itself says, nor what a user's forward does.
+
+    A pipeline runs forwards and backwards in turn, and all of it is one phase; DDP's book-keeping is in forward.
+    """
+    if item.phase in ("backward", "optimizer"):
+        return True
+    if item.phase != "forward" or item.axis == OTHER:
+        return False
+    return item.axis in _OWN_AXES or item.name == "all_gather" or session.applied.pipeline is not None
+
+
+def is_reduction(session: Session, item: Collective) -> bool:
+    """Whether a collective reduces gradients over data-parallel ranks."""
+    if item.name == "all_gather" or item.axis in _OWN_AXES:
+        return False
+    return item.phase == "backward" or (item.phase == "forward" and is_planned(session, item))

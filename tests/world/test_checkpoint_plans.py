@@ -1,0 +1,254 @@
+"""Plans that cut the model itself, as a session makes them: any into any other, bit for bit, model and optimizer."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint.format import read_manifest
+from shardwise.checkpoint.layout import engine_of
+from shardwise.checkpoint.load import load_checkpoint, newest_of_all
+from shardwise.checkpoint.save import save_checkpoint
+from shardwise.cli.own_loop import start
+from shardwise.parallel.home import home_of
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.spec.read import clean_name
+from shardwise.train.loss import token_loss_sum
+from tests.families import VOCAB, family
+from tests.worlds import run_world
+
+Run = tuple[dict[int, float], dict[str, torch.Tensor]]  # the loss of each step, and all tensors at the end
+
+LAYERS, LENGTH, MICROS = 2, 8, 8
+OPTIONS = ({"lr": 0.001 / 3, "weight_decay": 0.1}, {"lr": 0.002 / 3, "weight_decay": 0.0})
+
+
+def plan_for(strategy: str, world: int) -> Plan:
+    dims = dims_for(parse_strategy(strategy), world)
+    return Plan(strategy=strategy, dims=dims, grad_accum=MICROS // dims.dp)
+
+
+def prepared(name: str, strategy: str):
+    """A session with a model of a family, and AdamW in two groups, as users make them."""
+    model = family(name, layers=LAYERS)
+    model.register_buffer("steps_seen", torch.tensor(0.0))
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
+    groups += [{"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
+    session = start(plan_for(strategy, dist.get_world_size()), device="cpu", receipts=False)
+    ids = torch.arange(LENGTH)[None]
+    return session, *session.prepare(model, torch.optim.AdamW(groups, lr=0.125), ids)
+
+
+def step(session: Any, outer: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """The loss of one optimizer step over the same samples, whatever the plan."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(VOCAB, (1, LENGTH), generator=generator) for _ in range(MICROS)]
+    for one in session.steps([(ids, ids) for ids in batches], limit=1):
+        one.run(outer, token_loss_sum)
+        result = one.update(optimizer)
+    return result.loss
+
+
+def named(session: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds and that is here, by its name in the whole model."""
+    home = home_of(session.module)
+    names: dict[int, str] = {}
+    found: dict[str, torch.Tensor] = {}
+    for full, tensor in (*session.module.named_parameters(), *session.module.named_buffers()):
+        name = clean_name(full) if home is None else home.canonical(clean_name(full))
+        if isinstance(tensor, nn.Parameter) or name == "steps_seen":
+            found[name], names[id(tensor)] = tensor, name
+    for parameter, state in engine_of(optimizer).state.items():
+        found |= {f"{names[id(parameter)]}/{key}": value for key, value in state.items()}
+    return found
+
+
+@functools.cache
+def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that ``name`` must hold: a function of its name and shape alone."""
+    if name.endswith("/step"):
+        return torch.tensor(17.0)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it, put together by torch itself; collective over the ranks that hold parts."""
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def set_all(session: Any, optimizer: torch.optim.Optimizer, *, scrambled: bool = False) -> None:
+    """Give every tensor the value that its name demands and each group odd options; or all another one."""
+    with torch.no_grad():
+        for name, tensor in named(session, optimizer).items():
+            tensor.copy_(placed(whole(name, tensor.shape, tensor.dtype) * (0 if scrambled else 1), tensor))
+    for groups in (optimizer.param_groups, engine_of(optimizer).param_groups):
+        for group, options in zip(groups, OPTIONS, strict=True):
+            group.update({key: value * (3 if scrambled else 1) for key, value in options.items()})
+
+
+def placed(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor cut as ``like`` is: from its own places, which torch is asked for by a tensor of indices."""
+    if not isinstance(like, DTensor):
+        return full
+    from shardwise.checkpoint.layout import box_of
+
+    box = box_of(like)
+    cut = full[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))]
+    return DTensor.from_local(
+        cut.contiguous(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def check_all(session: Any, optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Every tensor has, put together by torch, the value that its name demands; nothing is left out."""
+    found = named(session, optimizer)
+    for name, tensor in found.items():
+        assert torch.equal(gathered(tensor), whole(name, tensor.shape, tensor.dtype)), f"{where}: {name}"
+    engine = engine_of(optimizer)
+    live = {id(tensor): name for name, tensor in found.items()}
+    mine = {live[id(p)] for group in engine.param_groups for p in group["params"]}
+    keys = {f"{name}/{key}" for name in mine for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert {name for name in found if "/" in name} == keys, where
+    for group, options in zip(optimizer.param_groups, OPTIONS, strict=True):
+        assert {key: group[key] for key in options} == options, where
+
+
+def save_each(root: str, name: str, strategies: list[str]) -> None:
+    for strategy in strategies:
+        session, outer, optimizer = prepared(name, strategy)
+        step(session, outer, optimizer)
+        set_all(session, optimizer)
+        check_all(session, optimizer, "the values that were set")
+        where = f"{strategy}@{dist.get_world_size()}"
+        saved = {"model": session.module, "optimizer": optimizer, "plan": session.plan, "state": {}, "rng": None}
+        save_checkpoint(Path(root) / where, 20, **saved, keep=1)
+        check_all(session, optimizer, f"saving changed {where}")
+
+
+def load_each(root: str, name: str, strategies: list[str]) -> list[float]:
+    """Load every checkpoint that there is; the loss of one step afterwards, for each strategy."""
+    losses = []
+    for strategy in strategies:
+        session, outer, optimizer = prepared(name, strategy)
+        for source in sorted(Path(root).iterdir()):
+            path = newest_of_all(source)
+            load_checkpoint(path, model=session.module, optimizer=optimizer)
+            check_all(session, optimizer, f"{source.name} into {strategy}@{dist.get_world_size()}")
+            set_all(session, optimizer, scrambled=True)
+        load_checkpoint(path, model=session.module, optimizer=optimizer)
+        losses.append(step(session, outer, optimizer))
+        steps = {float(t) for name, t in named(session, optimizer).items() if name.endswith("/step")}
+        assert steps <= {18.0}, "the state made by the load is one that the optimizer goes on with"
+    return losses
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint put together; every file holds what the manifest says and no more."""
+    manifest = read_manifest(path)
+    files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    assert sum(len(e.shards) for e in manifest.tensors.values()) == sum(map(len, files.values())), path
+    found = {}
+    for name, entry in manifest.tensors.items():
+        tensor = torch.full(entry.shape, float("nan"), dtype=files[entry.shards[0].file][name].dtype)
+        for shard in entry.shards:
+            at = tuple(slice(a, a + n) for a, n in zip(shard.offsets, shard.lengths, strict=True))
+            tensor[at] = files[shard.file][shard.key]
+        found[name] = tensor
+    return found
+
+
+EVERYWHERE = {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2"], 4: ["fsdp", "fsdp+tp2", "fsdp+pp2"], 8: ["fsdp+tp2+pp2"]}
+MORE = {
+    1: ["fsdp"],
+    2: ["ddp+cp2", "zero1+cp2"],
+    4: ["ddp+tp2", "ddp+pp2", "fsdp+cp2", "hsdp+tp2", "ddp+tp2+pp2"],
+}
+PLANS = {"llama": EVERYWHERE, "gpt2": EVERYWHERE, "own": MORE}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_into_any_other(tmp_path: Path, name: str) -> None:
+    plans, losses = PLANS[name], []
+    for world, strategies in plans.items():
+        run_world(save_each, world, str(tmp_path), name, strategies)
+    for world, strategies in plans.items():
+        losses += run_world(load_each, world, str(tmp_path), name, strategies)[0]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-12)
+    paths = {folder.name: folder / "step-00000020" for folder in tmp_path.iterdir()}
+    alone = paths.pop(f"{plans[1][0]}@1")
+    expected, manifest = stored(alone), read_manifest(alone)
+    for where, path in paths.items():
+        found, other = stored(path), read_manifest(path)
+        assert found.keys() == expected.keys(), where
+        wrong = [n for n, t in found.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])]
+        assert not wrong, f"{where}: {wrong[:5]}"
+        assert (other.aliases, other.optimizer) == (manifest.aliases, manifest.optimizer), where
+
+
+STEPS = 6
+
+
+def loop(folder: str, strategy: str, stop_after: int | None, *, async_save: bool = False) -> Run:
+    """A loop of one's own, over two passes, that saves every other step and may be left; the loss of each step."""
+    session, outer, optimizer = prepared("own", strategy)
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randint(VOCAB, (1, LENGTH), generator=generator) for _ in range(MICROS * STEPS // 2)]
+    found = session.load(folder)
+    assert found == ({"done": session.steps_done} if session.steps_done else None)
+    losses: dict[int, float] = {}
+    for _ in range(2):
+        for one in session.steps([(ids, ids) for ids in batches]):
+            one.run(outer, token_loss_sum)
+            losses[one.number] = one.update(optimizer, clip_norm=0.5).loss
+            if one.number % 2 == 0 or one.number == stop_after:
+                session.save(folder, state={"done": one.number}, async_save=async_save)
+            if one.number == stop_after:
+                session.close()
+                return losses, {}
+    ends = {name: gathered(tensor).clone() for name, tensor in named(session, optimizer).items()}
+    session.close()
+    return losses, ends
+
+
+def stopped_and_whole(root: str, strategies: list[str]) -> None:
+    for strategy in strategies:
+        losses, ends = loop(f"{root}/{strategy}/whole", strategy, None)
+        first, _ = loop(f"{root}/{strategy}/run", strategy, 3, async_save=True)
+        rest, others = loop(f"{root}/{strategy}/run", strategy, None, async_save=True)
+        assert first | rest == losses, strategy
+        assert sorted(rest) == [4, 5, 6]
+        assert ends.keys() == others.keys()
+        wrong = [name for name, tensor in ends.items() if not torch.equal(tensor, others[name])]
+        assert not wrong, f"{strategy}: {wrong[:5]}"
+
+
+@pytest.mark.parametrize(
+    ("world", "strategies"), [(2, ["ddp+cp2", "ddp+tp2", "ddp+pp2"]), (4, ["fsdp+tp2", "fsdp+pp2", "ddp+tp2"])]
+)
+def test_a_loop_of_ones_own_goes_on_bit_identically(tmp_path: Path, world: int, strategies: list[str]) -> None:
+    run_world(stopped_and_whole, world, str(tmp_path), strategies)
+
+
+def test_a_loop_of_ones_own_goes_on_under_another_plan(tmp_path: Path) -> None:
+    whole = run_world(loop, 1, str(tmp_path / "whole"), "ddp", None)[0][0]
+    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
+    found: dict[int, float] = {}
+    legs = ((4, "fsdp+tp2", 1), (2, "ddp+pp2", 2), (2, "ddp+cp2", 4), (4, "fsdp+pp2", 5), (1, "ddp", None))
+    for world, strategy, stop in legs:
+        results = [losses for losses, _ in run_world(loop, world, str(tmp_path / "run"), strategy, stop)]
+        assert results == [results[0]] * world
+        found |= results[0]
+    assert found == pytest.approx(whole, rel=1e-9)
