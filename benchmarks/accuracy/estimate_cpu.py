@@ -82,6 +82,11 @@ CONFIGURATIONS = (
     ("zero2", 2, "selective", "bf16", 4, 1, "last", "decay", "gpt"),
     ("fsdp", 2, "none", "fp32", 1, 1, "last", "loop", "gpt"),
     ("fsdp", 2, "full", "bf16", 4, 2, "last", "loop", "gpt"),
+    ("ddp+cp2", 2, "none", "bf16", 4, 1, "last", "adamw", "hf"),
+    ("zero1+cp2", 2, "selective", "fp32", 4, 2, "last", "adamw", "hf"),
+    ("fsdp+cp2", 2, "none", "fp32", 4, 1, "last", "adamw", "hf"),
+    ("fsdp+cp2", 4, "full", "bf16", 4, 2, "last", "adamw", "hf"),
+    ("hsdp+cp2", 4, "none", "bf16", 4, 1, "last", "sgd", "hf"),
 )
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
@@ -149,6 +154,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         seq_len=LENGTH,
         precision=row["precision"],
         recompute=row["recompute"],
+        loss_parallel=parse_strategy(row["strategy"]).tp > 1,
     )
 
 
@@ -169,7 +175,7 @@ def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str
     from shardwise.verify.fit import FitProbe
 
     plan, ranks = Plan.model_validate_json(document), join("cpu")
-    generator = torch.Generator().manual_seed(ranks.rank)
+    generator = torch.Generator().manual_seed(plan.dims.place(ranks.rank).dp)
     probe = FitProbe(Estimate.model_validate_json(estimate))
 
     def windows() -> Iterator[list[Any]]:
@@ -185,8 +191,11 @@ def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str
     outer, made = session.prepare(module, made)
     del module
     for step in session.run_windows(windows()):
-        for micro in step:
-            step.backward(token_loss_sum(outer(micro.inputs), micro.labels))
+        if plan.dims.pp > 1:
+            step.run(outer, token_loss_sum)
+        else:
+            for micro in step:
+                step.backward(token_loss_sum(outer(micro.inputs), micro.labels))
         step.update(made, clip_norm=1.0)
     session.close()
     if probe.peaks is None:

@@ -52,6 +52,7 @@ def score(row: Row, *, told: bool = True) -> Scored:
         row.cluster,
         expandable=titan,
         buckets_add=True,
+        stack="torchtitan" if row.plan.parsed.shards_parameters else "megatron",
         fused_loss="foundry" in framework or (titan and recent and row.workload.compiled),
     )
     return _scored(row, found)

@@ -103,6 +103,7 @@ def _row(record: dict[str, str]) -> Row | None:
             "seq_len": seq_len,
             "precision": record["precision"],
             "recompute": record["recompute"],
+            "loss_parallel": strategy.tp > 1,
             "device": "cuda",
             # published sharded runs reduce after each micro batch, but for those in a pipeline
             "gradient_sync": "every" if strategy.shards_parameters and strategy.pp == 1 else "last",

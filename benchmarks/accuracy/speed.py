@@ -52,7 +52,8 @@ class Timed:
 
 def facts(row: Row) -> dict[str, Any]:
     """What is known about a published program beside its plan: options of `step_time`."""
-    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False}
+    stack = "torchtitan" if row.plan.parsed.shards_parameters else "megatron"
+    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False, "stack": stack}
     if row.source in BEFORE_FLASH:
         program |= {"attention": "unfused", "padded": True}
         program["sequence_parallel"] = row.source == "korthikanti_2022" and row.plan.recompute == "selective"

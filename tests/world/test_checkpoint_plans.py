@@ -18,6 +18,7 @@ from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.layout import engine_of
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all
 from shardwise.checkpoint.save import save_checkpoint
+from shardwise.checkpoint.weights import load_weights
 from shardwise.cli.own_loop import start
 from shardwise.parallel.home import home_of
 from shardwise.plan.dims import dims_for
@@ -31,6 +32,7 @@ from tests.worlds import run_world
 Run = tuple[dict[int, float], dict[str, torch.Tensor]]  # the loss of each step, and all tensors at the end
 
 LAYERS, LENGTH, MICROS = 2, 8, 8
+LIMIT_S = 160.0
 OPTIONS = ({"lr": 0.001 / 3, "weight_decay": 0.1}, {"lr": 0.002 / 3, "weight_decay": 0.0})
 
 
@@ -144,10 +146,14 @@ def load_each(root: str, name: str, strategies: list[str]) -> list[float]:
     for strategy in strategies:
         session, outer, optimizer = prepared(name, strategy)
         for source in sorted(Path(root).iterdir()):
-            path = newest_of_all(source)
+            path, where = newest_of_all(source), f"{source.name} into {strategy}@{dist.get_world_size()}"
             load_checkpoint(path, model=session.module, optimizer=optimizer)
-            check_all(session, optimizer, f"{source.name} into {strategy}@{dist.get_world_size()}")
+            check_all(session, optimizer, where)
             set_all(session, optimizer, scrambled=True)
+        load_weights(session.module, path)
+        for part, tensor in named(session, optimizer).items():
+            if "/" not in part:
+                assert torch.equal(gathered(tensor), whole(part, tensor.shape, tensor.dtype)), f"{where}: {part}"
         load_checkpoint(path, model=session.module, optimizer=optimizer)
         losses.append(step(session, outer, optimizer))
         steps = {float(t) for name, t in named(session, optimizer).items() if name.endswith("/step")}
@@ -170,22 +176,25 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-EVERYWHERE = {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2"], 4: ["fsdp", "fsdp+tp2", "fsdp+pp2"], 8: ["fsdp+tp2+pp2"]}
-MORE = {
-    1: ["fsdp"],
-    2: ["ddp+cp2", "zero1+cp2"],
-    4: ["ddp+tp2", "ddp+pp2", "fsdp+cp2", "hsdp+tp2", "ddp+tp2+pp2"],
+PLANS = {
+    "llama": {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2"], 4: ["fsdp+tp2", "fsdp+pp2", "fsdp"]},
+    "gpt2": {1: ["ddp"], 2: ["ddp+pp2"], 4: ["ddp+tp2+pp2"]},  # tied ends on two stages, a fused projection
+    "own": {
+        1: ["fsdp"],
+        2: ["ddp+cp2", "zero1+cp2"],
+        4: ["ddp+tp2", "ddp+pp2", "fsdp+cp2"],
+        8: ["fsdp+tp2+pp2", "hsdp+tp2"],
+    },
 }
-PLANS = {"llama": EVERYWHERE, "gpt2": EVERYWHERE, "own": MORE}
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_into_any_other(tmp_path: Path, name: str) -> None:
     plans, losses = PLANS[name], []
     for world, strategies in plans.items():
-        run_world(save_each, world, str(tmp_path), name, strategies)
+        run_world(save_each, world, str(tmp_path), name, strategies, timeout_s=LIMIT_S)
     for world, strategies in plans.items():
-        losses += run_world(load_each, world, str(tmp_path), name, strategies)[0]
+        losses += run_world(load_each, world, str(tmp_path), name, strategies, timeout_s=LIMIT_S)[0]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-12)
     paths = {folder.name: folder / "step-00000020" for folder in tmp_path.iterdir()}
     alone = paths.pop(f"{plans[1][0]}@1")

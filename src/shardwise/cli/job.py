@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.cli.calibration import corrected_costs
 from shardwise.cost.estimate import Estimate
+from shardwise.cost.memory import Parts
 from shardwise.cost.steptime import StepTime
 from shardwise.errors import ConfigError, DataError, ModelError, PlanError, ShardwiseError
 from shardwise.parallel.environment import visible_devices
@@ -203,7 +204,7 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
         data_ranks(config, cluster),
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
-        grad_accum=train.grad_accum,
+        grad_accum=pipeline_batches(config, cluster),
     )
     return Plan(
         micro_batch=micro,
@@ -219,6 +220,20 @@ def data_ranks(config: Config, cluster: ClusterSpec) -> int:
     """Ranks that see different samples: under ``auto`` all, else what the named strategy leaves of them."""
     strategy = None if config.parallel.strategy == "auto" else parse_strategy(config.parallel.strategy)
     return cluster.world_size // (1 if strategy is None else strategy.tp * strategy.pp * strategy.cp)
+
+
+def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
+    """Micro batches of a pipeline on CPUs, whose speed is not modelled, where the config leaves them open.
+
+    As many as divide a rank's share of the global batch, up to four for each stage: the bubble is then a fifth or less.
+    """
+    train, parallel = config.train, config.parallel
+    stages = 1 if parallel.strategy == "auto" else parse_strategy(parallel.strategy).pp
+    if stages == 1 or cluster.device != "cpu" or train.micro_batch or train.grad_accum or train.global_batch is None:
+        return train.grad_accum
+    share = train.global_batch // data_ranks(config, cluster)
+    most = 4 * stages * (parallel.virtual_stages or stages_of(parallel.pipeline_schedule))
+    return max((n for n in range(1, min(share, most) + 1) if share % n == 0), default=None)
 
 
 def with_options(plan: Plan, config: Config) -> Plan:
@@ -245,6 +260,7 @@ def choose_plan(
 
     from shardwise.parallel.apply import check, check_cut
     from shardwise.parallel.materialize import build
+    from shardwise.parallel.split import parts_of
     from shardwise.train.model import model_factory
 
     factory = model_factory(config, corpus.vocab_size)
@@ -260,10 +276,17 @@ def choose_plan(
     profile = traced_profile(
         module, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
     )
+
+    def cut(plan: Plan) -> Parts:
+        sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
+        plan = plan if fixed else with_options(plan, config)
+        return parts_of(check_cut(module, spec, plan, sample), spec, plan)
+
     if fixed:
-        choice = _fixed_choice(draft, spec, workload, profile, cluster)
+        choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft))
     elif profile is not None:
-        choice = choose_profiled(profile, spec, workload, cluster, _pins(config), costs=corrected_costs(cluster))
+        pins, costs = _pins(config, cluster), corrected_costs(cluster)
+        choice = choose_profiled(profile, spec, workload, cluster, pins, costs=costs, cut=cut)
     else:
         parallel = config.parallel
         choice = choose(
@@ -274,11 +297,10 @@ def choose_plan(
             strategy=parallel.strategy,
             dp_replicate=parallel.dp_replicate,
             dp_shard=parallel.dp_shard,
+            cut=cut,
         )
     if not fixed:
         choice = replace(choice, plan=with_options(choice.plan, config))
-    sample = torch.zeros(choice.plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
-    check_cut(module, spec, choice.plan, sample)
     return choice, spec
 
 
@@ -368,10 +390,10 @@ def traced_profile(
         return None
 
 
-def _pins(config: Config) -> Pins:
+def _pins(config: Config, cluster: ClusterSpec) -> Pins:
     """What the config fixes; where it leaves the batch split open, the largest micro batch that fits is looked for."""
     parallel, train = config.parallel, config.train
-    split = {"micro_batch": train.micro_batch, "grad_accum": train.grad_accum}
+    split = {"micro_batch": train.micro_batch, "grad_accum": pipeline_batches(config, cluster)}
     return Pins(
         strategy=None if parallel.strategy == "auto" else parse_strategy(parallel.strategy),
         recompute=parallel.recompute,
@@ -383,16 +405,21 @@ def _pins(config: Config) -> Pins:
 
 
 def _fixed_choice(
-    plan: Plan, spec: ModelSpec, workload: Workload, profile: ModelProfile | None, cluster: ClusterSpec
+    plan: Plan,
+    spec: ModelSpec,
+    workload: Workload,
+    profile: ModelProfile | None,
+    cluster: ClusterSpec,
+    parts: Parts,
 ) -> Choice:
     """A plan that is given, with its costs."""
     from shardwise.cost.memory import estimate_memory
 
     if profile is None:
-        return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload))
+        return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
     pins = Pins(strategy=plan.parsed, precision=plan.precision)
     found = cost_of(ask(profile, workload, cluster, pins), plan)
-    return Choice(plan=plan, estimate=exact(found, spec, workload), time=found.time)
+    return Choice(plan=plan, estimate=exact(found, spec, workload, parts), time=found.time)
 
 
 def check_output(folder: Path) -> None:

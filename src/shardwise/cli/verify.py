@@ -6,60 +6,24 @@ As ``python -m shardwise.cli.verify task.json`` it is one rank of that.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shardwise.cli.job import (
-    check_model_path,
-    check_samples,
-    choose_plan,
-    draft_plan,
-    users_code,
-    with_options,
-)
-from shardwise.errors import AnswerIsNo, DoesNotFit, ModelError, PlanError, ShardwiseError, UserError
+from shardwise.cli.verify_lineup import MICRO_BATCH, Prepared, asked_for, prepare_verify
+from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError
 from shardwise.launch.rank import guarded
-from shardwise.parallel.environment import visible_devices
-from shardwise.plan.dims import dims_for
-from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import runnable_strategy
-from shardwise.spec.cluster import detect
-from shardwise.train.config import Config, read_config
-from shardwise.train.corpus import Corpus, prepare_corpus
+from shardwise.train.config import read_config
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from shardwise.verify.shrink import Shrunk
     from shardwise.verify.strategies import Row
 
-WORLDS = (2, 4)
-MOST_RANKS = 8  # that are started for a strategy of the config, however many this machine has devices for
-MICRO_BATCH = 2
-LENGTH = 32
 TIMEOUT_S = 300.0
 PIPED = 132
-
-
-@dataclass(frozen=True)
-class Lineup:
-    """The plans of each world size, and the rows of what cannot be."""
-
-    plans: dict[int, list[Plan]]
-    refused: list[Row]
-
-    @property
-    def all_plans(self) -> list[Plan]:
-        """Every plan, whatever its world."""
-        return [plan for plans in self.plans.values() for plan in plans]
 
 
 def run_verify(
@@ -72,24 +36,18 @@ def run_verify(
         AnswerIsNo: one does not verify.
         RankError: a rank failed; what was found before is shown.
     """
+    asked = asked_for(strategies)
     config = read_config(config_file, overrides)
-    asked = _asked(strategies)
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     console = Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
-    check_model_path(config)
-    corpus = prepare_corpus(
-        config.data, Path(config.train.output) / "data", lambda text: console.print(f"data: {text}", markup=False)
-    )
-    check_samples(config, corpus)
-    factory, module = _model(config, corpus)
-    lineup = line_up(config, module, asked, _worlds(nproc), _planned(config, corpus, nproc, console))
-    shrunk, seq_len = _shrink(config, factory, corpus, lineup)
+    prepared = prepare_verify(config, asked, nproc, lambda text: console.print(text, markup=False))
     from shardwise.report.verify import print_heading, print_rows, to_document
 
+    shrunk, seq_len = prepared.shrunk, prepared.seq_len
     print_heading(shrunk, seq_len, MICRO_BATCH, config, console)
-    rows, failure = _run_worlds(config, corpus, shrunk, seq_len, lineup)
-    rows = [*rows, *lineup.refused]
+    rows, failure = run_worlds(prepared)
+    rows += prepared.lineup.refused
     print_rows(rows, console)
     if as_json:
         print(json.dumps(to_document(rows, shrunk, seq_len, None if failure is None else str(failure))), flush=True)
@@ -103,211 +61,17 @@ def run_verify(
         raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in rows))
 
 
-def _asked(strategies: Sequence[str]) -> list[str]:
-    """The strategies that were asked for by name, each once; all that cannot be read are said at once."""
-    problems: list[str] = []
-    found = []
-    for name in strategies:
-        try:
-            found.append("auto" if name == "auto" else str(runnable_strategy(name)))
-        except PlanError as error:
-            problems += error.problems
-    if problems:
-        raise PlanError(*problems)
-    return list(dict.fromkeys(found))
-
-
-def _worlds(nproc: int | None) -> tuple[int, ...]:
-    return WORLDS if nproc is None else (nproc,)
-
-
-def _model(config: Config, corpus: Corpus) -> tuple[Callable[[], nn.Module], nn.Module]:
-    from shardwise.parallel.materialize import build
-    from shardwise.train.model import model_factory
-
-    factory = model_factory(config, corpus.vocab_size)
-    where = (
-        f"model.factory '{config.model.factory}'" if config.model.factory else f"model.config '{config.model.config}'"
-    )
-    with users_code(where):
-        return factory, build(factory, config.train.seed, real=False)
-
-
-def _planned(config: Config, corpus: Corpus, nproc: int | None, console: Console) -> Callable[[], Plan | None]:
-    """What the planner picks for this machine, found out only if it is asked for."""
-
-    def planned() -> Plan | None:
-        ranks = config.parallel.nproc if nproc is None else nproc
-        cluster = detect(config.parallel.device, ranks, visible=visible_devices())
-        try:
-            choice, _ = choose_plan(config, draft_plan(config, cluster), cluster, corpus, fixed=False)
-        except DoesNotFit as error:
-            console.print(f"auto: {str(error).splitlines()[0].rstrip(':')}; what it would pick is left out")
-            return None
-        return choice.plan
-
-    return planned
-
-
-def line_up(
-    config: Config,
-    module: nn.Module,
-    asked: Sequence[str],
-    worlds: Sequence[int],
-    planned: Callable[[], Plan | None],
-) -> Lineup:
-    """The plans to verify, each on the world sizes where it can be; the untouched model says what it does not allow."""
-    from shardwise.verify.strategies import Row
-
-    lineup = Lineup({}, [])
-    names: dict[int, list[str]] = {}
-    sync = "last"
-    wanted = list(asked) or [config.parallel.strategy]
-    if "auto" in wanted:
-        picked = planned()
-        wanted = [name if name != "auto" else "" if picked is None else picked.strategy for name in wanted]
-        sync = "last" if picked is None else picked.gradient_sync
-    for name in dict.fromkeys(filter(None, wanted)):
-        names.setdefault(_world_for(name, worlds), []).append(name)
-    if not asked:
-        for world in worlds:
-            names.setdefault(world, []).extend(usual(world))
-    for world in sorted(names):
-        for name in dict.fromkeys(names[world]):
-            plan = None
-            try:
-                plan = small_plan(config, name, world)
-                if name in wanted and sync == "every" and plan.parsed.shards_parameters:
-                    plan = plan.model_copy(update={"gradient_sync": "every"})
-                _check(config, module, plan)
-                lineup.plans.setdefault(world, []).append(plan)
-            except UserError as error:
-                lineup.refused.append(Row.refused(name, world, "; ".join(error.problems), plan))
-    return lineup
-
-
-def usual(world: int) -> list[str]:
-    """What is verified on ``world`` ranks if nothing is asked for by name."""
-    if world == 1:
-        return ["ddp", "fsdp"]
-    names = ["ddp", "zero1", "zero2", "fsdp"]
-    if world % 2:
-        return names
-    if world == 2:
-        return [*names, "ddp+tp2", "ddp+pp2", "ddp+cp2"]
-    names += ["hsdp", "fsdp+tp2", "fsdp+pp2", "fsdp+cp2"]
-    return [*names, *(["ddp+tp2+pp2", "ddp+tp2+cp2"] if world % 4 == 0 else [])]
-
-
-def _world_for(name: str, worlds: Sequence[int]) -> int:
-    """The least world of ``worlds`` that has data-parallel ranks beside the strategy's own axes; else a larger one."""
-    strategy = runnable_strategy(name)
-    own = strategy.tp * strategy.pp * strategy.cp
-    if len(worlds) == 1:
-        return worlds[0]
-    twice = 2 * own if 2 * own <= MOST_RANKS else own
-    least = 4 if strategy.base == "hsdp" and own == 1 else 2
-    return next((world for world in worlds if world % twice == 0 and world >= least), max(twice, least))
-
-
-def small_plan(config: Config, name: str, world: int) -> Plan:
-    """The plan of a strategy over a small global batch, computed in float64 on CPU; options are the config's."""
-    strategy = runnable_strategy(name)
-    dims = dims_for(strategy, world)
-    plan = Plan(strategy=str(strategy), dims=dims, micro_batch=MICRO_BATCH, recompute=config.parallel.recompute)
-    plan = with_options(plan, config).model_copy(update={"compile": False, "async_tp": False})
-    if dims.pp == 1:
-        plan = plan.model_copy(update={"pipeline_schedule": "1f1b", "virtual_stages": 1})
-    if not strategy.shards_parameters:
-        plan = plan.model_copy(update={"prefetch": 1})
-    return plan.model_copy(update={"grad_accum": accumulation(plan)})
-
-
-def accumulation(plan: Plan) -> int:
-    """Micro batches of a step: not a degree of the plan, so that a factor has one cause; what a schedule needs."""
-    dims = plan.dims
-    step = dims.pp if plan.virtual_stages > 1 else 1
-    least = max(3, 2 * dims.pp if plan.virtual_stages > 1 else dims.pp)
-    taken = {dims.tp, dims.pp, dims.cp, dims.dp}
-    return next(n for n in range(least, least + 64) if n % step == 0 and n not in taken)
-
-
-def _check(config: Config, module: nn.Module, plan: Plan) -> None:
-    """Whether the model as it is, at its own length, allows the plan."""
-    import torch
-
-    from shardwise.parallel.apply import check, check_cut
-    from shardwise.spec.read import read_model
-
-    spec = read_model(module)
-    check(spec, plan)
-    if plan.dims.splits_model:
-        own = plan.model_copy(update={"seq_len": config.data.seq_len})
-        check_cut(module, spec, own, torch.zeros(1, config.data.seq_len, dtype=torch.int64))
-
-
-def _shrink(config: Config, factory: Callable[[], nn.Module], corpus: Corpus, lineup: Lineup) -> tuple[Shrunk, int]:
-    from shardwise.verify.shrink import shrink
-    from shardwise.verify.shrink_config import Sizes
-
-    plans = lineup.all_plans
-    step = math.lcm(*(2 * plan.dims.tp * plan.dims.cp for plan in plans), 2)
-    own = config.data.seq_len
-    seq_len = max(step, min(LENGTH, own) // step * step) if own >= step else own
-    stages = max((plan.dims.pp * plan.virtual_stages for plan in plans), default=1)
-    need = Sizes(
-        blocks=max(2, 2 * stages if stages > 1 else 2),
-        cuts=tuple({(plan.dims.tp, plan.dims.cp) for plan in plans}) or ((1, 1),),
-        seq_len=seq_len,
-        own_seq_len=own,
-        vocab_size=corpus.vocab_size,
-    )
-    shrunk = shrink(factory, need)
-    _check_memory(shrunk, max(lineup.plans, default=1))
-    return shrunk, seq_len
-
-
-def _check_memory(shrunk: Shrunk, world: int) -> None:
-    """A model that could not be made small may not fit on this machine, once for each rank.
-
-    Raises:
-        ModelError: it does not.
-    """
-    import psutil
-
-    from shardwise.units import bytes_text
-
-    needed = shrunk.num_parameters * 8 * 6 * (world + 2)  # weights, gradients, two states, copies; and the reference
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise ModelError(
-            f"verify needs about {bytes_text(needed)} for {world} copies of {shrunk.num_parameters} parameters in "
-            f"float64, and {bytes_text(free)} are free: {'; '.join(shrunk.kept) or 'it cannot be made smaller'}"
-        )
-
-
-def _run_worlds(
-    config: Config, corpus: Corpus, shrunk: Shrunk, seq_len: int, lineup: Lineup
-) -> tuple[list[Row], ShardwiseError | None]:
+def run_worlds(prepared: Prepared) -> tuple[list[Row], ShardwiseError | None]:
     """Start the ranks of each world once; the rows that they found, and what ended them early."""
     from shardwise.launch.local import run_local
-    from shardwise.verify.strategies import Row, Task
+    from shardwise.verify.strategies import Row
 
     rows: list[Row] = []
-    for world, plans in sorted(lineup.plans.items()):
+    for world, plans in sorted(prepared.lineup.plans.items()):
         with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as name:
             folder = Path(name)
             results, file = folder / "rows.jsonl", folder / "task.json"
-            seqs = tuple(plan.model_copy(update={"seq_len": seq_len}) for plan in plans)
-            task = Task(
-                config=config,
-                corpus=corpus.folder.absolute(),
-                shrunk=shrunk,
-                seq_len=seq_len,
-                plans=seqs,
-                results=results,
-            )
-            file.write_text(task.to_json())
+            file.write_text(prepared.task(world, results).to_json())
             sys.stdout.flush()
             command = [sys.executable, "-m", "shardwise.cli.verify", str(file)]
             failure: ShardwiseError | None = None
@@ -315,17 +79,20 @@ def _run_worlds(
                 run_local(command, world, threads=_threads(world), logs=folder / "logs")
             except ShardwiseError as error:
                 failure = error
-            found = [Row.model_validate_json(line) for line in _lines(results)]
+            lines = results.read_text().splitlines() if results.exists() else []
+            found = [Row.model_validate_json(line) for line in lines]
             rows += found
             if failure is not None:
                 undone = plans[len(found)].strategy if len(found) < len(plans) else "the end"
-                failure.args = (f"{undone} on {world} ranks: {failure}",)
-                return rows, failure
+                return rows, _during(failure, f"{undone} on {world} ranks")
     return rows, None
 
 
-def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.exists() else []
+def _during(failure: ShardwiseError, what: str) -> ShardwiseError:
+    """The failure of a rank, with what it was doing; always one of ranks, as what a user did wrong is a row."""
+    if isinstance(failure, MachineError | Interrupted):
+        return type(failure)(f"{what}: {failure}")
+    return RankError(f"{what}: {failure}")
 
 
 def _threads(world: int) -> int:
@@ -335,9 +102,12 @@ def _threads(world: int) -> int:
 
 def rank_main() -> int:
     """One rank: every strategy of its world in turn."""
+    import logging
+
     from shardwise.parallel.group import join, leave
     from shardwise.verify.strategies import Task, verify_all
 
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to be fast is no news
     task = Task.model_validate_json(Path(sys.argv[1]).read_text())
     ranks = join("cpu", timeout_s=TIMEOUT_S)
     verify_all(task, ranks)

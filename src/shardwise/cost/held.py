@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from shardwise.cost.pipeline import blocks_per_stage, in_flight
-from shardwise.plan.plan import Plan
+from shardwise.cost.stages import balanced_stages, even_stages
+from shardwise.plan.plan import PipelineSchedule, Plan
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.spec.profile import ModelProfile, Unit, Weight
 from shardwise.spec.workload import Workload
@@ -53,6 +54,8 @@ class Layout:
     is_cuda: bool
     stack: Stack = "shardwise"
     masters: bool = False
+    schedule: PipelineSchedule = "1f1b"
+    virtual: int = 1  # stages of a rank
     sequence: bool = True  # what lies between tensor-parallel regions is cut along the sequence
     vocab: bool = True  # logits stay cut over the vocabulary
 
@@ -73,6 +76,15 @@ class Layout:
     def reshards(self) -> bool:
         """Blocks free their gathered weights after forward and gather them again for backward."""
         return self.strategy.reshards_after_forward or self.replicates
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Weights stay gathered from forward to backward, in a pipeline from the first micro batch to the last.
+
+        zero2 asks for it, zero-bubble schedules need it, and torch's own pipeline stages do so whatever is asked.
+        """
+        zero_bubble = self.pp > 1 and self.schedule in ("interleaved-zero-bubble", "zbv")
+        return not self.reshards or zero_bubble or (self.pp > 1 and self.stack != "shardwise")
 
     @property
     def sums_replicas(self) -> bool:
@@ -152,6 +164,8 @@ def layout_of(plan: Plan, stack: Stack | None = None) -> Layout:
         is_cuda=plan.device == "cuda",
         stack=stack,
         masters=whole and stack == "megatron",
+        schedule=plan.pipeline_schedule,
+        virtual=plan.virtual_stages if dims.pp > 1 else 1,
         sequence=plan.sequence_parallel,
         vocab=plan.loss_parallel,
     )
@@ -162,27 +176,71 @@ def _strategy(text: str) -> Strategy:
     return parse_strategy(text)
 
 
-def stage_pieces(profile: ModelProfile, stages: int, stage: int) -> tuple[Piece, ...]:
-    """The units of one pipeline stage. What stands before the first block is the first stage's, the rest the last's.
+def stage_pieces(profile: ModelProfile, layout: Layout, rank: int) -> tuple[Piece, ...]:
+    """The units of a pipeline rank, in the order of its stages.
 
-    A tied weight is on both of the stages that use it.
+    What stands before the first block is the first stage's, the rest the last's. A tied weight is on both of the stages
+    that use it.
     """
-    if stages == 1:
+    if layout.pp == 1:
         return tuple(Piece(unit, unit.count) for unit in profile.units)
-    counts = blocks_per_stage(profile.num_blocks, stages)
-    first, last = sum(counts[:stage]), sum(counts[: stage + 1])
+    counts = stage_counts(profile, layout)
+    number = len(counts)
+    own = [stage for stage in range(number) if rank_of(layout, stage) == rank]
     pieces: list[Piece] = []
+    for stage in own:
+        pieces += _stage_pieces(profile, sum(counts[:stage]), sum(counts[: stage + 1]), stage == 0, stage == number - 1)
+    if own[-1] == number - 1 and own[0] != 0:
+        pieces += [Piece(unit, unit.count) for unit in _tied_copies(profile)]
+    return tuple(pieces)
+
+
+def _stage_pieces(profile: ModelProfile, first: int, last: int, begins: bool, ends: bool) -> Iterator[Piece]:
     seen = 0
     for unit in profile.units:
         if unit.kind == "block":
             here = min(last, seen + unit.count) - max(first, seen)
-            pieces += [Piece(unit, here)] if here > 0 else []
+            if here > 0:
+                yield Piece(unit, here)
             seen += unit.count
-        elif stage == (0 if seen == 0 else stages - 1):
-            pieces.append(Piece(unit, unit.count))
-    if stage == stages - 1:
-        pieces += [Piece(unit, unit.count) for unit in _tied_copies(profile)]
-    return tuple(pieces)
+        elif begins if seen == 0 else ends:
+            yield Piece(unit, unit.count)
+
+
+def stage_counts(profile: ModelProfile, layout: Layout) -> tuple[int, ...]:
+    """Blocks of each pipeline stage: balanced by the operations of products, as those who cut live models do it.
+
+    Other stacks deal out blocks evenly.
+    """
+    if layout.stack != "shardwise":
+        return blocks_per_stage(profile.num_blocks, layout.pp)
+    return _stage_counts(SameProfile(profile), layout.pp * layout.virtual)
+
+
+@lru_cache(maxsize=1024)
+def _stage_counts(same: SameProfile, stages: int) -> tuple[int, ...]:
+    units = same.profile.units
+    if stages > same.profile.num_blocks:
+        return blocks_per_stage(same.profile.num_blocks, stages)
+    place = next(i for i, unit in enumerate(units) if unit.kind == "block")
+    before = sum(_products(unit) * unit.count for unit in units[:place])
+    after = sum(_products(unit) * unit.count for unit in units[place:] if unit.kind != "block")
+    blocks = [_products(unit) for unit in units if unit.kind == "block" for _ in range(unit.count)]
+    if len(set(blocks)) == 1:
+        return even_stages(len(blocks), blocks[0] or 1.0, before, after, stages)
+    return balanced_stages(blocks, before, after, stages)
+
+
+def _products(unit: Unit) -> float:
+    """Operations of matrix products and convolutions; attention's are not seen where a live model is looked at."""
+    return sum(2.0 * op.m * op.k * op.n for op in unit.ops if op.kind in ("matmul", "conv"))
+
+
+def rank_of(layout: Layout, stage: int) -> int:
+    """The pipeline rank of a stage: around and around, or forth and back for ``zbv``."""
+    if layout.schedule == "zbv" and stage >= layout.pp:
+        return 2 * layout.pp - 1 - stage
+    return stage % layout.pp
 
 
 def _tied_copies(profile: ModelProfile) -> list[Unit]:
@@ -198,26 +256,48 @@ def _tied_copies(profile: ModelProfile) -> list[Unit]:
     return found
 
 
-def heavy_stages(layout: Layout, blocks: int) -> tuple[int, ...]:
-    """Stages that can be the fullest: the first (most micro batches in flight), the last (head and loss), and the
-    second, where it has more blocks than the first.
+def heavy_stages(profile: ModelProfile, layout: Layout) -> tuple[int, ...]:
+    """Pipeline ranks that can be the fullest: the first (most micro batches in flight), the last (head and loss), and
+    the first of those with more blocks than the first has.
     """
     if layout.pp == 1:
         return (0,)
-    counts = blocks_per_stage(blocks, layout.pp)
-    second = (1,) if layout.pp > 2 and counts[1] > counts[0] else ()
-    return (0, *second, layout.pp - 1)
+    counts = stage_counts(profile, layout)
+    each = [0] * layout.pp
+    for stage, count in enumerate(counts):
+        each[rank_of(layout, stage)] += count
+    more = next((rank for rank in range(1, layout.pp - 1) if each[rank] > each[0]), None)
+    return (0, *(() if more is None else (more,)), layout.pp - 1)
 
 
-def micro_batches_held(layout: Layout, stage: int, grad_accum: int) -> int:
-    """Micro batches whose activations 1F1B holds on ``stage`` at the fullest moment."""
-    return math.ceil(in_flight(stage, layout.pp, grad_accum)) if layout.pp > 1 else 1
+def micro_batches_held(layout: Layout, rank: int, grad_accum: int) -> int:
+    """Micro batches whose activations a pipeline rank holds at the fullest moment, in units of all its stages."""
+    if layout.pp == 1:
+        return 1
+    if layout.schedule == "gpipe" or grad_accum < layout.pp:
+        return grad_accum
+    return math.ceil(in_flight(rank, layout.pp, grad_accum, layout.virtual))
 
 
 def unit_weights(unit: Unit, layout: Layout) -> UnitWeights:
     """Bytes of one of ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
     return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters)
+
+
+class SameProfile:
+    """A profile that is equal only to itself."""
+
+    __slots__ = ("profile",)
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameProfile) and self.profile is other.profile
+
+    def __hash__(self) -> int:
+        return id(self.profile)
 
 
 class Same:

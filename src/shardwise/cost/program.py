@@ -38,7 +38,10 @@ from shardwise.plan.plan import Recompute
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """All that one rank's allocations depend on. ``held`` micro batches are in flight before the first backward."""
+    """All that one rank's allocations depend on. ``held`` micro batches are in flight before the first backward.
+
+    ``sent`` are bytes of a sample's hidden state that goes on to the next pipeline stage; none from the last one.
+    """
 
     pieces: tuple[Piece, ...]
     weights: tuple[UnitWeights, ...]
@@ -49,6 +52,7 @@ class Setting:
     held: int
     optimizer: int
     temporaries: int
+    sent: float = 0.0
 
     @property
     def waits(self) -> bool:
@@ -56,11 +60,6 @@ class Setting:
         ``torch.distributed.pipelining`` holds their reduction back.
         """
         return self.program.gradients_wait or self.layout.pp > 1
-
-    @property
-    def stays_gathered(self) -> bool:
-        """Blocks keep their whole weights from forward to backward: zero2, and pipelines (micro batches share them)."""
-        return not self.layout.reshards or self.layout.pp > 1
 
     @property
     def has_buckets(self) -> bool:
@@ -114,6 +113,7 @@ class _Writer:
         self.summed: list[int] = []
         self.late: list[int] = []
         self.log_probabilities = -1
+        self.made = -1
         self.adds = self.reduces = False
 
     def load(self) -> None:
@@ -141,12 +141,13 @@ class _Writer:
     def step(self, *, first: bool) -> None:
         """Micro batches, the optimizer, and the gradients' end."""
         s, tape = self.s, self.tape
-        crowd = -1
+        crowd: list[int] = []
         for index in range(min(s.program.grad_accum, 2)):
             if not first and index == 0:
                 tape.phase("forward")
             if index == 0 and s.held > 1:
-                crowd = tape.alloc(self._kept() * (s.held - 1), ACTIVATIONS)
+                crowd = [tape.alloc(self._kept() * (s.held - 1), ACTIVATIONS)]
+                crowd.append(tape.alloc(self._kept_logits() * (s.held - 1), LOGITS))
             self.forward()
             if not first:
                 tape.phase("backward")
@@ -154,8 +155,8 @@ class _Writer:
             always = s.layout.shards and not s.waits
             self.backward(last=last or always, again=index > 0 and always)
             if index or s.program.grad_accum <= s.held:  # a longer pipeline is full again while gradients wait
-                tape.free(crowd)
-                crowd = -1
+                tape.free(*crowd)
+                crowd = []
             if not first and index == 0 and s.program.grad_accum > 1:
                 tape.phase("forward")
         if not first:
@@ -172,7 +173,13 @@ class _Writer:
         """Bytes that one micro batch keeps on this stage."""
         rows = zip(self.s.bytes, self.s.weights, self.s.pieces, strict=True)
         copies = self.s.layout.autocasts and self.s.program.recompute == "none"
-        return sum(p.count * (b.kept * self.s.micro + (w.copies if copies else 0)) for b, w, p in rows)
+        kept = sum(p.count * (b.kept * self.s.micro + (w.copies if copies else 0)) for b, w, p in rows)
+        return kept + self.s.sent * self.s.micro
+
+    def _kept_logits(self) -> float:
+        """Bytes that the loss of one micro batch keeps for its backward."""
+        each = self.s.layout.width if self.s.program.fused_loss else FP32
+        return max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro * each
 
     # forward
 
@@ -186,10 +193,11 @@ class _Writer:
             if self.s.layout.shards and is_block and not visit.gathered:
                 visit.gathered = self._gather([visit.piece], ahead=True, number=visit.number)
             visit.saved = self._forward_unit(visit)
-            if is_block and not self.s.stays_gathered:
+            if is_block and not self.s.layout.keeps_weights:
                 tape.free(*visit.gathered)
                 visit.gathered = []
         logits = max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro
+        self.made = tape.alloc(self.s.sent * self.s.micro, ACTIVATIONS)
         narrow = tape.alloc(logits * self.s.layout.width, LOGITS)
         tape.free(*self.late)
         self.late = []
@@ -265,7 +273,9 @@ class _Writer:
         """One micro batch back to its inputs; ``last`` reduces gradients, ``again`` adds them to those of before."""
         tape, s = self.tape, self.s
         self.adds, self.reduces = again, last
-        incoming = self._loss_gradient()
+        incoming = self._loss_gradient() if self.made < 0 else tape.alloc(s.sent * s.micro, ACTIVATIONS)
+        tape.free(self.made)
+        self.made = -1
         for position in range(len(self.visits) - 1, -1, -1):
             visit = self.visits[position]
             is_block = s.pieces[visit.piece].is_block
@@ -385,7 +395,7 @@ class _Writer:
         tape, output = self.tape, -1
         if number == 1:
             output = self._send(group)
-        elif not self.s.stays_gathered:
+        elif not self.s.layout.keeps_weights:
             return []
         whole = [tape.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
         if number == 1 and ahead:
@@ -424,7 +434,7 @@ class _Writer:
     def _finish(self, visit: _Visit, whole: list[int], *, last: bool) -> None:
         """After a block's backward: weights go, gradients wait in fp32 or are reduced."""
         tape, s, weights = self.tape, self.s, self.s.weights[visit.piece]
-        if last or s.layout.pp == 1:  # FSDP2 reshards after each backward, a pipeline's stage only after the last
+        if last or s.layout.pp == 1 or not s.layout.keeps_weights:
             tape.free(*visit.gathered)
             visit.gathered = []
         key = self._key(visit)
@@ -436,7 +446,7 @@ class _Writer:
     def _finish_root(self, *, last: bool) -> None:
         tape, key = self.tape, (-1, 0)
         weights = [self.s.weights[i] for i in self.root]
-        if last or self.s.layout.pp == 1:
+        if last or self.s.layout.pp == 1 or not self.s.layout.keeps_weights:
             tape.free(*self.root_gathered)
             self.root_gathered = []
         if not last:

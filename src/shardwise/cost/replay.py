@@ -17,11 +17,13 @@ from shardwise.cost.held import (
     heavy_stages,
     micro_batches_held,
     optimizer_bytes,
+    rank_of,
     stage_pieces,
     unit_weights,
 )
 from shardwise.cost.program import Setting
 from shardwise.cost.tape import Program, Tape
+from shardwise.plan.plan import Recompute
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import Workload
 
@@ -46,8 +48,8 @@ def settings_of(
     profile: ModelProfile, layout: Layout, workload: Workload, micro: int, program: Program
 ) -> Iterator[Setting]:
     """The ranks that can be the fullest: one for each pipeline stage that differs."""
-    for stage in heavy_stages(layout, profile.num_blocks):
-        pieces = stage_pieces(profile, layout.pp, stage)
+    for stage in heavy_stages(profile, layout):
+        pieces = stage_pieces(profile, layout, stage)
         weights = tuple(unit_weights(piece.unit, layout) for piece in pieces)
         state = optimizer_bytes(pieces, layout, workload) or 0
         yield Setting(
@@ -60,7 +62,16 @@ def settings_of(
             held=micro_batches_held(layout, stage, program.grad_accum),
             optimizer=state,
             temporaries=_temporaries(pieces, layout, workload, state),
+            sent=sent_bytes(profile, layout, stage, program.recompute, compiled=workload.compiled),
         )
+
+
+def sent_bytes(profile: ModelProfile, layout: Layout, rank: int, recompute: Recompute, *, compiled: bool) -> float:
+    """Bytes of a sample's hidden state that a pipeline rank's last stage sends on, and keeps for its backward."""
+    if layout.pp == 1 or layout.stack != "shardwise" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
+        return 0.0
+    block = next(unit for unit in profile.units if unit.kind == "block")
+    return unit_bytes(block, layout, recompute, compiled).input
 
 
 def _temporaries(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, state: int) -> int:

@@ -56,6 +56,8 @@ class _Key:
             plan.gradient_sync,
             plan.sequence_parallel,
             plan.loss_parallel,
+            plan.pipeline_schedule,
+            plan.virtual_stages,
             plan.device,
             min(plan.grad_accum, dims.pp + 1),
             workload.optimizer,
@@ -86,9 +88,9 @@ def _lines(key: _Key) -> tuple[Line, ...]:
     plan, workload = key.plan, key.workload
     layout = layout_of(plan)
     lines: list[Line] = []
-    for stage in heavy_stages(layout, key.profile.num_blocks):
+    for stage in heavy_stages(key.profile, layout):
         held = micro_batches_held(layout, stage, plan.grad_accum)
-        pieces = stage_pieces(key.profile, layout.pp, stage)
+        pieces = stage_pieces(key.profile, layout, stage)
         lines += _stage_lines(pieces, layout, workload, plan, held)
     return tuple(lines)
 
@@ -119,7 +121,7 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     logits = max(wide, default=0.0)
     again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
     own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
-    own = own if layout.shards and layout.reshards and layout.pp == 1 else 0
+    own = own if layout.shards and not layout.keeps_weights else 0
     lines = [] if layout.offloads else [Line(parameters + gradients + state + temporaries)]
     for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else 1)):
         lines.append(Line(base + fixed + copies * crowd, kept * crowd + logits))
@@ -143,5 +145,4 @@ def _gathered(rows: list[tuple[Piece, UnitWeights, UnitBytes]], layout: Layout) 
     """Whole weights that stay from forward to backward."""
     if not layout.shards:
         return 0
-    stays = not layout.reshards or layout.pp > 1
-    return sum(sum(w.gathered) * p.count for p, w, _ in rows if stays or not p.is_block)
+    return sum(sum(w.gathered) * p.count for p, w, _ in rows if layout.keeps_weights or not p.is_block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -48,3 +49,28 @@ def _better(one: tuple[float, float, tuple[int, ...]], other: tuple[float, float
         if abs(a - b) > 1e-9 * max(abs(a), abs(b)):
             return a < b
     return one[2] > other[2]
+
+
+def even_stages(number: int, block: float, before: float, after: float, stages: int) -> tuple[int, ...]:
+    """`balanced_stages` of ``number`` blocks that cost ``block`` each, in microseconds.
+
+    Each further block goes to the stage that costs least so far, the first of equal ones: of all ways to deal out equal
+    pieces this is the one with the least maximum and the most even sum of squares.
+
+    Raises:
+        ValueError: fewer blocks than stages.
+    """
+    if not 1 <= stages <= number:
+        raise ValueError(f"{number} blocks cannot be {stages} stages")
+    counts = [1] * stages
+    if block <= 0:
+        return balanced_stages([block] * number, before, after, stages)
+    extra = {0: before / block}
+    extra[stages - 1] = extra.get(stages - 1, 0.0) + after / block
+    loads = [(round(1 + extra.get(stage, 0.0), 9), stage) for stage in range(stages)]
+    heapq.heapify(loads)
+    for _ in range(number - stages):
+        load, stage = loads[0]
+        counts[stage] += 1
+        heapq.heapreplace(loads, (round(load + 1, 9), stage))
+    return tuple(counts)

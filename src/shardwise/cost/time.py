@@ -181,9 +181,7 @@ def step_time(
     timed = {id(s): _with_host(s, plan, own) if workload.framework_overhead else _alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]
     parts = _micro_batches(plan, stages, hosted, send, virtual)
-    optimizer, after, offload = update_s(
-        machine, profile, plan, strategy, workload, times, distributed=megatron
-    )
+    optimizer, after, offload = update_s(machine, profile, plan, strategy, workload, times, distributed=megatron)
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload
     parts["exposed_dp_s"] += after
     if workload.framework_overhead and rates is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +65,12 @@ class Collective(NamedTuple):
 class CollectiveRecorder(TorchDispatchMode):
     """While active, notes what passes PyTorch's dispatcher on this thread and in backward.
 
-    Every operator gets slower, so it is on for one step only. ``axes`` names the axis of each process group of a plan
-    that cuts the model; then functional collectives, exchanges and messages between two ranks are noted, too.
+    Every operator gets slower, so it is on for one step only. ``axes`` names the axis of a collective, by its own name
+    and its process group's, for a plan that cuts the model; then functional collectives, exchanges and messages between
+    two ranks are noted, too.
     """
 
-    def __init__(self, phase: Callable[[], str], axes: Mapping[str, str] | None = None) -> None:
+    def __init__(self, phase: Callable[[], str], axes: Callable[[str, str], str] | None = None) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
         self.matmul_dtypes: set[str] = set()
@@ -98,7 +99,7 @@ class CollectiveRecorder(TorchDispatchMode):
         if not tensors:
             return
         size = sum(t.numel() * t.element_size() for t in tensors) * times
-        axis = OTHER if self._axes is None else self._axes.get(group(), OTHER)
+        axis = OTHER if self._axes is None else self._axes(field, group())
         self.collectives.append(Collective(field, size, dtype_name(tensors[0].dtype), self._phase(), axis))
 
     def totals(self) -> dict[str, tuple[int, int]]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ModelError, UserError
 from shardwise.parallel.compiled import apply_compile, check_options
+from shardwise.parallel.compiled_look import check_compile
 from shardwise.parallel.context import apply_context, check_context
 from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.home import home_of
@@ -129,6 +130,8 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
         checks.append(lambda: check_pipeline(plan, len(spec.blocks)))
     if plan.dims.cp > 1:
         checks.append(lambda: attention.append(check_context(module, spec, plan, sample)))
+    if plan.compile:
+        checks.append(lambda: check_compile(module, spec, plan, sample))
     checks.append(lambda: decide(module, spec, plan, sample))
     found: object = None
     for look in checks:

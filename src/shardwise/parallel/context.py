@@ -22,7 +22,6 @@ from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 
 
-
 def check_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> ContextLayout:
     """Where ``module`` computes attention, once it is sure that it can run under the plan's context parallel.
 
@@ -35,17 +34,21 @@ def check_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = 
     return look_at_context(module, spec, plan, sample)
 
 
-def apply_context(module: nn.Module, layout: ContextLayout, mesh: DeviceMesh) -> None:
+def apply_context(
+    module: nn.Module, layout: ContextLayout, mesh: DeviceMesh, exchange: Exchange | None = None
+) -> Exchange:
     """Let the attention of ``module`` exchange tokens for heads, and tell it where its chunk begins.
 
-    ``module`` is the model, or a stage that holds some of its blocks under the user's names.
+    ``module`` is the model, or a stage that holds some of its blocks under the user's names; ``exchange`` is what an
+    earlier call for another stage returned.
     """
-    exchange = Exchange(mesh.get_group().group_name, mesh.size())
+    exchange = exchange or Exchange(mesh.get_group().group_name, mesh.size())
     parts = dict(module.named_modules())
     for name in layout.sites:
         if name in parts:
             exchange_in(parts[name], exchange, name)
     module.register_forward_pre_hook(_Positions(mesh.get_local_rank(), mesh.size(), layout), with_kwargs=True)
+    return exchange
 
 
 def exchanged_calls(module: nn.Module) -> int:

@@ -9,7 +9,7 @@ chunks for different ranks have to lie apart; what arrives is used where it lies
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Exchange:
     group: str
     degree: int
     calls: int = 0
+    kinds: dict[type, type] = field(default_factory=dict)
 
 
 class ExchangeMode(TorchFunctionMode):
@@ -46,15 +47,23 @@ class ExchangeMode(TorchFunctionMode):
 
 
 def exchange_in(module: nn.Module, exchange: Exchange, name: str) -> None:
-    """Let ``module``'s forward run under the mode: its type becomes a subclass of the same name."""
+    """Let ``module``'s forward run under the mode: its type becomes a subclass of the same name.
+
+    Modules of one type get one subclass, so that equal blocks are still compiled once.
+    """
     kind = type(module)
+    known = exchange.kinds.get(kind)
+    if known is None:
+        mode = ExchangeMode(exchange, name)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with ExchangeMode(exchange, name):
-            return kind.forward(self, *args, **kwargs)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return kind.forward(self, *args, **kwargs)
 
-    members = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {**members, "_shardwise_exchange": exchange})
+        members = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        known = type(kind.__name__, (kind,), {**members, "_shardwise_exchange": exchange})
+        exchange.kinds[kind] = known
+    module.__class__ = known
 
 
 def exchange_of(module: nn.Module) -> Exchange | None:
@@ -88,9 +97,7 @@ def _attend(
     return _to_tokens(found, exchange)
 
 
-def attention_problem(
-    name: str, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
-) -> str | None:
+def attention_problem(name: str, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
     """Why the arguments of an attention cannot be exchanged; ``None`` where they can."""
     if attn_mask is not None:
         return (
@@ -135,9 +142,7 @@ def _to_heads(parts: tuple[torch.Tensor, ...], exchange: Exchange) -> list[torch
         packed = torch.cat([row.flatten(3) for row in rows], dim=3)
     arrived: torch.Tensor = _AllToAll.apply(packed.reshape(degree * length, samples, -1), exchange.group, degree)
     whole = arrived.split([heads * width for heads, width in sizes], dim=-1)
-    return [
-        part.unflatten(-1, size).permute(1, 2, 0, 3) for part, size in zip(whole, sizes, strict=True)
-    ]
+    return [part.unflatten(-1, size).permute(1, 2, 0, 3) for part, size in zip(whole, sizes, strict=True)]
 
 
 def _to_tokens(found: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -158,7 +163,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchanged(tensor, group, degree)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _exchanged(gradient, ctx.group, ctx.degree), None, None
 
 

@@ -8,16 +8,13 @@ cuts, turns or convolves such a dim is seen.
 from __future__ import annotations
 
 import inspect
-import math
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -25,11 +22,11 @@ from torch.utils import _pytree
 from shardwise.errors import ModelError
 from shardwise.parallel.context_exchange import attention_problem, kv_repeats
 from shardwise.parallel.context_mixing import Mixing
+from shardwise.parallel.fake_forward import inputs_of, run_forward
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 
 POSITIONS = "position_ids"
-_LENGTH = 16  # where nothing says how long samples are
 _LONGEST = 8192  # a mask is really computed
 _PRIMES = (13, 11, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
@@ -87,12 +84,13 @@ def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any)
     Raises:
         ModelError: what it needs more than a chunk of the tokens for, and everything else that is in the way.
     """
-    args, kwargs = _arguments(sample, plan.seq_len)
+    args, kwargs = inputs_of(sample, plan.seq_len)
     place, problems = _position_argument(module)
     samples, length = _form(args, kwargs)
     known = min(length, _LONGEST)
-    seen, _, failure = _forward(module, *_resized((args, kwargs), samples, length, known), plan, None)
-    problems += [f"the model's forward cannot be looked at under fake tensors ({failure}); {_WITHOUT}"] if failure else []
+    seen, _, failure = _forward(module, *_resized((args, kwargs), samples, length, known), None)
+    if failure:
+        problems.append(f"the model's forward cannot be looked at under fake tensors ({failure}); {_WITHOUT}")
     problems += _summed(list(seen.problems.values()))
     if not failure:
         problems += _mixing_problems(module, spec, plan, (args, kwargs), place)
@@ -107,9 +105,7 @@ def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any)
     return ContextLayout(_outermost(sites), place, window)
 
 
-def _mixing_problems(
-    module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tuple[Any, Any], place: int
-) -> list[str]:
+def _mixing_problems(module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tuple[Any, Any], place: int) -> list[str]:
     """What the forward does to tokens outside of attention, at a length that marks their dim."""
     samples, length = _form(*inputs)
     sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
@@ -120,11 +116,11 @@ def _mixing_problems(
         positions = torch.arange(prime)[None]
         kwargs = {**kwargs, POSITIONS: positions}
     seen = Mixing(prime, positions)
-    look, outputs, failure = _forward(module, args, kwargs, plan, seen)
+    _, outputs, failure = _forward(module, args, kwargs, seen)
     if failure:
         return [f"the model's forward does not run on {prime} tokens ({failure}); {_WITHOUT}"]
     problems = [
-        f"'{site or 'the model'}' mixes tokens outside of attention ({what}), and a rank has part of them only; {_WITHOUT}"
+        f"'{site or 'the model'}' mixes tokens outside of attention ({what}), and a rank has part of them; {_WITHOUT}"
         for site, what in list(seen.found.items())[:3]
     ]
     if positions is not None and not seen.positions_read:
@@ -142,31 +138,14 @@ def _mixing_problems(
 
 
 def _forward(
-    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, mixing: Mixing | None
+    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mixing: Mixing | None
 ) -> tuple[_Look, Any, str]:
-    """One forward with fake weights and real inputs: what does not depend on weights (masks) has values."""
-    look, outputs = _Look(), None
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        state: dict[str, torch.Tensor] = {n: torch.empty(p.shape, dtype=p.dtype) for n, p in module.named_parameters()}
-        for name, buffer in module.named_buffers():
-            if buffer.device.type != "cpu":
-                state[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), _names(module, look.running):
-        warnings.simplefilter("ignore")
-        if mixing is not None:
-            mixing.running = look.running
-        try:
-            with look:
-                if mixing is None:
-                    torch.func.functional_call(module, state, tuple(args), kwargs)
-                else:
-                    with mixing:
-                        outputs = torch.func.functional_call(module, state, tuple(args), kwargs)
-        except Exception as error:  # whatever the user's code raises
-            text = " ".join(str(error).split())
-            return look, None, f"{type(error).__name__}: {text[:200]}"
-    return look, outputs, ""
+    look = _Look()
+    contexts: list[AbstractContextManager[Any]] = [_names(module, look.running), look]
+    if mixing is not None:
+        mixing.running = look.running
+        contexts.append(mixing)
+    return look, *run_forward(module, args, kwargs, *contexts)
 
 
 @contextmanager
@@ -188,21 +167,6 @@ def _names(module: nn.Module, running: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _arguments(sample: Any, seq_len: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with, on the CPU."""
-    if sample is None:
-        sample = torch.zeros(1, seq_len or _LENGTH, dtype=torch.int64)
-    sample = _pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu"), sample)
-    if isinstance(sample, torch.Tensor):
-        return (sample,), {}
-    if isinstance(sample, list | tuple):
-        return tuple(sample), {}
-    named = {key: value for key, value in dict(sample).items() if key != "labels"}
-    if isinstance(named.get("attention_mask"), torch.Tensor):  # values do not matter; a real one that masks is refused
-        named["attention_mask"] = torch.ones_like(named["attention_mask"])
-    return (), named
 
 
 def _form(args: Any, kwargs: Any) -> tuple[int, int]:
@@ -266,8 +230,8 @@ def _head_problems(plan: Plan, heads: dict[str, tuple[int, int]]) -> list[str]:
             works = [n for n in range(2, local + 1) if local % n == 0]
             fix = f"use cp {' or '.join(map(str, works))}" if works else _WITHOUT
             each = f" ({queries} over tp {tp})" if tp > 1 else ""
-            problem = f"'{site}' has {local} heads{each}, which do not divide by cp {cp}: each rank computes whole heads"
-            problems.setdefault(local, f"{problem}; {fix}")
+            rule = f"which do not divide by cp {cp}: each rank computes whole heads"
+            problems.setdefault(local, f"'{site}' has {local} heads{each}, {rule}; {fix}")
     return list(problems.values())
 
 

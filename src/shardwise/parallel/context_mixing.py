@@ -9,17 +9,17 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TOKEN_WISE = {"aten", "prim", "prims", "bitsandbytes", "torchao", "quantized"}  # other libraries' operations may do anything
+_TOKEN_WISE = {"aten", "prim", "prims", "bitsandbytes", "torchao", "quantized"}  # others' operations may do anything
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
 _ALONG = {
-    "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "topk",
-    "kthvalue", "median", "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "var",
+    "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort",
+    "topk", "kthvalue", "median", "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "var",
     "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "flip", "roll", "_fft_r2c", "_fft_c2r", "_fft_c2c",
     "gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy", "unbind",
     "select", "unfold", "cat",
 }  # fmt: skip
 _RESIZING = {"slice", "split", "split_with_sizes", "constant_pad_nd", "repeat", "narrow"}
-_ALWAYS = ("attention", "lstm", "gru", "rnn", "pool", "reflection_pad", "replication_pad", "im2col", "upsample", "grid_s")
+_ALWAYS = ("attention", "lstm", "gru", "rnn", "pool", "reflection_pad", "replication_pad", "im2col", "upsample")
 _NORMS = ("batch_norm", "group_norm")
 _DIMS = ("dim", "dims", "axis")
 
@@ -87,9 +87,8 @@ class Mixing(TorchDispatchMode):
     def _resized(self, before: torch.Tensor, outputs: Any) -> bool:
         """Whether a result has another number of tokens in some dim."""
         after = [leaf for leaf in _pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        return any(
-            part.ndim != before.ndim or part.shape[dim] != before.shape[dim] for part in after for dim in self.dims(before)
-        )
+        dims = self.dims(before)
+        return any(part.ndim != before.ndim or any(part.shape[d] != before.shape[d] for d in dims) for part in after)
 
     def _convolved(self, tensor: torch.Tensor, weight: torch.Tensor) -> bool:
         return any(dim >= 2 and weight.shape[dim] > 1 for dim in self.dims(tensor))

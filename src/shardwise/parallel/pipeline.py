@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ _SEVERAL = {
     "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
+_TORCH_LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 _ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
 
 
@@ -110,6 +112,11 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
         problems.append(
             f"pipeline_schedule {name} with {base}: weights get their gradients in a pass of its own, when {base} has freed "
             f"them; use zero2+pp{pp}, which keeps weights gathered, or pipeline_schedule interleaved-1f1b"
+        )
+    if name in _ZERO_BUBBLE and plan.recompute == "selective":
+        problems.append(
+            f"pipeline_schedule {name} goes backward through a block twice, and PyTorch's selective recompute does so once; "
+            "set recompute to full or none, or pipeline_schedule to interleaved-1f1b"
         )
     if name in _ZERO_BUBBLE and plan.compile:
         problems.append(
@@ -234,6 +241,7 @@ class Pipeline:
         fill = _Sample(micros[-1].inputs, micros[-1].labels, filler=True)
         work = self._begin([*micros, *[fill] * (number - len(micros))], loss_fn, weight, has_backward=True)
         nothing = [None] * number
+        _TORCH_LOG.disabled = True  # it answers an error of the user's with a table of the whole schedule
         try:
             self._schedule(number)._step_microbatches([()] * number, [{} for _ in nothing], nothing, return_outputs=False)
         except BaseException:
@@ -241,6 +249,8 @@ class Pipeline:
             for stage in self.stages:
                 stage.clear()
             raise
+        finally:
+            _TORCH_LOG.disabled = False
         for stage in self.stages:
             stage.end()
         return work.loss_sum

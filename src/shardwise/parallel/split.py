@@ -16,15 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from shardwise.parallel.compiled import apply_compile
+from shardwise.cost.memory import Parts
+from shardwise.cost.stages import balanced_stages
+from shardwise.parallel.compiled import Compiled, apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context import apply_context
+from shardwise.parallel.context_exchange import Exchange
 from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.home import Home, set_home
 from shardwise.parallel.materialize import broadcast_buffers
 from shardwise.parallel.mesh import Meshes
-from shardwise.parallel.pipeline import Pipeline, cut_stages, make_pipeline
+from shardwise.parallel.pipeline import Pipeline, cut_stages, make_pipeline, stage_ranks
 from shardwise.parallel.precision import apply_autocast, mixed_precision_policy
 from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.shard import gather_ahead
 from shardwise.parallel.tensor import TensorLayout, apply_tensor, distribute, tensor_layout
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -63,6 +67,29 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
     return Decision(wiring, layout)
 
 
+def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> Parts:
+    """Which parameters lie where, for who predicts what a rank holds."""
+    wiring, shard_dim = decision.wiring, decision.layout.shard_dim if decision.layout is not None else {}
+    if wiring is None:
+        return Parts(shard_dim)
+    ranks = stage_ranks(plan)
+    counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, len(ranks))
+    stage_of = {block: stage for stage, block in zip(_stage_numbers(counts), spec.blocks, strict=True)}
+    names: list[set[str]] = [set() for _ in range(plan.dims.pp)]
+    for parameter in spec.parameters:
+        every = {parameter.name, *parameter.aliases}
+        stages = {stage_of[parameter.block]} if parameter.block is not None else set()
+        stages |= {0} if every & wiring.before else set()
+        stages |= {len(ranks) - 1} if every & wiring.after else set()
+        for stage in stages or {0}:
+            names[ranks[stage]].add(parameter.name)
+    return Parts(shard_dim, tuple(frozenset(held) for held in names))
+
+
+def _stage_numbers(counts: Sequence[int]) -> list[int]:
+    return [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+
 def apply_split(
     module: nn.Module,
     spec: ModelSpec,
@@ -83,14 +110,17 @@ def apply_split(
     stages = cut_stages(module, spec, decision.wiring, plan, plan.dims.place(dist.get_rank()).pp)
     notes: tuple[str, ...] = decision.layout.notes if decision.layout is not None else ()
     blocks: dict[str, nn.Module] = {}
+    exchange: Exchange | None = None
+    compiled: Compiled | None = None
+    overlap_tensor_parallel(plan, meshes.tp)
     for stage in stages.parts:
         own = [block for block in spec.blocks if block in stages.blocks_of(stage)]
         if decision.layout is not None and meshes.tp is not None:
             apply_tensor(stage, decision.layout, meshes.tp, plan)
         if meshes.cp is not None and decision.context is not None:
-            apply_context(stage, decision.context, meshes.cp)
+            exchange = apply_context(stage, decision.context, meshes.cp, exchange)
         wrapped = apply_recompute(stage, plan.recompute, own)
-        apply_compile(wrapped, plan)
+        compiled = apply_compile(wrapped, plan, compiled)
         stages.enter(stage, wrapped)
         blocks |= dict(zip(own, wrapped, strict=True))
     wrap = _Wrapper(plan, meshes)
@@ -110,6 +140,7 @@ def apply_split(
     for stage in stages.parts:
         if wrap.is_needed:
             wrap(stage, is_root=True, is_last=stages.is_last(stage))
+            gather_ahead(stage, [blocks[b] for b in spec.blocks if b in stages.blocks_of(stage)], plan.prefetch)
         else:
             apply_autocast(stage, plan)
     outer = stages.container

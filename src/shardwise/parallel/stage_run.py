@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils import _pytree
 
-from shardwise.errors import MachineError
+from shardwise.errors import ModelError, UserError
 from shardwise.parallel.stage import Receive
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -247,7 +247,11 @@ class RunStage(_PipelineStageBase):
         if self.is_last:
             found = self._loss(found, micro)
         elif not isinstance(found, torch.Tensor) or found.dtype not in _DTYPES or found.ndim > _MAX_DIMS:
-            raise MachineError(f"stage {self.stage_index} made {type(found).__name__} and not a hidden state to send on")
+            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ModelError(
+                f"the hidden state between two blocks is {what}, and pipeline stages send floating-point tensors of up "
+                f"to {_MAX_DIMS} dims; use a strategy without +pp"
+            )
         else:
             found = found.contiguous()
         if self.has_backward:
@@ -256,12 +260,18 @@ class RunStage(_PipelineStageBase):
             self.made[fwd_chunk_id] = found
             self.taken.pop(fwd_chunk_id, None)
         self._note("forward", fwd_chunk_id, start)
-        return found
+        # schedules keep what they get to the end of a step; the graph is kept here, and only until its backward
+        return found if self.stage_index + 1 < self.num_stages and self._is_here(self.stage_index + 1) else found.detach()
 
     def _loss(self, outputs: Any, micro: Any) -> torch.Tensor:
         work = self.work
         assert work is not None
         loss = work.loss_fn(outputs, micro.labels)
+        if self.has_backward and not loss.requires_grad:
+            raise UserError(
+                "step.run: the loss of loss_fn(outputs, labels) does not depend on the model's outputs (it requires no "
+                "gradient); compute it from the outputs, without detach() or torch.no_grad()"
+            )
         if not getattr(micro, "filler", False):
             work.loss_sum += loss.detach()
         return loss if work.weight is None else loss * work.weight(micro)

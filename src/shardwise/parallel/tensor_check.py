@@ -37,7 +37,7 @@ class Check:
         self.flow, self.run, self.tp, self.sequence = flow, run, tp, sequence
         self.prefix = f"{run.name}."
         self.block = flow.submodule(run.name)
-        self.parameters = {n: p for n, p in flow.parameters.items() if n.startswith(self.prefix)}
+        self.parameters = {n: p for n, p in flow.parameters.items() if n.startswith(self.prefix) and p.requires_grad}
         self.calls = {(call.product.name, call.count): call for call in run.calls}
         self.output = _main(run.output, run.hidden)
 

@@ -1,7 +1,10 @@
-"""How a model is cut over tensor-parallel ranks: decided on the untouched module, proven on it before ranks start."""
+"""How a model is cut over tensor-parallel ranks: decided on the untouched module, and shown to be right on it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,136 +12,185 @@ from torch import nn
 from torch.utils import _pytree
 
 from shardwise.errors import ModelError
+from shardwise.parallel.tensor_build import Findings, Head, build
 from shardwise.parallel.tensor_check import Check
-from shardwise.parallel.tensor_layout import Entry, Held, ModuleCut, Slices, TensorLayout, chunk
+from shardwise.parallel.tensor_layout import TensorLayout, chunk
 from shardwise.parallel.tensor_regions import Depends, Regions, find_regions
+from shardwise.parallel.tensor_styles import chosen_styles
 from shardwise.plan.plan import Plan
-from shardwise.spec.flow import BlockRun, Call, Flow, Product, short_sample
+from shardwise.spec.flow import BlockRun, Call, Flow, short_sample
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name
+
+LARGE = 4096  # a last layer of as many results is a vocabulary, whatever feeds the model
 
 
 def decide_layout(
-    module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any, styles: dict[str, str] | None
+    module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any, given: Mapping[str, str] | None
 ) -> TensorLayout:
     """See `tensor.tensor_layout`."""
+    if not spec.blocks:
+        raise ModelError(
+            f"{plan.strategy}: tensor parallel cuts repeated blocks (a ModuleList, ModuleDict or Sequential with two or "
+            "more children of one type), and the model has none; use fsdp"
+        )
     args, kwargs = short_sample(sample, plan.dims.tp)
+    problems = _length_problems(plan, sample)
     with Flow(module, spec.blocks) as flow:
-        output = flow.run(args, kwargs)
-        blocks = {}
-        for name, run in flow.runs.items():
-            blocks[name] = find_regions(run, flow, plan.dims.tp, None)
-            if plan.sequence_parallel:
-                add_entries(run, blocks[name])
-            problems = blocks[name].problems
-            why = None if problems else Check(flow, run, plan.dims.tp, sequence=plan.sequence_parallel).settle(blocks[name])
-            if problems or why:
-                raise ModelError(*problems, *([f"{name}: {why}"] if why else []))
-        head = find_head(flow, output)
-        return build(flow, spec, plan, blocks, head)
+        names = [product.name for product in flow.products.values()]
+        inner = [name for name in names if any(name.startswith(f"{block}.") for block in spec.blocks)]
+        styles, is_own = chosen_styles(module, given, names, inner)
+        output = _run(flow, plan, args, kwargs)
+        blocks, more = _blocks(flow, plan, styles)
+        problems += more
+        head, more = _head(flow, spec, plan, output, styles if is_own else None)
+        problems += more
+        if head is not None and head.place is not None and not problems:
+            problems += _logits_problems(flow, plan, args, kwargs, output, head)
+        if problems:
+            raise ModelError(*dict.fromkeys(problems))
+        lent = {name: tuple(sorted(o for r, o in flow.lent if r == name)) for name, _ in flow.lent}
+        findings = Findings(blocks, head, lent, next(iter(flow.runs.values())).place, _notes(module, spec, blocks))
+        return build(flow, spec, plan, findings)
 
 
-def add_entries(run: BlockRun, found: Regions) -> None:
-    """Gather at the smallest module that holds all readers of one tensor and is given it."""
+def _run(flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return flow.run(args, kwargs)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise ModelError(
+            f"{plan.strategy} looks at one short forward of the model, and that raised {type(error).__name__}: "
+            f"{text[:200]}; give what the model takes for one micro batch: session.prepare(model, optimizer, sample)"
+        ) from error
+
+
+def _length_problems(plan: Plan, sample: Any) -> list[str]:
+    """The length of samples where it is known; elsewhere the forward says it."""
+    if not plan.sequence_parallel:
+        return []
+    leaves = [leaf for leaf in _pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
+    ids = next((leaf for leaf in leaves if leaf.ndim == 2 and not leaf.is_floating_point()), None)
+    length = plan.seq_len if ids is None else ids.shape[1]
+    # the plan's length is that of a whole sample; context parallel gives each rank a part of it
+    length = length // plan.dims.cp if length is not None and ids is None else length
+    tp = plan.dims.tp
+    if length is None or length % tp == 0:
+        return []
+    return [
+        f"sequence parallel cuts the sequence over tp {tp} ranks, and its length {length} is not a multiple of {tp}; "
+        f"make it {-(-length // tp) * tp} or set parallel.sequence_parallel to false"
+    ]
+
+
+def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict[str, Regions], list[str]]:
+    """How each block is cut, and what is in the way; blocks that are alike are looked at once."""
+    found: dict[str, Regions] = {}
+    problems: list[str] = []
+    tp, sequence = plan.dims.tp, plan.sequence_parallel
+    for name, run in flow.runs.items():
+        if run.repeated:
+            problems.append(f"{name} runs more than once in one forward, which tensor parallel does not cut; use fsdp")
+        elif run.like:
+            found[name] = found[run.like]
+        else:
+            regions = find_regions(run, flow, tp, styles)
+            found[name] = regions
+            if sequence:
+                _add_entries(run, regions)
+            if not regions.problems:
+                why = Check(flow, run, tp, sequence=sequence).settle(regions)
+                regions.problems += [] if why is None else [_reason(flow, run, regions, plan, why)]
+            problems += regions.problems
+    if not problems and not any(regions.columns for regions in found.values()):
+        problems.append(
+            f"{plan.strategy}: no block of the model has a linear layer whose results go to another one that gives the "
+            "block's width back, so there is nothing to cut; use fsdp, or name the layers in tp_styles"
+        )
+    return found, problems
+
+
+def _add_entries(run: BlockRun, found: Regions) -> None:
+    """Gather the sequence at the smallest module that holds all readers of one tensor and is given it.
+
+    A module may take the shape of what it is given for that of what its linear layers return.
+    """
     prefix = f"{run.name}."
     by_group: dict[int, list[Call]] = {}
     for call in run.calls:
-        name = call.product.name.removeprefix(prefix)
-        if name in found.groups:
-            by_group.setdefault(found.groups[name], []).append(call)
+        group = found.groups.get(call.product.name.removeprefix(prefix))
+        if group is not None:
+            by_group.setdefault(group, []).append(call)
     for group, calls in by_group.items():
-        holders = [
-            (name.removeprefix(prefix), place)
-            for name, place, value in run.arguments
-            if value is calls[0].value and all(call.product.name.startswith(f"{name}.") for call in calls)
-        ]
-        if holders:
-            name, place = holders[-1]
-            found.entries[name] = (place, group)
+        held = [name for name, _, value in run.arguments if value is calls[0].value]
+        for call in calls:
+            outer = [name for name in held if call.product.name.startswith(f"{name}.")]
+            shared = [name for name in outer if all(c.product.name.startswith(f"{name}.") for c in calls)]
+            holder = (shared or outer)[-1] if outer else None
+            if holder is not None:
+                place = next(p for n, p, value in run.arguments if n == holder and value is calls[0].value)
+                found.entries[holder.removeprefix(prefix)] = (place, group)
+        if any(not any(c.product.name.startswith(f"{prefix}{e}.") for e in found.entries) for c in calls):
+            found.entries = {name: entry for name, entry in found.entries.items() if entry[1] != group}
 
 
-def find_head(flow: Flow, output: Any) -> tuple[Product, str | int] | None:
-    """The linear layer whose results are the model's output, and where in it."""
-    last = next((call for call in reversed(flow.calls) if call.block is None and not call.product.is_lookup), None)
-    if last is None:
-        return None
-    depends = Depends()
-    items = output.items() if hasattr(output, "items") else enumerate(output) if isinstance(output, tuple) else [("", output)]
-    for place, value in items:
-        if isinstance(value, torch.Tensor) and value.shape[-1:] == (last.product.outputs,) and id(last.leaf) in depends(value):
-            return last.product, place
-    return None
-
-
-def build(flow: Flow, spec: ModelSpec, plan: Plan, blocks: dict[str, Regions], head: Any) -> TensorLayout:
-    """Everything that was found, as data."""
-    tp, sequence = plan.dims.tp, plan.sequence_parallel
-    canonical = {alias: p.name for p in spec.parameters for alias in (p.name, *p.aliases)}
-    shapes = {p.name: p.shape for p in spec.parameters}
-    products = {product.name: product for product in flow.products.values()}
-    modules: dict[str, ModuleCut] = {}
-    entries: dict[str, tuple[Entry, ...]] = {}
-    attributes: dict[str, dict[str, int]] = {}
-    for block, found in blocks.items():
-        gathered = {group for _, group in found.entries.values()}
-        for name, uses in found.columns.items():
-            product = products[f"{block}.{name}"]
-            held = {"weight": column(shapes[canonical[product.weight]], uses, tp, 0 if product.outputs_first else 1)}
-            if product.bias is not None:
-                held["bias"] = column(shapes[canonical[product.bias]], uses, tp, 0)
-            group = found.groups[name]
-            modules[product.name] = ModuleCut("colwise", held, "" if group in gathered else f"block:{block}:{group}")
-        for name in found.rows:
-            product = products[f"{block}.{name}"]
-            held = {"weight": Held(dim=1 if product.outputs_first else 0)}
-            if product.bias is not None:
-                held["bias"] = Held(partial=sequence)
-            modules[product.name] = ModuleCut("rowwise", held)
-        for name, cut in found.inside.items():
-            parent, _, key = f"{block}.{name}".rpartition(".")
-            held_one = Held(partial=True) if cut is None else column(shapes[canonical[f"{block}.{name}"]], cut[1], tp, cut[0])
-            modules.setdefault(parent, ModuleCut("reads")).held[key] = held_one
-        for name, (place, group) in found.entries.items():
-            entries[f"{block}.{name}"] = (Entry(place, f"block:{block}:{group}"),)
-        for name, changed in found.attributes.items():
-            attributes[f"{block}.{name}"] = changed
-    vocab, logits = 0, None
-    if head is not None:
-        product, place = head
-        vocab = product.outputs
-        kind = "colwise_loss" if plan.loss_parallel else "colwise_gather"
-        logits = place if plan.loss_parallel else None
-        held = {"weight": Held(dim=0 if product.outputs_first else 1)}
-        if product.bias is not None:
-            held["bias"] = Held(dim=0)
-        modules[product.name] = ModuleCut(kind, held, "head")
-        for lookup in flow.products.values():
-            if lookup.is_lookup and lookup.inputs == vocab:
-                modules[lookup.name] = ModuleCut("embedding", {"weight": Held(dim=0)})
-    shard_dim = {}
-    for name, cut in modules.items():
-        for key, held_one in cut.held.items():
-            if held_one.dim is not None:
-                shard_dim[canonical[f"{name}.{key}"]] = held_one.dim
-    for parameter in spec.parameters:
-        for full in (parameter.name, *parameter.aliases):
-            parent, _, key = full.rpartition(".")
-            cut = modules.get(parent)
-            if cut is None or key not in cut.held:
-                partial = sequence and parameter.block is not None
-                modules.setdefault(parent, ModuleCut("reads")).held[key] = Held(partial=partial, dim=shard_dim.get(parameter.name))
-    first, last = (spec.blocks[0], spec.blocks[-1]) if sequence and blocks else ("", "")
-    place = next(iter(flow.runs.values())).place if flow.runs else ("args", 0)
-    return TensorLayout(
-        shard_dim=shard_dim, modules=modules, entries=entries, attributes=attributes,
-        first=first, last=last, hidden=place, logits=logits, vocab=vocab,
+def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> str:
+    """Why a block cannot be cut as it was found to be, by name where it can be told."""
+    tp, prefix = plan.dims.tp, f"{run.name}."
+    kv_heads = max([a.kv_heads for a in run.attentions], default=0)
+    mixed = []
+    for call in run.calls:
+        uses = found.columns.get(call.product.name.removeprefix(prefix))
+        everything = ((0, call.product.outputs),)
+        if uses is not None and all(used == everything for used in uses) and kv_heads != 1:
+            mixed.append(call.product)
+    if mixed:
+        width = mixed[0].outputs
+        norms = sorted({n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)})
+        what = f"{prefix}{norms[0]} works" if norms else "what runs after it works"
+        return (
+            f"{mixed[0].name} cannot be cut by columns: {what} over its whole width ({width}), of which each of {tp} "
+            "ranks would have a part; use fsdp or pipeline parallel"
+        )
+    names = ", ".join([*found.columns, *found.rows])
+    if plan.sequence_parallel and Check(flow, run, tp, sequence=False).settle(found) is None:
+        return (
+            f"{run.name} cannot run with its sequence cut over tp {tp} ranks: {why}; set parallel.sequence_parallel to "
+            "false"
+        )
+    return (
+        f"{run.name} cannot be cut over tp {tp} ranks ({names}): {why}, and no change of its modules' whole-number "
+        "attributes makes it right; use fsdp, or leave layers out with tp_styles"
     )
 
 
-def column(shape: tuple[int, ...], uses: tuple[Slices, ...], tp: int, dim: int) -> Held:
-    """How a parameter is held whose columns the ranks use so; cut plainly where that is what they use."""
-    size = shape[dim]
-    if size % tp:
-        return Held(uses=uses, uses_dim=dim, partial=True)
-    if all(used == (chunk(size, tp, rank),) for rank, used in enumerate(uses)):
-        return Held(dim=dim)
-    return Held(dim=dim, uses=uses, uses_dim=dim)
+def _head(
+    flow: Flow, spec: ModelSpec, plan: Plan, output: Any, styles: dict[str, str] | None
+) -> tuple[Head | None, list[str]]:
+    """The linear layer whose results are the model's output, where it is over a vocabulary and may be cut."""
+    last = next((call for call in reversed(flow.calls) if not call.product.is_lookup), None)
+    missing = [
+        f"{plan.strategy}: loss_parallel cuts the logits over the vocabulary, and the model's output is not that of a "
+        "linear layer over one that can be cut; set parallel.loss_parallel to false"
+    ]
+    refused = missing if plan.loss_parallel else []
+    place = None if last is None else _place_of(last, output)
+    if last is None or place is None:
+        return None, refused
+    product = last.product
+    lookups = {call.product.name: call for call in flow.calls if call.product.is_lookup}
+    same = [call for call in lookups.values() if call.product.inputs == product.outputs]
+    owners = {id(p): name for p, name in _weights(flow)}
+    tied = {name for name in flow.owners.get(owners_key(flow, product.weight), "").split("|") if name in lookups}
+    runs = sum(call.product is product for call in flow.calls)
+    cut = [call.product.name for call in same if call.product.name in tied or not _is_position(call)]
+    cut = [name for name in cut if _plain_lookup(flow.submodule(name))]
+    lent = {owner for _, owner in flow.lent}
+    wanted = bool(same) or product.outputs >= LARGE
+    if styles is not None:
+        wanted = styles.get(product.name) == "colwise"
+        cut = [name for name in cut if styles.get(name) == "embedding" or name in tied]
+    if not wanted or runs != 1 or tied - set(cut) or lent & {product.name, *tied} or len(owners) == 0:
+        return None, refused
+    cut = [name for name in cut if name not in lent]
+    return Head(product, place if plan.loss_parallel else None, tuple(cut)), []

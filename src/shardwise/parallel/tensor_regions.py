@@ -60,7 +60,7 @@ class Depends:
 
 
 def find_regions(run: BlockRun, flow: Flow, tp: int, styles: dict[str, str] | None) -> Regions:
-    """Decide for one block, from ``styles`` (relative module name to style) where there are any, else by structure."""
+    """Decide for one block, from ``styles`` (full module name to style) where there are any, else by structure."""
     found = Regions()
     prefix = f"{run.name}."
     depends = Depends()
@@ -68,23 +68,85 @@ def find_regions(run: BlockRun, flow: Flow, tp: int, styles: dict[str, str] | No
     below = {id(call): depends(call.value) for call in calls}
     names = {id(call): call.product.name.removeprefix(prefix) for call in calls}
     out = depends_tree(run.output, depends)
-    columns, rows = _structural(run, calls, below, out)
-    if styles is not None:
-        columns, rows = _styled(calls, names, styles)
+    if styles is None:
+        columns, rows = _structural(run, calls, below, out)
+    else:
+        columns = [c for c in calls if styles.get(c.product.name) == "colwise"]
+        rows = [c for c in calls if styles.get(c.product.name) == "rowwise"]
+        found.problems += _style_problems(calls, columns, rows, below, out)
     inputs: dict[int, int] = {}
     for call in calls:
         index = inputs.setdefault(id(call.value), len(inputs))
-        if id(call) in columns:
+        if call in columns:
             found.groups[names[id(call)]] = index
-    found.rows = {names[id(c)]: c.product.inputs for c in calls if id(c) in rows}
-    found.whole = tuple(names[id(c)] for c in calls if id(c) not in columns and id(c) not in rows)
-    repeated = {n for n in names.values() if list(names.values()).count(n) > 1}
-    found.problems += [f"{prefix}{n} runs more than once in one forward" for n in sorted(repeated)]
-    odd = [(c.product.name, c.product.inputs) for c in calls if id(c) in rows and c.product.inputs % tp]
-    found.problems += [f"{name} takes {size} inputs, which tp {tp} does not divide" for name, size in odd]
+    found.rows = {names[id(c)]: c.product.inputs for c in rows}
+    found.whole = tuple(names[id(c)] for c in calls if c not in columns and c not in rows)
+    cut = [names[id(c)] for c in (*columns, *rows)]
+    found.problems += [f"{prefix}{n} runs more than once in one forward" for n in sorted(set(cut)) if cut.count(n) > 1]
+    found.problems += _size_problems(run, rows, tp)
+    found.problems += _strangers(run, flow, columns, rows, below)
     if not found.problems:
-        _uses(run, flow, found, [c for c in calls if id(c) in columns], [c for c in calls if id(c) in rows], tp)
+        _uses(run, flow, found, columns, rows, tp)
     return found
+
+
+def _style_problems(
+    calls: list[Call], columns: list[Call], rows: list[Call], below: dict[int, frozenset[int]], out: frozenset[int]
+) -> list[str]:
+    cut = {id(c.leaf) for c in columns}
+    problems = [
+        f"{c.product.name} is rowwise, but nothing that it reads is colwise" for c in rows if not below[id(c)] & cut
+    ]
+    for call in columns:
+        if below[id(call)] & cut:
+            problems.append(f"{call.product.name} is colwise and reads something that is cut already")
+        readers = [c.product.name for c in calls if id(call.leaf) in below[id(c)] and c not in rows]
+        readers += ["the block's output"] if id(call.leaf) in out else []
+        if readers:
+            problems.append(f"{call.product.name} is colwise, and {readers[0]}, which reads it, is not rowwise")
+    return problems
+
+
+def _size_problems(run: BlockRun, rows: list[Call], tp: int) -> list[str]:
+    """Heads and widths that ``tp`` does not divide, with the degrees that would do."""
+    if not rows:
+        return []
+    heads = sorted({(a.heads, a.kv_heads) for a in run.attentions})
+    widths = {c.product.name: c.product.inputs for c in rows}
+
+    def works(degree: int) -> bool:
+        fit = all(h % degree == 0 and (kv % degree == 0 or degree % kv == 0) for h, kv in heads)
+        return fit and all(width % degree == 0 for width in widths.values())
+
+    largest = min([h for h, _ in heads] or [max(widths.values())])
+    fine = [str(degree) for degree in range(2, min(largest, 128) + 1) if works(degree)]
+    fix = f"use tp {', '.join(fine)}" if fine else "use fsdp or pipeline parallel"
+    problems = []
+    for h, kv in heads:
+        if h % tp:
+            problems.append(f"{run.name} has {h} attention heads, which tp {tp} does not divide; {fix}")
+        elif kv % tp and tp % kv:
+            problems.append(f"{run.name} has {kv} key/value heads: neither does tp {tp} divide them nor they tp; {fix}")
+    if not problems:
+        problems = [f"{n} takes {w} inputs, which tp {tp} does not divide; {fix}" for n, w in widths.items() if w % tp]
+    return problems
+
+
+def _strangers(
+    run: BlockRun, flow: Flow, columns: list[Call], rows: list[Call], below: dict[int, frozenset[int]]
+) -> list[str]:
+    """What enters between columns and rows in another way than through the columns, and has a gradient."""
+    fine = {id(c.leaf) for c in columns} | {id(p) for p in flow.parameters.values()}
+    known = {id(c.leaf): c.product.name for c in run.calls} | {id(run.hidden): "the block's input"}
+    problems = []
+    for call in rows:
+        others = sorted({known.get(leaf, "a tensor from outside the block") for leaf in below[id(call)] - fine})
+        if others:
+            problems.append(
+                f"{call.product.name} reads {others[0]} besides what is cut, and the gradient of that would be a part "
+                "on each rank; tensor parallel cannot cut this block"
+            )
+    return problems
 
 
 def depends_tree(tree: Any, depends: Depends) -> frozenset[int]:
@@ -100,34 +162,28 @@ def depends_tree(tree: Any, depends: Depends) -> frozenset[int]:
 
 def _structural(
     run: BlockRun, calls: list[Call], below: dict[int, frozenset[int]], out: frozenset[int]
-) -> tuple[set[int], set[int]]:
-    """Ids of the calls that are cut by columns and by rows: pairs that give the block's width back."""
-    columns: set[int] = set()
-    rows: set[int] = set()
+) -> tuple[list[Call], list[Call]]:
+    """The calls that are cut by columns and by rows: pairs that give the block's width back."""
+    columns: list[Call] = []
+    rows: list[Call] = []
     width = run.hidden.shape[-1]
     cut: set[int] = set()  # leaves of what is cut by columns
     back = {id(call.value) for call in calls if call.product.outputs == width}
     for call in calls:
-        if id(call) in rows or below[id(call)] & cut:
+        if call in rows or below[id(call)] & cut:
             continue
         readers = [c for c in calls if id(call.leaf) in below[id(c)]]
         if readers and id(call.leaf) not in out and all(id(c.value) in back for c in readers):
-            columns.add(id(call))
+            columns.append(call)
             cut.add(id(call.leaf))
-            rows |= {id(c) for c in readers}
-    return columns, rows
-
-
-def _styled(calls: list[Call], names: dict[int, str], styles: dict[str, str]) -> tuple[set[int], set[int]]:
-    columns = {id(c) for c in calls if styles.get(names[id(c)], "").startswith("colwise")}
-    rows = {id(c) for c in calls if styles.get(names[id(c)]) == "rowwise"}
+            rows += [c for c in readers if c not in rows]
     return columns, rows
 
 
 def _uses(run: BlockRun, flow: Flow, found: Regions, columns: list[Call], rows: list[Call], tp: int) -> None:
     """Which columns, and which elements of parameters in between, each rank's rows depend on."""
     prefix = f"{run.name}."
-    own = {name: p for name, p in flow.parameters.items() if name.startswith(prefix)}
+    own = {name: p for name, p in flow.parameters.items() if name.startswith(prefix) and p.requires_grad}
     leaves = [c.leaf for c in columns] + list(own.values())
     masks: list[list[torch.Tensor | None]] = []
     for rank in range(tp):

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from shardwise.cost.estimate import Estimate
 from shardwise.cost.memory import Parts, estimate_memory
 from shardwise.cost.steptime import StepTime
-from shardwise.errors import DoesNotFit, PlanError
+from shardwise.errors import DoesNotFit, ModelError, PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.search.candidate import Candidate, Pins
+from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity
-from shardwise.search.search import USABLE_IF_UNKNOWN, Costs, ask, cost_of, search
+from shardwise.search.explain import with_reasons
+from shardwise.search.search import USABLE_IF_UNKNOWN, Costs, Question, ask, cost_of, rank, search
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.profile import ModelProfile
@@ -28,6 +29,9 @@ from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
 USABLE = 0.9  # of device memory: the rest is the framework's, the communicator's and fragmentation
+
+
+Cutter = Callable[[Plan], Parts | None]  # raises ModelError or PlanError where the live module does not allow the plan
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,17 @@ def choose(
     strategy: str = "auto",
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
+    cut: Cutter | None = None,
 ) -> Choice:
     """Complete ``draft`` (batch split, precision, recompute) with a strategy and its degrees.
 
     A named strategy is kept, fitting or not. ``auto`` takes the first of `SIMPLEST_FIRST` whose known bytes stay
     under 90 % of the device's memory (60 % where saved activations are unknown); unknown memory counts as enough.
+    ``cut`` looks at the live module under a named strategy that cuts it.
 
     Raises:
         PlanError: the strategy and the degrees do not go with the world size.
+        ModelError: the live module does not allow the strategy that was asked for.
         DoesNotFit: ``auto`` found none; the message has every candidate with its bytes.
     """
     check_degrees(strategy, cluster, dp_replicate=dp_replicate, dp_shard=dp_shard)
@@ -96,7 +103,8 @@ def choose(
     def candidate(name: str, reason: str) -> Choice:
         dims = _dims(name, cluster, dp_replicate, dp_shard)
         plan = draft.model_copy(update={"strategy": str(parse_strategy(name)), "dims": dims, "reason": reason})
-        return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload))
+        parts = cut(plan) if cut is not None and plan.dims.splits_model else None
+        return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
 
     if strategy != "auto":
         return candidate(strategy, "asked for by name")
@@ -134,30 +142,61 @@ def choose_profiled(
     pins: Pins,
     shorter: Callable[[int], ModelProfile] | None = None,
     costs: Costs | None = None,
+    cut: Cutter | None = None,
 ) -> Choice:
     """The search's recommendation among the strategies that run; a pinned one is kept, fitting or not.
 
-    ``costs`` are those to choose by; what the choice says of itself is the cost model's own, uncorrected.
+    ``costs`` are those to choose by; what the choice says of itself is the cost model's own, uncorrected. ``cut`` looks
+    at the live module under a plan that cuts it: what it refuses is passed over, unless it was asked for by name.
 
     Raises:
         PlanError: what is pinned cannot be laid out.
+        ModelError: the live module does not allow the strategy that was asked for.
         DoesNotFit: nothing fits; the message has every candidate with its bytes, and what would fit.
     """
     result = search(profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs)
-    best = result.candidates[result.recommended or 0]
-    if result.recommended is None and pins.strategy is None:
-        lines = [f"  {c.plan.strategy}: {c.reason}" for c in result.candidates]
-        lines += [f"  {line}" for line in result.advice]
+    question = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
+    best, parts, refused = _allowed(question, result, cut)
+    if best is None:
+        lines = [f"  {c.plan.strategy}: {c.reason}" for c in result.candidates if c.plan.strategy not in dict(refused)]
+        lines += [f"  {name}: {why}" for name, why in refused] + [f"  {line}" for line in result.advice]
         lines += ["use more or larger devices, shorter samples, a smaller batch, or parallel.recompute=full"]
         raise DoesNotFit(f"no plan fits {cluster.world_size} × {cluster.device_name}:\n" + "\n".join(lines))
     simpler = complexity(best.plan.parsed)
-    others = [c for c in result.candidates if c is not best]
+    others = [c for c in result.candidates if c.plan.strategy not in (best.plan.strategy, *dict(refused))]
     passed = [c for c in others if complexity(c.plan.parsed) < simpler or c.tie]
-    rejected = tuple((c.plan.strategy, c.reason) for c in sorted(passed, key=lambda c: complexity(c.plan.parsed)))
+    rejected = [(c.plan.strategy, c.reason) for c in sorted(passed, key=lambda c: complexity(c.plan.parsed))]
     if costs is not None:
         plain = pins.model_copy(update={"strategy": best.plan.parsed})
         best = cost_of(ask(profile, workload, cluster, plain), best.plan)
-    return Choice(plan=best.plan, estimate=exact(best, spec, workload), rejected=rejected, time=best.time)
+    estimate = exact(best, spec, workload, parts)
+    return Choice(plan=best.plan, estimate=estimate, rejected=(*rejected, *refused), time=best.time)
+
+
+def _allowed(
+    question: Question, result: SearchResult, cut: Cutter | None
+) -> tuple[Candidate | None, Parts | None, list[tuple[str, str]]]:
+    """The best candidate that the live module allows, how it is cut, and those that it refused, with its words."""
+    refused: list[tuple[str, str]] = []
+    ranked, chosen = list(result.candidates), result.recommended
+    if question.pins.strategy is not None:
+        chosen = 0
+    while chosen is not None:
+        best = ranked[chosen]
+        strategy = best.plan.parsed
+        if cut is None or not strategy.splits_model:
+            return best, None, refused
+        try:
+            return best, cut(best.plan), refused
+        except (ModelError, PlanError) as error:
+            if question.pins.strategy is not None:
+                raise
+            why, axes = "; ".join(error.problems), (strategy.tp, strategy.pp, strategy.cp)
+        same = [c for c in ranked if (c.plan.parsed.tp, c.plan.parsed.pp, c.plan.parsed.cp) == axes]
+        refused += [(c.plan.strategy, why) for c in same]
+        ranked, chosen = rank(question, [c for c in ranked if c not in same])
+        ranked = with_reasons(question, ranked, chosen, result.considered)
+    return None, None, refused
 
 
 def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: Parts | None = None) -> Estimate:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.cost.estimate import Estimate
+from shardwise.cost.held import layout_of
 from shardwise.cost.steptime import StepTime
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
+from shardwise.search.axes import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.enumerate import complexity, layouts, misfits
 from shardwise.search.traffic import sent_bytes, traffic_text
@@ -57,6 +59,11 @@ def with_reasons(
 
 
 def _praise(question: Question, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    why = purposes(question, best, ranked)[:1]
+    return "; ".join([_verdict(question, best, ranked), *why])
+
+
+def _verdict(question: Question, best: Candidate, ranked: Sequence[Candidate]) -> str:
     room = room_text(best.memory, question.usable)
     if best.time is None:
         return f"the simplest that fits: {room}"
@@ -186,8 +193,11 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     """Category, bytes, and the formula that says where they come from; the bytes are the estimate's."""
     strategy, dims = plan.parsed, plan.dims
     cut = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
-    ways = f" / dp_shard {dims.dp_shard}" if strategy.shards_parameters and dims.dp_shard > 1 else ""
-    state_ways = f" / dp {dims.dp}" if strategy.base == "zero1" and dims.dp > 1 else ways
+    shards = " × ".join(f"{name} {n}" for name, n in (("dp_shard", dims.dp_shard), ("cp", dims.cp)) if n > 1)
+    ranks = " × ".join(f"{name} {n}" for name, n in (("dp", dims.dp), ("cp", dims.cp)) if n > 1)
+    ways = f" / ({shards})" if strategy.shards_parameters and shards else ""
+    state_ways = f" / ({ranks})" if strategy.base == "zero1" and ranks else ways
+    layout = layout_of(plan)
     whole, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
     width = itemsize_of(plan.precision)
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
@@ -197,9 +207,15 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
         "full": "the inputs of the blocks, and one block's saved tensors",
     }[plan.recompute]
     rows = f"micro batch {micro} × {plan.seq_len} tokens" if plan.seq_len else f"micro batch {micro}"
+    rows += f" / cp {dims.cp}" if dims.cp > 1 else ""
+    words = f"vocabulary {profile.vocab_size or 'unknown'}" + (
+        f" / tp {dims.tp}" if dims.tp > 1 and layout.vocab else ""
+    )
     in_flight = f" × up to {min(dims.pp, plan.grad_accum)} micro batches in flight" if dims.pp > 1 else ""
     stage = f"{blocks / dims.pp:g} blocks" if dims.pp > 1 else f"{blocks} blocks"
-    if not strategy.shards_parameters:
+    if layout.replicates:
+        gathered = f"a block's {width}-byte weights, and its whole gradient on its way"
+    elif not strategy.shards_parameters:
         gathered = f"autocast's {width}-byte weights" if width < 4 else "reduction buckets"
     elif strategy.reshards_after_forward:
         gathered = f"gathered blocks of {width}-byte weights, and a block's whole gradient on its way"
@@ -210,7 +226,7 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
         ("gradients", memory.gradients, f"{trained} trained × 4 B{cut}{ways}"),
         ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{cut}{state_ways}"),
         ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),
-        ("logits", memory.logits, f"{rows} × vocabulary {profile.vocab_size or 'unknown'}, and the loss's copies"),
+        ("logits", memory.logits, f"{rows} × {words}, and the loss's copies"),
         ("buffers", memory.buffers, gathered),
         ("temporaries", memory.temporaries, "while the optimizer steps"),
         ("context", memory.context, "CUDA context, libraries and communicators"),

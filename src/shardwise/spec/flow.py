@@ -40,12 +40,11 @@ class Product:
     outputs_first: bool = True
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One time that a product ran: what went in, what came out (a leaf of autograd's graph)."""
 
     product: Product
-    block: str | None
     value: torch.Tensor
     leaf: torch.Tensor
     count: int
@@ -60,9 +59,12 @@ class Attention:
     head_dim: int
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockRun:
-    """What one block was called with, what it gave, and what happened in between."""
+    """What one block was called with, what it gave, and what happened in between.
+
+    Of a block that is as an earlier one, only that one's name is kept (``like``). ``repeated``: it ran twice or more.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -73,6 +75,8 @@ class BlockRun:
     calls: list[Call] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     arguments: list[tuple[str, tuple[str, int | str], torch.Tensor]] = field(default_factory=list)
+    like: str = ""
+    repeated: bool = False
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -103,7 +107,9 @@ def products(module: nn.Module) -> dict[str, Product]:
 class Flow:
     """A module whose products give random numbers, for as long as the ``with`` lasts.
 
-    ``parameters`` are the small ones that are no product's, by name: real, random, and leaves of autograd's graph.
+    ``parameters`` are those that are no product's, by name: the small ones real, random, and leaves of autograd's graph.
+    ``calls`` are the products outside the blocks, ``runs`` the blocks. ``lent`` are modules (second) whose parameters
+    another one's forward (first) computes with.
     """
 
     def __init__(self, module: nn.Module, blocks: tuple[str, ...]) -> None:
@@ -111,12 +117,16 @@ class Flow:
         self.products = products(module)
         self.parameters: dict[str, nn.Parameter] = {}
         self.counts: dict[str, int] = {}
+        self.narrowed: dict[str, tuple[int, int]] = {}
+        self.lent: set[tuple[str, str]] = set()
+        self.owners: dict[int, str] = {}
+        self.running: list[str] = []
         self.handler: Handler | None = None
         self.calls: list[Call] = []
         self.runs: dict[str, BlockRun] = {}
         self.block: BlockRun | None = None
-        self._keep: Callable[[BlockRun], bool] = lambda run: True
-        self._signatures: dict[str, str] = {}
+        self.recording = True
+        self._known: dict[Any, str] = {}
 
     def __enter__(self) -> Flow:
         self._stack = contextlib.ExitStack()
@@ -148,6 +158,14 @@ class Flow:
         with _Quiet(self):
             return self.module(*args, **kwargs)
 
+    def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], narrowed: dict[str, tuple[int, int]]) -> Any:
+        """The whole forward once more, with products that give only some of their columns, from and to."""
+        self.recording, self.narrowed = False, narrowed
+        try:
+            return self.run(args, kwargs)
+        finally:
+            self.recording, self.narrowed = True, {}
+
     def run_block(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Any:
         """One block again, its products answered by ``handler``."""
         self.counts.clear()
@@ -157,6 +175,13 @@ class Flow:
                 return self.submodule(name)(*args, **kwargs)
         finally:
             self.handler = None
+
+    def note_reads(self, given: tuple[Any, ...]) -> None:
+        """Note parameters among ``given`` that are another module's than the one that runs."""
+        for value in given:
+            owner = self.owners.get(id(value)) if isinstance(value, nn.Parameter) else None
+            if owner is not None and self.running and self.running[-1] not in owner.split("|"):
+                self.lent.add((self.running[-1], owner.split("|")[0]))
 
     def submodule(self, name: str) -> nn.Module:
         """The module of this (clean) name."""
@@ -176,11 +201,13 @@ class Flow:
         shape = torch.Size((*value.shape, product.outputs) if product.is_lookup else (*value.shape[:-1], product.outputs))
         if not product.is_lookup and value.shape[-1] != product.inputs:
             raise RuntimeError(f"{product.name} takes {product.inputs} inputs and was given {value.shape[-1]}")
-        leaf = self.given(product, shape, count).requires_grad_()
-        call = Call(product, self.block.name if self.block else None, value, leaf, count)
-        self.calls.append(call)
-        if self.block is not None:
-            self.block.calls.append(call)
+        leaf = self.given(product, shape, count)
+        if product.name in self.narrowed:
+            first, end = self.narrowed[product.name]
+            return leaf[..., first:end].clone()
+        if self.recording:
+            call = Call(product, value, leaf.requires_grad_(), count)
+            (self.calls if self.block is None else self.block.calls).append(call)
         return leaf.clone()
 
 
@@ -194,6 +221,8 @@ class _Quiet(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if self.flow is not None and name not in ("__get__", "size", "dim", "numel", "is_floating_point"):
+            self.flow.note_reads((*args, *kwargs.values()))
         if "dropout" in name and args and isinstance(args[0], torch.Tensor):
             return args[0]
         if name == "scaled_dot_product_attention":
@@ -232,7 +261,9 @@ def _swapped(flow: Flow) -> Iterator[None]:
                 if id(parameter) not in made:
                     made[id(parameter)] = _stand_in(name, parameter, named=product is not None)
                 put(part._parameters, key, made[id(parameter)])
-                if product is None and made[id(parameter)].requires_grad:
+                known = flow.owners.get(id(made[id(parameter)]))
+                flow.owners[id(made[id(parameter)])] = clean_name(path) if known is None else f"{known}|{clean_name(path)}"
+                if product is None:
                     flow.parameters.setdefault(name, made[id(parameter)])
             for place in (part._buffers, part.__dict__):
                 for key, value in list(place.items()):
@@ -261,9 +292,10 @@ def _answer(flow: Flow, product: Product) -> Callable[..., torch.Tensor]:
 def _stand_in(name: str, parameter: nn.Parameter, *, named: bool) -> nn.Parameter:
     if not parameter.is_floating_point():
         return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
-    if named or parameter.numel() > SMALL:  # the shape without the memory
-        return nn.Parameter(torch.zeros((), dtype=torch.float64).expand(parameter.shape), requires_grad=False)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if named or parameter.numel() > SMALL:  # the shape without the memory: all rows are one
+        row = torch.randn(parameter.shape[-1:], generator=generator, dtype=torch.float64) / max(1, parameter.shape[-1])
+        return nn.Parameter(row.expand(parameter.shape), requires_grad=False)
     return nn.Parameter(1.0 + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 
 
@@ -280,9 +312,8 @@ def _hooks(flow: Flow) -> list[Callable[[], None]]:
         name = clean_name(path)
         if name in flow.blocks:
             handles.append(part.register_forward_pre_hook(_before(flow, name), with_kwargs=True))
-            handles.append(part.register_forward_hook(_after(flow, name)))
-        elif any(name.startswith(f"{block}.") for block in flow.blocks):
-            handles.append(part.register_forward_pre_hook(_note(flow, name), with_kwargs=True))
+        handles.append(part.register_forward_pre_hook(_begin(flow, name), with_kwargs=True))
+        handles.append(part.register_forward_hook(_end(flow, name), always_call=True))
     return [handle.remove for handle in handles]
 
 
@@ -303,22 +334,50 @@ def _before(flow: Flow, name: str) -> Callable[..., Any]:
     return hook
 
 
-def _after(flow: Flow, name: str) -> Callable[..., Any]:
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        run = flow.block
-        if flow.handler is None and run is not None:
-            run.output, flow.block = output, None
-            flow.runs[name] = run
-
-    return hook
-
-
-def _note(flow: Flow, name: str) -> Callable[..., Any]:
+def _begin(flow: Flow, name: str) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if flow.handler is None and flow.block is not None:
+        flow.running.append(name)
+        if flow.handler is None and flow.block is not None and name != flow.block.name:
             flow.block.arguments += [(name, place, value) for place, value in _tensors(args, kwargs)]
 
     return hook
+
+
+def _end(flow: Flow, name: str) -> Callable[..., Any]:
+    def hook(module: nn.Module, _: Any, output: Any) -> None:
+        flow.running.pop()
+        run = flow.block
+        if flow.handler is not None or run is None or name != run.name:
+            return
+        run.output, flow.block = output, None
+        if not flow.recording:
+            return
+        if name in flow.runs:
+            flow.runs[name].repeated = True
+            return
+        first = flow._known.setdefault(_signature(module, run), name)
+        flow.runs[name] = run if first == name else BlockRun(name, (), {}, run.place, run.hidden.detach(), like=first)
+
+    return hook
+
+
+def _signature(module: nn.Module, run: BlockRun) -> Any:
+    """What makes two blocks the same, as far as cutting them goes."""
+    facts: list[Any] = [run.place, tuple(run.hidden.shape), sorted(run.kwargs)]
+    for path, part in module.named_modules():
+        own = {k: v for k, v in vars(part).items() if type(v) in (int, bool, str, float) and not _is_index(k)}
+        shapes = tuple((key, tuple(p.shape)) for key, p in part._parameters.items() if p is not None)
+        facts.append((clean_name(path), type(part).__qualname__, tuple(sorted(own.items())), shapes))
+    inputs: dict[int, int] = {}
+    for call in run.calls:
+        index = inputs.setdefault(id(call.value), len(inputs))
+        facts.append((call.product.name.removeprefix(f"{run.name}."), index))
+    facts += [(a.heads, a.kv_heads, a.head_dim) for a in run.attentions]
+    return repr(facts)
+
+
+def _is_index(key: str) -> bool:
+    return key.startswith("_") or any(part in key for part in ("idx", "index", "layer_id", "layer_number"))
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[str, int | str], torch.Tensor]]:

@@ -64,10 +64,11 @@ def _ragged(batches: dict[Key, Batch], plan: Plan) -> dict[Key, Batch]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes for a global batch: the mean loss's gradient and its norm."""
+    """What one process computes for a global batch: the gradient of the mean loss, its norm, and that loss."""
 
     gradients: Gradients
     norm: float
+    loss: float
     tokens: int
 
 
@@ -78,11 +79,14 @@ def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: boo
     tokens = int((labels != IGNORED).sum())
     model.zero_grad(set_to_none=True)
     size = 1 if one_by_one else len(inputs)
+    total = 0.0
     for rows, targets in zip(inputs.split(size), labels.split(size), strict=True):
-        (token_loss_sum(model(rows), targets) / max(tokens, 1)).backward()
+        loss = token_loss_sum(model(rows), targets) / max(tokens, 1)
+        loss.backward()
+        total += float(loss.detach())
     gradients = taken(model)
     squares = [float((g * g).sum()) for g in gradients.values() if g is not None]
-    return Reference(gradients, sum(squares) ** 0.5, tokens)
+    return Reference(gradients, sum(squares) ** 0.5, total, tokens)
 
 
 def taken(model: nn.Module) -> Gradients:

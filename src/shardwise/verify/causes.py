@@ -18,6 +18,7 @@ from shardwise.verify.gradients import Difference, Gradients, factor_of
 
 NEARLY_ALL = 0.9  # of the elements that have a gradient
 SAME = 1e-4  # two factors that are one
+MOST_PARAMETERS = 3  # that are told row by row
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def explain(
     parts: Sequence[Gradients] = (),
     contributions: Mapping[tuple[int, int], Gradients] | None = None,
     tokens: Mapping[tuple[int, int], int] | None = None,
+    brief: bool = False,
 ) -> tuple[str, ...]:
     """Why ``found`` is not ``reference``, the most telling first; empty where nothing differs.
 
@@ -134,6 +136,7 @@ def explain(
         parts: the gradients as each rank sees them, by rank; a rank leaves out what it does not hold.
         contributions: of each (data-parallel rank, micro batch) the gradient of its summed loss, in one process.
         tokens: labels that count in each of these.
+        brief: the forward is known to differ, so rows that differ are nothing to tell.
     """
     wrong = [d for d in differences if not d.error <= tolerance]
     if not wrong:
@@ -153,8 +156,33 @@ def explain(
         if weighed:
             return (*lines, weighed)
     lines += _partial_factors(rest, setting.plan)
-    lines += _rows([d for d in rest if d.factor is None], reference, found, setting, tolerance)
+    if not brief:
+        if len(rest) == len(wrong):
+            lines += _suspects(setting.plan)
+        lines += _rows([d for d in rest if d.factor is None], reference, found, setting, tolerance)
     return tuple(lines)
+
+
+def explain_weights(
+    reference: Gradients, found: Gradients, differences: Sequence[Difference], setting: Setting
+) -> tuple[str, ...]:
+    """Which weights do not lie on the ranks as they are in the model."""
+    wrong = [d for d in differences if d.error > 0]
+    rows = _rows(wrong, reference, found, setting, 0.0)
+    return tuple(f"the weights on the ranks are not the model's: {row}" for row in rows)
+
+
+def explain_loss(found: float, expected: float, plan: Plan) -> str:
+    """Why the loss itself is wrong: what the axes that cut a forward can do to it."""
+    dims = plan.dims
+    suspects = {
+        f"tp {dims.tp} (heads or the parts of a fused projection cut in the wrong place)": dims.tp,
+        f"cp {dims.cp} (tokens that attend to the wrong ones, or have the wrong places)": dims.cp,
+        f"pp {dims.pp} (a block left out, done twice, or out of order)": dims.pp,
+    }
+    named = [text for text, degree in suspects.items() if degree > 1]
+    said = f"the loss is {found:.6g} where one process has {expected:.6g}: the forward itself differs"
+    return f"{said}, by {' or by '.join(named)}" if named else f"{said}, though no axis of {plan.strategy} cuts it"
 
 
 def explain_norm(found: float, expected: float, plan: Plan) -> str:
@@ -179,6 +207,25 @@ def pattern_of(names: Sequence[str], most: int = 3) -> str:
     patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
     more = f" and {len(patterns) - most} more" if len(patterns) > most else ""
     return ", ".join(patterns[:most]) + more
+
+
+def _suspects(plan: Plan) -> list[str]:
+    """The forward is right and no factor explains the gradient: what of the plan changes a backward."""
+    named = []
+    if plan.dims.pp > 1:
+        frees = (
+            f" where {plan.parsed.base} frees weights after the forward" if plan.parsed.reshards_after_forward else ""
+        )
+        named.append(f"pipeline_schedule {plan.pipeline_schedule}{frees}")
+    if plan.dims.tp > 1 and plan.sequence_parallel:
+        named.append("sequence_parallel")
+    if plan.recompute != "none":
+        named.append(f"recompute {plan.recompute}")
+    if plan.syncs_every_micro_batch:
+        named.append("gradient_sync every")
+    return (
+        [f"the loss is right, the backward is not: of {plan.strategy} that is {', or '.join(named)}"] if named else []
+    )
 
 
 def _missing(names: Sequence[str], reference: Gradients) -> str:
@@ -331,25 +378,23 @@ def _rows(
 ) -> list[str]:
     """Which rows of a tensor differ, and whether they hold what belongs to others; the first parameters only."""
     lines = []
-    for difference in wrong:
+    for difference in wrong[:MOST_PARAMETERS]:
         expected, seen = reference[difference.name], found.get(difference.name)
         if expected is None or seen is None or expected.shape != seen.shape or not expected.ndim:
-            lines.append(f"{difference.name}: the shape is {None if seen is None else list(seen.shape)}")
+            shape = "nothing" if seen is None else f"shape {list(seen.shape)}"
+            lines.append(f"{difference.name}: {shape} where one process has another")
             continue
         bound = max(tolerance, 1e-9) * (float(expected.abs().max()) or 1.0)
-        by_row = (seen - expected).abs().flatten(1).amax(1) if expected.ndim > 1 else (seen - expected).abs()
+        by_row = (seen - expected).abs().reshape(len(expected), -1).amax(1)
         bad = (by_row > bound).nonzero().flatten().tolist()
-        if 0 < len(bad) < len(expected):
-            lines.append(f"{difference.name}: {_row_text(bad, len(expected))} differ, the others are right")
-        elif len(bad) == len(expected):
-            lines.append(f"{difference.name}: all {len(expected)} rows differ, by no one factor")
+        if len(bad) == len(expected):
+            text = f"all {len(expected)} rows differ, by no one factor"
+        else:
+            text = f"{_row_text(bad, len(expected))} differ, the others are right"
         moved = _moved(bad, expected, seen, bound)
-        head = _heads(bad, expected.shape[0], setting)
-        lines[-1] = f"{lines[-1]}{moved}{head}" if lines else ""
-        if len(lines) == 3:
-            more = len(wrong) - 3
-            return [*lines, f"and {more} more parameters"] if more > 0 else lines
-    return lines
+        lines.append(f"{difference.name}: {text}{moved}{_heads(bad, len(expected), setting)}")
+    more = len(wrong) - MOST_PARAMETERS
+    return [*lines, f"and {more} more parameters"] if more > 0 else lines
 
 
 def _row_text(rows: Sequence[int], whole: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardwise.measure.collectives import Collective
 from shardwise.parallel.context import first_sequence
 from shardwise.parallel.tensor_layout import Held, TensorLayout, chunk
 from shardwise.plan.plan import Plan
@@ -12,7 +13,8 @@ from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.read import clean_name
 from shardwise.train.session import Micro, Session
 from shardwise.verify.expected import Traffic, expected_traffic, units_of
-from shardwise.verify.part import is_gloo, root_units, shard_dim_of, stage_blocks
+from shardwise.verify.part import is_gloo, keeps_gathered, planned_stages, root_units, shard_dim_of, shard_rank
+from shardwise.verify.watch import StepWatch
 
 NARROW = 2
 MESSAGE_BYTES = 8 * 11  # what a stage says of the hidden state before it sends the first one of a shape
@@ -37,12 +39,17 @@ class Tally:
         }
 
 
-def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], hidden: set[tuple[int, int]]) -> dict[str, Traffic]:
-    """Every collective of a step on this rank. ``spec`` is this rank's part; ``hidden`` tells how wide a hidden state is."""
+def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepWatch) -> dict[str, Traffic]:
+    """Every collective of a step on this rank, whose part of the model is ``spec``.
+
+    How wide a hidden state is was seen where it enters a block, and so was whether the loss is this package's own.
+    """
     tally, plan, decision = Tally(), session.plan, session.applied.decision
-    facts = _Facts(session, spec, micros, max((width for _, width in hidden), default=0))
+    facts = _Facts(session, spec, micros, max((width for _, width in watch.hidden), default=0))
     if decision is not None and decision.layout is not None:
         _tensor(tally, facts, decision.layout)
+        if watch.logits and decision.layout.logits is not None:
+            _loss(tally, facts, watch.recorder.collectives)
     if decision is not None and decision.context is not None:
         _context(tally, facts, decision.context.sites)
     if plan.dims.pp > 1:
@@ -87,9 +94,9 @@ def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
         if cut.kind == "rowwise":
             ups.sums(block)
         elif cut.kind == "embedding":
-            ups.both("all_reduce", facts.width)
+            ups.lookup()
         elif cut.kind == "colwise_gather":
-            ups.both("all_gather", chunk(layout.vocab, ups.ranks, 0)[1] * ups.ranks)
+            ups.add("all_gather", chunk(layout.vocab, ups.ranks, 0)[1] * ups.ranks)
         if cut.kind in ("colwise", "colwise_gather", "colwise_loss") and cut.group:
             ways.add(cut.group)
         for key, held in cut.held.items():
@@ -129,9 +136,12 @@ class _Ups:
         number = len(facts.micros)
         self.tally.add(name, "tp", (times[0] * number, times[1] * number), (times[0] * low, times[1] * high))
 
-    def both(self, name: str, width: int) -> None:
-        """Outside of the blocks, in forward."""
-        self.add(name, width)
+    def lookup(self) -> None:
+        """An embedding: of every token, or of the positions of one sample."""
+        facts, number = self.facts, len(self.facts.micros)
+        low, high = facts.bytes(facts.width)
+        positions = sum(length for _, length in facts.micros)
+        self.tally.add("all_reduce", "tp", (number, number), (positions * low, facts.tokens * high))
 
     def sums(self, block: str | None) -> None:
         """A rowwise layer. Recompute ends before the last one of a block, whose result nobody needs again."""
@@ -188,6 +198,22 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
         tally.add("all_reduce", "tp", (dtypes, dtypes), (low, high))
 
 
+def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> None:
+    """The loss over logits that are cut over the vocabulary: the largest, then two sums for each token.
+
+    A loss of the user's own may send other things in their place.
+    """
+    size = max(4, facts.sizes[1])
+    over = [item.num_bytes for item in collectives if item.axis == "tp" and item.name == "all_reduce"]
+    pairs = {(samples * length * size, 2 * samples * length * size) for samples, length in facts.micros}
+    own = any(pair in pairs for pair in zip(over, over[1:], strict=False))
+    number, num_bytes = len(facts.micros), facts.tokens * size
+    if own:
+        tally.add("all_reduce", "tp", (2 * number, 2 * number), (3 * num_bytes, 3 * num_bytes))
+    else:
+        tally.add("all_reduce", "tp", (0, 8 * number), (0, 8 * num_bytes))
+
+
 def _context(tally: Tally, facts: _Facts, sites: Sequence[str]) -> None:
     """Two exchanges for each attention, forward and backward; how many bytes depends on its heads."""
     here = sum(facts.block_of(site) is not None for site in sites)
@@ -199,8 +225,8 @@ def _context(tally: Tally, facts: _Facts, sites: Sequence[str]) -> None:
 
 def _pipeline(tally: Tally, facts: _Facts) -> None:
     """Hidden states to the next stage and gradients back, for each micro batch; whatever the schedule."""
-    plan, stages = facts.plan, sorted(stage_blocks(facts.session))
-    last = plan.dims.pp * len(stages) - 1
+    plan, stages = facts.plan, sorted(planned_stages(facts.session))
+    last = plan.dims.pp * plan.virtual_stages - 1
     cut = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
     low, high = facts.bytes(facts.tokens // cut * facts.width)
     number, shapes = len(facts.micros), len(set(facts.micros))
@@ -214,6 +240,20 @@ def _pipeline(tally: Tally, facts: _Facts) -> None:
                 told = shapes if is_forward else 0  # a first message says the shape
                 share = fewest / number
                 tally.add(name, "pp", (fewest, number + told), (int(low * share), high + told * MESSAGE_BYTES))
+    _shared(tally, facts, first=0 in stages, last=last in stages)
+
+
+def _shared(tally: Tally, facts: _Facts, *, first: bool, last: bool) -> None:
+    """The first and the last stage exchange their gradients of what both use."""
+    wiring = facts.session.applied.decision.wiring if facts.session.applied.decision is not None else None
+    if wiring is None or first == last:
+        return
+    for parameter in local_parameters(facts.session, facts.spec, sharded=True):
+        names = {parameter.name, *parameter.aliases}
+        if parameter.trainable and names & wiring.before and names & wiring.after:
+            size = parameter.num_elements * parameter.itemsize
+            for name in ("send", "recv"):
+                tally.add(name, "pp", (1, 1), (size, size))
 
 
 def _data(facts: _Facts) -> dict[str, Traffic]:
@@ -221,7 +261,7 @@ def _data(facts: _Facts) -> dict[str, Traffic]:
     plan, session = facts.plan, facts.session
     local = facts.spec.model_copy(update={"parameters": tuple(local_parameters(session, facts.spec))})
     units = [unit for unit in units_of(local) if unit[0].block is not None] + root_units(session, local)
-    found = expected_traffic(local, plan, len(facts.micros), units)
+    found = expected_traffic(local, plan, len(facts.micros), units, once=keeps_gathered(plan))
     return {f"{name} over {data_axis(plan, name)}": traffic for name, traffic in found.items()}
 
 
@@ -233,14 +273,17 @@ def data_axis(plan: Plan, name: str) -> str:
     return "dp_replicate" if name == "all_reduce" else f"dp_shard{cp}"
 
 
-def local_parameters(session: Session, spec: ModelSpec) -> Iterator[ParameterSpec]:
-    """Parameters with the shape that tensor parallel leaves of them on this rank."""
-    tp, rank = session.plan.dims.tp, session.place.tp
+def local_parameters(session: Session, spec: ModelSpec, *, sharded: bool = False) -> Iterator[ParameterSpec]:
+    """Parameters with the shape that tensor parallel leaves of them on this rank; with ``sharded``, and FSDP2."""
+    dims, tp_rank = session.plan.dims, session.place.tp
     for parameter in spec.parameters:
         dim, shape = shard_dim_of(session, parameter.name), list(parameter.shape)
         if dim is not None:
-            first, end = chunk(shape[dim], tp, rank)
+            first, end = chunk(shape[dim], dims.tp, tp_rank)
             shape[dim] = end - first
+        if sharded and session.plan.parsed.shards_parameters and shape:
+            first, end = chunk(shape[0], dims.dp_shard * dims.cp, shard_rank(session))
+            shape[0] = end - first
         yield parameter.model_copy(update={"shape": tuple(shape)})
 
 

@@ -40,17 +40,20 @@ class Reduction:
         return Reduction(ranks, dims.dp * dims.cp // ranks, again)
 
 
-def expected_traffic(spec: ModelSpec, plan: Plan, micros: int, units: list[Unit] | None = None) -> dict[str, Traffic]:
+def expected_traffic(
+    spec: ModelSpec, plan: Plan, micros: int, units: list[Unit] | None = None, *, once: bool = False
+) -> dict[str, Traffic]:
     """Each collective that must be seen in forward, backward and optimizer step; all others must not.
 
     Bytes are those of the whole tensor, with the padding that even shards need. A range has two ends only where frozen
     blocks leave open whether backward reaches them. ``units`` are sharding units, if they are not those of the whole
-    model; it is the data-parallel part of the traffic that is told, where there is more.
+    model; it is the data-parallel part of the traffic that is told, where there is more. With ``once`` weights are
+    gathered once in a step.
     """
     if plan.dims.dp * plan.dims.cp == 1:
         return {}
     if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
-        return _sharded_traffic(units_of(spec) if units is None else units, plan, micros)
+        return _sharded_traffic(units_of(spec) if units is None else units, plan, micros, once=once)
     reduced = sum(p.num_elements * p.itemsize for p in spec.parameters if p.trainable)
     traffic = {"all_reduce": Traffic(None, (reduced, reduced))}
     if plan.parsed.base == "zero1":
@@ -75,9 +78,9 @@ def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
     return math.ceil(rows / ranks) * ranks * (parameter.num_elements // rows)
 
 
-def _sharded_traffic(units: list[Unit], plan: Plan, micros: int) -> dict[str, Traffic]:
+def _sharded_traffic(units: list[Unit], plan: Plan, micros: int, *, once: bool) -> dict[str, Traffic]:
     way = Reduction.of(plan)
-    ranks, again = way.ranks, int(way.again)
+    ranks, again, uses = way.ranks, int(way.again and not once), 1 if once else micros
     gathers, gathered, reduces, reduced, sliced = [0, 0], [0, 0], 0, 0, 0
     for unit in units:
         is_block = unit[0].block is not None
@@ -87,8 +90,8 @@ def _sharded_traffic(units: list[Unit], plan: Plan, micros: int) -> dict[str, Tr
         least = 1 + (again if is_block and trained else 0)
         most = 1 + (again if is_block else 0)
         for end, times in enumerate((least, most)):
-            gathers[end] += times * micros
-            gathered[end] += times * micros * size
+            gathers[end] += times * uses
+            gathered[end] += times * uses * size
         if trained:
             reduces += 1
             whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)

@@ -40,6 +40,7 @@ class Verdict(BaseModel):
     ok: bool
     error: float
     norm_error: float
+    loss_error: float
     tolerance: float
     first: Difference | None = None
     differing: int = 0
@@ -80,18 +81,27 @@ def factor_of(expected: torch.Tensor, found: torch.Tensor, within: float = 1e-6)
 
 
 def judge(
-    differences: Sequence[Difference], norm: tuple[float, float], *, clipped_error: float, tolerance: float
+    differences: Sequence[Difference],
+    *,
+    norm: tuple[float, float],
+    loss: tuple[float, float],
+    clipped_error: float,
+    tolerance: float,
 ) -> Verdict:
-    """Put together what was measured; ``norm`` is the one found and the one expected."""
-    found, expected = norm
-    norm_error = abs(found - expected) / max(abs(expected), 1e-300)
-    norm_error = max(norm_error if norm_error == norm_error else float("inf"), clipped_error)
+    """Put together what was measured; ``norm`` and ``loss`` are the one found and the one expected."""
+    norm_error, loss_error = max(_relative(*norm), clipped_error), _relative(*loss)
     wrong = [d for d in differences if not d.error <= tolerance]
     return Verdict(
-        ok=not wrong and norm_error <= tolerance,
+        ok=not wrong and norm_error <= tolerance and loss_error <= tolerance,
         error=max((d.error for d in differences), default=0.0),
         norm_error=norm_error,
+        loss_error=loss_error,
         tolerance=tolerance,
         first=wrong[0] if wrong else None,
         differing=len(wrong),
     )
+
+
+def _relative(found: float, expected: float) -> float:
+    error = abs(found - expected) / max(abs(expected), 1e-300)
+    return error if error == error else float("inf")

@@ -10,16 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.cost.stages import balanced_stages
 from shardwise.measure.collectives import OTHER
 from shardwise.parallel.home import home_of
+from shardwise.parallel.pipeline import padded_count
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.read import STAGE, clean_name
-from shardwise.train.session import Session
+from shardwise.train.session import Micro, Session, Step
 
 
 def used_spec(session: Session) -> ModelSpec:
-    """This rank's part of the model, with parameters that got no gradient counted as frozen: nothing is reduced for them.
+    """This rank's part of the model, where parameters that got no gradient count as frozen: nothing is reduced for them.
 
     A gradient that is there but was never reduced over the ranks is one all the same.
     """
@@ -34,26 +36,14 @@ def used_spec(session: Session) -> ModelSpec:
 
 
 def part_of(session: Session) -> ModelSpec:
-    """The blocks and parameters of this rank's stages; the whole model without a pipeline.
-
-    Which blocks are here is read off the stages (that every block is on one stage is a line of its own); what else is
-    here follows from when the model uses it.
-    """
-    spec, decision = session.spec, session.applied.decision
-    if session.plan.dims.pp == 1 or decision is None or decision.wiring is None:
+    """The blocks and parameters that this rank's stages should have; the whole model without a pipeline."""
+    spec = session.spec
+    if session.plan.dims.pp == 1:
         return spec
-    blocks = tuple(block for blocks in stage_blocks(session).values() for block in blocks)
-    wiring = decision.wiring
-    here = frozenset[str]()
-    if spec.blocks[0] in blocks:
-        here |= wiring.before
-    if spec.blocks[-1] in blocks:  # and what no forward uses
-        here |= {name for p in spec.parameters for name in (p.name, *p.aliases) if p.block is None} - wiring.before
-        here |= wiring.after
-    kept = [
-        p for p in spec.parameters if p.block in blocks or (p.block is None and not here.isdisjoint((p.name, *p.aliases)))
-    ]
-    return spec.model_copy(update={"parameters": tuple(kept), "blocks": tuple(b for b in spec.blocks if b in blocks)})
+    blocks = {block for mine in planned_stages(session).values() for block in mine}
+    outside = {p.name for unit in root_units(session, spec) for p in unit}
+    kept = tuple(p for p in spec.parameters if p.block in blocks or p.name in outside)
+    return spec.model_copy(update={"parameters": kept, "blocks": tuple(b for b in spec.blocks if b in blocks)})
 
 
 def stage_blocks(session: Session) -> dict[int, tuple[str, ...]]:
@@ -67,22 +57,48 @@ def stage_blocks(session: Session) -> dict[int, tuple[str, ...]]:
     return found or {0: session.spec.blocks}
 
 
-def stage_numbers(plan: Plan, pp_rank: int) -> tuple[int, ...]:
-    """The stages that a rank of a pipeline should have: dealt out in turn, or there and back again for ``zbv``."""
-    pp = plan.dims.pp
+def planned_stages(session: Session) -> dict[int, tuple[str, ...]]:
+    """The stages that this rank should have, and the blocks of each: as even as their work allows.
+
+    Stages are dealt out in turn, or there and back again for ``zbv``.
+    """
+    plan, decision, blocks = session.plan, session.applied.decision, session.spec.blocks
+    if plan.dims.pp == 1 or decision is None or decision.wiring is None:
+        return {0: blocks}
+    pp, wiring, rank = plan.dims.pp, decision.wiring, session.place.pp
+    number = pp * plan.virtual_stages
+    counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, number)
+    mine = [rank + turn * pp for turn in range(plan.virtual_stages)]
     if plan.pipeline_schedule == "zbv":
-        return pp_rank, 2 * pp - 1 - pp_rank
-    return tuple(pp_rank + turn * pp for turn in range(plan.virtual_stages))
+        mine = [rank, 2 * pp - 1 - rank]
+    return {stage: blocks[sum(counts[:stage]) : sum(counts[: stage + 1])] for stage in mine}
+
+
+def run_micros(session: Session, step: Step) -> list[Micro]:
+    """The micro batches that are computed: a pipeline's schedule may need some more, which are fillers."""
+    micros = list(step.micros)
+    if session.plan.dims.pp == 1:
+        return micros
+    return micros + [micros[-1]] * (padded_count(session.plan, len(micros)) - len(micros))
+
+
+def keeps_gathered(plan: Plan) -> bool:
+    """Whether a pipeline gathers sharded weights once for all micro batches of a step."""
+    whole = plan.parsed.base == "zero2" or plan.pipeline_schedule in ("interleaved-zero-bubble", "zbv")
+    return plan.dims.pp > 1 and whole
 
 
 def root_units(session: Session, spec: ModelSpec) -> list[list[ParameterSpec]]:
-    """Parameters outside of the blocks as sharding units: those of each stage, where it has any."""
+    """Parameters outside of the blocks as sharding units: what each stage uses, where it uses any.
+
+    The first stage has what is used before the first block, the last one what is used after the last, or never.
+    """
     outside = [p for p in spec.parameters if p.block is None]
-    decision, stages = session.applied.decision, stage_blocks(session)
-    if decision is None or decision.wiring is None or len(stages) == 1:
+    decision = session.applied.decision
+    if decision is None or decision.wiring is None:
         return [outside] if outside else []
     units = []
-    for blocks in stages.values():
+    for blocks in planned_stages(session).values():
         names: set[str] = set()
         if session.spec.blocks[0] in blocks:
             names |= decision.wiring.before

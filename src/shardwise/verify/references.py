@@ -29,8 +29,7 @@ class References:
 
     def of(self, plan: Plan, step: int, batches: dict[Key, Batch]) -> Reference:
         """The reference of one global batch. Collective."""
-        partial = plan.dims.pp > 1 if plan.dims.dp == 1 else False
-        key = (plan.dims.dp, plan.grad_accum, plan.micro_batch or 1, step, int(partial))
+        key = (plan.dims.dp, plan.grad_accum, plan.micro_batch or 1, step, len(batches))
         if key not in self._known:
             noise = 0.0 if self._known else self._noise(batches)
             self._known[key] = self._sent(batches, noise)
@@ -50,14 +49,16 @@ class References:
         if self.ranks.is_main:
             found = reference(self.make(), batches)
             idle = [name for name, g in found.gradients.items() if g is None]
-            text = json.dumps({"idle": idle, "norm": found.norm, "tokens": found.tokens, "noise": noise})
+            text = json.dumps(
+                {"idle": idle, "norm": found.norm, "loss": found.loss, "tokens": found.tokens, "noise": noise}
+            )
         facts = json.loads(broadcast_text(text, self.ranks))
         self.tolerance = max(self.tolerance, 10 * facts["noise"])
         if not facts["noise"] <= NOISY:
             raise ModelError(
                 "one process alone does not reproduce this model's gradient: a batch at once and its samples one by "
-                f"one differ by {facts['noise']:.1e}. The model draws random numbers, or its samples depend "
-                "on each other (batch norm): no strategy can give the same gradient; use group norm or layer norm, or take it out"
+                f"one differ by {facts['noise']:.1e}. The model draws random numbers, or its samples depend on each "
+                "other (batch norm), so no strategy can give the same gradient; use group norm or layer norm"
             )
         if self.ranks.world_size == 1 and found is not None:
             return found
@@ -69,4 +70,4 @@ class References:
         dist.broadcast(flat, src=0, group=self.ranks.control)
         pieces = dict(zip(names, flat.split(sizes), strict=True))
         gradients = {n: pieces[n].view(s) if n in pieces else None for n, s in self._shapes.items()}
-        return Reference(gradients, facts["norm"], facts["tokens"])
+        return Reference(gradients, facts["norm"], facts["loss"], facts["tokens"])

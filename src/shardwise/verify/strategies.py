@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardwise.cost.memory import estimate_memory
-from shardwise.errors import ModelError, ReceiptError, TrainingError, UserError
+from shardwise.errors import ReceiptError, TrainingError, UserError
 from shardwise.parallel.apply import parameter_names
-from shardwise.parallel.group import Ranks, broadcast_text, gather_text
-from shardwise.parallel.home import home_of
+from shardwise.parallel.group import Ranks, gather_text
 from shardwise.plan.plan import Plan
-from shardwise.spec.read import clean_name, read_model
+from shardwise.spec.read import read_model
 from shardwise.train.config import Config
 from shardwise.train.corpus import open_corpus
 from shardwise.train.loss import token_loss_sum
@@ -30,27 +27,18 @@ from shardwise.train.optimizer import build_optimizer, workload_of
 from shardwise.train.order import Order
 from shardwise.train.samples import samples_for
 from shardwise.train.session import Session
-from shardwise.train.step import Step
-from shardwise.verify.batches import (
-    STEPS,
-    Batch,
-    Data,
-    Key,
-    Reference,
-    contributions,
-    global_batch,
-    reference,
-    tokens_of,
-)
-from shardwise.verify.causes import Setting, explain, explain_norm
+from shardwise.verify.batches import STEPS, Batch, Data, global_batch
 from shardwise.verify.effects import EffectsProbe
 from shardwise.verify.fit import FitProbe
-from shardwise.verify.gradients import TOLERANCE, Difference, Gradients, Verdict, compare, judge
+from shardwise.verify.gradients import Verdict
+from shardwise.verify.judging import CLIPPED, Judge, Judged
 from shardwise.verify.receipt import Receipt
+from shardwise.verify.references import References
 from shardwise.verify.shrink import Shrunk, build_small
+from shardwise.verify.views import Watch
 
-NOISY = 1e-6  # of plain PyTorch's own gradient, computed in two ways: above, there is nothing to compare with
 SEED = 20_011
+MOST_LINES = 4  # of a receipt that are told
 
 
 class Row(BaseModel):
@@ -114,12 +102,8 @@ class Task(BaseModel):
 
 
 def verify_all(task: Task, ranks: Ranks) -> list[Row]:
-    """Every plan of ``task`` in turn, on all ranks of a world; rows are rank 0's.
-
-    Raises:
-        ModelError: one process does not reproduce its own gradient, so there is nothing to compare with.
-    """
-    references = _References(task, ranks)
+    """Every plan of ``task`` in turn, on all ranks of a world; what the rows say is rank 0's."""
+    references = References(task.model, ranks)
     rows = []
     for plan in task.plans:
         row = _verify(task, plan, ranks, references)
@@ -130,42 +114,39 @@ def verify_all(task: Task, ranks: Ranks) -> list[Row]:
     return rows
 
 
-def _verify(task: Task, plan: Plan, ranks: Ranks, references: _References) -> Row:
+def _verify(task: Task, plan: Plan, ranks: Ranks, references: References) -> Row:
     torch.manual_seed(SEED + ranks.rank)  # a rank's own luck must not matter
     session = Session(ranks=dataclasses.replace(ranks, owns_group=False, owns_control=False), planner=lambda m, o: plan)
-    problem = ""
-    steps: list[tuple[Verdict, tuple[str, ...]]] = []
+    problem, failed = "", False
+    found: list[Judged] = []
     receipts: dict[str, Receipt] = {}
-    kind: type[Exception] | None = None
     try:
-        steps, receipts = _run(task, plan, session, references)
+        found, receipts = _run(task, plan, session, references)
     except (UserError, TrainingError) as error:
-        problem, kind = str(error), type(error)
+        problem, failed = str(error), isinstance(error, TrainingError)
     finally:
         session.close()
-    problems = gather_text(problem, ranks)  # what is refused is refused on every rank
+    problems = [text for text in gather_text(problem, ranks) if text]  # what is refused is refused on every rank
     facts: dict[str, Any] = {"strategy": plan.strategy, "ranks": ranks.world_size, "dims": plan.dims.model_dump()}
-    if any(problems):
-        first = next(text for text in problems if text)
-        if kind is TrainingError:
-            return Row(**facts, status="failed", explanations=(first,))
-        return Row(**facts, status="refused", reason=first)
-    verdict = _together([found for found, _ in steps])
-    explanations = _told_once(steps)
-    explanations += tuple(
-        f"{receipt.title}: {line.name}: planned {line.planned}, found {line.found}"
-        for receipt in receipts.values()
-        for line in receipt.lines
-        if line.ok is False
-    )
+    if problems and failed:
+        return Row(**facts, status="failed", explanations=(problems[0],))
+    if problems:
+        return Row(**facts, status="refused", reason=problems[0])
+    verdict = _together([step.verdict for step in found])
+    explanations = (*_told_once(found), *(text for receipt in receipts.values() for text in false_lines(receipt)))
     ok = verdict.ok and all(receipt.ok for receipt in receipts.values())
-    return Row(
-        **facts,
-        status="verified" if ok else "failed",
-        verdict=verdict,
-        explanations=explanations,
-        receipts=receipts,
-    )
+    status = "verified" if ok else "failed"
+    return Row(**facts, status=status, verdict=verdict, explanations=explanations, receipts=receipts)
+
+
+def false_lines(receipt: Receipt) -> list[str]:
+    """What a receipt found false, the first lines of it."""
+    wrong = [line for line in receipt.lines if line.ok is False]
+    shown = [f"{receipt.title}: {line.name}: planned {line.planned}, found {line.found}" for line in wrong[:MOST_LINES]]
+    return [
+        *shown,
+        *([f"{receipt.title}: and {len(wrong) - MOST_LINES} more lines"] if len(wrong) > MOST_LINES else []),
+    ]
 
 
 def _together(verdicts: Sequence[Verdict]) -> Verdict:
@@ -174,33 +155,33 @@ def _together(verdicts: Sequence[Verdict]) -> Verdict:
     return worst.model_copy(update={"norm_error": max(v.norm_error for v in verdicts)})
 
 
-def _told_once(steps: Sequence[tuple[Verdict, tuple[str, ...]]]) -> tuple[str, ...]:
-    (_, said), (whole, said_of_whole) = steps
-    if not whole.ok:
-        return said_of_whole
-    return tuple(f"only where ranks and micro batches have different numbers of tokens: {text}" for text in said)
+def _told_once(steps: Sequence[Judged]) -> tuple[str, ...]:
+    ragged, whole = steps
+    if whole.verdict.ok and not ragged.verdict.ok:
+        return tuple(f"only where ranks and micro batches have different numbers of tokens: {t}" for t in ragged.told)
+    return whole.told
 
 
-def _run(
-    task: Task, plan: Plan, session: Session, references: _References
-) -> tuple[list[tuple[Verdict, tuple[str, ...]]], dict[str, Receipt]]:
+def _run(task: Task, plan: Plan, session: Session, references: References) -> tuple[list[Judged], dict[str, Receipt]]:
     model = task.model(SEED if session.ranks.is_main else SEED + 1)  # rank 0's weights must win
     optimizer = build_optimizer(model.parameters(), task.config.optimizer)
     spec = read_model(model)
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"))
-    effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), _Watch()
+    effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), Watch()
     session.observers += [watch, _Quiet(effects), _Quiet(fit)]
     sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     outer, optimizer = session.prepare(model, optimizer, sample)
+    judge = Judge(task.model, session, references, heads=task.shrunk.heads)
+    misplaced = judge.weights()
     weights = [_local(p).clone() for p in session.module.parameters()]
     found = []
     for number, step in enumerate(session.run_windows(_windows(task, plan, session), limit=len(STEPS))):
         batches = global_batch(task.data, plan, STEPS[number])
         expected = references.of(plan, STEPS[number], batches)
-        clip = expected.norm / 2
         step.run(outer, token_loss_sum)
-        result = step.update(optimizer, clip_norm=clip)
-        found.append(_judge_step(task, session, watch, expected, (result.grad_norm or 0.0, clip), batches, references))
+        result = step.update(optimizer, clip_norm=expected.norm * CLIPPED)
+        judged = judge.step(watch, expected, batches, norm=result.grad_norm or 0.0, loss=result.loss)
+        found.append(judged if judged.verdict.ok else Judged(judged.verdict, (*misplaced, *judged.told)))
         with torch.no_grad():  # each step is of the same weights
             for parameter, weight in zip(session.module.parameters(), weights, strict=True):
                 _local(parameter).copy_(weight)
@@ -217,59 +198,6 @@ def _windows(task: Task, plan: Plan, session: Session) -> Iterator[list[Batch]]:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     held = tensor.detach()
     return held.to_local() if isinstance(held, DTensor) else held
-
-
-def _judge_step(
-    task: Task,
-    session: Session,
-    watch: _Watch,
-    expected: Reference,
-    clipping: tuple[float, float],
-    batches: dict[Key, Batch],
-    references: _References,
-) -> tuple[Verdict, tuple[str, ...]]:
-    """Compare on every rank, agree, and where it is wrong let rank 0 look at all ranks' parts. Collective."""
-    norm, clip = clipping
-    ranks, plan = session.ranks, session.plan
-    names = list(expected.gradients)
-    mine = compare(expected.gradients, watch.raw)
-    scale = min(1.0, clip / (expected.norm + 1e-6))
-    scaled = {n: None if g is None else g * scale for n, g in expected.gradients.items()}
-    clipped = max((d.error for d in compare(scaled, watch.clipped)), default=0.0)
-    table = _error_table(names, mine, clipped, ranks)
-    errors = [max(float(row[i]) for row in table) for i in range(len(names))]
-    unheld = [i for i, error in enumerate(errors) if error < 0]
-    merged = [
-        Difference(name=name, error=float("inf") if i in unheld else error, missing=i in unheld)
-        for i, (name, error) in enumerate(zip(names, errors, strict=True))
-    ]
-    worst_clipped = max(float(row[-1]) for row in table)
-    tolerance = references.tolerance
-    verdict = judge(merged, (norm, expected.norm), clipped_error=worst_clipped, tolerance=tolerance)
-    if verdict.ok:
-        return verdict, ()
-    parts = _all_parts(names, watch.raw, ranks)
-    if not ranks.is_main:
-        return verdict, ()
-    worst = torch.stack(table).max(0).indices.tolist()  # the rank whose view of a parameter is furthest off
-    found = {name: parts[worst[i]].get(name) for i, name in enumerate(names)}
-    differences = compare(expected.gradients, found)
-    wrong = [d for d in differences if not d.error <= tolerance]
-    verdict = judge(differences, (norm, expected.norm), clipped_error=worst_clipped, tolerance=tolerance)
-    if not wrong:
-        return verdict, (explain_norm(norm, expected.norm, plan),)
-    heads, size = task.shrunk.heads
-    told = explain(
-        expected.gradients,
-        found,
-        differences,
-        Setting(plan, key_value_heads=heads, head_dim=size),
-        tolerance=tolerance,
-        parts=parts,
-        contributions=contributions(task.model, batches),
-        tokens=tokens_of(batches),
-    )
-    return verdict, told
 
 
 class _Quiet:

@@ -15,7 +15,15 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
 from shardwise.train.session import Session, Step
 from shardwise.verify.expected import expected_block_calls, units_of
-from shardwise.verify.part import group_of, holding_units, root_units, stage_blocks, stage_numbers, used_spec
+from shardwise.verify.part import (
+    group_of,
+    holding_units,
+    planned_stages,
+    root_units,
+    run_micros,
+    stage_blocks,
+    used_spec,
+)
 from shardwise.verify.receipt import Line
 from shardwise.verify.samples import tensor_bytes
 from shardwise.verify.traffic import range_text
@@ -34,21 +42,24 @@ def structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[
         planned = len(blocks) + len(root_units(session, spec))
         yield _same("sharding units", str(planned), str(len(holding_units(module))))
     if spec.blocks:
-        least, most = expected_block_calls(spec, plan, len(step.micros))
-        planned_text = f"{range_text((least, most), str)} (recompute {plan.recompute})"
+        visible = plan.model_copy(update={"recompute": "none"}) if plan.compile else plan
+        least, most = expected_block_calls(spec, visible, len(run_micros(session, step)))
+        inside = " inside of the compiled blocks" if plan.compile and plan.recompute != "none" else ""
+        planned_text = f"{range_text((least, most), str)} (recompute {plan.recompute}{inside})"
         ok = least <= block_calls <= most
         yield Line(name="block forwards per step", planned=planned_text, found=str(block_calls), ok=ok)
-    tied = [names for names in spec.tied if plan.dims.pp == 1 or len(_present(module, names)) > 1]
+    tied = [names if plan.dims.pp == 1 else _present(module, names) for names in spec.tied]
+    tied = [names for names in tied if len(names) > 1]
     if tied:
         planned_text = ", ".join(" = ".join(names) for names in tied)
         untied = [" ≠ ".join(names) for names in tied if not _is_tied(module, names)]
         yield Line(name="tied parameters", planned=planned_text, found=", ".join(untied) or planned_text, ok=not untied)
     if plan.dims.pp > 1:
-        yield _same("stages here", *(_text(found) for found in (stage_numbers(plan, session.place.pp), stage_blocks(session))))
+        yield _same("stages here", _stages_text(planned_stages(session)), _stages_text(stage_blocks(session)))
 
 
-def _text(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in sorted(numbers))
+def _stages_text(stages: dict[int, tuple[str, ...]]) -> str:
+    return "; ".join(f"{number}: {', '.join(blocks)}" for number, blocks in sorted(stages.items()))
 
 
 def _trainable_here(session: Session, used: ModelSpec) -> int:
@@ -64,19 +75,15 @@ def _live(module: nn.Module) -> dict[str, nn.Parameter]:
     return {clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _present(module: nn.Module, names: Iterable[str]) -> list[str]:
+def _present(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Those names of a tied parameter that this rank's stages use."""
     live = _live(module)
-    return [name for name in names if name in live]
+    return tuple(name for name in names if name in live)
 
 
 def _is_tied(module: nn.Module, names: Iterable[str]) -> bool:
     live = _live(module)
-    return len({id(live.get(name)) for name in names if name in live or home_is_whole(module)}) == 1
-
-
-def home_is_whole(module: nn.Module) -> bool:
-    """False for the stages of a pipeline, which need not have every name of a tied parameter."""
-    return not any(name.startswith("_stage_") for name, _ in module.named_children())
+    return len({id(live.get(name)) for name in names}) == 1
 
 
 def offload_lines(session: Session) -> Iterator[Line]:

@@ -10,7 +10,7 @@ from shardwise.train.session import Session, Step
 from shardwise.units import bytes_text
 from shardwise.verify.cut import cut_traffic
 from shardwise.verify.expected import Traffic, expected_traffic
-from shardwise.verify.part import used_spec
+from shardwise.verify.part import run_micros, used_spec
 from shardwise.verify.receipt import Line
 from shardwise.verify.watch import StepWatch
 
@@ -20,7 +20,7 @@ _OWN_AXES = ("tp", "cp", "pp")
 def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
     """A line for each collective that is expected or was seen; over each axis, where the plan cuts the model."""
     if session.plan.dims.splits_model:
-        expected = cut_traffic(session, used_spec(session), step.micros, watch.hidden)
+        expected = cut_traffic(session, used_spec(session), run_micros(session, step), watch)
         found = _cut_totals(session, watch.recorder.collectives)
     else:
         expected = expected_traffic(used_spec(session), session.plan, len(step.micros))

@@ -107,5 +107,3 @@ def all_parts(names: list[str], mine: Gradients, ranks: Ranks) -> list[Gradients
         pieces = flat.split(sizes) if sizes else ()
         parts.append({name: p.view(shapes[name]) for name, p in zip(shapes, pieces, strict=True)})
     return parts
-
-

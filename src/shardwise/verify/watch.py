@@ -60,9 +60,9 @@ class StepWatch:
 
 
 def inner_blocks(session: Session) -> list[nn.Module]:
-    """The blocks of this rank inside of what recompute has put around them."""
+    """The blocks of this rank, inside of what recompute has put around them; compiled ones from outside."""
     name = CHECKPOINT_WRAPPER_PART.rstrip(".")
-    return [getattr(block, name, block) for block in session.applied.blocks]
+    return [block if session.plan.compile else getattr(block, name, block) for block in session.applied.blocks]
 
 
 def heads(session: Session) -> Iterator[nn.Module]:

@@ -1,0 +1,52 @@
+"""One forward of a module whose weights are fake: shapes and control flow are real, nothing of size is computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+
+_LENGTH = 16  # where nothing says how long samples are
+
+
+def run_forward(
+    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *contexts: AbstractContextManager[Any]
+) -> tuple[Any, str]:
+    """What ``module`` returns within ``contexts``, and what went wrong (empty if nothing did). Nothing is changed.
+
+    Weights are fake and inputs are not: what is worked out from inputs alone (masks, positions) has values.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in module.named_parameters()}
+        for name, buffer in module.named_buffers():
+            if buffer.device.type != "cpu":
+                state[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        for context in contexts:
+            stack.enter_context(context)
+        try:
+            return torch.func.functional_call(module, state, tuple(args), kwargs), ""
+        except Exception as error:  # whatever the user's code raises
+            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def inputs_of(sample: Any, seq_len: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with for ``sample``, on the CPU; token ids [1, length] where there is none."""
+    if sample is None:
+        sample = torch.zeros(1, seq_len or _LENGTH, dtype=torch.int64)
+    sample = _pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu"), sample)
+    if isinstance(sample, torch.Tensor):
+        return (sample,), {}
+    if isinstance(sample, list | tuple):
+        return tuple(sample), {}
+    named = {key: value for key, value in dict(sample).items() if key != "labels"}
+    if isinstance(named.get("attention_mask"), torch.Tensor):  # a sample's values do not matter, and zeros would mask
+        named["attention_mask"] = torch.ones_like(named["attention_mask"])
+    return (), named

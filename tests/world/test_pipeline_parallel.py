@@ -1,0 +1,319 @@
+"""Pipeline parallel against one process: gradients in float64, whatever the family, the schedule and the data."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.cli.own_loop import start
+from shardwise.errors import PlanError, UserError
+from shardwise.parallel.pipeline import check_pipeline
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.spec.read import clean_name
+from shardwise.train.loss import token_loss_sum
+from tests.families import FAMILIES, VOCAB, family
+from tests.world.test_combinations import LIMIT, Case, Watch, ragged, train, worst
+from tests.worlds import WorldError, run_world
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved-1f1b": 2,
+    "interleaved-zero-bubble": 2,
+    "zbv": 2,
+}
+
+
+def options(schedule: str, **more: Any) -> dict[str, Any]:
+    return {"pipeline_schedule": schedule, "virtual_stages": SCHEDULES[schedule], **more}
+
+
+def is_right(case: Case) -> None:
+    found = run_world(train, case.world, case)
+    wrong = {rank: result["worst"] for rank, result in enumerate(found) if not result["worst"][0] <= LIMIT}
+    assert not wrong, wrong
+    held = {name for result in found for name in result["names"]}
+    assert held == set(found[0]["expected"]), held ^ set(found[0]["expected"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_over_two_stages(name: str) -> None:
+    is_right(Case(2, "ddp+pp2", name, accum=4))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, "ddp+pp2", "own", accum=3),
+        Case(4, "zero2+pp2", "llama"),
+        Case(4, "hsdp+pp2", "bert"),
+        Case(4, "fsdp+pp4", "own", accum=5),
+        Case(4, "ddp+pp4", "gpt2", accum=4, options=options("gpipe")),
+        Case(4, "fsdp+offload+pp2", "own"),
+    ],
+    ids=str,
+)
+def test_more_ranks(case: Case) -> None:
+    is_right(case)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_right_or_refused(schedule: str, strategy: str) -> None:
+    case = Case(4, f"{strategy}+pp2", "own", accum=4, options=options(schedule))
+    if strategy == "fsdp" and schedule in ("interleaved-zero-bubble", "zbv"):
+        with pytest.raises(PlanError, match=r"zero2\+pp2"):
+            check_pipeline(case.plan, 4)
+        return
+    check_pipeline(case.plan, 4)
+    is_right(case)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"])
+def test_recompute_is_right_or_refused(schedule: str, recompute: str) -> None:
+    case = Case(2, "fsdp+pp2" if schedule.endswith("1f1b") else "zero2+pp2", "own", 4, options(schedule, recompute=recompute))
+    if recompute == "selective" and not schedule.endswith("1f1b"):
+        with pytest.raises(PlanError, match="selective"):
+            check_pipeline(case.plan, 4)
+        return
+    is_right(case)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble", "zbv"])
+def test_tied_embedding_over_one_data_rank(schedule: str) -> None:
+    is_right(Case(2, "ddp+pp2", "gpt2", accum=4, options=options(schedule)))
+
+
+def test_tied_embedding_that_one_rank_would_hold_twice_is_refused() -> None:
+    with pytest.raises(WorldError, match="use interleaved-zero-bubble"):
+        run_world(train, 4, Case(4, "ddp+pp2", "gemma", accum=4, options=options("zbv")))
+    is_right(Case(4, "ddp+pp2", "gemma", accum=4, options=options("interleaved-zero-bubble")))
+
+
+def test_a_window_that_the_schedule_cannot_run_is_filled_up() -> None:
+    is_right(Case(2, "ddp+pp2", "own", accum=10, options=options("interleaved-1f1b")))  # the partial window has 5
+
+
+class Head(nn.Module):
+    """Says which parts of a model are trained."""
+
+    def __init__(self, model: nn.Module, trained: list[str]) -> None:
+        super().__init__()
+        self.model = model
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(name.startswith(part) for part in trained))
+
+
+def frozen(strategy: str, schedule: str, trained: list[str]) -> tuple[float, str]:
+    world = torch.distributed.get_world_size()
+    dims = dims_for(parse_strategy(strategy), world)
+    plan = Plan(strategy=strategy, dims=dims, grad_accum=4, **options(schedule))
+    batches, watch = ragged(4 * dims.dp), Watch()
+    model = Head(family("own"), trained).model
+    session = start(plan, receipts=False)
+    session.observers.append(watch)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batches[0][0])
+    for step in session.steps(batches):
+        step.run(model, token_loss_sum)
+        step.update(optimizer, clip_norm=1e9)
+    session.close()
+    alone = Head(family("own"), trained).model
+    count = sum(int((labels != -100).sum()) for _, labels in batches)
+    sum(token_loss_sum(alone(inputs), labels) / count for inputs, labels in batches).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    mine = {clean_name(n) for n, p in session_names(model) if p.requires_grad}
+    assert set(watch.raw) == mine, (set(watch.raw), mine)
+    return worst(watch.raw, expected)
+
+
+def session_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "trained"),
+    [
+        ("ddp+pp2", "1f1b", ["blocks.3", "head"]),
+        ("ddp+pp2", "1f1b", ["tokens", "blocks.0"]),
+        ("fsdp+pp2", "1f1b", ["blocks.3", "head"]),
+        ("fsdp+pp2", "1f1b", ["tokens", "blocks.0"]),
+        ("zero2+pp2", "interleaved-zero-bubble", ["blocks.3", "head"]),
+        ("zero2+pp2", "interleaved-zero-bubble", ["blocks.1", "head"]),
+        ("ddp+pp2", "zbv", ["tokens", "blocks.0"]),
+    ],
+)
+def test_frozen_stages(strategy: str, schedule: str, trained: list[str]) -> None:
+    world = 4 if strategy.startswith(("fsdp", "zero2")) else 2
+    for error, name in run_world(frozen, world, strategy, schedule, trained):
+        assert error <= LIMIT, name
+
+
+def shapes_and_evaluation(schedule: str) -> list[tuple[float, str]]:
+    """Micro batches of every size and length in one run, evaluations in between."""
+    plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=4, **options(schedule))
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for samples, length in [(2, 8), (1, 5), (3, 9), (2, 8), (1, 5), (1, 5), (4, 12), (2, 8), (3, 7), (1, 2)]:
+        ids = torch.randint(VOCAB, (samples, length + 1), generator=generator)
+        batches.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+    session, watch = start(plan, receipts=False), Watch()
+    session.observers.append(watch)
+    model = family("own")
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    errors, alone = [], family("own")
+    pipeline = session.applied.pipeline
+    assert pipeline is not None
+
+    def evaluate(chosen: list[Any]) -> None:
+        found = pipeline.evaluate([b[0] for b in chosen], [b[1] for b in chosen], token_loss_sum)
+        torch.distributed.all_reduce(found)
+        with torch.no_grad():
+            expected = sum(float(token_loss_sum(alone(inputs), labels)) for inputs, labels in chosen)
+        errors.append((abs(float(found) - expected) / expected, "evaluation"))
+
+    evaluate(batches[:1])
+    for index, step in enumerate(session.steps(batches)):
+        step.run(model, token_loss_sum)
+        step.update(optimizer, clip_norm=1e9)
+        mine = batches[4 * index : 4 * index + 4]
+        alone.zero_grad()
+        count = sum(labels.numel() for _, labels in mine)
+        sum(token_loss_sum(alone(inputs), labels) / count for inputs, labels in mine).backward()
+        errors.append(worst(watch.raw, {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}))
+        model.eval()
+        evaluate(batches[index : index + 3])
+        model.train()
+    session.close()
+    return errors
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_of_any_shape_and_evaluation_between_steps(schedule: str) -> None:
+    for errors in run_world(shapes_and_evaluation, 2, schedule):
+        assert len(errors) == 7
+        assert max(errors)[0] <= LIMIT, errors
+
+
+def narrow(strategy: str) -> tuple[float, str]:
+    plan = Plan(
+        strategy=strategy, dims=dims_for(parse_strategy(strategy), torch.distributed.get_world_size()), grad_accum=2,
+        precision="bf16",
+    )  # fmt: skip
+    batches, watch = ragged(2 * plan.dims.dp), Watch()
+    session = start(plan, receipts=False)
+    session.observers.append(watch)
+    model = family("llama", dtype=torch.float32)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in session.steps(batches):
+        step.run(model, token_loss_sum)
+        step.update(optimizer, clip_norm=1e9)
+    session.close()
+    alone = family("llama", dtype=torch.float32)
+    count = sum(int((labels != -100).sum()) for _, labels in batches)
+    sum(token_loss_sum(alone(inputs), labels) / count for inputs, labels in batches).backward()
+    assert all(value.dtype == torch.float32 for value in watch.raw.values())
+    errors = [
+        (float((value - expected).norm() / expected.norm()), name)
+        for name, p in alone.named_parameters()
+        if (value := watch.raw.get(name)) is not None and (expected := p.grad) is not None
+    ]
+    return max(errors)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp+pp2", 2), ("ddp+pp2", 4), ("fsdp+pp2", 4)])
+def test_bf16_is_close(strategy: str, world: int) -> None:
+    for error, name in run_world(narrow, world, strategy):
+        assert 1e-5 < error < 0.05, name
+
+
+def around() -> dict[str, Any]:
+    """What surrounds the model: attributes, calls, spans, a loss that is wrong."""
+    plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
+    session, batches = start(plan, receipts=False), ragged(6)
+    model = family("llama")
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    found: dict[str, Any] = {"hidden": model.config.hidden_size}
+    with pytest.raises(UserError, match=r"step\.run"):
+        model(batches[0][0])
+    pipeline = session.applied.pipeline
+    assert pipeline is not None
+    pipeline.spans = []
+    steps = iter(session.steps(batches))
+    step = next(steps)
+    with pytest.raises(UserError, match=r"step\.run"):
+        next(iter(step))
+    step.run(model, token_loss_sum)
+    step.update(optimizer)
+    found["spans"] = [(span.stage, span.kind, span.micro, span.end_s > span.start_s) for span in pipeline.spans]
+    found["names"] = [name for name, _ in model.named_parameters()]
+    session.close()
+    return found
+
+
+def test_what_surrounds_the_model() -> None:
+    first, last = run_world(around, 2)
+    assert first["hidden"] == last["hidden"] == 32
+    assert first["spans"] == [(0, "forward", 0, True), (0, "forward", 1, True), (0, "backward", 0, True), (0, "backward", 1, True)]
+    assert [kind for _, kind, _, _ in last["spans"]] == ["forward", "backward"] * 2
+    assert all(name.startswith("_stage_0.model.") for name in first["names"])
+    assert "_stage_1.lm_head.weight" in last["names"]
+    assert {name[9:] for name in first["names"]}.isdisjoint(name[9:] for name in last["names"])
+
+
+def mistaken(kind: str) -> None:
+    plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
+    session = start(plan, receipts=False)
+    model = family("own")
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    losses = {
+        "mean": lambda outputs, labels: nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten()),
+        "shape": lambda outputs, labels: outputs.sum(0),
+        "detached": lambda outputs, labels: outputs.detach().sum(),
+        "raises": lambda outputs, labels: outputs.no_such_thing,
+    }
+    for step in session.steps(ragged(2)):
+        step.run(model, losses[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("mean", "pass the sum"), ("shape", "0-d"), ("detached", "does not depend"), ("raises", "no_such_thing")],
+)
+def test_a_loss_that_is_wrong_ends_all_ranks_at_once(kind: str, message: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorldError, match=message):
+        run_world(mistaken, 2, kind)
+    assert time.monotonic() - began < 60
+
+
+def plan_of(**given: Any) -> Plan:
+    strategy = given.pop("strategy", "ddp+pp2")
+    parsed = parse_strategy(strategy)
+    return Plan(strategy=strategy, dims=dims_for(parsed, 2 * parsed.pp), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "blocks", "message"),
+    [
+        ({"virtual_stages": 2}, 4, "1f1b needs virtual_stages 1, got 2; set it to 1"),
+        ({"pipeline_schedule": "zbv", "virtual_stages": 3}, 8, "zbv needs virtual_stages 2, got 3"),
+        ({"pipeline_schedule": "interleaved-1f1b"}, 8, "interleaved-1f1b needs virtual_stages 2 or more, got 1"),
+        ({"strategy": "ddp+pp4"}, 3, r"pp 4 stages need as many blocks, and the model has 3; use \+pp3"),
+        ({**options("interleaved-1f1b"), "strategy": "ddp+pp4"}, 6, r"pp 4 × virtual_stages 2 = 8 .* use \+pp3"),
+        ({**options("interleaved-1f1b"), "grad_accum": 7}, 8, "cannot run 7 micro batches a step; set grad_accum to 6 or 8"),
+        ({**options("zbv"), "strategy": "fsdp+pp2"}, 8, r"use zero2\+pp2"),
+        ({**options("zbv"), "strategy": "hsdp+pp2"}, 8, r"use zero2\+pp2"),
+        ({**options("zbv"), "compile": True}, 8, "compile to false"),
+        ({**options("interleaved-zero-bubble"), "recompute": "selective"}, 8, "recompute to full or none"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_with_what_works(given: dict[str, Any], blocks: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_pipeline(plan_of(**given), blocks)
