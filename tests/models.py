@@ -83,3 +83,58 @@ class ByteDecoder(Decoder):
 
 def byte_decoder(dropout: float = 0.1) -> ByteDecoder:
     return ByteDecoder(dropout)
+
+
+class Heads(nn.Module):
+    """Causal self-attention with four heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(width)
+        self.attention = Heads(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm(x)))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class ByteAttention(nn.Module):
+    """A decoder over bytes (257: no even vocabulary) with attention, tied ends and dropout in the blocks."""
+
+    def __init__(self, dropout: float = 0.1, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, width)
+        nn.init.normal_(self.embed.weight, std=0.1)
+        self.blocks = nn.ModuleList(AttentionBlock(width, dropout) for _ in range(4))
+        self.last = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 257, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+
+def byte_attention(dropout: float = 0.1) -> ByteAttention:
+    return ByteAttention(dropout)

@@ -59,6 +59,7 @@ class Setting:
     keep: int = 2
     micro_batch: int = 2
     pack: bool = True
+    factory: str = "tests.models:byte_decoder"
 
     def __str__(self) -> str:
         how = "in the background" if self.async_save else "in the foreground"
@@ -183,6 +184,7 @@ def prepared(folder: Path, texts: Path, setting: Setting) -> str:
 
     folder.mkdir(parents=True)
     changes: dict[str, dict[str, Any]] = {
+        "model": {"factory": setting.factory},
         "data": {"path": str(texts), "heldout_fraction": 0.2, "pack": setting.pack},
         "optimizer": {"clip_norm": 0.5},
         "train": {"steps": None, "epochs": 3, "global_batch": setting.world * 4, "micro_batch": setting.micro_batch},

@@ -54,7 +54,7 @@ def test_every_resume_is_bit_identical(
 
 @pytest.mark.parametrize("strategy", ["fsdp+tp2", "ddp+pp2"])
 def test_a_model_that_is_cut_resumes_bit_identically(tmp_path: Path, strategy: str) -> None:
-    setting = Setting(strategy, 4)
+    setting = Setting(strategy, 4, factory="tests.models:byte_attention")
     texts = write_texts(tmp_path / "texts")
     whole = run_whole(tmp_path / "whole", texts, setting)
     trial = Trial(tmp_path / "run", texts, replace(setting, async_save=True), whole)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.layout import engine_of
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise.checkpoint.save import Saver, save_checkpoint
 from shardwise.checkpoint.weights import load_weights
 from shardwise.cli.own_loop import start
 from shardwise.parallel.home import home_of
@@ -26,7 +28,8 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.spec.read import clean_name
 from shardwise.train.loss import token_loss_sum
-from tests.families import VOCAB, family
+from tests.cli.test_checkpoint_command import answer
+from tests.families import VOCAB, configuration, family
 from tests.worlds import run_world
 
 Run = tuple[dict[int, float], dict[str, torch.Tensor]]  # the loss of each step, and all tensors at the end
@@ -41,10 +44,11 @@ def plan_for(strategy: str, world: int) -> Plan:
     return Plan(strategy=strategy, dims=dims, grad_accum=MICROS // dims.dp)
 
 
-def prepared(name: str, strategy: str):
+def prepared(name: str, strategy: str, *, buffer: bool = True):
     """A session with a model of a family, and AdamW in two groups, as users make them."""
     model = family(name, layers=LAYERS)
-    model.register_buffer("steps_seen", torch.tensor(0.0))
+    if buffer:
+        model.register_buffer("steps_seen", torch.tensor(0.0))
     groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     groups += [{"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
     session = start(plan_for(strategy, dist.get_world_size()), device="cpu", receipts=False)
@@ -261,3 +265,40 @@ def test_a_loop_of_ones_own_goes_on_under_another_plan(tmp_path: Path) -> None:
         assert results == [results[0]] * world
         found |= results[0]
     assert found == pytest.approx(whole, rel=1e-9)
+
+
+def save_for_others(root: str, strategies: list[str]) -> None:
+    for strategy in strategies:
+        session, outer, optimizer = prepared("gpt2", strategy, buffer=False)
+        step(session, outer, optimizer)
+        set_all(session, optimizer)
+        with Saver(Path(root) / strategy, keep=1) as saver:
+            facts = {"kind": "transformers", "config": json.loads(configuration("gpt2", LAYERS).to_json_string())}
+            saved = {"model": session.module, "optimizer": optimizer, "plan": session.plan, "state": {}}
+            saver.save(20, **saved, model_facts=facts)
+
+
+def test_the_commands_know_nothing_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_world(save_for_others, 2, str(tmp_path), ["ddp+pp2", "ddp+tp2"], timeout_s=LIMIT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())  # transformers sets some when it is first used
+        model = family("gpt2", layers=LAYERS)
+        for strategy in ("ddp+pp2", "ddp+tp2"):
+            for words in (["inspect"], ["verify"], ["convert", "hf"], ["convert", "own"]):
+                target = [str(tmp_path / f"{words[1]}-{strategy}")] if words[1:] else []
+                to = ["--to", "hf" if words[1] == "hf" else "shardwise"] if target else []
+                found = answer(capsys, words[0], str(tmp_path / strategy), *target, *to)
+                assert words[0] != "convert" or found["verified"] is True, found
+            hf = load_file(tmp_path / f"hf-{strategy}" / "model.safetensors")
+            names = dict(model.named_parameters())
+            assert hf.keys() == names.keys()
+            wrong = [name for name, t in hf.items() if not torch.equal(t, whole(name, t.shape, t.dtype))]
+            assert not wrong, f"{strategy}: {wrong[:5]}"
+            optimizer = torch.optim.AdamW(
+                [{"params": [p for p in names.values() if (p.dim() > 1) == matrices]} for matrices in (True, False)]
+            )
+            load_checkpoint(newest_of_all(tmp_path / f"own-{strategy}"), model=model, optimizer=optimizer)
+            for name, p in names.items():
+                assert torch.equal(p, whole(name, p.shape, p.dtype)), name
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(optimizer.state[p][key], whole(f"{name}/{key}", p.shape, p.dtype)), name

@@ -5,6 +5,7 @@ Gradients are compared, in float64, before and after clipping; labels are ragged
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from torch.nn import functional
 from shardwise.cli.own_loop import start
 from shardwise.errors import DataError, ModelError
 from shardwise.parallel import context, context_exchange
+from shardwise.parallel.compiled import Compiled, compiled_of
 from shardwise.parallel.context import check_context, exchanged_calls, sequence_share
+from shardwise.parallel.shard import gathered_ahead
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -150,8 +153,18 @@ def sabotaged(how: str) -> None:
         context._Positions.__init__ = lambda self, index, ranks, layout: kept(self, 0, ranks, layout)  # type: ignore[method-assign]
 
 
-def train(case: Case, sabotage: str = "") -> tuple[float, list[int], int]:
-    """Two whole windows and a partial one: the worst relative error, exchanged attentions of each step, micro batches."""
+@dataclass(frozen=True)
+class Outcome:
+    """The worst relative error, the attentions that each step exchanged, and what else took effect."""
+
+    error: float
+    exchanged: list[int]
+    compiled: Compiled | None
+    ahead: tuple[int, int]
+
+
+def train(case: Case, sabotage: str = "") -> Outcome:
+    """Two whole windows and a partial one, each against one process."""
     session = start(case.plan(dist.get_world_size()), receipts=False)
     per_window = session.planner(nn.Module(), None).dims.dp * case.accum  # type: ignore[arg-type]
     batches = ragged(2 * per_window + max(1, per_window // 2))
@@ -171,20 +184,22 @@ def train(case: Case, sabotage: str = "") -> tuple[float, list[int], int]:
         errors += [worst(watch.raw, raw), worst(watch.clipped, clipped)]
         if step.tokens:
             errors += [abs(float(result.grad_norm or 0.0) - norm) / norm, abs(result.loss - loss) / abs(loss)]
+    exchanged = [after - before for before, after in itertools.pairwise(calls)]
+    outcome = Outcome(max(errors), exchanged, compiled_of(session.module), gathered_ahead(session.module))
     session.close()
-    return max(errors), [after - before for before, after in zip(calls, calls[1:], strict=False)], len(step.micros)
+    return outcome
 
 
-def train_all(cases: list[Case]) -> dict[str, Any]:
+def train_all(cases: list[Case]) -> dict[str, Outcome]:
     return {str(case): train(case) for case in cases}
 
 
 def check_all(world: int, cases: list[Case]) -> None:
     for found in run_world(train_all, world, cases, timeout_s=170):
-        wrong = {case: error for case, (error, _, _) in found.items() if not error <= LIMIT}
+        wrong = {case: outcome.error for case, outcome in found.items() if not outcome.error <= LIMIT}
         assert not wrong, wrong
         for case in cases:
-            _, calls, _ = found[str(case)]
+            calls = found[str(case)].exchanged
             times = LAYERS * case.accum * (1 if case.options.get("recompute", "none") == "none" else 2)
             assert calls[:2] == [times, times], (case, calls)
 
@@ -212,8 +227,8 @@ def test_recompute_exchanges_again(recompute: str) -> None:
 
 @pytest.mark.parametrize("how", ["own chunk only", "mask of the chunk", "positions not told"])
 def test_the_comparison_sees_what_is_wrong(how: str) -> None:
-    for error, _, _ in run_world(train, 2, Case("ddp+cp2", "own"), how):
-        assert error > 1e-3, error
+    for outcome in run_world(train, 2, Case("ddp+cp2", "own"), how):
+        assert outcome.error > 1e-3, outcome
 
 
 class Corpus:
@@ -223,9 +238,9 @@ class Corpus:
         return 7
 
     def batch(self, ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [ragged(4)[index // 2] if index >= 0 else None for index in ids]
-        inputs = [torch.zeros(LENGTH, dtype=torch.int64) if r is None else r[0][i % 2] for r, i in zip(rows, ids)]
-        labels = [torch.full((LENGTH,), -100) if r is None else r[1][i % 2] for r, i in zip(rows, ids)]
+        rows = [row for pair in ragged(4) for row in zip(*pair, strict=True)]
+        rows.append((torch.zeros(LENGTH, dtype=torch.int64), torch.full((LENGTH,), -100)))  # the empty sample
+        inputs, labels = zip(*(rows[index] for index in ids), strict=True)
         return torch.stack(inputs), torch.stack(labels)
 
     def label_bytes(self, num_samples: int | None) -> float:
@@ -435,7 +450,7 @@ def longer_than_looked_at() -> str:
     session = start(Case("ddp+cp2", "", 1).plan(2), receipts=False)
     model = transformers_model("mistral", sliding_window=12)
     sample = torch.zeros(2, 8, dtype=torch.int64)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), sample)
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), sample)
     try:
         for step in session.steps(ragged(1)):
             step.run(model, token_loss_sum)
@@ -456,7 +471,7 @@ def padded() -> str:
         {"input_ids": ids, "attention_mask": (torch.arange(LENGTH) < 5).long().expand(2, -1), "labels": labels}
         for ids, labels in ragged(1)
     ]
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batches[0])
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batches[0])
     try:
         for step in session.steps(batches):
             step.run(model, token_loss_sum)

@@ -40,7 +40,10 @@ def test_the_same_samples_and_losses(
 ) -> None:
     texts = write_texts(tmp_path / "texts")
     alone, changing = tmp_path / "alone", tmp_path / "changing"
-    whole = train(alone, texts, ("ddp", 1, None), data, micro_batch=micro_batch)
+    options: dict[str, Any] = {"micro_batch": micro_batch}
+    if legs is CUTTING:
+        options["factory"] = "tests.models:byte_attention"
+    whole = train(alone, texts, ("ddp", 1, None), data, **options)
     seen = Counter(id_ for ids in whole.values() for id_ in ids)
     missing = seen.pop(-1)
     assert set(seen.values()) == {EPOCHS}, "every epoch has every sample"
@@ -48,7 +51,7 @@ def test_the_same_samples_and_losses(
     assert len(seen) % GLOBAL_BATCH, "an epoch ends within a step"
     found: Steps = {}
     for leg in legs:
-        steps = train(changing, texts, leg, data, micro_batch=micro_batch)
+        steps = train(changing, texts, leg, data, **options)
         assert min(steps) == len(found) + 1
         found |= steps
     assert found == whole
@@ -151,8 +154,9 @@ def train(folder: Path, texts: Path, leg: Leg, data: dict[str, Any], **changed: 
     """Begin or resume the run in ``folder``; what all the ranks together fetched in each step."""
     strategy, world, stop_after = leg
     folder.mkdir(exist_ok=True)
+    factory = changed.pop("factory", "tests.models:byte_decoder")
     changes: dict[str, dict[str, Any]] = {
-        "model": {"kwargs": {"dropout": 0.0}},  # the luck of a rank is its own
+        "model": {"factory": factory, "kwargs": {"dropout": 0.0}},  # the luck of a rank is its own
         "data": {"path": str(texts), "heldout_fraction": 0.2, **data},
         "train": {"steps": None, "epochs": EPOCHS, "global_batch": GLOBAL_BATCH, "eval_every": 3, "eval_samples": 4},
         "parallel": {"strategy": strategy, "nproc": world},

@@ -78,7 +78,9 @@ def test_every_schedule_is_right_or_refused(schedule: str, strategy: str) -> Non
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"])
 def test_recompute_is_right_or_refused(schedule: str, recompute: str) -> None:
-    case = Case(2, "fsdp+pp2" if schedule.endswith("1f1b") else "zero2+pp2", "own", 4, options(schedule, recompute=recompute))
+    case = Case(
+        2, "fsdp+pp2" if schedule.endswith("1f1b") else "zero2+pp2", "own", 4, options(schedule, recompute=recompute)
+    )
     if recompute == "selective" and not schedule.endswith("1f1b"):
         with pytest.raises(PlanError, match="selective"):
             check_pipeline(case.plan, 4)
@@ -260,7 +262,12 @@ def around() -> dict[str, Any]:
 def test_what_surrounds_the_model() -> None:
     first, last = run_world(around, 2)
     assert first["hidden"] == last["hidden"] == 32
-    assert first["spans"] == [(0, "forward", 0, True), (0, "forward", 1, True), (0, "backward", 0, True), (0, "backward", 1, True)]
+    assert first["spans"] == [
+        (0, "forward", 0, True),
+        (0, "forward", 1, True),
+        (0, "backward", 0, True),
+        (0, "backward", 1, True),
+    ]
     assert [kind for _, kind, _, _ in last["spans"]] == ["forward", "backward"] * 2
     assert all(name.startswith("_stage_0.model.") for name in first["names"])
     assert "_stage_1.lm_head.weight" in last["names"]
@@ -307,7 +314,11 @@ def plan_of(**given: Any) -> Plan:
         ({"pipeline_schedule": "interleaved-1f1b"}, 8, "interleaved-1f1b needs virtual_stages 2 or more, got 1"),
         ({"strategy": "ddp+pp4"}, 3, r"pp 4 stages need as many blocks, and the model has 3; use \+pp3"),
         ({**options("interleaved-1f1b"), "strategy": "ddp+pp4"}, 6, r"pp 4 × virtual_stages 2 = 8 .* use \+pp3"),
-        ({**options("interleaved-1f1b"), "grad_accum": 7}, 8, "cannot run 7 micro batches a step; set grad_accum to 6 or 8"),
+        (
+            {**options("interleaved-1f1b"), "grad_accum": 7},
+            8,
+            "cannot run 7 micro batches a step; set grad_accum to 6 or 8",
+        ),
         ({**options("zbv"), "strategy": "fsdp+pp2"}, 8, r"use zero2\+pp2"),
         ({**options("zbv"), "strategy": "hsdp+pp2"}, 8, r"use zero2\+pp2"),
         ({**options("zbv"), "compile": True}, 8, "compile to false"),

@@ -41,6 +41,7 @@ class Setting:
     """All that one rank's allocations depend on. ``held`` micro batches are in flight before the first backward.
 
     ``sent`` are bytes of a sample's hidden state that goes on to the next pipeline stage; none from the last one.
+    ``received`` are those of buffers that torch's own pipeline stages keep, one for each micro batch and direction.
     """
 
     pieces: tuple[Piece, ...]
@@ -53,6 +54,7 @@ class Setting:
     optimizer: int
     temporaries: int
     sent: float = 0.0
+    received: float = 0.0
 
     @property
     def waits(self) -> bool:
@@ -60,6 +62,11 @@ class Setting:
         ``torch.distributed.pipelining`` holds their reduction back.
         """
         return self.program.gradients_wait or self.layout.pp > 1
+
+    @property
+    def reduces_late(self) -> bool:
+        """Torch's own pipeline stages reduce when the last backward is over, and keep all gathered until then."""
+        return self.layout.pp > 1 and self.layout.shards and self.layout.stack == "torchtitan"
 
     @property
     def has_buckets(self) -> bool:
@@ -135,30 +142,30 @@ class _Writer:
                     tape.alloc(unit.parameters * number, PARAMETERS)
             tape.free(whole)
         tape.free(built)
+        tape.alloc(s.received * s.micro, ACTIVATIONS)
         if s.has_buckets:
             tape.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
 
     def step(self, *, first: bool) -> None:
         """Micro batches, the optimizer, and the gradients' end."""
         s, tape = self.s, self.tape
-        crowd: list[int] = []
-        for index in range(min(s.program.grad_accum, 2)):
-            if not first and index == 0:
+        always = s.layout.shards and not s.waits
+        turns = self._turns()
+        for index, others in enumerate(turns):
+            if not first:
                 tape.phase("forward")
-            if index == 0 and s.held > 1:
-                crowd = [tape.alloc(self._kept() * (s.held - 1), ACTIVATIONS)]
-                crowd.append(tape.alloc(self._kept_logits() * (s.held - 1), LOGITS))
+            crowd = tape.alloc(self._kept() * others, ACTIVATIONS), tape.alloc(self._kept_logits() * others, LOGITS)
             self.forward()
             if not first:
                 tape.phase("backward")
-            last = index == min(s.program.grad_accum, 2) - 1
-            always = s.layout.shards and not s.waits
-            self.backward(last=last or always, again=index > 0 and always)
-            if index or s.program.grad_accum <= s.held:  # a longer pipeline is full again while gradients wait
-                tape.free(*crowd)
-                crowd = []
-            if not first and index == 0 and s.program.grad_accum > 1:
-                tape.phase("forward")
+            last = index == len(turns) - 1 and not s.reduces_late
+            self.backward(last=always or last, again=index > 0 and always)
+            tape.free(*crowd)
+        if s.reduces_late:
+            for visit in reversed(self.visits):
+                if s.pieces[visit.piece].is_block:
+                    self._finish(visit, [], last=True)
+            self._finish_root(last=True)
         if not first:
             tape.phase("optimizer")
         if not s.layout.offloads:
@@ -168,6 +175,19 @@ class _Writer:
         tape.free(*self.gradients)
         self.gradients = []
         self.waiting = {}
+
+    def _turns(self) -> tuple[int, ...]:
+        """Micro batches that are written: how many others are in flight beside each.
+
+        The first one, with as many in flight as there ever are; in a pipeline the same with gradients that wait, which
+        1F1B comes to when a micro batch has gone backward and another one forward; and the last one, alone.
+        """
+        number, held = self.s.program.grad_accum, self.s.held
+        if number == 1:
+            return (0,)
+        if held == 1 or number == 2:
+            return (held - 1, 0)
+        return (held - 1, held - 1 if number > held else held - 2, 0)
 
     def _kept(self) -> float:
         """Bytes that one micro batch keeps on this stage."""

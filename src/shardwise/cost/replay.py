@@ -52,6 +52,7 @@ def settings_of(
         pieces = stage_pieces(profile, layout, stage)
         weights = tuple(unit_weights(piece.unit, layout) for piece in pieces)
         state = optimizer_bytes(pieces, layout, workload) or 0
+        sent = sent_bytes(profile, layout, stage, program.recompute, compiled=workload.compiled)
         yield Setting(
             pieces=pieces,
             weights=weights,
@@ -62,13 +63,14 @@ def settings_of(
             held=micro_batches_held(layout, stage, program.grad_accum),
             optimizer=state,
             temporaries=_temporaries(pieces, layout, workload, state),
-            sent=sent_bytes(profile, layout, stage, program.recompute, compiled=workload.compiled),
+            sent=sent,
+            received=2 * sent * program.grad_accum if layout.stack == "torchtitan" else 0.0,
         )
 
 
 def sent_bytes(profile: ModelProfile, layout: Layout, rank: int, recompute: Recompute, *, compiled: bool) -> float:
     """Bytes of a sample's hidden state that a pipeline rank's last stage sends on, and keeps for its backward."""
-    if layout.pp == 1 or layout.stack != "shardwise" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
+    if layout.pp == 1 or layout.stack == "megatron" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
         return 0.0
     block = next(unit for unit in profile.units if unit.kind == "block")
     return unit_bytes(block, layout, recompute, compiled).input

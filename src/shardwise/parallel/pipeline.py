@@ -96,27 +96,32 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
     if not needed[0] <= virtual <= needed[1]:
         rule = f"{needed[0]}" if needed[0] == needed[1] else f"{needed[0]} or more"
         other = ", or pipeline_schedule to interleaved-1f1b" if needed == (1, 1) else ""
-        problems.append(f"pipeline_schedule {name} needs virtual_stages {rule}, got {virtual}; set it to {needed[0]}{other}")
+        problems.append(
+            f"pipeline_schedule {name} needs virtual_stages {rule}, got {virtual}; set it to {needed[0]}{other}"
+        )
     if num_blocks and pp * virtual > num_blocks:
         equation = f"pp {pp}" + (f" × virtual_stages {virtual} = {pp * virtual}" if virtual > 1 else "")
-        problems.append(f"{equation} stages need as many blocks, and the model has {num_blocks}; use +pp{max(1, num_blocks // virtual)}")
+        problems.append(
+            f"{equation} stages need as many blocks, and the model has {num_blocks}; "
+            f"use +pp{max(1, num_blocks // virtual)}"
+        )
     count = padded_count(plan, plan.grad_accum)
     if count != plan.grad_accum:
         below = max((n for n in range(1, plan.grad_accum) if padded_count(plan, n) == n), default=count)
         problems.append(
-            f"pipeline_schedule {name} over pp {pp} cannot run {plan.grad_accum} micro batches a step; set grad_accum to "
-            f"{below} or {count}"
+            f"pipeline_schedule {name} over pp {pp} cannot run {plan.grad_accum} micro batches a step; set grad_accum "
+            f"to {below} or {count}"
         )
     if name in _ZERO_BUBBLE and plan.parsed.reshards_after_forward:
         base = plan.parsed.base
         problems.append(
-            f"pipeline_schedule {name} with {base}: weights get their gradients in a pass of its own, when {base} has freed "
-            f"them; use zero2+pp{pp}, which keeps weights gathered, or pipeline_schedule interleaved-1f1b"
+            f"pipeline_schedule {name} with {base}: weights get their gradients in a pass of its own, when {base} has "
+            f"freed them; use zero2+pp{pp}, which keeps weights gathered, or pipeline_schedule interleaved-1f1b"
         )
     if name in _ZERO_BUBBLE and plan.recompute == "selective":
         problems.append(
-            f"pipeline_schedule {name} goes backward through a block twice, and PyTorch's selective recompute does so once; "
-            "set recompute to full or none, or pipeline_schedule to interleaved-1f1b"
+            f"pipeline_schedule {name} goes backward through a block twice, and PyTorch's selective recompute does so "
+            "once; set recompute to full or none, or pipeline_schedule to interleaved-1f1b"
         )
     if name in _ZERO_BUBBLE and plan.compile:
         problems.append(
@@ -240,10 +245,10 @@ class Pipeline:
         number = padded_count(self.plan, len(micros))
         fill = _Sample(micros[-1].inputs, micros[-1].labels, filler=True)
         work = self._begin([*micros, *[fill] * (number - len(micros))], loss_fn, weight, has_backward=True)
-        nothing = [None] * number
+        schedule, nothing = self._schedule(number), [None] * number
         _TORCH_LOG.disabled = True  # it answers an error of the user's with a table of the whole schedule
         try:
-            self._schedule(number)._step_microbatches([()] * number, [{} for _ in nothing], nothing, return_outputs=False)
+            schedule._step_microbatches([()] * number, [{} for _ in nothing], nothing, return_outputs=False)
         except BaseException:
             self._schedules.clear()  # one that was left in the middle cannot go on
             for stage in self.stages:
@@ -278,7 +283,10 @@ class Pipeline:
 
     def finish_gradients(self) -> None:
         """Add up the gradients of parameters that several stages use (a tied embedding). Collective over the stages."""
-        first, last = self.stages[0].stage_index_to_group_rank[0], max(self.stages[0].stage_index_to_group_rank.items())[1]
+        first, last = (
+            self.stages[0].stage_index_to_group_rank[0],
+            max(self.stages[0].stage_index_to_group_rank.items())[1],
+        )
         rank = dist.get_rank(self.group)
         if first == last or rank not in (first, last):
             return
@@ -327,8 +335,7 @@ def make_pipeline(stages: Stages, plan: Plan, meshes: Meshes, device: torch.devi
     """The schedule that ``plan`` names, over ``stages``. Collective."""
     assert meshes.pp is not None
     group = meshes.pp.get_group()
-    control = group if "gloo" in str(dist.get_backend_config(group)) else dist.new_group(backend="gloo")
-    assert control is not None
+    control = None if "gloo" in str(dist.get_backend_config()) else dist.new_group(backend="gloo")
     ranks = stage_ranks(plan)
     keeps = plan.parsed.base == "zero2" or plan.pipeline_schedule in _ZERO_BUBBLE
     made = []

@@ -44,7 +44,7 @@ def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> No
 
     FSDP2 gathers one ahead by itself, in an order that it sees: that is left as it is. Blocks of one stage only.
     """
-    sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     if depth < 2 or not isinstance(root, FSDPModule):
         return
     for index, block in enumerate(sharded):

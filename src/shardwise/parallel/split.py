@@ -62,7 +62,7 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
     Raises:
         ModelError: the model does not allow it; everything that is in the way, with what would work.
     """
-    wiring = read_wiring(module, spec, plan, sample) if plan.dims.pp > 1 else None
+    wiring = read_wiring(module, spec, plan.dims.pp, sample, plan.seq_len) if plan.dims.pp > 1 else None
     layout = tensor_layout(module, spec, plan, sample) if plan.dims.tp > 1 else None
     return Decision(wiring, layout)
 

@@ -34,7 +34,9 @@ class Absent(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         own = nn.Module().__dict__
-        facts = {k: v for k, v in inner.__dict__.items() if k not in own and not isinstance(v, torch.Tensor | nn.Module)}
+        facts = {
+            k: v for k, v in inner.__dict__.items() if k not in own and not isinstance(v, torch.Tensor | nn.Module)
+        }
         object.__setattr__(self, "_facts", facts)
 
     def __getattr__(self, name: str) -> Any:
@@ -120,8 +122,8 @@ class StageContainer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: one rank has not the whole model."""
         raise UserError(
-            "under pipeline parallel the model is spread over ranks and cannot be called; replace model(inputs), the loss and "
-            "step.backward by step.run(model, loss_fn)"
+            "under pipeline parallel the model is spread over ranks and cannot be called; replace model(inputs), the "
+            "loss and step.backward by step.run(model, loss_fn)"
         )
 
 
@@ -142,8 +144,8 @@ def copies(module: nn.Module, number: int) -> list[nn.Module]:
             made.append(copy.deepcopy(module, memo))
         except Exception as error:  # whatever the user's objects raise
             raise ModelError(
-                f"several stages on a rank need copies of the model without its weights, and it cannot be copied: {error}; "
-                "use pipeline_schedule 1f1b"
+                f"several stages on a rank need copies of the model without its weights, and it cannot be copied: "
+                f"{error}; use pipeline_schedule 1f1b"
             ) from None
     return made
 

@@ -1,8 +1,8 @@
-"""One stage under torch's pipeline schedules: what it receives, computes, sends and reduces, micro batch by micro batch.
+"""One stage under torch's pipeline schedules: what it receives, computes, sends and reduces for each micro batch.
 
 torch's own ``PipelineStage`` learns shapes from a forward and backward of its own and keeps one receive buffer for each
-micro batch. Here a receiver allocates when a schedule asks it to receive, so any micro batch may have another shape: the
-first time that a shape of inputs is seen, the sender says in a few integers what the hidden state is then.
+micro batch. Here a receiver allocates when a schedule asks it to receive, so any micro batch may have another shape:
+the first time that a shape of inputs is seen, the sender says in a few integers what the hidden state is then.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Hidden:
 class RunStage(_PipelineStageBase):
     """A stage of this rank. ``keeps_weights`` leaves sharded weights gathered from the first micro batch to the last.
 
-    ``control`` is a process group over the same ranks as ``group`` that sends CPU tensors.
+    ``control`` is a process group over all ranks that sends CPU tensors, ``None`` for the default one.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RunStage(_PipelineStageBase):
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
-        control: dist.ProcessGroup,
+        control: dist.ProcessGroup | None,
         *,
         keeps_weights: bool,
     ) -> None:
@@ -174,7 +174,7 @@ class RunStage(_PipelineStageBase):
         key = self.work.keys[fwd_chunk_id]
         if key not in self.known:
             packed = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
-            dist.recv(packed, group=self.control, group_src=self._peer(self.stage_index - 1))
+            dist.recv(packed, group=self.control, src=self._resolve_peer_global_rank(self.stage_index - 1))
             self.known[key] = _Hidden.unpacked(packed)
         known = self.known[key]
         buffer = torch.empty(known.shape, dtype=known.dtype, device=self.device)
@@ -189,7 +189,8 @@ class RunStage(_PipelineStageBase):
         hidden, key = self.made[fwd_chunk_id], self.work.keys[fwd_chunk_id]
         if key not in self.told:
             packed = _Hidden(tuple(hidden.shape), hidden.dtype, hidden.requires_grad).packed()
-            work = dist.isend(packed, group=self.control, group_dst=self._peer(self.stage_index + 1))
+            peer = self._resolve_peer_global_rank(self.stage_index + 1)
+            work = dist.isend(packed, group=self.control, dst=peer)
             assert work is not None
             self.sending.append((work, packed))
             self.told.add(key)
@@ -261,7 +262,9 @@ class RunStage(_PipelineStageBase):
             self.taken.pop(fwd_chunk_id, None)
         self._note("forward", fwd_chunk_id, start)
         # schedules keep what they get to the end of a step; the graph is kept here, and only until its backward
-        return found if self.stage_index + 1 < self.num_stages and self._is_here(self.stage_index + 1) else found.detach()
+        return (
+            found if self.stage_index + 1 < self.num_stages and self._is_here(self.stage_index + 1) else found.detach()
+        )
 
     def _loss(self, outputs: Any, micro: Any) -> torch.Tensor:
         work = self.work
@@ -293,7 +296,7 @@ class RunStage(_PipelineStageBase):
             assert taken is not None
             outputs = [made]
             gradients = None if gradient is None else [gradient]
-            _, groups = stage_backward_input(outputs, gradients, [taken], self.module.parameters())  # type: ignore[arg-type]
+            _, groups = stage_backward_input(outputs, gradients, [taken], self.module.parameters())  
             self.pending[bwd_chunk_id] = groups
         if not self.is_first:
             self.returned[bwd_chunk_id] = _gradient_of(taken) if wanted and taken is not None else None

@@ -14,7 +14,6 @@ from shardwise.parallel.tensor_forward import Forwards
 from shardwise.parallel.tensor_layout import TensorLayout, chunk
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.read import clean_name
 
 __all__ = ["TensorLayout", "apply_tensor", "distribute", "tensor_layout"]
 
@@ -35,10 +34,7 @@ def tensor_layout(
 
 def apply_tensor(stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, plan: Plan) -> None:
     """Give the modules of ``stage`` the forwards that go with ``layout``; parameters are placed later."""
-    forwards = Forwards(layout, mesh, sequence=plan.sequence_parallel)
-    for path, part in list(stage.named_modules()):
-        forwards.convert(part, clean_name(path))
-    forwards.outputs(stage)
+    Forwards(stage, layout, mesh, sequence=plan.sequence_parallel).convert_all()
 
 
 def distribute(name: str, whole: torch.Tensor, layout: TensorLayout, mesh: DeviceMesh) -> torch.Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from shardwise.parallel.tensor_build import Findings, Head, build
 from shardwise.parallel.tensor_check import Check
 from shardwise.parallel.tensor_layout import TensorLayout, chunk
 from shardwise.parallel.tensor_regions import Depends, Regions, find_regions
-from shardwise.parallel.tensor_styles import chosen_styles
+from shardwise.parallel.tensor_styles import chosen_styles, starred
 from shardwise.plan.plan import Plan
 from shardwise.spec.flow import BlockRun, Call, Flow, short_sample
 from shardwise.spec.model import ModelSpec
@@ -146,7 +144,9 @@ def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> 
             mixed.append(call.product)
     if mixed:
         width = mixed[0].outputs
-        norms = sorted({n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)})
+        norms = sorted(
+            {n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)}
+        )
         what = f"{prefix}{norms[0]} works" if norms else "what runs after it works"
         return (
             f"{mixed[0].name} cannot be cut by columns: {what} over its whole width ({width}), of which each of {tp} "
@@ -168,29 +168,117 @@ def _head(
     flow: Flow, spec: ModelSpec, plan: Plan, output: Any, styles: dict[str, str] | None
 ) -> tuple[Head | None, list[str]]:
     """The linear layer whose results are the model's output, where it is over a vocabulary and may be cut."""
-    last = next((call for call in reversed(flow.calls) if not call.product.is_lookup), None)
-    missing = [
+    missing = (
         f"{plan.strategy}: loss_parallel cuts the logits over the vocabulary, and the model's output is not that of a "
         "linear layer over one that can be cut; set parallel.loss_parallel to false"
-    ]
-    refused = missing if plan.loss_parallel else []
-    place = None if last is None else _place_of(last, output)
-    if last is None or place is None:
-        return None, refused
-    product = last.product
+    )
+    refused = None, [missing] if plan.loss_parallel else []
+    linear = [call for call in flow.calls if not call.product.is_lookup]
+    place = _place_of(linear[-1], output) if linear else None
+    if place is None:
+        return refused
+    product = linear[-1].product
+    canonical = {alias: p.name for p in spec.parameters for alias in (p.name, *p.aliases)}
     lookups = {call.product.name: call for call in flow.calls if call.product.is_lookup}
-    same = [call for call in lookups.values() if call.product.inputs == product.outputs]
-    owners = {id(p): name for p, name in _weights(flow)}
-    tied = {name for name in flow.owners.get(owners_key(flow, product.weight), "").split("|") if name in lookups}
-    runs = sum(call.product is product for call in flow.calls)
-    cut = [call.product.name for call in same if call.product.name in tied or not _is_position(call)]
-    cut = [name for name in cut if _plain_lookup(flow.submodule(name))]
+    tied = {n for n, c in lookups.items() if canonical[c.product.weight] == canonical[product.weight]}
     lent = {owner for _, owner in flow.lent}
-    wanted = bool(same) or product.outputs >= LARGE
+    same = {n for n, c in lookups.items() if c.product.inputs == product.outputs and not _is_position(c)}
+    can = {n for n in tied | same if n not in lent and _is_plain_lookup(flow.submodule(n))}
+    wanted = bool(same | tied) or product.outputs >= LARGE
     if styles is not None:
         wanted = styles.get(product.name) == "colwise"
-        cut = [name for name in cut if styles.get(name) == "embedding" or name in tied]
-    if not wanted or runs != 1 or tied - set(cut) or lent & {product.name, *tied} or len(owners) == 0:
-        return None, refused
-    cut = [name for name in cut if name not in lent]
-    return Head(product, place if plan.loss_parallel else None, tuple(cut)), []
+        can = {n for n in can if styles.get(n) == "embedding" or n in tied}
+    once = sum(call.product is product for call in linear) == 1
+    if not wanted or not once or not tied <= can or product.name in lent:
+        return refused
+    return Head(product, place if plan.loss_parallel else None, tuple(sorted(can))), []
+
+
+def _place_of(call: Call, output: Any) -> str | int | None:
+    """Where in the model's output the results of ``call`` are: a key, an index, or ``""`` for the output itself."""
+    depends = Depends()
+    if isinstance(output, Mapping):
+        items: Any = output.items()
+    else:
+        items = enumerate(output) if isinstance(output, tuple | list) else [("", output)]
+    for place, value in items:
+        is_tensor = isinstance(value, torch.Tensor) and value.ndim > 1
+        if is_tensor and value.shape[-1] == call.product.outputs and id(call.leaf) in depends(value):
+            found: str | int = place
+            return found
+    return None
+
+
+def _is_position(call: Call) -> bool:
+    """A table that is read by 0, 1, 2, ...: as long as the vocabulary only by chance."""
+    value = call.value.flatten()
+    return value.numel() > 1 and bool((value == torch.arange(value.numel())).all())
+
+
+def _is_plain_lookup(module: nn.Module) -> bool:
+    special = ("max_norm", "scale_grad_by_freq", "sparse")
+    return isinstance(module, nn.Embedding) and not any(getattr(module, name) for name in special)
+
+
+def _logits_problems(
+    flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, head: Head
+) -> list[str]:
+    """Whether what comes after the head takes logits of which each rank has a part."""
+    tp, vocab = plan.dims.tp, head.product.outputs
+    fix = "set parallel.loss_parallel to false"
+    for rank in (0, tp - 1):
+        first, end = chunk(vocab, tp, rank)
+        try:
+            found = flow.run_again(args, kwargs, {head.product.name: (first, end)})
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            return [f"the model does not run on a part of the logits ({type(error).__name__}: {text}); {fix}"]
+        for place, whole, part in _pairs(output, found):
+            expected = whole[..., first:end] if place == head.place else whole
+            if part.shape != expected.shape or not torch.allclose(part, expected, rtol=1e-4, equal_nan=True):
+                what = (
+                    "the logits are mixed over the vocabulary after the head"
+                    if place == head.place
+                    else (f"the output '{place}' is worked out from all logits (leave labels out of the inputs)")
+                )
+                return [f"{what}, which loss_parallel leaves cut over {tp} ranks; {fix}"]
+    return []
+
+
+def _pairs(whole: Any, part: Any) -> list[tuple[str | int, torch.Tensor, torch.Tensor]]:
+    if isinstance(whole, torch.Tensor):
+        return [("", whole, part)]
+    keys = list(whole.keys()) if isinstance(whole, Mapping) else list(range(len(whole)))
+    return [(key, whole[key], part[key]) for key in keys if isinstance(whole[key], torch.Tensor)]
+
+
+def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tuple[str, ...]:
+    """What a user should know though nothing is wrong."""
+    notes = []
+    dropout = _dropout(module)
+    if dropout is not None:
+        notes.append(
+            f"dropout ({dropout[0]} {dropout[1]:g}): the ranks of a tensor-parallel group draw the same masks, so each "
+            "repeats over their shares of the heads, of the columns and of the sequence"
+        )
+    whole = sorted({starred(f"{block}.{name}") for block, found in blocks.items() for name in found.whole})
+    if whole:
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        notes.append(f"not cut by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
+    large = sorted({starred(p.name) for p in spec.parameters if p.block is not None and len(p.shape) > 2})
+    if large:
+        notes.append(f"not cut by tensor parallel: {', '.join(large[:3])}; every rank holds all of it")
+    return tuple(notes)
+
+
+def _dropout(module: nn.Module) -> tuple[str, float] | None:
+    """A dropout that is on: a module, or a number that is named so."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            if part.p > 0:
+                return clean_name(path), part.p
+            continue
+        for key, value in vars(part).items():
+            if isinstance(value, float) and 0 < value < 1 and ("dropout" in key or key.endswith("pdrop")):
+                return f"{clean_name(path)}.{key}", value
+    return None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional
 
 from shardwise.errors import ModelError
@@ -29,6 +29,7 @@ from shardwise.parallel.tensor_collectives import (
     SumOut,
 )
 from shardwise.parallel.tensor_layout import Entry, Held, ModuleCut, Place, TensorLayout, chunk
+from shardwise.spec.read import clean_name
 
 _READING = "_shardwise_reading"
 
@@ -113,8 +114,9 @@ def _indices(slices: Any, device: str) -> torch.Tensor:
 class Forwards:
     """Gives the modules of one stage their forwards."""
 
-    def __init__(self, layout: TensorLayout, mesh: DeviceMesh, *, sequence: bool) -> None:
+    def __init__(self, stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, *, sequence: bool) -> None:
         self.layout, self.mesh, self.sequence = layout, mesh, sequence
+        self.modules = {clean_name(path): part for path, part in stage.named_modules()}
         self.group = Group(mesh.get_group())
         self.ways: dict[str, Way] = {}
 
@@ -129,6 +131,13 @@ class Forwards:
         """How the module reads each of its parameters."""
         return {key: Reader(held, self.group, self.mesh.device_type) for key, held in cut.held.items()}
 
+    def convert_all(self) -> None:
+        """Give every module the forward that goes with its name in the layout."""
+        for name, module in self.modules.items():
+            self.convert(module, name)
+        if "" in self.modules:
+            self.outputs(self.modules[""])
+
     def convert(self, module: nn.Module, name: str) -> None:
         """Give ``module`` the forward that goes with its name in the layout."""
         for attribute, value in self.layout.attributes.get(name, {}).items():
@@ -141,6 +150,9 @@ class Forwards:
                 self.embedding(module, cut)
             else:
                 _read(module, self.readers(cut))
+        owners = [self.modules[owner] for owner in self.layout.lent.get(name, ()) if owner in self.modules]
+        if owners:
+            _read_besides(module, owners)
         for entry in self.layout.entries.get(name, ()):
             _enter(module, entry, self.way(entry.group))
         if name and name == self.layout.first:
@@ -211,7 +223,8 @@ class Forwards:
             if place == "":
                 return _as_logits(output, vocab, mesh)
             if isinstance(output, tuple):
-                return (*output[: int(place)], _as_logits(output[int(place)], vocab, mesh), *output[int(place) + 1 :])
+                index = int(place)
+                return (*output[:index], _as_logits(output[index], vocab, mesh), *output[index + 1 :])
             output[place] = _as_logits(output[place], vocab, mesh)
             return output
 
@@ -227,8 +240,6 @@ class Forwards:
 
 
 def _as_logits(local: torch.Tensor, vocab: int, mesh: DeviceMesh) -> torch.Tensor:
-    if isinstance(local, DTensor) or local.shape[-1] == vocab != 0 and mesh.size() > 1:
-        return local
     shape = torch.Size((*local.shape[:-1], vocab))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
@@ -284,16 +295,24 @@ def _read(module: nn.Module, readers: dict[str, Reader]) -> None:
 
         return property(get)
 
-    def around(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = self.__dict__.get(_READING, False)
-        self.__dict__[_READING] = True
+    present = {key: reader for key, reader in readers.items() if module._parameters.get(key) is not None}
+    _subclass(module, {key: reading(key, reader) for key, reader in present.items()})
+    _read_besides(module, [module])
+
+
+def _read_besides(module: nn.Module, owners: list[nn.Module]) -> None:
+    """While ``module``'s forward runs, the parameters of ``owners`` are read as a forward reads them."""
+
+    def around(inner: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = [owner.__dict__.get(_READING, False) for owner in owners]
+        for owner in owners:
+            owner.__dict__[_READING] = True
         try:
             return inner(*args, **kwargs)
         finally:
-            self.__dict__[_READING] = before
+            for owner, value in zip(owners, before, strict=True):
+                owner.__dict__[_READING] = value
 
-    present = {key: reader for key, reader in readers.items() if module._parameters.get(key) is not None}
-    _subclass(module, {key: reading(key, reader) for key, reader in present.items()})
     _wrap(module, around)
 
 
@@ -311,6 +330,3 @@ def _subclass(module: nn.Module, namespace: dict[str, Any]) -> None:
     kind = type(module)
     facts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     module.__class__ = type(kind.__name__, (kind,), {**facts, **namespace})
-
-
-__all__ = ["Forwards", "Replicate"]

@@ -49,7 +49,8 @@ class TensorLayout:
     ``shard_dim`` names only parameters that are cut. ``styles`` is the same in words: module pattern to style.
     ``first`` and ``last`` are the blocks where a whole sequence is cut and put together again (empty where it is not
     cut), with the places of the hidden states in their arguments. ``logits`` is where the model's output has the
-    vocabulary cut over the ranks, as a key or an index (``None``: nowhere).
+    vocabulary cut over the ranks, as a key or an index (``None``: nowhere). ``attributes`` are whole numbers that modules
+    go by, as they are for one rank's share. ``lent``: for a module, those whose parameters its forward computes with.
     """
 
     shard_dim: dict[str, int] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class TensorLayout:
     modules: dict[str, ModuleCut] = field(default_factory=dict)
     entries: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    lent: dict[str, tuple[str, ...]] = field(default_factory=dict)
     first: str = ""
     last: str = ""
     hidden: Place = ("args", 0)

@@ -218,7 +218,9 @@ def _uses(run: BlockRun, flow: Flow, found: Regions, columns: list[Call], rows: 
 def _slices(mask: torch.Tensor) -> Slices:
     """A mask as pieces, from and to."""
     edges = torch.diff(torch.nn.functional.pad(mask.int(), (1, 1)))
-    return tuple(zip((edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist(), strict=True))
+    return tuple(
+        zip((edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist(), strict=True)
+    )
 
 
 def _cut_of(masks: Iterable[torch.Tensor]) -> tuple[int, tuple[Slices, ...]] | None:

@@ -198,7 +198,9 @@ class Flow:
             return self.handler(product, value)
         count = self.counts.get(product.name, 0)
         self.counts[product.name] = count + 1
-        shape = torch.Size((*value.shape, product.outputs) if product.is_lookup else (*value.shape[:-1], product.outputs))
+        shape = torch.Size(
+            (*value.shape, product.outputs) if product.is_lookup else (*value.shape[:-1], product.outputs)
+        )
         if not product.is_lookup and value.shape[-1] != product.inputs:
             raise RuntimeError(f"{product.name} takes {product.inputs} inputs and was given {value.shape[-1]}")
         leaf = self.given(product, shape, count)
@@ -262,7 +264,9 @@ def _swapped(flow: Flow) -> Iterator[None]:
                     made[id(parameter)] = _stand_in(name, parameter, named=product is not None)
                 put(part._parameters, key, made[id(parameter)])
                 known = flow.owners.get(id(made[id(parameter)]))
-                flow.owners[id(made[id(parameter)])] = clean_name(path) if known is None else f"{known}|{clean_name(path)}"
+                flow.owners[id(made[id(parameter)])] = (
+                    clean_name(path) if known is None else f"{known}|{clean_name(path)}"
+                )
                 if product is None:
                     flow.parameters.setdefault(name, made[id(parameter)])
             for place in (part._buffers, part.__dict__):

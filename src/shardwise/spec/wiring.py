@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
-from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
 
@@ -64,25 +63,28 @@ class Wiring:
     after_flops: float = 0.0
 
 
-def read_wiring(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Wiring:
+def read_wiring(
+    module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None, length: int | None = None
+) -> Wiring:
     """Run ``module`` once under fake tensors and note how it goes through its blocks. Nothing is changed.
 
-    ``sample`` is what the model takes for one micro batch; token ids [1, ``plan.seq_len`` or 16] if left out.
+    ``sample`` is what the model takes for one micro batch; token ids [1, ``length`` or 16] if left out. ``pp`` is the
+    degree that is asked for, for messages.
 
     Raises:
         ModelError: the model cannot be cut between its blocks; everything that is in the way.
     """
-    where = f"+pp{plan.dims.pp}"
+    where = f"+pp{pp}"
     if len(spec.blocks) < 2:
         raise ModelError(
-            f"{where} cuts a model between its repeated blocks (a ModuleList, ModuleDict or Sequential with two or more "
-            f"children of one type), and this one has {len(spec.blocks) or 'none'}; use a strategy without +pp"
+            f"{where} cuts a model between its repeated blocks (two or more children of one type in a ModuleList, "
+            f"ModuleDict or Sequential), and this one has {len(spec.blocks) or 'none'}; use a strategy without +pp"
         )
     if spec.batch_norms:
         raise ModelError(
             f"{where}: batch norm ('{spec.batch_norms[0]}' and {len(spec.batch_norms) - 1} more) computes its "
-            "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is cut; use group norm "
-            "or layer norm, or a strategy without +pp"
+            "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is cut; use "
+            "group norm or layer norm, or a strategy without +pp"
         )
     watch = _Watch(spec.blocks)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -91,7 +93,7 @@ def read_wiring(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = No
         stack.enter_context(mode)
         stack.enter_context(_faked(module, mode, watch))
         stack.enter_context(_hooked(module, watch))
-        args, kwargs = _arguments(sample, plan)
+        args, kwargs = _arguments(sample, length or SAMPLE_LENGTH)
         try:
             with torch.no_grad(), watch:
                 module(*args, **kwargs)
@@ -124,34 +126,33 @@ class _Origin:
     parameter: str = ""
 
 
-@dataclass
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of the forward, and the calls of blocks through its hooks."""
 
-    blocks: tuple[str, ...]
-    problems: list[str] = field(default_factory=list)
-    slots: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    uses: dict[str, set[int]] = field(default_factory=dict)
-    flops: dict[int, float] = field(default_factory=dict)
-    done: dict[int, _Call] = field(default_factory=dict)
-    origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    now: int = _BEFORE
-    inside: bool = False
-    hidden: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        super().__init__()
+    def __init__(self, blocks: tuple[str, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.blocks = blocks
+        self.problems: list[str] = []
+        self.slots: Any = WeakIdKeyDictionary()  # fake parameter -> name of its place
+        self.origins: Any = WeakIdKeyDictionary()  # tensor -> _Origin
+        self.uses: dict[str, set[int]] = {}
+        self.flops: dict[int, float] = {}
+        self.done: dict[int, _Call] = {}
+        self.now, self.inside = _BEFORE, False
+        self.hidden: torch.Tensor | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        found = func(*args, **kwargs)
         packet = func._overloadpacket
-        origin = self._see(func, inputs) if packet not in _SHAPE_ONLY else self._own_origin()
+        origin = _Origin(self.now) if self.inside else None
+        if packet not in _SHAPE_ONLY:
+            for tensor in inputs:
+                origin = self._see(packet.__name__, tensor) or origin
+        found = func(*args, **kwargs)
         if packet in flop_registry:
-            self.flops[self.place] = self.flops.get(self.place, 0.0) + flop_registry[packet](
-                *args, **kwargs, out_val=found
-            )
+            count = flop_registry[packet](*args, **kwargs, out_val=found)
+            self.flops[self.place] = self.flops.get(self.place, 0.0) + count
         if origin is not None:
             for leaf in _pytree.tree_leaves(found):
                 if isinstance(leaf, torch.Tensor):
@@ -168,63 +169,38 @@ class _Watch(TorchDispatchMode):
         """True where some blocks have run, others have not, and none is running."""
         return not self.inside and 0 < len(self.done) < len(self.blocks)
 
-    def _own_origin(self) -> _Origin | None:
-        return _Origin(self.now) if self.inside else None
-
-    def _see(self, func: Any, inputs: list[torch.Tensor]) -> _Origin | None:
-        """Note what an operation takes; returns where its results come from."""
-        origin = self._own_origin()
-        name = func._overloadpacket.__name__
-        for tensor in inputs:
-            slot = self.slots.get(tensor)
-            if slot is not None:
-                origin = self._see_parameter(slot, origin)
-            of = self.origins.get(tensor)
-            if of is None or tensor is self.hidden:
-                if of is not None and self.between:
-                    self._between(name)
-                    origin = of
-                continue
-            if of.block == _BEFORE:
-                if self.place == _BEFORE or (self.inside and self.now == 0):
-                    origin = origin or of
-                elif self.between:
-                    origin = origin or of
-                else:
-                    what = f"block '{self.blocks[self.now]}'" if self.inside else "what comes after the last block"
-                    self.problems.append(
-                        f"{what} uses a tensor that is computed from '{of.parameter}' before the first block, which is "
-                        "on another stage"
-                    )
-            elif self.between:
-                self._between(name)
-                origin = of
-            elif of.block != self.now or not self.inside:
-                if self.place == _AFTER and of.block == _AFTER:
-                    continue
-                what = f"block '{self.blocks[self.now]}'" if self.inside else "what comes after the last block"
+    def _see(self, operation: str, tensor: torch.Tensor) -> _Origin | None:
+        """Note what an operation takes; returns where its result comes from, if that is not where it runs."""
+        slot = self.slots.get(tensor)
+        if slot is not None:
+            self.uses.setdefault(slot, set()).add(self.place)
+            if self.between:
+                self.problems.append(f"'{slot}' is used between the blocks, outside of any")
+            return _Origin(_BEFORE, slot) if self.place == _BEFORE else None
+        of = self.origins.get(tensor)
+        if of is None:
+            return None
+        user = f"block '{self.blocks[self.now]}'" if self.inside else "what comes after the last block"
+        if of.block == _BEFORE:
+            if self.place == _BEFORE or self.between:
+                return of  # type: ignore[no-any-return]
+            if not (self.inside and self.now == 0):
                 self.problems.append(
-                    f"{what} uses a tensor of block '{self.blocks[of.block]}' that is not the hidden state from block "
-                    "to block (a skip connection), and it may be on another stage"
+                    f"{user} uses a tensor that is computed from '{of.parameter}' before the first block, which is on "
+                    "another stage"
                 )
-        return origin
-
-    def _between(self, name: str) -> None:
-        last = max(self.done)
-        self.problems.append(
-            f"the model computes with the hidden state ({name}) between block '{self.blocks[last]}' and the next one; "
-            "move that into the block"
-        )
-
-    def _see_parameter(self, slot: str, origin: _Origin | None) -> _Origin | None:
-        if self.inside:
-            self.uses.setdefault(slot, set()).add(self.now)
-            return origin
-        if self.between:
-            self.problems.append(f"'{slot}' is used between the blocks, outside of any")
-            return origin
-        self.uses.setdefault(slot, set()).add(self.place)
-        return (origin or _Origin(_BEFORE, slot)) if self.place == _BEFORE else origin
+        elif self.between:
+            self.problems.append(
+                f"the model computes with the hidden state ({operation}) between block '{self.blocks[max(self.done)]}' "
+                "and the next one; move that into the block"
+            )
+            return of  # type: ignore[no-any-return]
+        elif tensor is not self.hidden and not (self.inside and of.block == self.now):
+            self.problems.append(
+                f"{user} uses a tensor of block '{self.blocks[of.block]}' that is not the hidden state from block to "
+                "block (a skip connection), and it may be on another stage"
+            )
+        return None
 
     def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block is about to run."""
@@ -278,7 +254,7 @@ class _Watch(TorchDispatchMode):
         given = dict(self.done[0].arguments)
         if key not in given or not isinstance(given[key], torch.Tensor):
             self.problems.append(
-                f"block '{self.blocks[0]}' does not take the hidden state as argument {key!r}, as the block after it does"
+                f"block '{self.blocks[0]}' does not take the hidden state as argument {key!r}, as the next block does"
             )
         self.done[0].argument = key
         for slot, places in self.uses.items():
@@ -308,7 +284,7 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _faked(module: nn.Module, mode: FakeTensorMode, watch: _Watch) -> Iterator[None]:
-    """Fake parameters, one for each place (also of tied ones, to tell the places apart), and buffers, all on the CPU."""
+    """Fake parameters, one for each place (of tied ones, too, to tell the places apart), and buffers, on the CPU."""
     held = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     names = {id(part): name for name, part in module.named_modules()}
     try:
@@ -354,10 +330,10 @@ def _hooked(module: nn.Module, watch: _Watch) -> Iterator[None]:
             handle.remove()
 
 
-def _arguments(sample: Any, plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(sample: Any, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fake arguments of the model for one micro batch."""
     if sample is None:
-        sample = torch.zeros(1, plan.seq_len or SAMPLE_LENGTH, dtype=torch.int64)
+        sample = torch.zeros(1, length, dtype=torch.int64)
     fake = _pytree.tree_map_only(
         torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), sample
     )

@@ -45,7 +45,7 @@ def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watc
     How wide a hidden state is was seen where it enters a block, and so was whether the loss is this package's own.
     """
     tally, plan, decision = Tally(), session.plan, session.applied.decision
-    facts = _Facts(session, spec, micros, max((width for _, width in watch.hidden), default=0))
+    facts = _Facts(session, spec, micros, max(watch.widths, default=0))
     if decision is not None and decision.layout is not None:
         _tensor(tally, facts, decision.layout)
         if watch.logits and decision.layout.logits is not None:

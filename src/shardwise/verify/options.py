@@ -6,14 +6,73 @@ from collections.abc import Iterator
 
 from shardwise.parallel.context import first_sequence
 from shardwise.train.session import Session, Step
+from shardwise.verify.part import run_micros
 from shardwise.verify.receipt import Line
 from shardwise.verify.watch import StepWatch
 
 
+_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+
+
 def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
     """What this rank can judge alone."""
-    if session.plan.dims.tp > 1:
+    dims = session.plan.dims
+    if dims.splits_model:
+        yield _mesh_line(session)
+    if dims.tp > 1:
         yield from _tensor_lines(session, step, watch)
+    if dims.pp > 1:
+        yield _schedule_line(session, step, watch)
+    if session.plan.compile or watch.compiled is not None:
+        yield _compile_line(session, watch)
+
+
+def _mesh_line(session: Session) -> Line:
+    """The axes as they are, beside the degrees of the plan."""
+    dims, meshes = session.plan.dims, session.applied.meshes
+    planned = {"pp": dims.pp, "dp": dims.dp, "cp": dims.cp, "tp": dims.tp}
+    found = {axis: 1 for axis in planned}
+    if meshes is not None:
+        found |= {axis: mesh.size() for axis in ("pp", "cp", "tp") if (mesh := getattr(meshes, axis)) is not None}
+        found["dp"] = meshes.data_ranks // found["cp"]
+    return _same("mesh", *(" × ".join(f"{axis} {degree}" for axis, degree in sizes.items()) for sizes in (planned, found)))
+
+
+def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
+    """The schedule by its class, and by how many micro batches were on their way through a stage at once."""
+    plan, pipeline = session.plan, session.applied.pipeline
+    number, stages = len(run_micros(session, step)), plan.dims.pp * plan.virtual_stages
+    flies: int | None = None
+    if plan.virtual_stages == 1:
+        gpipe = plan.pipeline_schedule == "gpipe"
+        flies = number if gpipe else min(number, plan.dims.pp - session.place.pp)
+    name = _SCHEDULES[plan.pipeline_schedule]
+    if name == "Schedule1F1B" and number < stages:  # both are the same then, and torch's 1F1B refuses
+        name = "ScheduleGPipe"
+    used = None if pipeline is None else pipeline._schedules.get(number)
+    most = flying = 0
+    for span in watch.spans:
+        flying += {"forward": 1, "backward": -1, "backward-input": -1}.get(span.kind, 0)
+        most = max(most, flying)
+    tail = " micro batches in flight"
+    planned = name if flies is None else f"{name}, {flies}{tail}"
+    found = type(used).__name__ if flies is None else f"{type(used).__name__}, {most}{tail}"
+    return _same("pipeline schedule", planned, found)
+
+
+def _compile_line(session: Session, watch: StepWatch) -> Line:
+    """Every forward of a block was one compiled graph."""
+    blocks = len(session.applied.blocks) if session.plan.compile else 0
+    calls, runs = watch.compiled_calls
+    graphs = 0 if watch.compiled is None else watch.compiled.blocks
+    planned = f"{blocks}, one graph for each of {watch.block_calls} forwards" if blocks else "none"
+    return _same("blocks compiled", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
 
 
 def _same(name: str, planned: str, found: str) -> Line:
@@ -25,13 +84,11 @@ def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
     layout = None if decision is None else decision.layout
     if layout is None:
         return
-    lengths = {tokens.shape[1] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None}
-    seen = {length for length, _ in watch.hidden}
-    whole = {length for length in seen if length in lengths}
-    inner = [name for name in session.spec.blocks[1:] if name in {n for n in session.spec.blocks}]
-    if inner and seen:
-        cut = {length // plan.dims.tp for length in lengths}
-        found = "on" if seen & cut - lengths or (seen <= cut and not whole) else "off"
+    if watch.lengths:
+        lengths = {tokens.shape[1] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None}
+        whole = watch.lengths <= lengths
+        cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not whole
+        found = "on" if cut else "off" if whole else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
         yield _same("sequence parallel", "on" if plan.sequence_parallel else "off", found)
     if watch.logits and layout.vocab:
         widths = ", ".join(str(width) for width in sorted(watch.logits))

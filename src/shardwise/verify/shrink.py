@@ -8,6 +8,7 @@ is the same: the modules and parameter names of each kind of block, what lies ou
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 import warnings
@@ -222,7 +223,7 @@ def _shrink_configuration(whole: nn.Module, lists: list[_Blocks], need: Sizes, w
     wanted = structure(whole)
     base = Recipe(
         classes=(_path(type(whole)), _path(type(configuration))),
-        configuration=configuration.to_dict(),
+        configuration=json.loads(configuration.to_json_string(use_diff=False)),
         attention=getattr(configuration, "_attn_implementation", None),
     )
     frozen = {_plain(n) for n, p in whole.named_parameters() if not p.requires_grad}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from shardwise.measure.collectives import CollectiveRecorder
+from shardwise.parallel.compiled import compiled_of
 from shardwise.parallel.context import first_sequence
+from shardwise.parallel.stage_run import Span
 from shardwise.spec.read import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.train.session import Session, Step
 from shardwise.verify.part import axis_of
@@ -21,16 +24,33 @@ class StepWatch:
 
     def __init__(self, session: Session, step: Step) -> None:
         self.block_calls = 0
-        self.hidden: set[tuple[int, int]] = set()  # length and width of what enters a block
+        self.widths: set[int] = set()  # of the hidden states that enter blocks
+        self.lengths: set[int] = set()  # of those that enter blocks but the first, where a sequence is cut
+        self._first = session.spec.blocks[0] if session.spec.blocks else ""
         self.logits: set[int] = set()
         self.gathers_before_first: int | None = None
         self.recorder = CollectiveRecorder(lambda: session.phase, axis_of(session))
         self._samples = {tokens.shape[0] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None}
         self._hooks = [
-            inner.register_forward_pre_hook(self._enter, with_kwargs=True) for inner in inner_blocks(session)
+            inner.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
+            for name, inner in inner_blocks(session).items()
         ]
         self._hooks += [head.register_forward_hook(self._leave_head) for head in heads(session)]
+        self.spans: list[Span] = []
+        self._pipeline = session.applied.pipeline
+        if self._pipeline is not None:
+            self._pipeline.spans = self.spans
+        self.compiled = compiled_of(session.module)
+        self._compiled_before = (0, 0) if self.compiled is None else (self.compiled.calls, self.compiled.runs)
         self.recorder.__enter__()
+
+    @property
+    def compiled_calls(self) -> tuple[int, int]:
+        """Forwards of compiled blocks, and of their graphs, in this step."""
+        if self.compiled is None:
+            return 0, 0
+        calls, runs = self._compiled_before
+        return self.compiled.calls - calls, self.compiled.runs - runs
 
     def stop(self) -> None:
         """End; what was seen stays."""
@@ -38,8 +58,10 @@ class StepWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._pipeline is not None:
+            self._pipeline.spans = None
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():  # an evaluation inside the step is the user's own
             return
         if self.gathers_before_first is None:
@@ -47,7 +69,9 @@ class StepWatch:
         self.block_calls += 1
         hidden = self._hidden((args, kwargs))
         if hidden is not None:
-            self.hidden.add((hidden.shape[1], hidden.shape[-1]))
+            self.widths.add(hidden.shape[-1])
+            if name != self._first:
+                self.lengths.add(hidden.shape[1])
 
     def _hidden(self, tree: Any) -> torch.Tensor | None:
         leaves = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -59,10 +83,14 @@ class StepWatch:
             self.logits.add(output.shape[-1])
 
 
-def inner_blocks(session: Session) -> list[nn.Module]:
-    """The blocks of this rank, inside of what recompute has put around them; compiled ones from outside."""
-    name = CHECKPOINT_WRAPPER_PART.rstrip(".")
-    return [block if session.plan.compile else getattr(block, name, block) for block in session.applied.blocks]
+def inner_blocks(session: Session) -> dict[str, nn.Module]:
+    """The blocks of this rank by name, inside of what recompute has put around them; compiled ones from outside."""
+    names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in session.module.named_modules()}
+    inside = CHECKPOINT_WRAPPER_PART.rstrip(".")
+    return {
+        names[id(block)]: block if session.plan.compile else getattr(block, inside, block)
+        for block in session.applied.blocks
+    }
 
 
 def heads(session: Session) -> Iterator[nn.Module]:
