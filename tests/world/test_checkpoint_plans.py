@@ -26,7 +26,7 @@ from shardwise.parallel.home import home_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name
+from shardwise.spec.read import clean_name, read_model
 from shardwise.train.loss import token_loss_sum
 from tests.cli.test_checkpoint_command import answer
 from tests.families import VOCAB, configuration, family
@@ -34,26 +34,39 @@ from tests.worlds import run_world
 
 Run = tuple[dict[int, float], dict[str, torch.Tensor]]  # the loss of each step, and all tensors at the end
 
-LAYERS, LENGTH, MICROS = 2, 8, 8
+LAYERS, LENGTH, MICROS = 4, 8, 8
 LIMIT_S = 160.0
 OPTIONS = ({"lr": 0.001 / 3, "weight_decay": 0.1}, {"lr": 0.002 / 3, "weight_decay": 0.0})
 
 
-def plan_for(strategy: str, world: int) -> Plan:
+def plan_for(text: str, world: int) -> Plan:
+    """The plan of a strategy, and of a schedule with two stages a rank where one follows after a blank."""
+    strategy, _, schedule = text.partition(" ")
     dims = dims_for(parse_strategy(strategy), world)
-    return Plan(strategy=strategy, dims=dims, grad_accum=MICROS // dims.dp)
+    options = {"pipeline_schedule": schedule, "virtual_stages": 2} if schedule else {}
+    return Plan(strategy=strategy, dims=dims, grad_accum=MICROS // dims.dp, **options)
 
 
-def prepared(name: str, strategy: str, *, buffer: bool = True):
+def prepared(name: str, strategy: str, *, buffers: bool = True):
     """A session with a model of a family, and AdamW in two groups, as users make them."""
     model = family(name, layers=LAYERS)
-    if buffer:
-        model.register_buffer("steps_seen", torch.tensor(0.0))
+    if buffers:
+        add_buffers(model)
     groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     groups += [{"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
     session = start(plan_for(strategy, dist.get_world_size()), device="cpu", receipts=False)
     ids = torch.arange(LENGTH)[None]
     return session, *session.prepare(model, torch.optim.AdamW(groups, lr=0.125), ids)
+
+
+def add_buffers(model: nn.Module) -> None:
+    """One outside of the blocks, one in each, and one in a module that all of them share."""
+    shared = nn.Module()
+    shared.register_buffer("table", torch.zeros(5))
+    for number, block in enumerate(read_model(model).blocks):
+        model.get_submodule(block).register_buffer("kept", torch.tensor([number, 0]))
+        model.get_submodule(block).shared = shared
+    model.register_buffer("steps_seen", torch.tensor(0.0))
 
 
 def step(session: Any, outer: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -73,7 +86,7 @@ def named(session: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
     found: dict[str, torch.Tensor] = {}
     for full, tensor in (*session.module.named_parameters(), *session.module.named_buffers()):
         name = clean_name(full) if home is None else home.canonical(clean_name(full))
-        if isinstance(tensor, nn.Parameter) or name == "steps_seen":
+        if isinstance(tensor, nn.Parameter) or name.endswith(("steps_seen", "kept", "table")):
             found[name], names[id(tensor)] = tensor, name
     for parameter, state in engine_of(optimizer).state.items():
         found |= {f"{names[id(parameter)]}/{key}": value for key, value in state.items()}
@@ -86,7 +99,8 @@ def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if name.endswith("/step"):
         return torch.tensor(17.0)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    width = 1 if dtype.is_floating_point else 100
+    return torch.randn(shape, generator=generator, dtype=torch.float64).mul(width).to(dtype)
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +196,11 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 PLANS = {
     "llama": {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2"], 4: ["fsdp+tp2", "fsdp+pp2", "fsdp"]},
-    "gpt2": {1: ["ddp"], 2: ["ddp+pp2"], 4: ["ddp+tp2+pp2"]},  # tied ends on two stages, a fused projection
+    "gpt2": {  # a fused projection; tied ends on two stages, on two ranks or (zbv) on one
+        1: ["ddp"],
+        2: ["ddp+pp2", "ddp+pp2 interleaved-1f1b", "ddp+pp2 zbv"],
+        4: ["ddp+tp2+pp2"],
+    },
     "own": {
         1: ["fsdp"],
         2: ["ddp+cp2", "zero1+cp2"],
@@ -269,7 +287,7 @@ def test_a_loop_of_ones_own_goes_on_under_another_plan(tmp_path: Path) -> None:
 
 def save_for_others(root: str, strategies: list[str]) -> None:
     for strategy in strategies:
-        session, outer, optimizer = prepared("gpt2", strategy, buffer=False)
+        session, outer, optimizer = prepared("gpt2", strategy, buffers=False)
         step(session, outer, optimizer)
         set_all(session, optimizer)
         with Saver(Path(root) / strategy, keep=1) as saver:

@@ -414,7 +414,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "merged heads": (lambda: Odd(attend=merged), "needs [samples, heads, length, width]"),
     "mask": (lambda: Odd(attend=masked), "'blocks.0' calls attention with an explicit mask [16, 16]"),
     "fewer keys": (lambda: Odd(attend=fewer_keys), "as many keys as queries"),
-    "pooled": (lambda: Odd(after=lambda x: x[:, 0]), "the model returns [1, 32] where [samples, length, ...] is needed"),
+    "pooled": (lambda: Odd(after=lambda x: x[:, 0]), "the model returns [1, 32] where [samples, length, ...]"),
     "loss inside": (lambda: Odd(after=lambda x: x.square().mean()), "the model returns []"),
     "not told": (lambda: Odd(told=False), "takes position_ids and does not use them"),
     "no argument": (lambda: nn.Sequential(nn.Embedding(VOCAB, 32), *(OddBlock(None, None) for _ in range(2))),

@@ -4,14 +4,17 @@ step, in the same order, and the losses of one process that was never interrupte
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.cli.job import Job, prepare_job
 from shardwise.errors import Interrupted
+from shardwise.parallel.group import gather_ints
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.faults.kills import write_texts
@@ -134,6 +137,12 @@ class _Observer:
     def on_step_start(self, session: Any, step: Any) -> None:
         number = len([micro for micro in step.micros if not micro.filler])
         self.steps[step.number] = self.fetched[-number:]  # before them may be what DDP was primed with
+        luck = zlib.crc32(bytes(torch.get_rng_state().tolist()))
+        groups: dict[int, set[int]] = {}
+        for rank, (state,) in enumerate(gather_ints([luck], session.ranks)):
+            groups.setdefault(rank // session.plan.dims.tp, set()).add(state)
+        assert all(len(states) == 1 for states in groups.values()), "tensor-parallel ranks draw other numbers"
+        assert len(set.union(*groups.values())) == len(groups), "two groups draw the same numbers"
 
     def on_step_end(self, session: Any, step: Any) -> None:
         if step.number == self.stop_after and session.ranks.rank == session.ranks.world_size - 1:

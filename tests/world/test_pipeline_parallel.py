@@ -203,12 +203,11 @@ def test_micro_batches_of_any_shape_and_evaluation_between_steps(schedule: str) 
         assert max(errors)[0] <= LIMIT, errors
 
 
-def narrow(strategy: str) -> tuple[float, str]:
-    plan = Plan(
-        strategy=strategy, dims=dims_for(parse_strategy(strategy), torch.distributed.get_world_size()), grad_accum=2,
-        precision="bf16",
-    )  # fmt: skip
-    batches, watch = ragged(2 * plan.dims.dp), Watch()
+def narrow(strategy: str, schedule: str = "1f1b", accum: int = 2) -> tuple[Any, Any]:
+    """Gradients of one step in bf16, and those of one process in fp32."""
+    dims = dims_for(parse_strategy(strategy), torch.distributed.get_world_size())
+    plan = Plan(strategy=strategy, dims=dims, grad_accum=accum, precision="bf16", **options(schedule))
+    batches, watch = ragged(accum * plan.dims.dp), Watch()
     session = start(plan, receipts=False)
     session.observers.append(watch)
     model = family("llama", dtype=torch.float32)
@@ -221,18 +220,25 @@ def narrow(strategy: str) -> tuple[float, str]:
     count = sum(int((labels != -100).sum()) for _, labels in batches)
     sum(token_loss_sum(alone(inputs), labels) / count for inputs, labels in batches).backward()
     assert all(value.dtype == torch.float32 for value in watch.raw.values())
-    errors = [
-        (float((value - expected).norm() / expected.norm()), name)
-        for name, p in alone.named_parameters()
-        if (value := watch.raw.get(name)) is not None and (expected := p.grad) is not None
-    ]
-    return max(errors)
+    return watch.raw, {name: p.grad for name, p in alone.named_parameters()}
+
+
+def difference(found: Any, expected: Any) -> float:
+    return max(float((value - expected[name]).norm() / expected[name].norm()) for name, value in found.items())
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("ddp+pp2", 2), ("ddp+pp2", 4), ("fsdp+pp2", 4)])
 def test_bf16_is_close(strategy: str, world: int) -> None:
-    for error, name in run_world(narrow, world, strategy):
-        assert 1e-5 < error < 0.05, name
+    for found, expected in run_world(narrow, world, strategy):
+        assert 1e-5 < difference(found, expected) < 0.05
+
+
+def test_bf16_gradients_add_up_in_fp32_when_the_backward_is_split() -> None:
+    whole: dict[str, torch.Tensor] = {}
+    for found, _ in run_world(narrow, 2, "zero2+pp2", "1f1b", 8):
+        whole |= found
+    for found, _ in run_world(narrow, 2, "zero2+pp2", "zbv", 8):
+        assert difference(found, whole) < 1e-5
 
 
 def around() -> dict[str, Any]:

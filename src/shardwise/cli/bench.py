@@ -123,7 +123,7 @@ def bubble_table(bubbles: list[BubbleSamples]) -> Table:
     """The idle share of a step, measured and by the formula, for each schedule and number of micro batches."""
     table = Table(title="pipeline bubble: share of a step in which a stage computes nothing", title_justify="left")
     for column in ("strategy", "schedule", "micro batches", "measured", "quartiles", "(p-1)/(v·m+p-1)"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=column != "micro batches")
     for item in bubbles:
         table.add_row(
             item.strategy,

@@ -142,7 +142,7 @@ def line_up(
         wanted = [name if name != "auto" else "" if picked is None else picked.strategy for name in wanted]
         sync = "last" if picked is None else picked.gradient_sync
     for name in dict.fromkeys(filter(None, wanted)):
-        names.setdefault(_world_for(name, worlds), []).append(name)
+        names.setdefault(world_for(name, worlds), []).append(name)
     if not asked:
         for world in worlds:
             names.setdefault(world, []).extend(usual(world))
@@ -173,7 +173,7 @@ def usual(world: int) -> list[str]:
     return [*names, *(["ddp+tp2+pp2", "ddp+tp2+cp2"] if world % 4 == 0 else [])]
 
 
-def _world_for(name: str, worlds: Sequence[int]) -> int:
+def world_for(name: str, worlds: Sequence[int]) -> int:
     """The least world of ``worlds`` that has data-parallel ranks beside the strategy's own axes; else a larger one."""
     strategy = runnable_strategy(name)
     own = strategy.tp * strategy.pp * strategy.cp

@@ -8,7 +8,8 @@ softmax and its gradient in place (Megatron-LM, ``vocab_parallel_cross_entropy``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.cost.held import FP32, Layout, Same
@@ -33,7 +34,7 @@ class UnitBytes:
     """Bytes of one unit for one sample. ``ops`` are those before the loss; ``logits`` counts the elements it reads.
 
     Backward of the loss holds ``loss_copies`` fp32 tensors of that size: log-probabilities and the gradients of both
-    sides; where the vocabulary is divided, their exponentials, too (``torch.distributed.tensor.parallel.loss``).
+    sides; where the vocabulary is divided, the logits and their gradient.
     ``kept`` stays from forward to backward, ``again`` is made a second time in backward by recompute; ``forward`` is
     the most that lives beside it for a moment in forward.
     """
@@ -57,6 +58,7 @@ def unit_bytes(unit: Unit, layout: Layout, recompute: Recompute, compiled: bool)
         vocab=layout.vocab,
         regathers=layout.masters,
         exchanges=layout.cp > 1 and layout.stack == "shardwise",
+        own_loss=layout.stack == "shardwise",
     )
     return _unit_bytes(Same(unit), layout.width, layout.autocasts, cuts, mode, compiled)
 
@@ -74,6 +76,7 @@ class Cuts:
     vocab: bool
     regathers: bool
     exchanges: bool
+    own_loss: bool
 
     def of_input(self, op: Op) -> int:
         """Ranks that what an op keeps is divided over: a product cut by columns has its whole input."""
@@ -99,11 +102,12 @@ class Cuts:
 
 @lru_cache(maxsize=4096)
 def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recompute, compiled: bool) -> UnitBytes:
-    unit, masters = same.unit, cuts.regathers
+    unit = same.unit
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # a narrow base makes a narrow stream
     seen = unit.autocast_ops if autocasts else ()
     ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
-    for op in seen or unit.ops:
+    shares = autocasts and cuts.tp > 1 and cuts.sequence and cuts.own_loss
+    for op in _entered_once(seen or unit.ops) if shares else seen or unit.ops:
         if op.kind == "loss":
             divided = cuts.tp > 1 and cuts.vocab and op.cut == "vocab"
             logits = op.temporary / (cuts.cp * (cuts.tp if divided else 1))
@@ -113,7 +117,7 @@ def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recom
             result = _output_bytes(op, width, cuts)
             outputs += result
             shared += 0.0 if op.temporary else result  # a later op would have kept it, too
-    if autocasts and not seen:
+    if autocasts and not seen and not shares:
         ops.append(OpBytes(autocast_copies(unit.ops) * width, 0.0, 0.0, 0.0))
     entry = unit.input_elements * (FP32 if autocasts else width) / (cuts.cp * cuts.of_entry(unit))
     saved = sum(op.saved for op in ops)
@@ -126,8 +130,35 @@ def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recom
         again=again,
         forward=_forward_peak(ops, keeps=mode == "none"),
         logits=logits,
-        loss_copies=(1 if masters else 4 if divided else 3) if logits else 0,
+        loss_copies=_loss_copies(cuts, divided=divided) if logits else 0,
     )
+
+
+def _entered_once(ops: Sequence[Op]) -> Iterator[Op]:
+    """Under autocast every product that reads a norm's result keeps a narrow copy of its own; where sequences are
+    gathered in front of them, they are cast and gathered once for all that read one tensor (``parallel.tensor``).
+    """
+    reader: tuple[int, int] | None = None
+    for op in ops:
+        if op.kind == "norm":
+            reader = None
+        elif op.kind == "matmul" and op.cut == "column" and op.saved >= op.m * op.k:
+            if reader == (op.m, op.k):
+                yield replace(op, saved=op.saved - op.m * op.k)
+                continue
+            reader = (op.m, op.k)
+        yield op
+
+
+def _loss_copies(cuts: Cuts, *, divided: bool) -> int:
+    """Fp32 copies of the logits in the loss's backward: Megatron-LM works in place, a loss over a cut vocabulary keeps
+    the logits and makes their gradient (``train.loss``; torch's own also log-probabilities and exponentials).
+    """
+    if cuts.regathers:
+        return 1
+    if divided:
+        return 2 if cuts.own_loss else 4
+    return 3
 
 
 def _op_bytes(op: Op, width: int, autocasts: bool, cuts: Cuts, compiled: bool) -> OpBytes:

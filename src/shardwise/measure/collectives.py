@@ -70,6 +70,8 @@ class CollectiveRecorder(TorchDispatchMode):
     two ranks are noted, too.
     """
 
+    supports_higher_order_operators = True  # what compiled blocks are made of
+
     def __init__(self, phase: Callable[[], str], axes: Callable[[str, str], str] | None = None) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
@@ -83,9 +85,13 @@ class CollectiveRecorder(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._overloadpacket.__name__
+        packet = getattr(func, "_overloadpacket", None)
+        if packet is None:
+            return func(*args, **(kwargs or {}))
+        name = packet.__name__
         if func.namespace == "c10d":
-            field, position = _OPERATORS.get(name) or (_OWN_OPERATORS if self._axes is not None else {}).get(name, ("", 0))
+            own = _OWN_OPERATORS if self._axes is not None else {}
+            field, position = _OPERATORS.get(name) or own.get(name, ("", 0))
             if field:
                 self._note(field, _tensors(args[position]), lambda: _group_name(args), 1)
         elif func.namespace == "_c10d_functional" and self._axes is not None and name in _FUNCTIONAL:

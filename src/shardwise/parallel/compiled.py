@@ -19,6 +19,7 @@ from shardwise.parallel.context_exchange import exchange_of
 from shardwise.plan.plan import Plan
 
 _MARK = "_shardwise_compiled"
+_KINDS = 4  # graphs of one block: training and evaluation, fixed and free lengths
 _FIX = "set parallel.compile to false"
 
 
@@ -62,6 +63,8 @@ def apply_compile(blocks: Sequence[nn.Module], plan: Plan, compiled: Compiled | 
     torch._dynamo.config.optimize_ddp = False
     # the exchange of context parallel is switched on inside of what is recomputed: a graph needs no switching on again
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # blocks that differ in an attribute (a layer's number) are compiled one by one
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KINDS * len(blocks))
     compiled = compiled or Compiled()
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for block in blocks:
@@ -103,6 +106,12 @@ def _named(error: Exception, kind: type) -> Exception:
 
     if not isinstance(error, TorchDynamoException | FailOnRecompileLimitHit):
         return error
+    if isinstance(error, FailOnRecompileLimitHit):
+        limit = torch._dynamo.config.recompile_limit
+        return ModelError(
+            f"a block ({kind.__name__}) was compiled {limit} times, each time for other shapes, attributes or modes, "
+            f"and PyTorch stops there; make lengths and attributes of blocks alike, or {_FIX}"
+        )
     return ModelError(f"a block ({kind.__name__}) cannot be compiled as one graph: {why_not(error)}; {_FIX}")
 
 

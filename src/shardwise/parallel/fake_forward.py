@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +36,14 @@ def run_forward(
         try:
             return torch.func.functional_call(module, state, tuple(args), kwargs), ""
         except Exception as error:  # whatever the user's code raises
-            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{_line_of(error)}"
+
+
+def _line_of(error: Exception) -> str:
+    """Where the user's code was when PyTorch raised."""
+    inside = str(Path(torch.__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    return f", at {frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else ""
 
 
 def inputs_of(sample: Any, seq_len: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -132,6 +132,25 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
         raise PlanError(*problems)
 
 
+def check_tied(spec: ModelSpec, wiring: Wiring, plan: Plan) -> None:
+    """Whether parameters that the first and the last stage use can be so under the plan; nothing is started.
+
+    Raises:
+        PlanError: one rank would hold both stages, and data parallel would make two parameters of one there.
+    """
+    tied, ranks = _tied(spec, wiring), stage_ranks(plan)
+    if tied and ranks[0] == ranks[-1] and _is_wrapped(plan):
+        raise PlanError(
+            f"pipeline_schedule {plan.pipeline_schedule} puts the first and the last stage on one rank, and both use "
+            f"'{tied[0][0]}' (tied), of which data parallel would make two there; use interleaved-zero-bubble"
+        )
+
+
+def _is_wrapped(plan: Plan) -> bool:
+    """True where FSDP2 is around the stages, and casts weights before they compute."""
+    return plan.parsed.shards_parameters or plan.dims.dp * plan.dims.cp > 1
+
+
 def padded_count(plan: Plan, micro_batches: int) -> int:
     """The least number of micro batches from ``micro_batches`` on that the plan's schedule can run in a step."""
     if plan.pipeline_schedule in ("interleaved-1f1b", "interleaved-zero-bubble"):
@@ -150,21 +169,15 @@ def cut_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan: 
     if wiring is None:
         return Stages(module, (module,), (frozenset(spec.blocks),))
     check_pipeline(plan, len(spec.blocks))
-    tied = _tied(spec, wiring)
-    dims, ranks = plan.dims, stage_ranks(plan)
-    wrapped = plan.parsed.shards_parameters or dims.dp * dims.cp > 1
-    if tied and ranks[0] == ranks[-1] and wrapped:
-        raise PlanError(
-            f"pipeline_schedule {plan.pipeline_schedule} puts the first and the last stage on one rank, and both use "
-            f"'{tied[0][0]}' (tied), of which data parallel would make two there; use interleaved-zero-bubble"
-        )
+    check_tied(spec, wiring, plan)
+    tied, ranks = _tied(spec, wiring), stage_ranks(plan)
     number = len(ranks)
     counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, number)
     starts = [sum(counts[:index]) for index in range(number)]
     indices = [index for index, rank in enumerate(ranks) if rank == pp_rank]
     parts = copies(module, len(indices))
     device = torch.device(plan.device)
-    dtype = DTYPES[plan.precision] if wrapped and plan.precision != "fp32" else None
+    dtype = DTYPES[plan.precision] if _is_wrapped(plan) and plan.precision != "fp32" else None
     receives, own = [], []
     for index, part in zip(indices, parts, strict=True):
         mine = range(starts[index], starts[index] + counts[index])

@@ -25,7 +25,7 @@ from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.home import Home, set_home
 from shardwise.parallel.materialize import broadcast_buffers
 from shardwise.parallel.mesh import Meshes
-from shardwise.parallel.pipeline import Pipeline, cut_stages, make_pipeline, stage_ranks
+from shardwise.parallel.pipeline import Pipeline, check_tied, cut_stages, make_pipeline, stage_ranks
 from shardwise.parallel.precision import apply_autocast, mixed_precision_policy
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import gather_ahead
@@ -63,6 +63,8 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
         ModelError: the model does not allow it; everything that is in the way, with what would work.
     """
     wiring = read_wiring(module, spec, plan.dims.pp, sample, plan.seq_len) if plan.dims.pp > 1 else None
+    if wiring is not None:
+        check_tied(spec, wiring, plan)
     layout = tensor_layout(module, spec, plan, sample) if plan.dims.tp > 1 else None
     return Decision(wiring, layout)
 

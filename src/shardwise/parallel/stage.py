@@ -183,7 +183,7 @@ def cut(
             used = slot in wiring.before or slot in wiring.after
             if parameter is None or (first and slot in wiring.before) or (last and slot in wiring.after):
                 continue
-            if last and not used:
+            if first and not used:
                 continue
             narrow = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             zero = zeros.setdefault((narrow, ()), torch.zeros(1, dtype=narrow, device=device))

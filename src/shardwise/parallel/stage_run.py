@@ -296,7 +296,7 @@ class RunStage(_PipelineStageBase):
             assert taken is not None
             outputs = [made]
             gradients = None if gradient is None else [gradient]
-            _, groups = stage_backward_input(outputs, gradients, [taken], self.module.parameters())  
+            _, groups = stage_backward_input(outputs, gradients, [taken], self.module.parameters())
             self.pending[bwd_chunk_id] = groups
         if not self.is_first:
             self.returned[bwd_chunk_id] = _gradient_of(taken) if wanted and taken is not None else None

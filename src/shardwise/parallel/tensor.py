@@ -38,7 +38,7 @@ def apply_tensor(stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, plan:
 
 
 def distribute(name: str, whole: torch.Tensor, layout: TensorLayout, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of a whole parameter, as a DTensor over ``mesh`` (also of one that is not cut). No collective."""
+    """This rank's part of a whole parameter, as a DTensor over ``mesh`` (of one that is not cut too). No collective."""
     dim = layout.shard_dim.get(name)
     if dim is None:
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)

@@ -136,9 +136,5 @@ class _Maker:
 
 def _styles(modules: dict[str, ModuleCut]) -> dict[str, str]:
     """Module pattern to style, for those that are cut."""
-    words = {"reads": "replicate", "colwise_gather": "colwise_gather_output"}
-    return {
-        starred(name): words.get(cut.kind, cut.kind)
-        for name, cut in modules.items()
-        if cut.kind != "reads" or any(held.dim is not None for held in cut.held.values())
-    }
+    words = {"colwise_gather": "colwise_gather_output"}
+    return {starred(name): words.get(cut.kind, cut.kind) for name, cut in modules.items() if cut.kind != "reads"}

@@ -9,6 +9,7 @@ trying: the smallest change of whole-number attributes under which everything ag
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
-from shardwise.parallel.tensor_layout import Slices, chunk
+from shardwise.parallel.tensor_layout import CONFIG, Slices, chunk, set_numbers
 from shardwise.parallel.tensor_regions import Regions
-from shardwise.spec.flow import BlockRun, Call, Flow, Product, put
+from shardwise.spec.flow import BlockRun, Call, Flow, Product, main_output, put
 
 CLOSE = 1e-4  # norms compute in fp32 whatever goes in
-TRIALS = 2000
+TRIALS = 500
+CONFIG_READ = "config."
 
 
 class _Differs(Exception):
@@ -37,52 +38,72 @@ class Check:
         self.flow, self.run, self.tp, self.sequence = flow, run, tp, sequence
         self.prefix = f"{run.name}."
         self.block = flow.submodule(run.name)
+        main = main_output(run.output, run.hidden)
+        self.has_output = main is not None
+        self.output = run.hidden if main is None else main
         self.parameters = {n: p for n, p in flow.parameters.items() if n.startswith(self.prefix) and p.requires_grad}
         self.calls = {(call.product.name, call.count): call for call in run.calls}
-        self.output = _main(run.output, run.hidden)
 
     def settle(self, found: Regions) -> str | None:
-        """Find attributes that make ``found`` right, and where sequences are gathered; else say what differs."""
-        options = self._candidates(found)
-        entries = [found.entries, {}] if self.sequence and found.entries else [{}]
+        """Find attributes that make ``found`` right, and where sequences are gathered; else say what differs.
+
+        A module's own attributes are tried before those of a configuration that it goes by.
+        """
+        entered = [found.entries, {}] if self.sequence and found.entries else [{}]
+        becomes = self._becomes(found)
+        options = self._candidates(found, becomes)
+        own = [option for option in options if not option[1].startswith(CONFIG)]
         reason: str | None = None
-        whole: dict[int, Any] = {}
-        trials = 0
-        for size in range(len(options) + 1):
-            for chosen in itertools.combinations(options, size):
-                for values in itertools.product(*(new for _, _, new in chosen)):
-                    attributes: dict[str, dict[str, int]] = {}
-                    for (name, key, _), value in zip(chosen, values, strict=True):
-                        attributes.setdefault(name, {})[key] = value
-                    for entered in entries:
-                        found.attributes, found.entries = attributes, entered
-                        why = self.differs(found, whole)
-                        if why is None:
-                            return None
-                        reason = reason or why
-                        trials += 1
-            if trials > TRIALS:
-                break
-        found.attributes, found.entries = {}, entries[0]
+        trials: set[str] = set()
+        for some in (own, options):
+            for attributes in _changes(some):
+                if repr(attributes) in trials:
+                    continue
+                trials.add(repr(attributes))
+                for entries in entered:
+                    found.attributes, found.entries = attributes, entries
+                    why = self.differs(found)
+                    if why is None:
+                        self._complete(found, becomes)
+                        return None
+                    reason = reason or why
+                if len(trials) > TRIALS:
+                    break
+        found.attributes, found.entries = {}, entered[0]
         return reason
 
-    def differs(self, found: Regions, whole: dict[int, Any] | None = None) -> str | None:
+    def differs(self, found: Regions) -> str | None:
         """What is not right about ``found``, or ``None``."""
-        held = {} if whole is None else whole
+        if not self.has_output:
+            return f"its output has no tensor of the hidden states' shape {tuple(self.run.hidden.shape)}"
         try:
             shares = [self._share(found, rank) for rank in range(self.tp)]
-            key = len(found.entries)
-            if key not in held:
-                held[key] = self._whole(found)
-            self._compare(found, held[key], shares)
+            self._compare(found, self._whole(found), shares)
         except _Differs as error:
             return str(error)
         except Exception as error:
             return f"with a rank's share of the columns its forward raises {type(error).__name__}: {_line(error)}"
         return None
 
-    def _candidates(self, found: Regions) -> list[tuple[str, str, list[int]]]:
-        """Attributes of the block's modules that may stand for something that is cut, with what they may become."""
+    def _complete(self, found: Regions, becomes: dict[int, set[int]]) -> None:
+        """Let other attributes that are named for heads say the rank's number too, where that does no harm.
+
+        This forward went without them; one with a mask, or without gradients, may not.
+        """
+        for path, part in self.block.named_modules():
+            for key, value in list(vars(part).items()):
+                is_heads = any(word in key for word in ("head", "group")) and "dim" not in key and "size" not in key
+                if type(value) is not int or value < 2 or not is_heads or key in found.attributes.get(path, {}):
+                    continue
+                for new in sorted(becomes.get(value, ())):
+                    before = found.attributes
+                    found.attributes = {**before, path: {**before.get(path, {}), key: new}}
+                    if new != value and self.differs(found) is None:
+                        break
+                    found.attributes = before
+
+    def _becomes(self, found: Regions) -> dict[int, set[int]]:
+        """What a number that stands for something cut may be on one rank."""
         outs = {c.product.outputs for c in self.run.calls if c.product.name.removeprefix(self.prefix) in found.columns}
         sizes = outs | set(found.rows.values()) | {n // 2 for n in outs} | {n // 3 for n in outs}
         becomes: dict[int, set[int]] = {}
@@ -94,15 +115,44 @@ class Check:
             becomes.setdefault(one.heads, set()).add(heads)
             becomes.setdefault(one.kv_heads, set()).add(kv_heads)
             becomes.setdefault(one.heads // one.kv_heads, set()).add(max(1, heads // kv_heads))
+        return becomes
+
+    def _candidates(self, found: Regions, becomes: dict[int, set[int]]) -> list[tuple[str, str, list[int]]]:
+        """Whole numbers that the forward goes by and that may stand for something cut, with what they become."""
         options = []
-        for path, part in self.block.named_modules():
-            if path in self.flow.paths_of_products(self.run.name):
-                continue
-            for key, value in vars(part).items():
-                if type(value) is int and value > 1 and not key.startswith("_"):
-                    new = sorted(n for n in becomes.get(value, ()) if 0 < n != value)
-                    options += [(path, key, new)] if new else []
+        for (path, key), value in sorted(self._numbers().items()):
+            new = {n for n in becomes.get(value, ()) if 0 < n != value}
+            if not self.run.attentions and any(width % value == 0 for width in found.rows.values()):
+                # attention that is written out: anything may be its heads, or queries for each head of keys
+                new |= {value // d for d in range(2, self.tp + 1) if self.tp % d == 0 and value % d == 0}
+            options += [(path, key, sorted(new))] if new else []
         return options
+
+    def _numbers(self) -> dict[tuple[str, str], int]:
+        """The whole numbers above 1 that the block's forward reads from its modules and from their configuration."""
+        seen: dict[tuple[str, str], int] = {}
+        products = self.flow.paths_of_products(self.run.name)
+        parts = {path: part for path, part in self.block.named_modules() if path not in products}
+        configs = {id(c): c for p in parts.values() if (c := vars(p).get("config")) is not None}
+        with contextlib.ExitStack() as stack:
+            read: dict[int, dict[str, int]] = {key: {} for key in configs}
+            for key, config in configs.items():
+                stack.enter_context(_watched(config, read[key]))
+            own = {path: stack.enter_context(_watched(part, {})) for path, part in parts.items()}
+            calls = self.calls
+            counts: dict[str, int] = {}
+
+            def answer(product: Product, _: torch.Tensor) -> torch.Tensor:
+                counts[product.name] = counts.get(product.name, -1) + 1
+                return calls[product.name, counts[product.name]].leaf.detach()
+
+            self.flow.run_block(self.run.name, self.run.args, self.run.kwargs, answer)
+        for path, numbers in own.items():
+            seen |= {(path, key): value for key, value in numbers.items()}
+            if CONFIG_READ in numbers:
+                config = vars(parts[path])["config"]
+                seen |= {(path, f"{CONFIG}{key}"): value for key, value in read[id(config)].items()}
+        return {key: value for key, value in seen.items() if value > 1 and key[1] != CONFIG_READ}
 
     def _whole(self, found: Regions) -> dict[int, torch.Tensor | None]:
         """Gradients of every leaf in the whole run."""
@@ -272,11 +322,10 @@ class _Share:
         """Inside, attributes are this rank's, and arguments that are gathered are whole."""
         undo: list[Callable[[], None]] = []
         for name, changed in self.found.attributes.items():
-            part = self.check.block.get_submodule(name) if name else self.check.block
-            for key, value in changed.items():
-                before = part.__dict__[key]
-                part.__dict__[key] = value
-                undo.append(lambda place=part.__dict__, key=key, before=before: place.__setitem__(key, before))  # type: ignore[misc]
+            facts = (self.check.block.get_submodule(name) if name else self.check.block).__dict__
+            before = {key.split(".")[0]: facts[key.split(".")[0]] for key in changed}
+            set_numbers(facts, changed)
+            undo.append(functools.partial(facts.update, before))
         for name, (place, group) in self.found.entries.items():
             call = next(
                 c
@@ -302,18 +351,46 @@ class _Share:
         return hook
 
 
+@contextlib.contextmanager
+def _watched(owner: Any, seen: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Inside, every whole number that is read from ``owner`` is noted in ``seen``, and that its configuration is."""
+    kind: Any = type(owner)
+
+    def read(self: Any, key: str) -> Any:
+        value = kind.__getattribute__(self, key)
+        if type(value) is int and not key.startswith("_"):
+            seen[key] = value
+        elif key == "config":
+            seen[CONFIG_READ] = 1
+        return value
+
+    owner.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read})
+    try:
+        yield seen
+    finally:
+        owner.__class__ = kind
+
+
+def _changes(options: list[tuple[str, str, list[int]]]) -> Iterator[dict[str, dict[str, int]]]:
+    """Every choice of attributes and of what they become, few changes first."""
+    for size in range(len(options) + 1):
+        for chosen in itertools.combinations(options, size):
+            for values in itertools.product(*(new for _, _, new in chosen)):
+                attributes: dict[str, dict[str, int]] = {}
+                for (name, key, _), value in zip(chosen, values, strict=True):
+                    attributes.setdefault(name, {})[key] = value
+                yield attributes
+
+
 def indices(slices: Slices) -> torch.Tensor:
     """The positions that slices cover."""
     return torch.cat([torch.arange(first, end) for first, end in slices])
 
 
 def _main(output: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The hidden states among what a block gives."""
-    leaves = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    found = next((leaf for leaf in leaves if leaf.shape == hidden.shape), None)
+    found = main_output(output, hidden)
     if found is None:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensor"
-        raise _Differs(f"it gives {shapes} where hidden states {tuple(hidden.shape)} were expected")
+        raise _Differs(f"its output has no tensor of the hidden states' shape {tuple(hidden.shape)}")
     return found
 
 

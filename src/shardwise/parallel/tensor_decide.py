@@ -29,20 +29,41 @@ def decide_layout(
     """See `tensor.tensor_layout`."""
     if not spec.blocks:
         raise ModelError(
-            f"{plan.strategy}: tensor parallel cuts repeated blocks (a ModuleList, ModuleDict or Sequential with two or "
-            "more children of one type), and the model has none; use fsdp"
+            f"{plan.strategy}: tensor parallel cuts repeated blocks (a ModuleList, ModuleDict or Sequential with two "
+            "or more children of one type), and the model has none; use fsdp"
         )
-    args, kwargs = short_sample(sample, plan.dims.tp)
     problems = _length_problems(plan, sample)
-    with Flow(module, spec.blocks) as flow:
+    try:
+        return _decided(module, spec, plan, sample, given, problems, torch.float64)
+    except _NotRun as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+        # some operations know no float64
+        return _decided(module, spec, plan, sample, given, problems, torch.float32)
+
+
+class _NotRun(ModelError):
+    """The forward raised."""
+
+
+def _decided(
+    module: nn.Module,
+    spec: ModelSpec,
+    plan: Plan,
+    sample: Any,
+    given: Mapping[str, str] | None,
+    problems: list[str],
+    dtype: torch.dtype,
+) -> TensorLayout:
+    args, kwargs = short_sample(sample, plan.dims.tp, dtype)
+    with Flow(module, spec.blocks, dtype) as flow:
         names = [product.name for product in flow.products.values()]
         inner = [name for name in names if any(name.startswith(f"{block}.") for block in spec.blocks)]
         styles, is_own = chosen_styles(module, given, names, inner)
         output = _run(flow, plan, args, kwargs)
         blocks, more = _blocks(flow, plan, styles)
-        problems += more
-        head, more = _head(flow, spec, plan, output, styles if is_own else None)
-        problems += more
+        head, others = _head(flow, spec, plan, output, styles if is_own else None)
+        problems = [*problems, *more, *others]
         if head is not None and head.place is not None and not problems:
             problems += _logits_problems(flow, plan, args, kwargs, output, head)
         if problems:
@@ -57,7 +78,7 @@ def _run(flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return flow.run(args, kwargs)
     except Exception as error:
         text = " ".join(str(error).split())
-        raise ModelError(
+        raise _NotRun(
             f"{plan.strategy} looks at one short forward of the model, and that raised {type(error).__name__}: "
             f"{text[:200]}; give what the model takes for one micro batch: session.prepare(model, optimizer, sample)"
         ) from error
@@ -84,27 +105,38 @@ def _length_problems(plan: Plan, sample: Any) -> list[str]:
 def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict[str, Regions], list[str]]:
     """How each block is cut, and what is in the way; blocks that are alike are looked at once."""
     found: dict[str, Regions] = {}
-    problems: list[str] = []
     tp, sequence = plan.dims.tp, plan.sequence_parallel
     for name, run in flow.runs.items():
-        if run.repeated:
-            problems.append(f"{name} runs more than once in one forward, which tensor parallel does not cut; use fsdp")
-        elif run.like:
-            found[name] = found[run.like]
-        else:
-            regions = find_regions(run, flow, tp, styles)
-            found[name] = regions
-            if sequence:
-                _add_entries(run, regions)
-            if not regions.problems:
-                why = Check(flow, run, tp, sequence=sequence).settle(regions)
-                regions.problems += [] if why is None else [_reason(flow, run, regions, plan, why)]
-            problems += regions.problems
+        found[name] = found[run.like] if run.like else find_regions(run, flow, tp, styles)
+    first = {name: run for name, run in flow.runs.items() if not run.like}
+    problems = [
+        f"{name} runs more than once in one forward, which tensor parallel does not cut; use fsdp"
+        for name, run in flow.runs.items()
+        if run.repeated
+    ]
+    problems += [problem for name in first for problem in found[name].problems]
     if not problems and not any(regions.columns for regions in found.values()):
         problems.append(
             f"{plan.strategy}: no block of the model has a linear layer whose results go to another one that gives the "
             "block's width back, so there is nothing to cut; use fsdp, or name the layers in tp_styles"
         )
+    for name, run in first.items() if not problems else ():
+        mixed = _mixed(flow, run, found[name], tp)
+        if sequence:
+            _add_entries(run, found[name])
+        why = None if mixed else Check(flow, run, tp, sequence=sequence).settle(found[name])
+        problems += mixed if why is None else [_reason(flow, run, found[name], plan, why)]
+    passed = [(a, b) for a, b in sorted(flow.passed) if a in found and found[a].columns]
+    problems += [
+        f"{first} hands {second} more than hidden states, and each rank would have only a part of it; use fsdp"
+        for first, second in passed[:1]
+    ]
+    cut = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
+    problems += [
+        f"{reader} computes with the parameters of {owner}, which tensor parallel cuts; call {owner} instead"
+        for reader, owner in sorted(flow.lent)
+        if owner in cut
+    ]
     return found, problems
 
 
@@ -132,26 +164,32 @@ def _add_entries(run: BlockRun, found: Regions) -> None:
             found.entries = {name: entry for name, entry in found.entries.items() if entry[1] != group}
 
 
+def _mixed(flow: Flow, run: BlockRun, found: Regions, tp: int) -> list[str]:
+    """Linear layers of which every rank would need all columns, because what runs after them reduces over all."""
+    prefix = f"{run.name}."
+    if max([a.kv_heads for a in run.attentions], default=0) == 1:
+        return []  # one head of keys and values is what every rank needs
+    mixed = [
+        call.product
+        for call in run.calls
+        if all(
+            used == ((0, call.product.outputs),) for used in found.columns.get(call.product.name[len(prefix) :], [0])
+        )
+    ]
+    if not mixed:
+        return []
+    width = mixed[0].outputs
+    norms = sorted({n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)})
+    what = f"{prefix}{norms[0]} works" if norms else "what runs after it works"
+    return [
+        f"{mixed[0].name} cannot be cut by columns: {what} over its whole width ({width}), of which each of {tp} "
+        "ranks would have a part; use fsdp or pipeline parallel"
+    ]
+
+
 def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> str:
-    """Why a block cannot be cut as it was found to be, by name where it can be told."""
-    tp, prefix = plan.dims.tp, f"{run.name}."
-    kv_heads = max([a.kv_heads for a in run.attentions], default=0)
-    mixed = []
-    for call in run.calls:
-        uses = found.columns.get(call.product.name.removeprefix(prefix))
-        everything = ((0, call.product.outputs),)
-        if uses is not None and all(used == everything for used in uses) and kv_heads != 1:
-            mixed.append(call.product)
-    if mixed:
-        width = mixed[0].outputs
-        norms = sorted(
-            {n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)}
-        )
-        what = f"{prefix}{norms[0]} works" if norms else "what runs after it works"
-        return (
-            f"{mixed[0].name} cannot be cut by columns: {what} over its whole width ({width}), of which each of {tp} "
-            "ranks would have a part; use fsdp or pipeline parallel"
-        )
+    """Why a block cannot be cut as it was found to be."""
+    tp = plan.dims.tp
     names = ", ".join([*found.columns, *found.rows])
     if plan.sequence_parallel and Check(flow, run, tp, sequence=False).settle(found) is None:
         return (

@@ -28,7 +28,7 @@ from shardwise.parallel.tensor_collectives import (
     Sum,
     SumOut,
 )
-from shardwise.parallel.tensor_layout import Entry, Held, ModuleCut, Place, TensorLayout, chunk
+from shardwise.parallel.tensor_layout import Entry, Held, ModuleCut, Place, TensorLayout, chunk, set_numbers
 from shardwise.spec.read import clean_name
 
 _READING = "_shardwise_reading"
@@ -140,8 +140,7 @@ class Forwards:
 
     def convert(self, module: nn.Module, name: str) -> None:
         """Give ``module`` the forward that goes with its name in the layout."""
-        for attribute, value in self.layout.attributes.get(name, {}).items():
-            setattr(module, attribute, value)
+        set_numbers(module.__dict__, self.layout.attributes.get(name, {}))
         cut = self.layout.modules.get(name)
         if cut is not None and any(module._parameters.get(key) is not None for key in cut.held):
             if cut.kind in ("colwise", "rowwise", "colwise_gather", "colwise_loss"):
@@ -231,8 +230,9 @@ class Forwards:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if kwargs.get("labels") is not None:
                 raise ModelError(
-                    "loss_parallel leaves the logits cut over the vocabulary, and a model that is given labels computes "
-                    "a loss of its own from them; leave labels out of its inputs or set parallel.loss_parallel to false"
+                    "loss_parallel leaves the logits cut over the vocabulary, and a model that is given labels works "
+                    "out a loss of its own from them; leave labels out of its inputs or set parallel.loss_parallel to "
+                    "false"
                 )
             return args, kwargs
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["colwise", "rowwise", "colwise_gather", "colwise_loss", "embedding", "reads"]
 Place = tuple[str, int | str]  # ("args", position) or ("kwargs", name)
+CONFIG = "config."
 Slices = tuple[tuple[int, int], ...]  # from, to; ascending
 
 
@@ -49,8 +51,9 @@ class TensorLayout:
     ``shard_dim`` names only parameters that are cut. ``styles`` is the same in words: module pattern to style.
     ``first`` and ``last`` are the blocks where a whole sequence is cut and put together again (empty where it is not
     cut), with the places of the hidden states in their arguments. ``logits`` is where the model's output has the
-    vocabulary cut over the ranks, as a key or an index (``None``: nowhere). ``attributes`` are whole numbers that modules
-    go by, as they are for one rank's share. ``lent``: for a module, those whose parameters its forward computes with.
+    vocabulary cut over the ranks, as a key or an index (``None``: nowhere). ``attributes`` are whole numbers that
+    modules go by, as they are for one rank's share. ``lent``: for a module, those whose parameters its forward computes
+    with.
     """
 
     shard_dim: dict[str, int] = field(default_factory=dict)
@@ -65,6 +68,16 @@ class TensorLayout:
     hidden: Place = ("args", 0)
     logits: str | int | None = None
     vocab: int = 0
+
+
+def set_numbers(place: dict[str, Any], changed: dict[str, int]) -> None:
+    """Change whole numbers among a module's attributes, or in a configuration that it alone has a copy of then."""
+    for key, value in changed.items():
+        if key.startswith(CONFIG):
+            place["config"] = copy.copy(place["config"])
+            place["config"].__dict__[key.removeprefix(CONFIG)] = value
+        else:
+            place[key] = value
 
 
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:

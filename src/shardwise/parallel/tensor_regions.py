@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.parallel.tensor_layout import Slices, chunk
-from shardwise.spec.flow import BlockRun, Call, Flow
+from shardwise.spec.flow import BlockRun, Call, Flow, main_output
 
 
 @dataclass
@@ -67,9 +67,10 @@ def find_regions(run: BlockRun, flow: Flow, tp: int, styles: dict[str, str] | No
     calls = [call for call in run.calls if not call.product.is_lookup]
     below = {id(call): depends(call.value) for call in calls}
     names = {id(call): call.product.name.removeprefix(prefix) for call in calls}
-    out = depends_tree(run.output, depends)
+    main = main_output(run.output, run.hidden)
+    out = frozenset[int]() if main is None else depends(main)
     if styles is None:
-        columns, rows = _structural(run, calls, below, out)
+        columns, rows = _structural(run, flow, calls, below, out)
     else:
         columns = [c for c in calls if styles.get(c.product.name) == "colwise"]
         rows = [c for c in calls if styles.get(c.product.name) == "rowwise"]
@@ -149,21 +150,13 @@ def _strangers(
     return problems
 
 
-def depends_tree(tree: Any, depends: Depends) -> frozenset[int]:
-    """Leaves that any tensor of a tree depends on."""
-    from torch.utils import _pytree
-
-    found: frozenset[int] = frozenset()
-    for leaf in _pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            found |= depends(leaf)
-    return found
-
-
 def _structural(
-    run: BlockRun, calls: list[Call], below: dict[int, frozenset[int]], out: frozenset[int]
+    run: BlockRun, flow: Flow, calls: list[Call], below: dict[int, frozenset[int]], out: frozenset[int]
 ) -> tuple[list[Call], list[Call]]:
-    """The calls that are cut by columns and by rows: pairs that give the block's width back."""
+    """The calls that are cut by columns and by rows: pairs that give the block's width back.
+
+    Pairs that something else enters in between are left whole.
+    """
     columns: list[Call] = []
     rows: list[Call] = []
     width = run.hidden.shape[-1]
@@ -177,6 +170,10 @@ def _structural(
             columns.append(call)
             cut.add(id(call.leaf))
             rows += [c for c in readers if c not in rows]
+    while mixed := [row for row in rows if _strangers(run, flow, columns, [row], below)]:
+        feeding = [c for c in columns if any(id(c.leaf) in below[id(row)] for row in mixed)]
+        columns = [c for c in columns if c not in feeding]
+        rows = [row for row in rows if any(id(c.leaf) in below[id(row)] for c in columns) and row not in mixed]
     return columns, rows
 
 

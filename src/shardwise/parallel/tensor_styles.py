@@ -16,6 +16,7 @@ KNOWN = {
     "packed_colwise": "colwise",
     "colwise_gather_output": "colwise",
     "colwise_loss": "colwise",
+    "rowwise_split_input": "rowwise",
     "rowwise": "rowwise",
     "packed_rowwise": "rowwise",
     "embedding": "embedding",
@@ -70,7 +71,7 @@ def _published(module: nn.Module) -> dict[str, str]:
 
 def _matched(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """The style of each name that a pattern matches; the last such pattern decides."""
-    found = {}
+    found: dict[str, str] = {}
     for pattern, style in styles.items():
         found |= dict.fromkeys(fnmatch.filter(names, pattern), style)
     return found

@@ -8,6 +8,7 @@ as a small one. Autograd then says, exactly, which numbers depend on which. Noth
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ class Call:
 
 @dataclass
 class Attention:
-    """What one attention was given: heads of queries and of keys, and whose forward ran it."""
+    """What one attention was given: heads of queries, of keys and values, and the width of one."""
 
     heads: int
     kv_heads: int
@@ -108,12 +109,13 @@ class Flow:
     """A module whose products give random numbers, for as long as the ``with`` lasts.
 
     ``parameters`` are those that are no product's, by name: the small ones real, random, and leaves of autograd's graph.
-    ``calls`` are the products outside the blocks, ``runs`` the blocks. ``lent`` are modules (second) whose parameters
+    ``passed`` are blocks (first) that give another one (second) more than hidden states with a gradient. ``calls`` are
+    the products outside the blocks, ``runs`` the blocks. ``lent`` are modules (second) whose parameters
     another one's forward (first) computes with.
     """
 
-    def __init__(self, module: nn.Module, blocks: tuple[str, ...]) -> None:
-        self.module, self.blocks = module, blocks
+    def __init__(self, module: nn.Module, blocks: tuple[str, ...], dtype: torch.dtype = torch.float64) -> None:
+        self.module, self.blocks, self.dtype = module, blocks, dtype
         self.products = products(module)
         self.parameters: dict[str, nn.Parameter] = {}
         self.counts: dict[str, int] = {}
@@ -126,6 +128,8 @@ class Flow:
         self.runs: dict[str, BlockRun] = {}
         self.block: BlockRun | None = None
         self.recording = True
+        self.side: dict[int, tuple[str, torch.Tensor]] = {}
+        self.passed: set[tuple[str, str]] = set()
         self._known: dict[Any, str] = {}
 
     def __enter__(self) -> Flow:
@@ -150,7 +154,7 @@ class Flow:
         if found.ndim > 1:
             half = found.narrow(-2, 0, (found.shape[-2] + 1) // 2)
             half.abs_().add_(0.1)
-        return found
+        return found.to(self.dtype)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The whole forward; fills ``calls`` and ``runs``."""
@@ -185,7 +189,8 @@ class Flow:
 
     def submodule(self, name: str) -> nn.Module:
         """The module of this (clean) name."""
-        return next(part for path, part in self.module.named_modules() if clean_name(path) == name)
+        found: nn.Module = next(part for path, part in self.module.named_modules() if clean_name(path) == name)
+        return found
 
     def paths_of_products(self, block: str) -> set[str]:
         """Names, relative to the block, of its linear layers and embeddings."""
@@ -261,7 +266,7 @@ def _swapped(flow: Flow) -> Iterator[None]:
                     continue
                 name = clean_name(f"{path}.{key}" if path else key)
                 if id(parameter) not in made:
-                    made[id(parameter)] = _stand_in(name, parameter, named=product is not None)
+                    made[id(parameter)] = _stand_in(flow, name, parameter, is_product=product is not None)
                 put(part._parameters, key, made[id(parameter)])
                 known = flow.owners.get(id(made[id(parameter)]))
                 flow.owners[id(made[id(parameter)])] = (
@@ -272,7 +277,7 @@ def _swapped(flow: Flow) -> Iterator[None]:
             for place in (part._buffers, part.__dict__):
                 for key, value in list(place.items()):
                     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                        made.setdefault(id(value), _like_buffer(value))
+                        made.setdefault(id(value), _like_buffer(value, flow.dtype))
                         put(place, key, made[id(value)])
             if product is not None:
                 put(part.__dict__, "forward", _answer(flow, product))
@@ -293,21 +298,26 @@ def _answer(flow: Flow, product: Product) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def _stand_in(name: str, parameter: nn.Parameter, *, named: bool) -> nn.Parameter:
+def _stand_in(flow: Flow, name: str, parameter: nn.Parameter, *, is_product: bool) -> nn.Parameter:
     if not parameter.is_floating_point():
         return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    if named or parameter.numel() > SMALL:  # the shape without the memory: all rows are one
-        row = torch.randn(parameter.shape[-1:], generator=generator, dtype=torch.float64) / max(1, parameter.shape[-1])
-        return nn.Parameter(row.expand(parameter.shape), requires_grad=False)
-    return nn.Parameter(1.0 + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    if not is_product and parameter.numel() <= SMALL:
+        found = 1.0 + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        return nn.Parameter(found.to(flow.dtype))
+    shape = parameter.shape  # rows that overlap: the shape, and different rows, without the memory
+    strides = [*itertools.accumulate([7] * (len(shape) - 1), lambda above, step: above * step + step), 1]
+    strides = [*reversed(strides[:-1]), 1] if len(shape) > 1 else [1]
+    size = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    values = torch.randn(size, generator=generator, dtype=torch.float64) / max(1, shape[-1]) ** 0.5
+    return nn.Parameter(values.to(flow.dtype).as_strided(shape, strides), requires_grad=False)
 
 
-def _like_buffer(value: torch.Tensor) -> torch.Tensor:
-    wide = torch.float64 if value.dtype in (torch.bfloat16, torch.float16, torch.float32) else value.dtype
+def _like_buffer(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    narrow = value.dtype in (torch.bfloat16, torch.float16)  # what is wider was meant to be as it is
     if value.device.type == "meta":
-        return torch.ones(value.shape, dtype=wide)
-    return value.detach().to("cpu", value.dtype if value.dtype == torch.float32 else wide, copy=True)
+        return torch.ones(value.shape, dtype=dtype if narrow else value.dtype)
+    return value.detach().to("cpu", dtype if narrow else value.dtype, copy=True)
 
 
 def _hooks(flow: Flow) -> list[Callable[[], None]]:
@@ -328,6 +338,9 @@ def _before(flow: Flow, name: str) -> Callable[..., Any]:
         found = next(((place, value) for place, value in _tensors(args, kwargs) if value.is_floating_point()), None)
         if found is None:
             return None
+        for leaf in _pytree.tree_leaves((args, kwargs)):
+            if id(leaf) in flow.side and leaf is not found[1]:
+                flow.passed.add((flow.side[id(leaf)][0], name))
         place, value = found
         hidden = value.detach().clone().requires_grad_()
         args, kwargs = put(place, hidden, args, kwargs)
@@ -359,10 +372,19 @@ def _end(flow: Flow, name: str) -> Callable[..., Any]:
         if name in flow.runs:
             flow.runs[name].repeated = True
             return
+        given = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        main = main_output(output, run.hidden)
+        flow.side |= {id(leaf): (name, leaf) for leaf in given if leaf is not main and leaf.requires_grad}
         first = flow._known.setdefault(_signature(module, run), name)
         flow.runs[name] = run if first == name else BlockRun(name, (), {}, run.place, run.hidden.detach(), like=first)
 
     return hook
+
+
+def main_output(output: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+    """The hidden states among what a block gives."""
+    leaves = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return next((leaf for leaf in leaves if leaf.shape == hidden.shape), None)
 
 
 def _signature(module: nn.Module, run: BlockRun) -> Any:
@@ -403,7 +425,9 @@ def put(
     return args, {**kwargs, str(place[1]): value}
 
 
-def short_sample(sample: Any, multiple: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def short_sample(
+    sample: Any, multiple: int, dtype: torch.dtype = torch.float64
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a forward that is like ``sample`` and short: one sample of so many tokens that ``multiple`` divides.
 
     Token ids [1, length] where ``sample`` is ``None``. Inputs that are not tokens keep all sizes but the first.
@@ -428,7 +452,7 @@ def short_sample(sample: Any, multiple: int) -> tuple[tuple[Any, ...], dict[str,
         if found.device.type == "meta":
             found = torch.ones(found.shape, dtype=found.dtype) * int(found.dtype == torch.bool)
         found = found.to("cpu", copy=True)
-        return found.double() if found.is_floating_point() else found
+        return found.to(dtype) if found.is_floating_point() else found
 
     short = _pytree.tree_map_only(torch.Tensor, shrink, sample)
     if isinstance(short, dict) or hasattr(short, "keys"):

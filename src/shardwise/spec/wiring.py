@@ -63,9 +63,7 @@ class Wiring:
     after_flops: float = 0.0
 
 
-def read_wiring(
-    module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None, length: int | None = None
-) -> Wiring:
+def read_wiring(module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None, length: int | None = None) -> Wiring:
     """Run ``module`` once under fake tensors and note how it goes through its blocks. Nothing is changed.
 
     ``sample`` is what the model takes for one micro batch; token ids [1, ``length`` or 16] if left out. ``pp`` is the

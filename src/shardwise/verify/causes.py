@@ -156,10 +156,9 @@ def explain(
         if weighed:
             return (*lines, weighed)
     lines += _partial_factors(rest, setting.plan)
-    if not brief:
-        if len(rest) == len(wrong):
-            lines += _suspects(setting.plan)
-        lines += _rows([d for d in rest if d.factor is None], reference, found, setting, tolerance)
+    unnamed = [d for d in rest if d.factor is None]
+    if unnamed and not brief:
+        lines += [*_suspects(setting.plan), *_rows(unnamed, reference, found, setting, tolerance)]
     return tuple(lines)
 
 
@@ -392,7 +391,8 @@ def _rows(
         else:
             text = f"{_row_text(bad, len(expected))} differ, the others are right"
         moved = _moved(bad, expected, seen, bound)
-        lines.append(f"{difference.name}: {text}{moved}{_heads(bad, len(expected), setting)}")
+        split = _heads(bad, len(expected), setting) if moved or len(bad) < len(expected) else ""
+        lines.append(f"{difference.name}: {text}{moved}{split}")
     more = len(wrong) - MOST_PARAMETERS
     return [*lines, f"and {more} more parameters"] if more > 0 else lines
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.parallel.context import first_sequence
+from shardwise.parallel.shard import gathered_ahead
 from shardwise.train.session import Session, Step
-from shardwise.verify.part import run_micros
+from shardwise.verify.part import planned_stages, root_units, run_micros, used_spec
 from shardwise.verify.receipt import Line
 from shardwise.verify.watch import StepWatch
 
@@ -31,6 +32,8 @@ def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Lin
         yield _schedule_line(session, step, watch)
     if session.plan.compile or watch.compiled is not None:
         yield _compile_line(session, watch)
+    if session.plan.prefetch > 1:
+        yield _prefetch_line(session, watch)
 
 
 def _mesh_line(session: Session) -> Line:
@@ -73,6 +76,23 @@ def _compile_line(session: Session, watch: StepWatch) -> Line:
     graphs = 0 if watch.compiled is None else watch.compiled.blocks
     planned = f"{blocks}, one graph for each of {watch.block_calls} forwards" if blocks else "none"
     return _same("blocks compiled", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
+
+
+def _prefetch_line(session: Session, watch: StepWatch) -> Line:
+    """How many blocks are gathered ahead, as FSDP2 is told, and how many units were gathered when the first block ran."""
+    depth, forward = session.plan.prefetch, gathered_ahead(session.module)[0]
+    if session.plan.dims.pp > 1:  # stages run in turn
+        return _same("blocks gathered ahead", str(min(depth, _longest(session))), str(forward))
+    spec, tail = used_spec(session), "gathered when the first one ran"
+    ahead = min(depth, len(spec.blocks))
+    units = len(root_units(session, spec)) + min(len(spec.blocks), 1 + depth)
+    found = f"{forward}, {watch.gathers_before_first} units {tail}"
+    return _same("blocks gathered ahead", f"{ahead}, {units} units {tail}", found)
+
+
+def _longest(session: Session) -> int:
+    """Blocks of the longest stage here: more cannot be gathered ahead."""
+    return max(len(blocks) for blocks in planned_stages(session).values())
 
 
 def _same(name: str, planned: str, found: str) -> Line:

@@ -65,7 +65,8 @@ class StepWatch:
         if not torch.is_grad_enabled():  # an evaluation inside the step is the user's own
             return
         if self.gathers_before_first is None:
-            self.gathers_before_first = sum(item.name == "all_gather" for item in self.recorder.collectives)
+            gathers = (item for item in self.recorder.collectives if item.name == "all_gather")
+            self.gathers_before_first = sum(item.axis not in ("tp", "cp", "pp") for item in gathers)
         self.block_calls += 1
         hidden = self._hidden((args, kwargs))
         if hidden is not None:
