@@ -79,7 +79,7 @@ def test_a_wrong_forward_on_one_rank_is_exit_1(tmp_path: Path) -> None:
     config = str(configs.write_config(tmp_path, model={"factory": "tests.cli.test_verify:differs_by_rank"}))
     out, err = verify(config, "--strategy", "ddp", "--nproc", "2", exit_code=1)
     assert "NOT the gradient of one process" in out
-    assert "first: embed.weight is off by" in out
+    assert "first: scale is off by" in out
     assert "the forward itself differs, though no axis of ddp cuts it" in out
     assert "ddp on 2 ranks: not verified; what differs stands above" in err
 
@@ -146,6 +146,16 @@ def batch_norm() -> Any:
             return self.head(x * self.scale)
 
     return Normed()
+
+
+def test_a_model_that_is_too_large_for_float64_here_is_refused() -> None:
+    from shardwise.cli.verify_lineup import check_memory
+    from shardwise.errors import ModelError
+    from shardwise.verify.shrink import Recipe, Shrunk
+
+    large = Shrunk(recipe=Recipe(), num_parameters=10**13, was_parameters=10**13, changes=(), kept=("widths stay",))
+    with pytest.raises(ModelError, match=r"for 4 copies of 10000000000000 parameters in float64.*: widths stay"):
+        check_memory(large, 4)
 
 
 def test_what_is_verified_if_nothing_is_asked_for(tmp_path: Path) -> None:

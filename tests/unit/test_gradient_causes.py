@@ -19,7 +19,7 @@ from shardwise.verify.causes import (
     name_factor,
     pattern_of,
 )
-from shardwise.verify.gradients import Gradients, compare, judge
+from shardwise.verify.gradients import Gradients, Verdict, compare, judge
 
 TOLERANCE = 1e-9
 
@@ -250,3 +250,11 @@ def test_names_of_blocks_are_put_together() -> None:
     names = [f"model.layers.{i}.{part}.weight" for i in range(9) for part in ("q", "k")]
     assert pattern_of(names) == "model.layers.*.q.weight, model.layers.*.k.weight"
     assert name_factor(2.0, plan_of()).endswith("no degree of the plan explains that (none above 1)")
+
+
+def test_a_verdict_crosses_a_process_border_with_an_infinite_error() -> None:
+    reference = made()
+    found = {n: None if "embed" in n else g for n, g in reference.items()}
+    verdict = judge(compare(reference, found), norm=(1, 1), loss=(1, 1), clipped_error=0.0, tolerance=TOLERANCE)
+    assert verdict.error == math.inf
+    assert Verdict.model_validate_json(verdict.model_dump_json()) == verdict

@@ -69,7 +69,9 @@ def test_families_become_small_and_keep_their_structure(kind: str, changes: dict
     assert structure(module) == structure(whole)
     small, own = module.config, whole.config
     ratio = own.num_attention_heads / (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
-    assert small.num_attention_heads / (getattr(small, "num_key_value_heads", None) or small.num_attention_heads) == ratio
+    assert (
+        small.num_attention_heads / (getattr(small, "num_key_value_heads", None) or small.num_attention_heads) == ratio
+    )
     assert small.num_attention_heads % 4 == 0
     assert shrunk.vocab_size == small.vocab_size == 257 + (5001 - 257) % NEED.granule
     assert small.tie_word_embeddings == own.tie_word_embeddings
@@ -91,7 +93,9 @@ def test_the_structure_tells_models_apart() -> None:
 def test_each_kind_of_block_stays() -> None:
     """Mixed layers: windows on some of them, experts on some of them."""
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
-    factory = factory_of("Gemma3TextConfig", num_key_value_heads=4, head_dim=16, layer_types=kinds * 2, sliding_window=64)
+    factory = factory_of(
+        "Gemma3TextConfig", num_key_value_heads=4, head_dim=16, layer_types=kinds * 2, sliding_window=64
+    )
     shrunk = shrink(factory, NEED)
     small = runs(factory, shrunk).config
     assert set(small.layer_types) == set(kinds)

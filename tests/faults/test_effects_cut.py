@@ -1,0 +1,260 @@
+"""The effects receipt of plans that cut the model: silent where all is right, loud where an option did nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
+
+import shardwise.parallel.apply as apply_module
+import shardwise.parallel.context as context_module
+import shardwise.parallel.pipeline as pipeline_module
+import shardwise.parallel.shard as shard_module
+import shardwise.parallel.split as split_module
+import shardwise.parallel.tensor_forward as tensor_forward
+import shardwise.train.session as session_module
+import shardwise.train.stream as stream_module
+from shardwise.cli.own_loop import start
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.train.loss import token_loss_sum
+from shardwise.verify.effects import EffectsProbe
+from tests.families import VOCAB, family
+from tests.worlds import run_world
+
+LENGTH = 16
+Case = tuple[str, str, int, dict[str, Any]]
+Alarms = list[str]
+
+# what is right: strategy, model, micro batches, options
+RIGHT: dict[int, list[Case]] = {
+    2: [
+        ("ddp+tp2", "llama", 2, {}),
+        ("ddp+tp2", "gpt2", 1, {"sequence_parallel": False, "recompute": "full"}),
+        ("ddp+tp2", "qwen3", 2, {"loss_parallel": True, "recompute": "full"}),
+        ("fsdp+tp2", "own", 2, {"recompute": "selective"}),
+        ("ddp+tp2", "bert", 1, {"precision": "bf16"}),
+        ("ddp+pp2", "llama", 4, {}),
+        ("fsdp+pp2", "gemma", 3, {"precision": "bf16"}),
+        ("ddp+pp2", "gpt2", 3, {"pipeline_schedule": "gpipe", "recompute": "full"}),
+        ("ddp+pp2", "own", 4, {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2}),
+        ("zero1+cp2", "gpt2", 3, {}),
+        ("fsdp+cp2", "llama", 2, {"recompute": "full", "prefetch": 2}),
+    ],
+    4: [
+        ("fsdp+tp2", "qwen3", 3, {"loss_parallel": True}),
+        ("fsdp+tp2", "gemma", 2, {"gradient_sync": "every"}),
+        ("ddp+tp2", "gemma", 1, {"precision": "bf16"}),
+        ("fsdp+pp2", "qwen3", 3, {"prefetch": 2}),
+        ("zero2+pp2", "mistral", 4, {"pipeline_schedule": "interleaved-zero-bubble", "virtual_stages": 2}),
+        ("hsdp+cp2", "gpt2", 2, {}),
+        ("ddp+tp2+pp2", "gpt2", 2, {"loss_parallel": True}),
+        ("ddp+tp2+cp2", "llama", 2, {"loss_parallel": True}),
+        ("ddp+pp2+cp2", "llama", 2, {}),
+    ],
+}
+
+
+def run(strategy: str, model: str = "llama", accum: int = 2, options: dict[str, Any] | None = None) -> Alarms:
+    """Three steps with AdamW; returns the receipt's false lines."""
+    dims = dims_for(parse_strategy(strategy), dist.get_world_size())
+    plan = Plan(strategy=strategy, dims=dims, grad_accum=accum, **(options or {}))
+    session = start(plan, receipts=False, device="cpu")
+    probe = EffectsProbe(strict=False)
+    session.observers.append(probe)
+    module = family(model).float()
+    module, optimizer = session.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    for step in session.steps(batches(3 * accum * dims.dp)):
+        step.run(module, token_loss_sum)
+        step.update(optimizer, clip_norm=1.0)
+    assert probe.receipt is not None
+    assert len(probe.receipt.lines) > 9
+    session.close()
+    return [
+        f"{line.name}: planned {line.planned}, found {line.found}" for line in probe.receipt.lines if line.ok is False
+    ]
+
+
+def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(VOCAB, (2, LENGTH + 1), generator=generator) for _ in range(number)]
+    return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
+
+
+def right(world: int) -> dict[str, Alarms]:
+    return {f"{case[0]} {case[1]} {case[3]}": run(*case) for case in RIGHT[world]}
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_alarm_when_all_is_right(world: int) -> None:
+    for alarms in run_world(right, world, world, timeout_s=170):
+        assert not {case: lines for case, lines in alarms.items() if lines}
+
+
+def otherwise(**changes: Any) -> None:
+    """The model is cut as another plan has it."""
+    decide, cut = apply_module.decide, apply_module.apply_split
+    apply_module.decide = lambda module, spec, plan, *rest, **more: decide(
+        module, spec, plan.model_copy(update=changes), *rest, **more
+    )
+    apply_module.apply_split = lambda module, spec, plan, *rest, **more: cut(
+        module, spec, plan.model_copy(update=changes), *rest, **more
+    )
+
+
+def no_sequence_parallel() -> Alarms:
+    otherwise(sequence_parallel=False)
+    return run("ddp+tp2")
+
+
+def no_loss_parallel() -> Alarms:
+    otherwise(loss_parallel=False)
+    return run("ddp+tp2", options={"loss_parallel": True})
+
+
+def unasked_loss_parallel() -> Alarms:
+    otherwise(loss_parallel=True)
+    return run("ddp+tp2")
+
+
+def no_tensor_parallel() -> Alarms:
+    """Every rank keeps and computes all of it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    split_module.apply_tensor = lambda *_: None
+    split_module.distribute = lambda name, whole, layout, mesh: DTensor.from_local(
+        whole, mesh, [Replicate()], run_check=False
+    )
+    read = nn.Module.__getattr__
+
+    def plain(self: nn.Module, name: str) -> Any:
+        found = read(self, name)
+        return found.to_local() if isinstance(found, DTensor) else found
+
+    nn.Module.__getattr__ = plain
+    return run("ddp+tp2")
+
+
+def no_partial_sums() -> Alarms:
+    """Each rank steps norms by its own tokens."""
+    session_module.finish_partial = lambda parameters: None
+    return run("ddp+tp2")
+
+
+def no_row_sums() -> Alarms:
+    tensor_forward.Sum.forward = staticmethod(lambda ctx, tensor, group, *rest: tensor.clone())
+    return run("ddp+tp2", options={"sequence_parallel": False})
+
+
+def tensor_ranks_differ() -> Alarms:
+    """Each rank of a tensor-parallel group has samples of its own."""
+    stream_module.rank_batches = lambda loader, ranks, share, **skip: list(loader)[ranks.rank :: ranks.world_size]
+    return run("ddp+tp2", accum=1)
+
+
+def no_recompute() -> Alarms:
+    split_module.apply_recompute = lambda module, mode, blocks: [module.get_submodule(name) for name in blocks]
+    return run("ddp+tp2", options={"recompute": "full"})
+
+
+def other_schedule() -> Alarms:
+    pipeline_module.Schedule1F1B = ScheduleGPipe
+    return run("ddp+pp2", accum=4)
+
+
+def other_order() -> Alarms:
+    """The class has the right name, and runs all forwards first."""
+    pipeline_module.Schedule1F1B = type("Schedule1F1B", (ScheduleGPipe,), {})
+    return run("ddp+pp2", accum=4)
+
+
+def no_virtual_stages() -> Alarms:
+    otherwise(virtual_stages=1, pipeline_schedule="1f1b")
+    return run("ddp+pp2", accum=4, options={"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2})
+
+
+def uneven_stages() -> Alarms:
+    pipeline_module.balanced_stages = lambda *_: (3, 1)
+    return run("ddp+pp2")
+
+
+def untied_stages() -> Alarms:
+    """A tied embedding gets the gradient of its own stage only."""
+    pipeline_module.Pipeline.finish_gradients = lambda self: None
+    return run("ddp+pp2", "gemma")
+
+
+def reduced_every_time() -> Alarms:
+    """Gradients are reduced after every micro batch of a pipeline."""
+    from torch.distributed.fsdp import FSDPModule
+
+    keep = FSDPModule.set_requires_gradient_sync
+    FSDPModule.set_requires_gradient_sync = lambda self, _, **more: keep(self, True, **more)
+    return run("fsdp+pp2", accum=4)
+
+
+def stages_differ() -> Alarms:
+    """The last stage has labels of other samples."""
+    stream_module.rank_batches = lambda loader, ranks, share, **skip: list(loader)[ranks.rank :: ranks.world_size]
+    return run("ddp+pp2")
+
+
+def no_exchange() -> Alarms:
+    """Each rank attends to its own chunk."""
+    context_module.exchange_in = lambda *_: None
+    return run("ddp+cp2")
+
+
+def no_chunks() -> Alarms:
+    """Each rank of a context-parallel group has whole samples."""
+    session_module.sequence_share = lambda tree, *rest, **more: tree
+    return run("ddp+cp2")
+
+
+def not_compiled() -> Alarms:
+    apply_module.apply_compile = lambda *_, **__: None
+    return run("ddp+cp2", options={"compile": True})
+
+
+def not_gathered_ahead() -> Alarms:
+    shard_module.gather_ahead = lambda *_: None
+    return run("fsdp+cp2", options={"prefetch": 2})
+
+
+SABOTAGES: list[tuple[Callable[[], Alarms], int, str]] = [
+    (no_sequence_parallel, 2, "sequence parallel"),
+    (no_sequence_parallel, 2, "all_gather over tp per step"),
+    (no_loss_parallel, 2, "loss parallel"),
+    (unasked_loss_parallel, 2, "loss parallel"),
+    (no_tensor_parallel, 2, "parameters held"),
+    (no_partial_sums, 2, "all_reduce over tp per step"),
+    (no_row_sums, 2, "all_reduce over tp per step"),
+    (tensor_ranks_differ, 2, "samples within model groups"),
+    (no_recompute, 2, "block forwards per step"),
+    (other_schedule, 2, "pipeline schedule"),
+    (other_order, 2, "pipeline schedule"),
+    (no_virtual_stages, 2, "stages here"),
+    (no_virtual_stages, 2, "pipeline schedule"),
+    (uneven_stages, 2, "stages here"),
+    (untied_stages, 2, "tied over stages"),
+    (untied_stages, 2, "send over pp per step"),
+    (reduced_every_time, 4, "reduce_scatter over dp per step"),
+    (stages_differ, 2, "samples within model groups"),
+    (no_exchange, 2, "all_to_all over cp per step"),
+    (no_chunks, 2, "samples across ranks"),
+    (not_compiled, 2, "blocks compiled"),
+    (not_gathered_ahead, 2, "blocks gathered ahead"),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "world", "line"), SABOTAGES)
+def test_each_sabotage_is_caught(sabotage: Callable[[], Alarms], world: int, line: str) -> None:
+    for alarms in run_world(sabotage, world):
+        assert any(alarm.startswith(f"{line}:") for alarm in alarms), alarms
