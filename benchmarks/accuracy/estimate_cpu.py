@@ -96,6 +96,19 @@ CONFIGURATIONS = (
     ("fsdp+pp2", 4, "full", "fp32", 4, 2, "last", "adamw", "hf"),
     ("zero2+pp2", 4, "none", "bf16", 4, 4, "last", "adamw", "native"),
     ("hsdp+pp2", 8, "none", "fp32", 4, 2, "last", "sgd", "native"),
+    ("ddp+tp2", 2, "none", "fp32", 4, 1, "last", "adamw", "hf"),
+    ("ddp+tp2", 2, "none", "bf16", 4, 1, "last", "adamw", "native"),
+    ("ddp+tp2", 2, "full", "bf16", 4, 2, "last", "adamw", "hf"),
+    ("ddp+tp2", 2, "none", "fp32", 4, 1, "last", "sgd", "gpt2"),
+    ("ddp+tp2", 4, "none", "bf16", 4, 2, "last", "adamw", "native"),
+    ("ddp+tp4", 4, "selective", "bf16", 4, 1, "last", "adamw", "hf"),
+    ("fsdp+tp2", 4, "none", "fp32", 4, 2, "last", "adamw", "native"),
+    ("fsdp+tp2", 4, "full", "bf16", 4, 1, "last", "adamw", "native"),
+    ("fsdp+tp2", 4, "none", "bf16", 4, 1, "last", "adamw", "hf"),
+    ("hsdp+tp2", 8, "none", "fp32", 4, 1, "last", "adamw", "native"),
+    ("ddp+tp2+pp2", 4, "none", "bf16", 4, 2, "last", "adamw", "native"),
+    ("fsdp+tp2+pp2", 8, "none", "bf16", 4, 4, "last", "adamw", "native"),
+    ("fsdp+tp2+cp2", 8, "none", "bf16", 4, 1, "last", "adamw", "hf"),
 )
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
@@ -149,7 +162,16 @@ def gpt() -> nn.Module:
     return module
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"native": native, "hf": huggingface, "gpt": gpt}
+def gpt2() -> nn.Module:
+    """GPT-2 from transformers: a fused projection, whose columns tensor parallel exchanges, and a tied head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCAB, "n_embd": SHAPE.hidden, "n_layer": SHAPE.layers, "n_head": SHAPE.heads}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, n_positions=LENGTH, use_cache=False))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"native": native, "hf": huggingface, "gpt": gpt, "gpt2": gpt2}
 
 
 def plan_of(row: dict[str, Any]) -> Plan:

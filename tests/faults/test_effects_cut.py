@@ -149,7 +149,8 @@ def no_partial_sums() -> Alarms:
 
 
 def no_row_sums() -> Alarms:
-    tensor_forward.Sum.forward = staticmethod(lambda ctx, tensor, group, *rest: tensor.clone())
+    """What each rank has of a sum is taken for the sum."""
+    tensor_forward.add_up = lambda tensor, group: tensor
     return run("ddp+tp2", options={"sequence_parallel": False})
 
 

@@ -186,7 +186,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     assert sum(len(e.shards) for e in manifest.tensors.values()) == sum(map(len, files.values())), path
     found = {}
     for name, entry in manifest.tensors.items():
-        tensor = torch.full(entry.shape, float("nan"), dtype=files[entry.shards[0].file][name].dtype)
+        tensor = torch.full(entry.shape, -77, dtype=files[entry.shards[0].file][name].dtype)
         for shard in entry.shards:
             at = tuple(slice(a, a + n) for a, n in zip(shard.offsets, shard.lengths, strict=True))
             tensor[at] = files[shard.file][shard.key]

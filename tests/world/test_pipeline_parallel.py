@@ -56,6 +56,9 @@ def test_every_family_over_two_stages(name: str) -> None:
         Case(4, "fsdp+pp4", "own", accum=5),
         Case(4, "ddp+pp4", "gpt2", accum=4, options=options("gpipe")),
         Case(4, "fsdp+offload+pp2", "own"),
+        Case(4, "ddp+tp2+pp2", "llama", accum=4, options=options("interleaved-zero-bubble", loss_parallel=True)),
+        Case(4, "ddp+tp2+pp2", "own", accum=4, options=options("zbv", recompute="full")),
+        Case(4, "ddp+pp2+cp2", "llama", accum=4, options=options("interleaved-zero-bubble")),
     ],
     ids=str,
 )
@@ -304,6 +307,19 @@ def test_a_loss_that_is_wrong_ends_all_ranks_at_once(kind: str, message: str) ->
     with pytest.raises(WorldError, match=message):
         run_world(mistaken, 2, kind)
     assert time.monotonic() - began < 60
+
+
+def other_samples() -> None:
+    plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
+    session, model = start(plan, receipts=False), family("own")
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in session.steps(ragged(2, seed=torch.distributed.get_rank())):
+        step.run(model, token_loss_sum)
+
+
+def test_stages_that_got_other_samples_are_told_so() -> None:
+    with pytest.raises(WorldError, match=r"ranks 0 and 1 work on the same samples under ddp\+pp2"):
+        run_world(other_samples, 2)
 
 
 def plan_of(**given: Any) -> Plan:

@@ -49,7 +49,9 @@ def run_bench_step(
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(config_file, [*overrides, f"train.output={folder}", f"train.steps={steps}"])
         if config.parallel.precision != "fp32" or config.parallel.recompute != "none" or config.parallel.compile:
-            raise UserError("bench step compares fp32 loops without recompute and compile; leave them at their defaults")
+            raise UserError(
+                "bench step compares fp32 loops without recompute and compile; leave them at their defaults"
+            )
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
         plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
         (Path(folder) / PLANS).write_text(json.dumps([plan.model_dump(mode="json", by_alias=True) for plan in plans]))
@@ -85,7 +87,8 @@ def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Pl
     if world < 2:
         raise UserError("bench step compares distributed loops and needs 2 ranks or more; use --nproc 2")
     module = build(model_factory(job.config, vocab_size), job.config.train.seed, real=False)
-    spec, found, problems = read_model(module), [], []
+    spec, found = read_model(module), []
+    problems: list[str] = []
     options = {"sequence_parallel": parallel.sequence_parallel, "loss_parallel": parallel.loss_parallel}
     for strategy in strategies or strategies_for(world):
         try:
@@ -159,7 +162,7 @@ def keep(
 
 def rank_main() -> int:
     """One rank of the bench; rank 0 writes the samples into the job's output folder."""
-    from shardwise.measure.bubble import BubbleSamples, bench_bubble
+    from shardwise.measure.bubble import bench_bubble
     from shardwise.measure.step_bench import bench_step
     from shardwise.parallel.group import join, leave
     from shardwise.train.corpus import open_corpus

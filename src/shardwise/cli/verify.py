@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from shardwise.cli.verify_lineup import MICRO_BATCH, Prepared, asked_for, prepare_verify
-from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError
+from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch.rank import guarded
+from shardwise.parallel.environment import rendezvous
 from shardwise.train.config import read_config
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def run_verify(
         RankError: a rank failed; what was found before is shown.
     """
     asked = asked_for(strategies)
+    if rendezvous() is not None:
+        raise UserError("shardwise verify starts ranks of its own, on CPU; run it as it is, without torchrun or srun")
     config = read_config(config_file, overrides)
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
@@ -68,23 +72,24 @@ def run_worlds(prepared: Prepared) -> tuple[list[Row], ShardwiseError | None]:
 
     rows: list[Row] = []
     for world, plans in sorted(prepared.lineup.plans.items()):
-        with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as name:
-            folder = Path(name)
-            results, file = folder / "rows.jsonl", folder / "task.json"
-            file.write_text(prepared.task(world, results).to_json())
-            sys.stdout.flush()
-            command = [sys.executable, "-m", "shardwise.cli.verify", str(file)]
-            failure: ShardwiseError | None = None
-            try:
-                run_local(command, world, threads=_threads(world), logs=folder / "logs")
-            except ShardwiseError as error:
-                failure = error
-            lines = results.read_text().splitlines() if results.exists() else []
-            found = [Row.model_validate_json(line) for line in lines]
-            rows += found
-            if failure is not None:
-                undone = plans[len(found)].strategy if len(found) < len(plans) else "the end"
-                return rows, _during(failure, f"{undone} on {world} ranks")
+        folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
+        results, file = folder / "rows.jsonl", folder / "task.json"
+        file.write_text(prepared.task(world, results).to_json())
+        sys.stdout.flush()
+        command = [sys.executable, "-m", "shardwise.cli.verify", str(file)]
+        failure: ShardwiseError | None = None
+        try:
+            run_local(command, world, threads=_threads(world), logs=folder / "logs")
+        except ShardwiseError as error:
+            failure = error
+        lines = results.read_text().splitlines() if results.exists() else []
+        found = [Row.model_validate_json(line) for line in lines]
+        rows += found
+        if not isinstance(failure, RankError):  # whose message says where the ranks' logs are
+            shutil.rmtree(folder, ignore_errors=True)
+        if failure is not None:
+            undone = plans[len(found)].strategy if len(found) < len(plans) else "the end"
+            return rows, _during(failure, f"{undone} on {world} ranks")
     return rows, None
 
 
@@ -100,6 +105,11 @@ def _threads(world: int) -> int:
     return max(1, cores // world)
 
 
+def _tell(row: Row) -> None:
+    """A line for who waits at a terminal."""
+    print(f"{row.strategy} on {row.ranks} ranks: {row.status}", file=sys.stderr, flush=True)
+
+
 def rank_main() -> int:
     """One rank: every strategy of its world in turn."""
     import logging
@@ -110,7 +120,7 @@ def rank_main() -> int:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to be fast is no news
     task = Task.model_validate_json(Path(sys.argv[1]).read_text())
     ranks = join("cpu", timeout_s=TIMEOUT_S)
-    verify_all(task, ranks)
+    verify_all(task, ranks, _tell if sys.stderr.isatty() else None)
     leave(ranks)
     return 0
 

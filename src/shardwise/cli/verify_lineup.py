@@ -238,11 +238,11 @@ def _shrink(config: Config, factory: Callable[[], nn.Module], corpus: Corpus, li
         vocab_size=corpus.vocab_size,
     )
     shrunk = shrink(factory, need)
-    _check_memory(shrunk, max(lineup.plans, default=1))
+    check_memory(shrunk, max(lineup.plans, default=1))
     return shrunk, seq_len
 
 
-def _check_memory(shrunk: Shrunk, world: int) -> None:
+def check_memory(shrunk: Shrunk, world: int) -> None:
     """A model that could not be made small may not fit on this machine, once for each rank.
 
     Raises:

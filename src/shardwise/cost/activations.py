@@ -140,7 +140,7 @@ def _entered_once(ops: Sequence[Op]) -> Iterator[Op]:
     """
     reader: tuple[int, int] | None = None
     for op in ops:
-        if op.kind == "norm":
+        if op.kind == "norm" or op.cut == "row":
             reader = None
         elif op.kind == "matmul" and op.cut == "column" and op.saved >= op.m * op.k:
             if reader == (op.m, op.k):

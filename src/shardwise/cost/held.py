@@ -18,7 +18,7 @@ from shardwise.cost.pipeline import blocks_per_stage, in_flight
 from shardwise.cost.stages import balanced_stages, even_stages
 from shardwise.plan.plan import PipelineSchedule, Plan
 from shardwise.plan.strategy import Strategy, parse_strategy
-from shardwise.spec.profile import ModelProfile, Unit, Weight
+from shardwise.spec.profile import ModelProfile, Op, Unit, Weight
 from shardwise.spec.workload import Workload
 
 FP32 = 4
@@ -121,7 +121,8 @@ class UnitWeights:
 
     ``gathered`` are the whole weights in the compute type, one size for each tensor; ``reduce_in`` the padded fp32
     gradient that is reduced, ``reduce_out`` this rank's part of it; ``copies`` autocast's narrow weights, that of a
-    head which is the embedding too.
+    head which is the embedding too; ``exchanged`` the columns of fused projections that a tensor-parallel rank takes
+    from others, because it computes with other ones than it holds.
     """
 
     parameters: int
@@ -138,6 +139,7 @@ class UnitWeights:
     reduce_in: int
     reduce_out: int
     copies: int
+    exchanged: int
     widened: int  # the largest weight that is stored narrower than it is computed with
 
 
@@ -320,7 +322,7 @@ def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, mast
     weights = same.unit.weights
     if masters:
         weights = tuple(replace(w, itemsize=min(w.itemsize, wide)) for w in weights)
-    shapes = [tp_shape(weight, tp) for weight in weights]
+    shapes = [tp_shape(weight, tp, vocab=same.unit.kind != "block") for weight in weights]
     local = [math.prod(shape) for shape in shapes]
     at_rest = [rest_elements(shape, ranks) for shape in shapes]
     both = [(w, n, rest, rest * ranks) for w, n, rest in zip(weights, local, at_rest, strict=True)]
@@ -344,6 +346,7 @@ def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, mast
         reduce_in=sum(padded * FP32 for _, _, _, padded in trained),
         reduce_out=sum(rest * FP32 for _, _, rest, _ in trained),
         copies=(sum(n for w, n, _, _ in both if len(w.shape) > 1 and w.itemsize > wide) + tied) * wide if cast else 0,
+        exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.unit, tp) * wide,
         widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
     )
 
@@ -356,9 +359,36 @@ def _merged(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple([*large, small] if small else large)
 
 
-def tp_shape(weight: Weight, tp: int) -> tuple[int, ...]:
-    """Shape of ``weight`` on the fullest rank of a tensor-parallel group."""
-    if tp == 1 or weight.tp_dim is None:
+def exchanged_elements(unit: Unit, tp: int) -> int:
+    """Elements of weights that one of ``tp`` ranks gathers from others for each use of ``unit``.
+
+    Queries, keys and values (or a gate and what it gates) in one projection lie one after the other, and a rank's share
+    of each is not what it holds; and so with key-value heads of which there are fewer than ranks.
+    """
+    attention = next((op for op in unit.ops if op.kind == "attention"), None)
+    few = attention is not None and attention.kv_heads % tp != 0
+    found, columns = 0, list[Op]()
+    for op in unit.ops:
+        if op.kind != "matmul":
+            continue
+        if op.cut == "column":
+            columns.append(op)
+        elif op.cut == "row":
+            if len(columns) == 1 and columns[0].n > op.k:
+                found += columns[0].k * math.ceil(columns[0].n / tp)
+            elif few and attention is not None:
+                narrow = [one for one in columns if one.n == attention.kv_heads * attention.head_dim < op.k]
+                found += sum(one.k * attention.head_dim * max(1, attention.kv_heads // tp) for one in narrow)
+            columns = []
+    return found
+
+
+def tp_shape(weight: Weight, tp: int, *, vocab: bool = True) -> tuple[int, ...]:
+    """Shape of ``weight`` on the fullest rank of a tensor-parallel group.
+
+    Only a ``vocab`` is cut into uneven parts; another size that ``tp`` does not divide stays whole.
+    """
+    if tp == 1 or weight.tp_dim is None or (not vocab and weight.shape[weight.tp_dim] % tp):
         return weight.shape
     dim = weight.tp_dim
     return (*weight.shape[:dim], math.ceil(weight.shape[dim] / tp), *weight.shape[dim + 1 :])
@@ -389,7 +419,7 @@ def optimizer_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workloa
     master = FP32 if layout.masters else 0
     return sum(
         piece.count
-        * (_state_bytes(_rest_shape(tp_shape(w, layout.tp), ranks), workload) + master * _elements(w, layout))
+        * (_state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload) + master * _elements(w, piece, layout))
         for piece in pieces
         for w in piece.unit.weights
         if w.trainable
@@ -402,7 +432,7 @@ def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Wo
         return None
     master = FP32 if layout.masters else 0
     whole = sum(
-        p.count * (_state_bytes(tp_shape(w, layout.tp), workload) + master * _elements(w, layout))
+        p.count * (_state_bytes(_local(w, p, layout), workload) + master * _elements(w, p, layout))
         for p in pieces
         for w in p.unit.weights
         if w.trainable
@@ -410,8 +440,12 @@ def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Wo
     return whole // layout.replicas
 
 
-def _elements(weight: Weight, layout: Layout) -> int:
-    return math.prod(tp_shape(weight, layout.tp))
+def _local(weight: Weight, piece: Piece, layout: Layout) -> tuple[int, ...]:
+    return tp_shape(weight, layout.tp, vocab=not piece.is_block)
+
+
+def _elements(weight: Weight, piece: Piece, layout: Layout) -> int:
+    return math.prod(_local(weight, piece, layout))
 
 
 def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -421,7 +455,7 @@ def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 def _fullest_share(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int:
     """ZeroRedundancyOptimizer's partition, as `cost.memory.zero1_shares`, kept as sums on a heap."""
     shapes = [
-        tp_shape(w, layout.tp)
+        _local(w, piece, layout)
         for piece in pieces
         for _ in range(piece.count)
         for w in piece.unit.weights

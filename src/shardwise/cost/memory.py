@@ -125,7 +125,7 @@ def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[lis
 def _held(
     spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts, names: frozenset[str] | None
 ) -> tuple[int, int, int | None]:
-    """Bytes of parameters, gradients and optimizer state of a stage's fullest rank; ``names`` None is the whole model."""
+    """Bytes of parameters, gradients and state of a stage's fullest rank; ``names`` None is the whole model."""
 
     def is_here(parameter: ParameterSpec) -> bool:
         return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))

@@ -83,6 +83,7 @@ class _Visit:
     saved: list[list[int]]
     gathered: list[int]
     copies: int = -1
+    exchanged: int = -1
 
 
 def write_program(setting: Setting) -> Tape:
@@ -193,7 +194,9 @@ class _Writer:
         """Bytes that one micro batch keeps on this stage."""
         rows = zip(self.s.bytes, self.s.weights, self.s.pieces, strict=True)
         copies = self.s.layout.autocasts and self.s.program.recompute == "none"
-        kept = sum(p.count * (b.kept * self.s.micro + (w.copies if copies else 0)) for b, w, p in rows)
+        exchanged = self.s.program.recompute == "none"
+        held = [(w.copies if copies else 0) + (w.exchanged if exchanged else 0) for w in self.s.weights]
+        kept = sum(p.count * (b.kept * self.s.micro + extra) for (b, _, p), extra in zip(rows, held, strict=True))
         return kept + self.s.sent * self.s.micro
 
     def _kept_logits(self) -> float:
@@ -250,7 +253,9 @@ class _Writer:
             return [kept]
         self._copies(visit, number)
         if number > 1:
+            visit.exchanged = tape.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
             return [[tape.alloc(op.saved * micro * number, ACTIVATIONS)] for op in unit.ops]
+        visit.exchanged = tape.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
         saved, unpacked = [], tape.alloc(self.s.weights[visit.piece].widened, BUFFERS)
         for op in unit.ops:
             moment = tape.alloc(op.temporary * micro, ACTIVATIONS)
@@ -337,8 +342,8 @@ class _Writer:
         tape, s, unit, weights = self.tape, self.s, self.s.bytes[visit.piece], self.s.weights[visit.piece]
         mode, whole = self._mode(visit), []
         if visit.number > 1:
-            tape.free(*(handle for group in visit.saved for handle in group), visit.copies)
-            visit.copies = -1
+            tape.free(*(handle for group in visit.saved for handle in group), visit.copies, visit.exchanged)
+            visit.copies = visit.exchanged = -1
             if not s.layout.shards:
                 self._own_gradients(visit)
             return incoming, []
@@ -346,6 +351,7 @@ class _Writer:
         if mode != "none":
             tape.free(visit.copies)
             visit.copies = tape.alloc(weights.copies, BUFFERS) if s.layout.autocasts else -1
+            visit.exchanged = tape.alloc(weights.exchanged, BUFFERS)
             again = self._remake(unit)
         done, unpacked = 0, tape.alloc(weights.widened, BUFFERS)
         joins = s.layout.width == FP32 and self._key(visit) in self.waiting
@@ -368,8 +374,8 @@ class _Writer:
             whole.append(tape.alloc(total - done, BUFFERS))
         elif not s.layout.shards:
             self._own_gradients(visit)
-        tape.free(visit.copies, unpacked)
-        visit.copies = -1
+        tape.free(visit.copies, unpacked, visit.exchanged)
+        visit.copies = visit.exchanged = -1
         return incoming, whole
 
     def _remake(self, unit: UnitBytes) -> list[int]:

@@ -110,6 +110,8 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
     if layout.autocasts:
         copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")
+    if recompute == "none":
+        copies += sum(w.exchanged * p.count for p, w, _ in rows)
     base = rest + _gathered(rows, layout)
     buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
     waits = 0  # beside the last micro batch: gradients that wait whole, or grow outside DDP's buckets

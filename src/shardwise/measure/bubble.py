@@ -100,7 +100,8 @@ def _watch(
     assert pipeline is not None
     for turn in range(WARM_UP + steps):
         micros = next(windows)
-        pipeline.spans = spans = []
+        spans: list[Span] = []
+        pipeline.spans = spans
         dist.barrier()
         begin = time.perf_counter()
         run(prepared, optimizer, micros)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.spec.read import dtype_name
@@ -50,6 +51,7 @@ _FUNCTIONAL = {
 }
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 OTHER = "other ranks"
+Axes = Callable[[str, tuple[int, ...]], str]  # a collective's name and its ranks → the axis that it goes over
 
 
 class Collective(NamedTuple):
@@ -65,14 +67,14 @@ class Collective(NamedTuple):
 class CollectiveRecorder(TorchDispatchMode):
     """While active, notes what passes PyTorch's dispatcher on this thread and in backward.
 
-    Every operator gets slower, so it is on for one step only. ``axes`` names the axis of a collective, by its own name
-    and its process group's, for a plan that cuts the model; then functional collectives, exchanges and messages between
-    two ranks are noted, too.
+    Every operator gets slower, so it is on for one step only. ``axes`` names the axis of a collective for a plan that
+    cuts the model; then functional collectives, exchanges and messages between two ranks are noted, too. (By ranks and
+    not by group: PyTorch keeps meshes that are equal, and may take the group of an earlier one.)
     """
 
     supports_higher_order_operators = True  # what compiled blocks are made of
 
-    def __init__(self, phase: Callable[[], str], axes: Callable[[str, str], str] | None = None) -> None:
+    def __init__(self, phase: Callable[[], str], axes: Axes | None = None) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
         self.matmul_dtypes: set[str] = set()
@@ -93,15 +95,15 @@ class CollectiveRecorder(TorchDispatchMode):
             own = _OWN_OPERATORS if self._axes is not None else {}
             field, position = _OPERATORS.get(name) or own.get(name, ("", 0))
             if field:
-                self._note(field, _tensors(args[position]), lambda: _group_name(args), 1)
+                self._note(field, _tensors(args[position]), lambda: _group_of(args), 1)
         elif func.namespace == "_c10d_functional" and self._axes is not None and name in _FUNCTIONAL:
             field, is_part = _FUNCTIONAL[name]
-            self._note(field, _tensors(args[0]), lambda: _last_text(args), _degree(args) if is_part else 1)
+            self._note(field, _tensors(args[0]), lambda: _named_group(args), _degree(args) if is_part else 1)
         elif func.namespace == "aten" and name in _MATMULS and self._phase() in ("forward", "backward"):
             self.matmul_dtypes.add(dtype_name(args[-1].dtype))
         return func(*args, **(kwargs or {}))
 
-    def _note(self, field: str, tensors: list[torch.Tensor], group: Callable[[], str], times: int) -> None:
+    def _note(self, field: str, tensors: list[torch.Tensor], group: Callable[[], tuple[int, ...]], times: int) -> None:
         if not tensors:
             return
         size = sum(t.numel() * t.element_size() for t in tensors) * times
@@ -131,19 +133,24 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _group_name(args: Any) -> str:
-    """The name of the process group among the arguments of a c10d operator."""
+def _group_of(args: Any) -> tuple[int, ...]:
+    """The ranks of the process group among the arguments of a c10d operator."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             try:
-                return str(dist.ProcessGroup.unbox(argument).group_name)
+                return _ranks(str(dist.ProcessGroup.unbox(argument).group_name))
             except RuntimeError:  # another object, such as the kind of reduction
                 continue
-    return ""
+    return ()
 
 
-def _last_text(args: Any) -> str:
-    return next((argument for argument in reversed(args) if isinstance(argument, str)), "")
+def _named_group(args: Any) -> tuple[int, ...]:
+    """The ranks of the group that a functional operator names last."""
+    return _ranks(next((argument for argument in reversed(args) if isinstance(argument, str)), ""))
+
+
+def _ranks(name: str) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(_resolve_process_group(name))))  # type: ignore[arg-type]
 
 
 def _degree(args: Any) -> int:

@@ -18,6 +18,15 @@ PHASES = ("forward", "backward", "optimizer")
 _PHASE_OF = {"forward": "forward", "backward": "backward", "clip": "optimizer", "optimizer": "optimizer"}
 
 
+def phase_of(phase: str, session: Session) -> str | None:
+    """The phase that a session's counts as; ``None`` for none.
+
+    A pipeline goes forward and backward in turn: both are ``backward``, and there is no moment between them.
+    """
+    name = _PHASE_OF.get(phase)
+    return "backward" if name == "forward" and session.applied.pipeline is not None else name
+
+
 class PeakWatch(Protocol):
     """Watches one step, from its start to its end."""
 
@@ -63,9 +72,10 @@ class CpuWatch:
         start = recording.at_start(held_tensors(session, step))
         allocated: dict[str, int] = {}
         for phase, peak in recording.peaks().items():
-            if (name := _PHASE_OF.get(phase)) is not None:
+            if (name := phase_of(phase, session)) is not None:
                 allocated[name] = max(allocated.get(name, 0), start + peak)
-        gathered, first = self._gathered or 0, recording.at_first("backward")
+        pipelined = session.applied.pipeline is not None
+        gathered, first = self._gathered or 0, None if pipelined else recording.at_first("backward")
         saved = None if first is None else first - gathered
         return Peaks(start=start, saved=saved, gathered=gathered, allocated=allocated)
 
@@ -94,10 +104,10 @@ class CudaWatch:
         if session is None:
             return
         device = session.device
-        if phase == "backward" and self._saved is None:
+        if phase == "backward" and self._saved is None and session.applied.pipeline is None:
             self._gathered = gathered_bytes(session)
             self._saved = torch.cuda.memory_allocated(device) - self._start - self._gathered
-        name = _PHASE_OF.get(self._phase)
+        name = phase_of(self._phase, session)
         if name is not None:
             peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
             for found, peak in zip((self._allocated, self._reserved), peaks, strict=True):

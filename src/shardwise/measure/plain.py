@@ -39,7 +39,7 @@ def check_plain(plan: Plan, model: nn.Module) -> None:
     strategy, problems = plan.parsed, []
     if strategy.base not in BASES or strategy.cp > 1 or strategy.offload:
         problems.append(
-            f"strategy '{plan.strategy}': bench step has hand-written loops for {' and '.join(BASES)}, each with any of "
+            f"strategy '{plan.strategy}': bench step has loops by hand for {' and '.join(BASES)}, each with any of "
             "+tp2 and +pp2; use one of those"
         )
     if strategy.tp * strategy.pp > 1 and not is_llama(model):
@@ -65,7 +65,9 @@ def plain_loop(
     """
     dims = plan.dims
     if dims.tp * dims.pp == 1:
-        model = plain_ddp(model, ranks.device) if plan.parsed.base == "ddp" else plain_fsdp(model, ranks.device, dims.dp)
+        model = (
+            plain_ddp(model, ranks.device) if plan.parsed.base == "ddp" else plain_fsdp(model, ranks.device, dims.dp)
+        )
         return plain_step(model, make_optimizer(list(model.parameters())), clip_norm)
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     kept = {axis: size for axis, size in sizes.items() if size > 1}
@@ -131,7 +133,7 @@ def plain_step(
             with no_sync(model, is_last), loss_context(plan):
                 loss = functional.cross_entropy(forward(inputs).flatten(0, -2), labels.flatten()) / len(micros)
                 loss.backward()
-            total += loss.detach().to_local() if isinstance(loss, DTensor) else loss.detach()
+            total += (loss.to_local() if isinstance(loss, DTensor) else loss).detach()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()

@@ -125,7 +125,7 @@ def _tied_weight(stage: LlamaStage, ends: dist.ProcessGroup | None) -> nn.Parame
     if ends is None or not (stage.is_first or stage.is_last):
         return None
     weight: Any = stage.lm_head.weight if stage.is_last else stage.model.embed_tokens.weight  # type: ignore[union-attr]
-    return weight  # type: ignore[no-any-return]
+    return weight
 
 
 def _placed_gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -133,4 +133,4 @@ def _placed_gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient: Any = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient  # type: ignore[no-any-return]
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -19,7 +19,8 @@ class Peaks(BaseModel):
     ``start``: parameters, buffers, optimizer state, gradients that outlive a step and the step's inputs. ``saved``:
     what was added until the first backward began, without ``gathered``, the whole weights that FSDP held then.
     ``allocated`` and ``reserved`` are the fullest moments of each phase, ``start`` included; clipping counts in
-    ``optimizer``. ``device`` is what this process took of the device in all, context and communicators included.
+    ``optimizer``. A pipeline goes forward and backward in turn: both are ``backward``, and ``saved`` is not known.
+    ``device`` is what this process took of the device in all, context and communicators included.
     """
 
     model_config = ConfigDict(frozen=True)

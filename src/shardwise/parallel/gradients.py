@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardwise.parallel.home import Home
@@ -18,11 +19,11 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
 
     One all-reduce for each mesh and dtype, whatever the number of parameters.
     """
-    waiting: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, DTensor]]] = {}
+    waiting: dict[tuple[DeviceMesh, torch.dtype], list[tuple[nn.Parameter, DTensor]]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
-            waiting.setdefault((id(gradient.device_mesh), gradient.dtype), []).append((parameter, gradient))
+            waiting.setdefault((gradient.device_mesh, gradient.dtype), []).append((parameter, gradient))
     for held in waiting.values():
         mesh, placements = held[0][1].device_mesh, held[0][1].placements
         flat = torch.cat([gradient.to_local().flatten() for _, gradient in held])

@@ -45,7 +45,7 @@ def build(flow: Flow, spec: ModelSpec, plan: Plan, findings: Findings) -> Tensor
     return TensorLayout(
         shard_dim=shard_dim,
         notes=findings.notes,
-        styles=_styles(maker.modules),
+        styles=_styles(maker.modules, spec),
         modules=maker.modules,
         entries=maker.entries,
         attributes={
@@ -134,7 +134,10 @@ class _Maker:
         return Held(dim=dim, uses=uses, uses_dim=dim)
 
 
-def _styles(modules: dict[str, ModuleCut]) -> dict[str, str]:
+def _styles(modules: dict[str, ModuleCut], spec: ModelSpec) -> dict[str, str]:
     """Module pattern to style, for those that are cut."""
     words = {"colwise_gather": "colwise_gather_output"}
-    return {starred(name): words.get(cut.kind, cut.kind) for name, cut in modules.items() if cut.kind != "reads"}
+    blocks = spec.blocks
+    return {
+        starred(name, blocks): words.get(cut.kind, cut.kind) for name, cut in modules.items() if cut.kind != "reads"
+    }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,7 +63,7 @@ class Check:
                     found.attributes, found.entries = attributes, entries
                     why = self.differs(found)
                     if why is None:
-                        self._complete(found, becomes)
+                        self._complete(found)
                         return None
                     reason = reason or why
                 if len(trials) > TRIALS:
@@ -85,21 +84,31 @@ class Check:
             return f"with a rank's share of the columns its forward raises {type(error).__name__}: {_line(error)}"
         return None
 
-    def _complete(self, found: Regions, becomes: dict[int, set[int]]) -> None:
+    def _complete(self, found: Regions) -> None:
         """Let other attributes that are named for heads say the rank's number too, where that does no harm.
 
         This forward went without them; one with a mask, or without gradients, may not.
         """
+        if not self.run.attentions:
+            return
+        one = self.run.attentions[0]
+        heads, kv_heads = one.heads // self.tp, max(1, one.kv_heads // self.tp)
+        meanings = {
+            "group": (one.heads // one.kv_heads, max(1, heads // kv_heads)),
+            "kv": (one.kv_heads, kv_heads),
+            "key_value": (one.kv_heads, kv_heads),
+            "head": (one.heads, heads),
+        }
         for path, part in self.block.named_modules():
             for key, value in list(vars(part).items()):
-                is_heads = any(word in key for word in ("head", "group")) and "dim" not in key and "size" not in key
-                if type(value) is not int or value < 2 or not is_heads or key in found.attributes.get(path, {}):
+                meant = next((numbers for word, numbers in meanings.items() if word in key), None)
+                if "dim" in key or "size" in key or meant is None or type(value) is not int:
                     continue
-                for new in sorted(becomes.get(value, ())):
-                    before = found.attributes
-                    found.attributes = {**before, path: {**before.get(path, {}), key: new}}
-                    if new != value and self.differs(found) is None:
-                        break
+                if value != meant[0] or value == meant[1] or key in found.attributes.get(path, {}):
+                    continue
+                before = found.attributes
+                found.attributes = {**before, path: {**before.get(path, {}), key: meant[1]}}
+                if self.differs(found) is not None:
                     found.attributes = before
 
     def _becomes(self, found: Regions) -> dict[int, set[int]]:
@@ -154,6 +163,17 @@ class Check:
                 seen |= {(path, f"{CONFIG}{key}"): value for key, value in read[id(config)].items()}
         return {key: value for key, value in seen.items() if value > 1 and key[1] != CONFIG_READ}
 
+    def term(
+        self,
+        key: str,
+        value: torch.Tensor,
+        part: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        whole: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A random linear function of ``value``, so that every gradient is another; that of a ``part`` of ``whole``."""
+        weights = self.flow.numbers(key, (value if whole is None else whole).shape)
+        return (value * (weights if part is None else part(weights))).sum()
+
     def _whole(self, found: Regions) -> dict[int, torch.Tensor | None]:
         """Gradients of every leaf in the whole run."""
         total: Any = 0
@@ -164,11 +184,11 @@ class Check:
             name = call.product.name.removeprefix(self.prefix)
             group = found.groups.get(name)
             if group is None:
-                total = total + _term(f"{name}:{call.count}", call.value)
+                total = total + self.term(f"{name}:{call.count}", call.value)
             elif group not in seen:
                 seen.add(group)
-                total = total + _term(f"group:{group}", call.value)
-        total = total + _term("output", self.output)
+                total = total + self.term(f"group:{group}", call.value)
+        total = total + self.term("output", self.output)
         leaves = self._leaves()
         grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
         return {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
@@ -186,7 +206,7 @@ class Check:
             with self._placed(shares):
                 output = _main(self.flow.run_block(self.run.name, args, kwargs, share.answer), hidden)
         _same(output, share.part(self.output), f"what {self.run.name} gives")
-        total = share.total + _term("output", output, share.part, self.output)
+        total = share.total + self.term("output", output, share.part, self.output)
         leaves = {id(self.run.hidden): hidden, **share.leaves}
         leaves |= {id(p): shares.get(name, p) for name, p in self.parameters.items()}
         grads = torch.autograd.grad(total, [*leaves.values(), *share.gathered.values()], allow_unused=True)
@@ -301,11 +321,13 @@ class _Share:
         elif name in self.found.rows:
             first, end = chunk(self.found.rows[name], self.check.tp, self.rank)
             _same(value, call.value[..., first:end], where)
-            self.total = self.total + _term(f"{name}:{count}", value, lambda whole: whole[..., first:end], call.value)
+            self.total = self.total + self.check.term(
+                f"{name}:{count}", value, lambda whole: whole[..., first:end], call.value
+            )
             given = self.part(given)
         else:
             _same(value, self.part(call.value), where)
-            self.total = self.total + _term(f"{name}:{count}", value, self.part, call.value)
+            self.total = self.total + self.check.term(f"{name}:{count}", value, self.part, call.value)
             given = self.part(given)
         leaf = given.clone().requires_grad_()
         self.leaves[id(call.leaf)] = leaf
@@ -315,7 +337,7 @@ class _Share:
         _same(value, self.part(call.value), where)
         if group not in self.seen:
             self.seen.add(group)
-            self.total = self.total + _term(f"group:{group}", value, self.part, call.value)
+            self.total = self.total + self.check.term(f"group:{group}", value, self.part, call.value)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -394,24 +416,18 @@ def _main(output: Any, hidden: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _term(
-    key: str, value: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor] | None = None, like: Any = None
-) -> torch.Tensor:
-    """A random linear function of a tensor, so that every gradient is different; ``part`` of the one for the whole."""
-    shape = value.shape if like is None else like.shape
-    if part is not None and like is None:
-        raise ValueError(key)
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return (value * (weights if part is None else part(weights))).sum()
-
-
 def _same(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     if found.shape != expected.shape:
         raise _Differs(f"{where} has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    if not found.numel():
+        return
     expected, found = expected.detach(), found.detach()
-    scale = expected.abs().max().clamp_min(1e-6) if expected.numel() else torch.ones(())
-    if not torch.allclose(found / scale, expected / scale, rtol=0, atol=CLOSE, equal_nan=True):
+    gap, scale = (found - expected).abs().max(), expected.abs().max()
+    if torch.isnan(gap) or torch.isinf(gap):  # of a mask, in both alike
+        fine = torch.allclose(found, expected, rtol=CLOSE, equal_nan=True)
+    else:
+        fine = bool(gap <= CLOSE * scale.clamp_min(1e-6))
+    if not fine:
         raise _Differs(f"{where} is not this rank's share of the whole")
 
 

@@ -6,6 +6,7 @@ Activations are [samples, length, ...] and are cut along dim 1. Everything here 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,9 +68,7 @@ def _joined(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
-class Share(Function):
-    """Forward as it is, backward summed: a whole tensor goes into work that is shared out."""
-
+class _Share(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -80,9 +79,13 @@ class Share(Function):
         return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
-class Sum(Function):
-    """Forward summed, backward as it is: parts of a sum become a whole tensor."""
+def share(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Forward as it is, backward summed: a whole tensor goes into work that is shared out."""
+    found: torch.Tensor = _Share.apply(tensor, group)
+    return found
 
+
+class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group)
@@ -92,9 +95,13 @@ class Sum(Function):
         return grad, None
 
 
-class GatherIn(Function):
-    """Forward gathered along the sequence, backward summed and cut: a cut tensor goes into work that is shared out."""
+def add_up(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Forward summed, backward as it is: parts of a sum become a whole tensor."""
+    found: torch.Tensor = _Sum.apply(tensor, group)
+    return found
 
+
+class _GatherIn(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -105,9 +112,13 @@ class GatherIn(Function):
         return reduce_scatter(grad, ctx.group), None
 
 
-class SumOut(Function):
-    """Forward summed and cut along the sequence, backward gathered: parts of a sum become a cut tensor."""
+def gather_in(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Forward gathered along the sequence, backward summed and cut: a cut tensor goes into work that is shared out."""
+    found: torch.Tensor = _GatherIn.apply(tensor, group)
+    return found
 
+
+class _SumOut(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -118,9 +129,13 @@ class SumOut(Function):
         return all_gather(grad, ctx.group), None
 
 
-class CutSequence(Function):
-    """Forward cut along the sequence, backward gathered."""
+def add_up_cut(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Forward summed and cut along the sequence, backward gathered: parts of a sum become a cut tensor."""
+    found: torch.Tensor = _SumOut.apply(tensor, group)
+    return found
 
+
+class _CutSequence(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -131,9 +146,13 @@ class CutSequence(Function):
         return all_gather(grad, ctx.group), None
 
 
-class JoinSequence(Function):
-    """Forward gathered along the sequence, backward cut: what comes after is the same work on every rank."""
+def cut_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Forward cut along the sequence, backward gathered."""
+    found: torch.Tensor = _CutSequence.apply(tensor, group)
+    return found
 
+
+class _JoinSequence(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -144,9 +163,13 @@ class JoinSequence(Function):
         return part(grad, ctx.group), None
 
 
-class JoinLast(Function):
-    """Forward gathered along the last dim, whose parts may be uneven (``widths``); backward cut."""
+def join_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Forward gathered along the sequence, backward cut: what comes after is the same work on every rank."""
+    found: torch.Tensor = _JoinSequence.apply(tensor, group)
+    return found
 
+
+class _JoinLast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group, widths: Sequence[int]) -> torch.Tensor:
         ctx.group, ctx.widths = group, widths
@@ -163,31 +186,46 @@ class JoinLast(Function):
         return grad.narrow(-1, sum(widths[:rank]), widths[rank]).contiguous(), None, None
 
 
-class Exchange(Function):
-    """Rows of a tensor that lies over the ranks by rows: each gets those that it uses, in ascending order.
+def join_last(tensor: torch.Tensor, group: Group, widths: Sequence[int]) -> torch.Tensor:
+    """Forward gathered along the last dim, whose parts may be uneven (``widths``); backward cut."""
+    found: torch.Tensor = _JoinLast.apply(tensor, group, widths)
+    return found
 
-    ``rows[r][s]`` are the rows that rank r uses of those that rank s has, counted from the first that s has. Backward
-    adds up, where the row lies, what all its users have.
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a tensor that lies over the ranks by rows are used where.
+
+    ``sent`` are rows that this rank has, one user after the other; ``there`` and ``here`` say how many each other rank
+    uses of this one's, and this one of each other's.
     """
 
+    sent: torch.Tensor
+    there: list[int]
+    here: list[int]
+
+
+class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: Group, rows: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, group: Group, rows: Rows) -> torch.Tensor:
         ctx.group, ctx.rows, ctx.shape = group, rows, local.shape
-        sent = torch.cat([local[rows[to][group.rank]] for to in range(group.size)])
-        there = [len(rows[to][group.rank]) for to in range(group.size)]
-        here = [len(piece) for piece in rows[group.rank]]
-        found = local.new_empty((sum(here), *local.shape[1:]))
-        dist.all_to_all_single(found, sent, here, there, group=group.group)
+        sent = local.index_select(0, rows.sent)
+        found = local.new_empty((sum(rows.here), *local.shape[1:]))
+        dist.all_to_all_single(found, sent, rows.here, rows.there, group=group.group)
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        group, rows = ctx.group, ctx.rows
-        there = [len(rows[to][group.rank]) for to in range(group.size)]
-        here = [len(piece) for piece in rows[group.rank]]
-        found = grad.new_empty((sum(there), *grad.shape[1:]))
-        dist.all_to_all_single(found, grad.contiguous(), there, here, group=group.group)
-        whole = grad.new_zeros(ctx.shape)
-        for to, piece in enumerate(found.split(there)):
-            whole.index_add_(0, rows[to][group.rank], piece)
-        return whole, None, None
+        rows: Rows = ctx.rows
+        found = grad.new_empty((sum(rows.there), *grad.shape[1:]))
+        dist.all_to_all_single(found, grad.contiguous(), rows.there, rows.here, group=ctx.group.group)
+        return grad.new_zeros(ctx.shape).index_add_(0, rows.sent, found), None, None
+
+
+def exchange(local: torch.Tensor, group: Group, rows: Rows) -> torch.Tensor:
+    """Rows of a tensor that lies over the ranks by rows: each gets those that it uses, in ascending order.
+
+    Backward adds up, where a row lies, what all its users have.
+    """
+    found: torch.Tensor = _Exchange.apply(local, group, rows)
+    return found

@@ -58,8 +58,7 @@ def _decided(
     args, kwargs = short_sample(sample, plan.dims.tp, dtype)
     with Flow(module, spec.blocks, dtype) as flow:
         names = [product.name for product in flow.products.values()]
-        inner = [name for name in names if any(name.startswith(f"{block}.") for block in spec.blocks)]
-        styles, is_own = chosen_styles(module, given, names, inner)
+        styles, is_own = chosen_styles(module, given, names, spec.blocks)
         output = _run(flow, plan, args, kwargs)
         blocks, more = _blocks(flow, plan, styles)
         head, others = _head(flow, spec, plan, output, styles if is_own else None)
@@ -299,11 +298,11 @@ def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tu
             f"dropout ({dropout[0]} {dropout[1]:g}): the ranks of a tensor-parallel group draw the same masks, so each "
             "repeats over their shares of the heads, of the columns and of the sequence"
         )
-    whole = sorted({starred(f"{block}.{name}") for block, found in blocks.items() for name in found.whole})
+    whole = sorted({starred(f"{block}.{name}", spec.blocks) for block, found in blocks.items() for name in found.whole})
     if whole:
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
         notes.append(f"not cut by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
-    large = sorted({starred(p.name) for p in spec.parameters if p.block is not None and len(p.shape) > 2})
+    large = sorted({starred(p.name, spec.blocks) for p in spec.parameters if p.block is not None and len(p.shape) > 2})
     if large:
         notes.append(f"not cut by tensor parallel: {', '.join(large[:3])}; every rank holds all of it")
     return tuple(notes)

@@ -6,7 +6,7 @@ optimizer and checkpoints see); its forward reads the local part of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,18 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor_collectives import (
     SEQUENCE,
-    CutSequence,
-    Exchange,
-    GatherIn,
     Group,
-    JoinLast,
-    JoinSequence,
-    Share,
-    Sum,
-    SumOut,
+    Rows,
+    add_up,
+    add_up_cut,
+    cut_sequence,
+    exchange,
+    gather_in,
+    join_last,
+    join_sequence,
+    share,
 )
-from shardwise.parallel.tensor_layout import Entry, Held, ModuleCut, Place, TensorLayout, chunk, set_numbers
+from shardwise.parallel.tensor_layout import Entry, Held, ModuleCut, Place, Slices, TensorLayout, chunk, set_numbers
 from shardwise.spec.read import clean_name
 
 _READING = "_shardwise_reading"
@@ -51,9 +52,9 @@ class Way:
         found = self.entered if self.source is tensor else None
         if found is None:
             if self.sequence:
-                found = gather_in(tensor, self.group)
+                found = gather_in(_as_computed(tensor), self.group)
             else:
-                found = Share.apply(tensor, self.group) if tensor.requires_grad else tensor
+                found = share(_as_computed(tensor), self.group) if tensor.requires_grad else tensor
             self.source, self.entered, self.left = tensor, found, self.readers
         self.left -= 1
         if self.left <= 0:
@@ -61,53 +62,50 @@ class Way:
         return found
 
 
-def gather_in(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The whole sequence, in the dtype that the matrix products under autocast want."""
+def _as_computed(tensor: torch.Tensor) -> torch.Tensor:
+    """In the dtype that matrix products under autocast want, before it is sent."""
     if torch.is_autocast_enabled(tensor.device.type) and tensor.dtype == torch.float32:
-        tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type))
-    found: torch.Tensor = GatherIn.apply(tensor, group)
-    return found
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor
 
 
 class Reader:
-    """Reads one parameter of a module as its forward needs it."""
+    """Reads one parameter of a module as its forward needs it; ``size`` is that of the dim that it is taken from."""
 
-    def __init__(self, held: Held, group: Group, device: str) -> None:
+    def __init__(self, held: Held, group: Group, device: str, size: int) -> None:
         self.group, self.partial, self.dim = group, held.partial, held.uses_dim
-        self.is_cut = held.dim is not None
-        self.rows: list[list[torch.Tensor]] | None = None
+        self.rows: Rows | None = None
         self.index: torch.Tensor | None = None
         if held.uses and held.dim is None:
             self.index = _indices(held.uses[group.rank], device)
-        self.uses, self.device = held.uses, device
+        elif held.uses:
+            self.rows = _rows(held.uses, size, group, device)
 
     def __call__(self, parameter: Any) -> Any:
         """The part of ``parameter`` that this rank computes with."""
         if not isinstance(parameter, DTensor):
             return parameter
-        if not self.uses:
-            grads = (Partial(),) if self.partial else None
-            return parameter.to_local(grad_placements=grads)
         if self.index is not None:
             return parameter.to_local(grad_placements=(Partial(),)).index_select(self.dim, self.index)
-        local = parameter.to_local().movedim(self.dim, 0)
-        if self.rows is None:
-            self.rows = self._rows(parameter.shape[self.dim])
-        return Exchange.apply(local, self.group, self.rows).movedim(0, self.dim)
-
-    def _rows(self, size: int) -> list[list[torch.Tensor]]:
-        rows = []
-        for to in range(self.group.size):
-            wanted = _indices(self.uses[to], self.device)
-            pieces = []
-            for at in range(self.group.size):
-                first, end = chunk(size, self.group.size, at)
-                pieces.append(wanted[(wanted >= first) & (wanted < end)] - first)
-            rows.append(pieces)
-        return rows
+        if self.rows is not None:
+            return exchange(parameter.to_local().movedim(self.dim, 0), self.group, self.rows).movedim(0, self.dim)
+        return parameter.to_local(grad_placements=(Partial(),) if self.partial else None)
 
 
-def _indices(slices: Any, device: str) -> torch.Tensor:
+def _rows(uses: Sequence[Slices], size: int, group: Group, device: str) -> Rows:
+    """Which rows each rank uses of those that this one has, and how many this one uses of each other's."""
+    first, end = chunk(size, group.size, group.rank)
+    sent = []
+    for slices in uses:
+        wanted = _indices(slices, "cpu")
+        sent.append((wanted[(wanted >= first) & (wanted < end)] - first).to(device))
+    mine = _indices(uses[group.rank], "cpu").tolist()
+    borders = [chunk(size, group.size, at) for at in range(group.size)]
+    taken = [sum(start <= row < stop for row in mine) for start, stop in borders]
+    return Rows(torch.cat(sent), [len(piece) for piece in sent], taken)
+
+
+def _indices(slices: Slices, device: str) -> torch.Tensor:
     return torch.cat([torch.arange(first, end, device=device) for first, end in slices])
 
 
@@ -127,15 +125,23 @@ class Forwards:
         way.readers += 1
         return way
 
-    def readers(self, cut: ModuleCut) -> dict[str, Reader]:
+    def readers(self, module: nn.Module, cut: ModuleCut) -> dict[str, Reader]:
         """How the module reads each of its parameters."""
-        return {key: Reader(held, self.group, self.mesh.device_type) for key, held in cut.held.items()}
+        found = {}
+        for key, held in cut.held.items():
+            parameter = module._parameters.get(key)
+            if parameter is not None:
+                size = parameter.shape[held.uses_dim] if parameter.ndim else 1
+                found[key] = Reader(held, self.group, self.mesh.device_type, size)
+        return found
 
     def convert_all(self) -> None:
         """Give every module the forward that goes with its name in the layout."""
         for name, module in self.modules.items():
-            self.convert(module, name)
-        if "" in self.modules:
+            if any(True for _ in module.parameters()):  # a stage has what is another's as an empty module
+                self.convert(module, name)
+        head = next((name for name, cut in self.layout.modules.items() if cut.kind == "colwise_loss"), "")
+        if head and head in self.modules and self.modules[head]._parameters.get("weight") is not None:
             self.outputs(self.modules[""])
 
     def convert(self, module: nn.Module, name: str) -> None:
@@ -145,10 +151,10 @@ class Forwards:
         if cut is not None and any(module._parameters.get(key) is not None for key in cut.held):
             if cut.kind in ("colwise", "rowwise", "colwise_gather", "colwise_loss"):
                 self.linear(module, cut)
-            elif cut.kind == "embedding":
+            elif isinstance(module, nn.Embedding) and cut.kind == "embedding":
                 self.embedding(module, cut)
             else:
-                _read(module, self.readers(cut))
+                _read(module, self.readers(module, cut))
         owners = [self.modules[owner] for owner in self.layout.lent.get(name, ()) if owner in self.modules]
         if owners:
             _read_besides(module, owners)
@@ -157,11 +163,11 @@ class Forwards:
         if name and name == self.layout.first:
             _around(module, before=self._cut_hidden)
         if name and name == self.layout.last:
-            _around(module, after=lambda output: _on_hidden(output, lambda x: JoinSequence.apply(x, self.group)))
+            _around(module, after=lambda output: _on_hidden(output, lambda x: join_sequence(x, self.group)))
 
     def linear(self, module: nn.Module, cut: ModuleCut) -> None:
         """A ``Linear`` (or transformers' ``Conv1D``) on local weights."""
-        readers = self.readers(cut)
+        readers = self.readers(module, cut)
         weight, bias = readers["weight"], readers.get("bias")
         turned = not isinstance(module, nn.Linear)
         group, sequence = self.group, self.sequence
@@ -177,27 +183,26 @@ class Forwards:
                 w = w.t()
             if kind != "rowwise":
                 found = functional.linear(x if way is None else way.enter(x), w, b)
-                return JoinLast.apply(found, group, widths) if kind == "colwise_gather" else found
-            found = (SumOut if sequence else Sum).apply(functional.linear(x, w), group)
+                return join_last(found, group, widths) if kind == "colwise_gather" else found
+            found = (add_up_cut if sequence else add_up)(functional.linear(x, w), group)
             return found if b is None else found + b.to(found.dtype)
 
         _subclass(module, {"forward": forward})
 
-    def embedding(self, module: nn.Module, cut: ModuleCut) -> None:
+    def embedding(self, module: nn.Embedding, cut: ModuleCut) -> None:
         """A lookup in rows that lie over the ranks: each gives those that it has, and zeros for the rest."""
-        assert isinstance(module, nn.Embedding)
         size, group = module.num_embeddings, self.group
         first, end = chunk(size, group.size, group.rank)
         if module.padding_idx is not None:
             here = first <= module.padding_idx < end
             module.padding_idx = module.padding_idx - first if here else None
-        _read(module, self.readers(cut))
+        _read(module, self.readers(module, cut))
 
         def around(inner: Callable[..., Any], self: nn.Module, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             torch._assert_async(((ids >= 0) & (ids < size)).all(), f"token ids must be from 0 to {size - 1}")
             others = (ids < first) | (ids >= end)
             found = inner((ids - first).masked_fill(others, 0), *args, **kwargs)
-            return Sum.apply(found.masked_fill(others.unsqueeze(-1), 0), group)
+            return add_up(found.masked_fill(others.unsqueeze(-1), 0), group)
 
         _wrap(module, around)
 
@@ -210,7 +215,7 @@ class Forwards:
                 f"sequence parallel cuts the sequence over tp {ranks} ranks, and its length {length} is not a multiple "
                 f"of {ranks}; pad it to {-(-length // ranks) * ranks} or set parallel.sequence_parallel to false"
             )
-        return _put(self.layout.hidden, CutSequence.apply(hidden, self.group), args, kwargs)
+        return _put(self.layout.hidden, cut_sequence(hidden, self.group), args, kwargs)
 
     def outputs(self, stage: nn.Module) -> None:
         """Let the logits of the model come out as a DTensor that is cut over the vocabulary."""
@@ -295,8 +300,7 @@ def _read(module: nn.Module, readers: dict[str, Reader]) -> None:
 
         return property(get)
 
-    present = {key: reader for key, reader in readers.items() if module._parameters.get(key) is not None}
-    _subclass(module, {key: reading(key, reader) for key, reader in present.items()})
+    _subclass(module, {key: reading(key, reader) for key, reader in readers.items()})
     _read_besides(module, [module])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,12 +28,12 @@ ATTRIBUTE = "tp_styles"
 
 
 def chosen_styles(
-    module: nn.Module, given: Mapping[str, str] | None, names: Iterable[str], inner: Iterable[str]
+    module: nn.Module, given: Mapping[str, str] | None, names: Iterable[str], blocks: Sequence[str]
 ) -> tuple[dict[str, str] | None, bool]:
     """Module name to ``colwise``, ``rowwise``, ``embedding`` or ``replicate``; ``None`` where structure decides.
 
     The user's own (given, or the module's ``tp_styles``) come first and are the second value's ``True``: what they do
-    not name stays whole. ``names`` are the modules that may be cut, ``inner`` those of them inside blocks.
+    not name stays whole. ``names`` are the modules that may be cut.
 
     Raises:
         ModelError: a style that is unknown, or a pattern that matches nothing.
@@ -41,15 +41,16 @@ def chosen_styles(
     names = list(names)
     own = given if given is not None else getattr(module, ATTRIBUTE, None)
     if own is not None:
-        return _own(own, names), True
-    published = {n: s for n, s in _matched(_published(module), names).items() if n in set(inner)}
+        return _own(own, names, blocks), True
+    inner = [name for name in names if any(name.startswith(f"{block}.") for block in blocks)]
+    published = _matched(_published(module), inner)
     found = {name: KNOWN.get(style, "replicate") for name, style in published.items()}
     return (found if {"colwise", "rowwise"} <= set(found.values()) else None), False
 
 
-def _own(own: Mapping[str, str], names: list[str]) -> dict[str, str]:
+def _own(own: Mapping[str, str], names: list[str], blocks: Sequence[str]) -> dict[str, str]:
     problems = []
-    patterns = sorted({starred(name) for name in names})
+    patterns = sorted({starred(name, blocks) for name in names})
     for pattern, style in own.items():
         if style not in KNOWN:
             hint = did_you_mean(str(style), KNOWN) or f"; styles are {', '.join(sorted(set(KNOWN.values())))}"
@@ -77,6 +78,9 @@ def _matched(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def starred(name: str) -> str:
-    """``layers.*.mlp.up_proj`` for ``layers.3.mlp.up_proj``."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+def starred(name: str, blocks: Iterable[str]) -> str:
+    """``layers.*.mlp.up_proj`` for ``layers.3.mlp.up_proj``: a name with its block's number left open."""
+    for block in blocks:
+        if name.startswith(f"{block}."):
+            return re.sub(r"(?<=\.)\d+$", "*", block) + name.removeprefix(block)
+    return name

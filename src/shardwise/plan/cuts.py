@@ -7,6 +7,7 @@ numbers do not: how a projection is fused, what a forward does to tokens, what i
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 
 def kv_repeats(kv_heads: int, degree: int) -> int:
@@ -15,8 +16,8 @@ def kv_repeats(kv_heads: int, degree: int) -> int:
 
 
 def tensor_fits(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether each of ``tp`` ranks gets whole heads of both kinds."""
-    return heads % tp == 0 and kv_heads % tp == 0
+    """Whether each of ``tp`` ranks gets whole heads, and its queries their keys (shared where these are fewer)."""
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
 def context_fits(heads: int, kv_heads: int, tp: int, cp: int) -> bool:
@@ -25,12 +26,15 @@ def context_fits(heads: int, kv_heads: int, tp: int, cp: int) -> bool:
     return heads % tp == 0 and local % cp == 0 and local % (keys * kv_repeats(keys, cp)) == 0
 
 
-def tensor_problem(heads: int, kv_heads: int, tp: int) -> str:
-    """What is wrong with ``tp``, and what works; empty if nothing."""
-    if tensor_fits(heads, kv_heads, tp):
+def tensor_problem(heads: int, kv_heads: int, tp: int, widths: Collection[int] = ()) -> str:
+    """What is wrong with ``tp``, and what works; empty if nothing. ``widths`` are inputs of layers cut by rows."""
+    wrong = [width for width in widths if width % tp]
+    if tensor_fits(heads, kv_heads, tp) and not wrong:
         return ""
     what = f"{heads} heads" if heads % tp else f"{kv_heads} key-value heads"
-    works = [n for n in range(2, heads + 1) if tensor_fits(heads, kv_heads, n)]
+    if tensor_fits(heads, kv_heads, tp):
+        what = f"the {wrong[0]} inputs of a layer that is cut by rows"
+    works = [n for n in range(2, heads + 1) if tensor_fits(heads, kv_heads, n) and not any(w % n for w in widths)]
     fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +tp out"
     return f"tp {tp} does not divide {what}; {fix}"
 

@@ -29,10 +29,9 @@ def draw(document: dict[str, Any], file: Path) -> bool:
         _ratios(ratios, document["samples"])
         for axis, strategy in zip(rest, strategies, strict=True):
             _bubbles(axis, strategy, [item for item in document["bubble"] if item["strategy"] == strategy])
-        figure.suptitle(
-            f"{document['model']}, {document['precision']}, {document['ranks']} ranks of {document['threads_per_rank']} "
-            f"thread(s), {document['device']}, {document['date']}"
-        )
+        ranks = f"{document['ranks']} ranks of {document['threads_per_rank']} thread(s)"
+        facts = (document["model"], document["precision"], ranks, document["device"], document["date"])
+        figure.suptitle(", ".join(facts), fontsize=9)
         figure.savefig(file, dpi=DPI, metadata={"Software": None})
     return True
 

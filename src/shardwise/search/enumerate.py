@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import PlanError
+from shardwise.plan.cuts import context_fits, context_problem, length_problem, tensor_problem
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Recompute
 from shardwise.plan.strategy import BASES, DEGREES, SHARDED, Base, Strategy
@@ -92,9 +93,11 @@ def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) 
     """Every strategy whose degrees go with the model and the cluster; adapters and DeepSpeed are left to pins."""
     world = cluster.world_size
     found = []
-    for tp in [n for n in TENSOR_DEGREES if n <= cluster.devices_per_node and not _tensor_problem(profile, n)]:
+    length = workload.seq_len or profile.seq_len
+    cuts = [n for n in TENSOR_DEGREES if n <= cluster.devices_per_node and not _tensor_problem(profile, n)]
+    for tp in [n for n in cuts if n == 1 or length is None or not length_problem(length, n, 1)]:
         for pp in pipeline_degrees(profile, world // tp):
-            for cp in _context_degrees(workload.seq_len or profile.seq_len, world // (tp * pp), profile):
+            for cp in _context_degrees(workload.seq_len or profile.seq_len, tp, world // (tp * pp), profile):
                 if world % (tp * pp * cp):
                     continue
                 for base in BASES:
@@ -120,10 +123,12 @@ def pipeline_degrees(profile: ModelProfile, ranks: int) -> list[int]:
     )
 
 
-def _context_degrees(seq_len: int | None, ranks: int, profile: ModelProfile) -> list[int]:
+def _context_degrees(seq_len: int | None, tp: int, ranks: int, profile: ModelProfile) -> list[int]:
     if seq_len is None or profile.heads is None:
         return [1]
-    return [n for n in (1, 2, 4, 8, 16, 32) if n == 1 or (ranks % n == 0 and seq_len // n >= LEAST_TOKENS)]
+    heads, kv_heads = profile.heads, profile.kv_heads or profile.heads
+    tried = [n for n in (2, 4, 8, 16, 32) if ranks % n == 0 and seq_len // n >= LEAST_TOKENS]
+    return [1, *(n for n in tried if context_fits(heads, kv_heads, tp, n) and not length_problem(seq_len, tp, n))]
 
 
 def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[str]:
@@ -136,13 +141,11 @@ def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, clust
     seq_len = workload.seq_len or profile.seq_len
     if strategy.cp > 1 and (seq_len is None or profile.heads is None):
         problems.append(f"cp {strategy.cp} divides sequences, and this model has none; leave +cp out")
-    elif strategy.cp > 1 and seq_len is not None and seq_len % (2 * strategy.cp):
-        step = 2 * strategy.cp
-        nearest = " or ".join(str(n) for n in (seq_len // step * step, -(-seq_len // step) * step) if n)
-        problems.append(
-            f"cp {strategy.cp} needs a length that is a multiple of {step} (each rank takes an early and a late "
-            f"piece), got {seq_len}; use {nearest}"
-        )
+    elif not problems:
+        heads = profile.heads or 1
+        wrong = [context_problem(heads, profile.kv_heads or heads, strategy.tp, strategy.cp)]
+        wrong += [] if seq_len is None else [length_problem(seq_len, strategy.tp, strategy.cp)]
+        problems += [problem for problem in wrong if problem]
     ranks = strategy.tp * strategy.pp * strategy.cp
     if cluster.world_size % ranks:
         shown = " × ".join(f"{axis} {getattr(strategy, axis)}" for axis in DEGREES if getattr(strategy, axis) > 1)
@@ -158,12 +161,8 @@ def _tensor_problem(profile: ModelProfile, tp: int) -> str:
         return ""
     if profile.heads is None:
         return f"tp {tp} divides attention heads, and this model has none that are known; leave +tp out"
-    heads, kv_heads = profile.heads, profile.kv_heads or profile.heads
-    fit = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if tp in fit:
-        return ""
-    what = f"{heads} heads" if heads % tp else f"{kv_heads} key-value heads"
-    return f"tp {tp} does not divide {what}; use one of {', '.join(map(str, fit[:6]))}"
+    widths = {op.k for unit in profile.units if unit.kind == "block" for op in unit.ops if op.cut == "row"}
+    return tensor_problem(profile.heads, profile.kv_heads or profile.heads, tp, sorted(widths))
 
 
 def _misplaced(strategy: Strategy, profile: ModelProfile, cluster: ClusterSpec, pins: Pins) -> str:

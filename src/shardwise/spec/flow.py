@@ -23,7 +23,8 @@ from torch.utils import _pytree
 from shardwise.spec.read import clean_name
 
 SMALL = 1 << 20  # a parameter outside linear layers and embeddings of more elements than this is given no values
-LENGTH = 16
+LENGTH = 8
+OFFSETS = 65521  # where in a pool of random numbers those of one tensor begin
 
 Handler = Callable[["Product", torch.Tensor], torch.Tensor]
 
@@ -108,7 +109,7 @@ def products(module: nn.Module) -> dict[str, Product]:
 class Flow:
     """A module whose products give random numbers, for as long as the ``with`` lasts.
 
-    ``parameters`` are those that are no product's, by name: the small ones real, random, and leaves of autograd's graph.
+    ``parameters`` are those that are no product's, by name; the small ones are random, and leaves of autograd's graph.
     ``passed`` are blocks (first) that give another one (second) more than hidden states with a gradient. ``calls`` are
     the products outside the blocks, ``runs`` the blocks. ``lent`` are modules (second) whose parameters
     another one's forward (first) computes with.
@@ -127,6 +128,7 @@ class Flow:
         self.calls: list[Call] = []
         self.runs: dict[str, BlockRun] = {}
         self.block: BlockRun | None = None
+        self._pool = torch.empty(0)
         self.recording = True
         self.side: dict[int, tuple[str, torch.Tensor]] = {}
         self.passed: set[tuple[str, str]] = set()
@@ -149,12 +151,20 @@ class Flow:
 
         The first half of a sequence is positive, so that no activation function is at its dead end everywhere.
         """
-        generator = torch.Generator().manual_seed(zlib.crc32(product.name.encode()) + count)
-        found = torch.randn(shape, generator=generator, dtype=torch.float64)
+        found = self.numbers(f"{product.name}:{count}", shape).clone()
         if found.ndim > 1:
             half = found.narrow(-2, 0, (found.shape[-2] + 1) // 2)
             half.abs_().add_(0.1)
-        return found.to(self.dtype)
+        return found
+
+    def numbers(self, key: str, shape: torch.Size) -> torch.Tensor:
+        """Random numbers that belong to ``key``; not to be written to."""
+        size = shape.numel()
+        if self._pool.numel() < size + OFFSETS:
+            generator = torch.Generator().manual_seed(0)
+            self._pool = torch.randn(2 * size + OFFSETS, generator=generator, dtype=torch.float64).to(self.dtype)
+        first = zlib.crc32(key.encode()) % OFFSETS
+        return self._pool[first : first + size].view(shape)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The whole forward; fills ``calls`` and ``runs``."""
@@ -316,6 +326,8 @@ def _stand_in(flow: Flow, name: str, parameter: nn.Parameter, *, is_product: boo
 def _like_buffer(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     narrow = value.dtype in (torch.bfloat16, torch.float16)  # what is wider was meant to be as it is
     if value.device.type == "meta":
+        if value.dtype in (torch.int64, torch.int32) and value.ndim:  # positions, most likely
+            return torch.arange(value.shape[-1], dtype=value.dtype).expand(value.shape).clone()
         return torch.ones(value.shape, dtype=dtype if narrow else value.dtype)
     return value.detach().to("cpu", dtype if narrow else value.dtype, copy=True)
 

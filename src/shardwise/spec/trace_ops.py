@@ -143,6 +143,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         last = current.ops[-1] if current.ops else None
         result = last is not None and (last.name in KEEP_RESULT or last.kind == "attention")
+        if last is not None and last.kind == "norm":  # its statistics; its output is kept by what reads that
+            result = key in self._statistics
         if last is not None and result and any(key == other for other, _, _ in last.outputs):
             last.saved.add(dtype, elements, self.compute)
         else:

@@ -136,7 +136,7 @@ def explain(
         parts: the gradients as each rank sees them, by rank; a rank leaves out what it does not hold.
         contributions: of each (data-parallel rank, micro batch) the gradient of its summed loss, in one process.
         tokens: labels that count in each of these.
-        brief: the forward is known to differ, so rows that differ are nothing to tell.
+        brief: the forward is known to differ: factors and rows of single parameters are nothing to tell.
     """
     wrong = [d for d in differences if not d.error <= tolerance]
     if not wrong:
@@ -155,9 +155,11 @@ def explain(
         weighed = _weights(rest, found, contributions, tokens)
         if weighed:
             return (*lines, weighed)
+    if brief:
+        return tuple(lines)
     lines += _partial_factors(rest, setting.plan)
     unnamed = [d for d in rest if d.factor is None]
-    if unnamed and not brief:
+    if unnamed:
         lines += [*_suspects(setting.plan), *_rows(unnamed, reference, found, setting, tolerance)]
     return tuple(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shardwise.measure.collectives import Collective
@@ -11,7 +12,8 @@ from shardwise.parallel.tensor_layout import Held, TensorLayout, chunk
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.read import clean_name
-from shardwise.train.session import Micro, Session
+from shardwise.train.session import Session
+from shardwise.train.step import Micro
 from shardwise.verify.expected import Traffic, expected_traffic, units_of
 from shardwise.verify.part import is_gloo, keeps_gathered, planned_stages, root_units, shard_dim_of, shard_rank
 from shardwise.verify.watch import StepWatch
@@ -69,6 +71,7 @@ class _Facts:
         self.sizes = (own if self.plan.precision == "fp32" else NARROW, own)
         self.trained = all(p.trainable for p in spec.parameters)
         self.again = self.plan.recompute != "none"
+        self.again_least = self.again and self.trained and not self.plan.compile  # a graph recomputes what it likes
 
     def is_here(self, module: str, held: Sequence[str]) -> bool:
         """Whether a module computes on this rank."""
@@ -84,7 +87,7 @@ class _Facts:
 
 
 def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
-    """Regions of each block forward and backward, the embedding, the head, cut sequences, and sums of partial gradients."""
+    """Regions of each block, the embedding, the head, cut sequences, and sums of partial gradients."""
     ups = _Ups(tally, facts, layout)
     ways: set[str] = set()
     for name, cut in layout.modules.items():
@@ -118,7 +121,7 @@ class _Ups:
 
     def __init__(self, tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
         self.tally, self.facts, self.layout = tally, facts, layout
-        self.sequence = bool(layout.first)
+        self.sequence = facts.plan.sequence_parallel
         meshes = facts.session.applied.meshes
         assert meshes is not None and meshes.tp is not None
         self.ranks, self.rank = meshes.tp.size(), meshes.tp.get_local_rank()
@@ -132,7 +135,7 @@ class _Ups:
         least = 0 if backward and not facts.trained else 1
         more = again if facts.again else (0, 0)
         low, high = facts.bytes(facts.tokens * width)
-        times = (least + (more[0] if facts.trained else 0), 1 + more[1])
+        times = (least + (more[0] if facts.again_least else 0), 1 + more[1])
         number = len(facts.micros)
         self.tally.add(name, "tp", (times[0] * number, times[1] * number), (times[0] * low, times[1] * high))
 
@@ -206,7 +209,7 @@ def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> Non
     size = max(4, facts.sizes[1])
     over = [item.num_bytes for item in collectives if item.axis == "tp" and item.name == "all_reduce"]
     pairs = {(samples * length * size, 2 * samples * length * size) for samples, length in facts.micros}
-    own = any(pair in pairs for pair in zip(over, over[1:], strict=False))
+    own = any(pair in pairs for pair in pairwise(over))
     number, num_bytes = len(facts.micros), facts.tokens * size
     if own:
         tally.add("all_reduce", "tp", (2 * number, 2 * number), (3 * num_bytes, 3 * num_bytes))
@@ -219,7 +222,7 @@ def _context(tally: Tally, facts: _Facts, sites: Sequence[str]) -> None:
     here = sum(facts.block_of(site) is not None for site in sites)
     number = here * len(facts.micros)
     more = 2 * number if facts.again else 0
-    least = 4 * number + more if facts.trained else 2 * number
+    least = (4 * number if facts.trained else 2 * number) + (more if facts.again_least else 0)
     tally.add("all_to_all", "cp", (least, 4 * number + more), (0, 0))
 
 

@@ -18,7 +18,8 @@ from shardwise.parallel.group import gather_ints, gather_text
 from shardwise.parallel.home import home_of
 from shardwise.parallel.shard import reshard
 from shardwise.train.optimizer import workload_of
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 from shardwise.verify.options import option_lines
 from shardwise.verify.part import shard_dim_of, shard_rank, used_spec
 from shardwise.verify.receipt import Line, Receipt

@@ -25,7 +25,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How FSDP2's units move: cut over ``ranks``, reduced over ``replicas`` of those, gathered ``again`` for backward."""
+    """How FSDP2's units move: cut over ``ranks``, reduced over ``replicas``, gathered ``again`` for backward."""
 
     ranks: int
     replicas: int

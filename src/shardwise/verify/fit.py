@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from torch.distributed.fsdp import FSDPModule
+
 from shardwise.cost.estimate import Estimate
 from shardwise.measure import state
 from shardwise.measure.peaks import PHASES, PeakWatch, peak_watch
@@ -19,6 +21,7 @@ EXACT = ("parameters", "gradients", "optimizer")
 PEAK_STEP = PROBED_STEP + 1  # the second step moves DDP's buckets, and other receipts look at it
 _NEVER = "not measured: fewer than three steps"
 _UNSEEN = "not measured: another profiler is on"
+_MIXED = "not measured: micro batches of a pipeline come and go in turn"
 
 
 class FitProbe:
@@ -110,19 +113,27 @@ class FitProbe:
     def _told_lines(self, session: Session) -> Iterator[Line]:
         estimate, peaks = self._estimate, self.peaks
         allocated, reserved = (peaks.allocated, peaks.reserved) if peaks is not None else ({}, {})
-        narrow = not session.plan.parsed.shards_parameters and session.plan.precision != "fp32"
+        pipelined = session.applied.pipeline is not None
+        narrow = session.plan.precision != "fp32" and not any(
+            isinstance(m, FSDPModule) for m in session.module.modules()
+        )
         parts = [estimate.activations, estimate.logits, *([estimate.buffers] if narrow else [])]
         planned = None if None in parts else sum(part or 0 for part in parts)
         name = "activations, logits, narrow weights" if narrow else "activations, logits"
         bound = "not predicted" if planned is None else f"≤ {bytes_text(planned)}"  # each at its own fullest moment
         saved = self._told(name, None, peaks.saved if peaks is not None else None)
-        yield saved.model_copy(update={"planned": bound})
+        changes = {"planned": bound, "found": _MIXED} if pipelined and peaks is not None else {"planned": bound}
+        yield saved.model_copy(update=changes)
         brief = estimate.temporaries + (0 if narrow else estimate.buffers)
         label = "temporaries" if narrow else "buffers, temporaries"
         yield Line(name=label, planned=bytes_text(brief), found="part of the peaks", ok=None)
         by_phase = {str(phase.name): phase.allocated for phase in estimate.phases}
         for phase in PHASES:
-            yield self._told(f"peak in {phase}", by_phase.get(phase), allocated.get(phase))
+            if not pipelined or phase == "optimizer":
+                yield self._told(f"peak in {phase}", by_phase.get(phase), allocated.get(phase))
+            elif phase == "backward":
+                both = [by_phase[name] for name in ("forward", "backward") if name in by_phase]
+                yield self._told("peak in forward and backward", max(both, default=None), allocated.get(phase))
         whole = estimate.device_bytes if estimate.allocated is None else estimate.allocated
         yield self._told("peak allocated", whole, max(allocated.values(), default=None))
         if session.device.type == "cuda":

@@ -24,7 +24,7 @@ class Difference(BaseModel):
     gradient is missing.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     name: str
     error: float
@@ -35,7 +35,7 @@ class Difference(BaseModel):
 class Verdict(BaseModel):
     """What became of one strategy. ``first`` is the first parameter, in the model's order, that differs."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     ok: bool
     error: float

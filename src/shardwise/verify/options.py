@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from shardwise.parallel.context import first_sequence
 from shardwise.parallel.shard import gathered_ahead
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 from shardwise.verify.part import planned_stages, root_units, run_micros, used_spec
 from shardwise.verify.receipt import Line
 from shardwise.verify.watch import StepWatch
-
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -32,6 +32,10 @@ def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Lin
         yield _schedule_line(session, step, watch)
     if session.plan.compile or watch.compiled is not None:
         yield _compile_line(session, watch)
+    if session.plan.async_tp:
+        import torch._inductor.config
+
+        yield _same("async tensor parallel", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
     if session.plan.prefetch > 1:
         yield _prefetch_line(session, watch)
 
@@ -40,11 +44,13 @@ def _mesh_line(session: Session) -> Line:
     """The axes as they are, beside the degrees of the plan."""
     dims, meshes = session.plan.dims, session.applied.meshes
     planned = {"pp": dims.pp, "dp": dims.dp, "cp": dims.cp, "tp": dims.tp}
-    found = {axis: 1 for axis in planned}
+    found = dict.fromkeys(planned, 1)
     if meshes is not None:
         found |= {axis: mesh.size() for axis in ("pp", "cp", "tp") if (mesh := getattr(meshes, axis)) is not None}
         found["dp"] = meshes.data_ranks // found["cp"]
-    return _same("mesh", *(" × ".join(f"{axis} {degree}" for axis, degree in sizes.items()) for sizes in (planned, found)))
+    return _same(
+        "mesh", *(" × ".join(f"{axis} {degree}" for axis, degree in sizes.items()) for sizes in (planned, found))
+    )
 
 
 def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
@@ -79,7 +85,7 @@ def _compile_line(session: Session, watch: StepWatch) -> Line:
 
 
 def _prefetch_line(session: Session, watch: StepWatch) -> Line:
-    """How many blocks are gathered ahead, as FSDP2 is told, and how many units were gathered when the first block ran."""
+    """How many blocks FSDP2 is told to gather ahead, and how many units were gathered when the first block ran."""
     depth, forward = session.plan.prefetch, gathered_ahead(session.module)[0]
     if session.plan.dims.pp > 1:  # stages run in turn
         return _same("blocks gathered ahead", str(min(depth, _longest(session))), str(forward))
@@ -108,7 +114,9 @@ def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
         lengths = {tokens.shape[1] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None}
         whole = watch.lengths <= lengths
         cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not whole
-        found = "on" if cut else "off" if whole else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
+        found = (
+            "on" if cut else "off" if whole else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
+        )
         yield _same("sequence parallel", "on" if plan.sequence_parallel else "off", found)
     if watch.logits and layout.vocab:
         widths = ", ".join(str(width) for width in sorted(watch.logits))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -11,17 +11,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.cost.stages import balanced_stages
-from shardwise.measure.collectives import OTHER
+from shardwise.measure.collectives import OTHER, Axes
 from shardwise.parallel.home import home_of
 from shardwise.parallel.pipeline import padded_count
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.read import STAGE, clean_name
-from shardwise.train.session import Micro, Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Micro, Step
 
 
 def used_spec(session: Session) -> ModelSpec:
-    """This rank's part of the model, where parameters that got no gradient count as frozen: nothing is reduced for them.
+    """This rank's part of the model; parameters that got no gradient count as frozen: nothing is reduced for them.
 
     A gradient that is there but was never reduced over the ranks is one all the same.
     """
@@ -142,35 +143,39 @@ def _never_reduced(module: nn.Module) -> Iterator[str]:
                 yield clean_name(str(held._param_fqn))
 
 
-def axis_of(session: Session) -> Callable[[str, str], str] | None:
-    """The name of the axis that a collective goes over, by its own name and its group's; ``None`` for plain plans.
+def axis_of(session: Session) -> Axes | None:
+    """The name of the axis that a collective goes over, by its own name and its ranks; ``None`` for plain plans.
 
-    Ranks of a context-parallel group are data-parallel ranks, too, and may well be the same group: only their exchanges
-    are all-to-all.
+    Ranks of a context-parallel group are data-parallel ranks, too, and may well be the same: only their exchanges are
+    all-to-all.
     """
     plan, meshes = session.plan, session.applied.meshes
     if not plan.dims.splits_model or meshes is None:
         return None
     cp = " × cp" if plan.dims.cp > 1 else ""
-    groups: dict[str, str] = {}
+    groups: dict[tuple[int, ...], str] = {}
     if meshes.data.ndim > 1 and plan.parsed.base == "hsdp":
         names = ["dp_replicate", f"dp_shard{cp}"]
     else:
         names = [f"dp{cp}"] * meshes.data.ndim
     for index, name in enumerate(names):
-        groups[meshes.data.get_group(index).group_name] = name
+        groups[_ranks(meshes.data.get_group(index))] = name
     if isinstance(session.applied.outer, DistributedDataParallel):
-        groups[session.applied.outer.process_group.group_name] = f"dp{cp}"
-    for axis in ("pp", "tp"):
-        mesh = getattr(meshes, axis)
+        groups[_ranks(session.applied.outer.process_group)] = f"dp{cp}"
+    for kind in ("pp", "tp"):
+        mesh = getattr(meshes, kind)
         if mesh is not None:
-            groups[mesh.get_group().group_name] = axis
-    exchanges = None if meshes.cp is None else meshes.cp.get_group().group_name
+            groups[_ranks(mesh.get_group())] = kind
+    exchanging = None if meshes.cp is None else _ranks(meshes.cp.get_group())
 
-    def axis(name: str, group: str) -> str:
-        return "cp" if name == "all_to_all" and group == exchanges else groups.get(group, OTHER)
+    def axis(name: str, ranks: tuple[int, ...]) -> str:
+        return "cp" if name == "all_to_all" and ranks == exchanging else groups.get(ranks, OTHER)
 
     return axis
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.cost.memory import estimate_memory
 from shardwise.errors import ReceiptError, TrainingError, UserError
-from shardwise.parallel.apply import parameter_names
+from shardwise.parallel.apply import check_cut, parameter_names
 from shardwise.parallel.group import Ranks, gather_text
+from shardwise.parallel.split import parts_of
 from shardwise.plan.plan import Plan
 from shardwise.spec.read import read_model
 from shardwise.train.config import Config
@@ -44,7 +45,7 @@ MOST_LINES = 4  # of a receipt that are told
 class Row(BaseModel):
     """What became of one strategy. ``reason`` says why it was not run; ``explanations`` why it does not verify."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     strategy: str
     ranks: int
@@ -101,8 +102,8 @@ class Task(BaseModel):
         return Data(samples, Order(len(samples), self.config.train.seed, table.shuffle), modulo)
 
 
-def verify_all(task: Task, ranks: Ranks) -> list[Row]:
-    """Every plan of ``task`` in turn, on all ranks of a world; what the rows say is rank 0's."""
+def verify_all(task: Task, ranks: Ranks, told: Callable[[Row], None] | None = None) -> list[Row]:
+    """Every plan of ``task`` in turn, on all ranks of a world; what the rows say is rank 0's, which ``told`` gets."""
     references = References(task.model, ranks)
     rows = []
     for plan in task.plans:
@@ -111,6 +112,8 @@ def verify_all(task: Task, ranks: Ranks) -> list[Row]:
         if ranks.is_main:
             with task.results.open("a") as file:
                 file.write(row.model_dump_json() + "\n")
+            if told is not None:
+                told(row)
     return rows
 
 
@@ -165,11 +168,12 @@ def _told_once(steps: Sequence[Judged]) -> tuple[str, ...]:
 def _run(task: Task, plan: Plan, session: Session, references: References) -> tuple[list[Judged], dict[str, Receipt]]:
     model = task.model(SEED if session.ranks.is_main else SEED + 1)  # rank 0's weights must win
     optimizer = build_optimizer(model.parameters(), task.config.optimizer)
+    sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     spec = read_model(model)
-    estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"))
+    parts = parts_of(check_cut(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
+    estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
     effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), Watch()
     session.observers += [watch, _Quiet(effects), _Quiet(fit)]
-    sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     outer, optimizer = session.prepare(model, optimizer, sample)
     judge = Judge(task.model, session, references, heads=task.shrunk.heads)
     misplaced = judge.weights()

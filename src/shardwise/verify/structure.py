@@ -13,7 +13,8 @@ from shardwise.measure import state
 from shardwise.parallel.group import gather_text
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 from shardwise.verify.expected import expected_block_calls, units_of
 from shardwise.verify.part import (
     group_of,
@@ -114,7 +115,11 @@ def tied_lines(session: Session) -> Iterator[Line]:
     mine = {"blocks": [b for blocks in stage_blocks(session).values() for b in blocks], "hashes": hashes}
     everyone = [json.loads(text) for text in gather_text(json.dumps(mine), session.ranks)]
     places = [plan.dims.place(rank) for rank in range(len(everyone))]
-    mates = [rank for rank, p in enumerate(places) if (p.dp, p.cp, p.tp) == (session.place.dp, session.place.cp, session.place.tp)]
+    mates = [
+        rank
+        for rank, p in enumerate(places)
+        if (p.dp, p.cp, p.tp) == (session.place.dp, session.place.cp, session.place.tp)
+    ]
     counts = [len(everyone[rank]["blocks"]) for rank in mates]
     blocks = sorted(block for rank in mates for block in everyone[rank]["blocks"])
     sizes = " + ".join(str(count) for count in counts)

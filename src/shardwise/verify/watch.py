@@ -15,7 +15,8 @@ from shardwise.parallel.compiled import compiled_of
 from shardwise.parallel.context import first_sequence
 from shardwise.parallel.stage_run import Span
 from shardwise.spec.read import CHECKPOINT_WRAPPER_PART, clean_name
-from shardwise.train.session import Session, Step
+from shardwise.train.session import Session
+from shardwise.train.step import Step
 from shardwise.verify.part import axis_of
 
 
@@ -30,7 +31,9 @@ class StepWatch:
         self.logits: set[int] = set()
         self.gathers_before_first: int | None = None
         self.recorder = CollectiveRecorder(lambda: session.phase, axis_of(session))
-        self._samples = {tokens.shape[0] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None}
+        self._samples = {
+            tokens.shape[0] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None
+        }
         self._hooks = [
             inner.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
             for name, inner in inner_blocks(session).items()
