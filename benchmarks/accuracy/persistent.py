@@ -2,13 +2,16 @@
 
     .venv/bin/python -m benchmarks.accuracy.persistent
 
-Six models × {ddp, zero1, zero2, fsdp, hsdp, zero2+offload, fsdp+offload, hsdp+offload} × 2 to 4 ranks. On each rank two
-steps are trained; then the bytes of live tensors are counted by `shardwise.measure.state`, and the largest over the
-ranks is what `shardwise.cost.memory.estimate_memory` must have said, to the byte. Writes results/persistent.json.
+Six models × {ddp, zero1, zero2, fsdp, hsdp, zero2+offload, fsdp+offload, hsdp+offload} × 2 to 4 ranks, and five models
+× strategies that cut the model × 2 to 8 ranks. On each rank two steps are trained; then the bytes of live tensors are
+counted by `shardwise.measure.state`, and the largest over the ranks is what `shardwise.cost.memory.estimate_memory`
+must have said, to the byte. Where the model is cut, what is said from its profile alone (as `shardwise plan` does)
+must be the same. Writes results/persistent.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -20,13 +23,16 @@ import torch
 from benchmarks.accuracy.cpu_peak import Transformer
 from torch import nn
 
-from shardwise.cost.memory import estimate_memory
+from shardwise.cost.memory import Parts, estimate, estimate_memory
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.read import read_model
+from shardwise.spec.trace import trace_module
 from shardwise.train.config import OptimizerTable
 from shardwise.train.optimizer import build_optimizer, workload_of
+from tests.families import VOCAB, family
 from tests.worlds import run_world
 
 RESULTS = Path(__file__).parent / "results" / "persistent.json"
@@ -34,6 +40,19 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+of
 WORLDS = (2, 3, 4)
 CATEGORIES = ("parameters", "gradients", "optimizer")
 LENGTH = 16
+CUT = (
+    ("ddp+tp2", 2),
+    ("ddp+pp2", 2),
+    ("ddp+cp2", 2),
+    ("zero1+cp2", 2),
+    ("fsdp+tp2", 4),
+    ("fsdp+pp2", 4),
+    ("fsdp+cp2", 4),
+    ("ddp+tp2", 4),
+    ("zero2+tp2+offload", 4),
+    ("hsdp+tp2", 8),
+    ("fsdp+tp2+pp2", 8),
+)
 
 
 def transformer() -> nn.Module:
@@ -101,6 +120,12 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def of_family(name: str) -> Callable[[], nn.Module]:
+    """A tiny model of a family that can be cut: grouped heads, tied heads, fused projections, plain parameters."""
+    return lambda: family(name, dtype=torch.float32)
+
+
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma", "own")
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": transformer,
     "tied": tied,
@@ -108,6 +133,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "conv net": ConvNet,
     "uneven dims": uneven,
     "LoRA-like": low_rank,
+    **{name: of_family(name) for name in FAMILIES},
 }
 
 
@@ -136,41 +162,73 @@ def counted(document: str, model: str, optimizer: str) -> dict[str, int]:
             found.update({name: getattr(state, name) for name in CATEGORIES})
 
     session.observers.append(Counter())
-    generator = torch.Generator().manual_seed(ranks.rank)
+    generator = torch.Generator().manual_seed(plan.dims.place(ranks.rank).dp)
     if model == "conv net":
         batch = (torch.randn(2, 3, 8, 8, generator=generator), torch.randint(10, (2,), generator=generator))
     else:
-        ids = torch.randint(250, (2, LENGTH), generator=generator)
+        ids = torch.randint(VOCAB, (2, LENGTH), generator=generator)
         batch = (ids, ids.clone())
     for step in session.run_windows([[batch], [batch]]):
-        for micro in step:
-            step.backward(token_loss_sum(outer(micro.inputs), micro.labels))
+        step.run(outer, token_loss_sum)
         step.update(made, clip_norm=1.0)
     session.close()
     return found
 
 
+def cut_parts(module: nn.Module, plan: Plan) -> Parts:
+    """How those who cut live models would cut this one."""
+    from shardwise.parallel.apply import check_cut
+    from shardwise.parallel.split import parts_of
+
+    spec = read_model(module)
+    sample = torch.zeros(plan.micro_batch or 1, LENGTH, dtype=torch.int64)
+    return parts_of(check_cut(module, spec, plan, sample), spec, plan) if plan.dims.splits_model else Parts()
+
+
 def main() -> None:
     """Run all, write, tell."""
-    rows = []
-    for (model, build), strategy, world in itertools.product(MODELS.items(), STRATEGIES, WORLDS):
-        if strategy.startswith("hsdp") and world % 2:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="configurations whose text holds this; writes nothing")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    plain = itertools.product([name for name in MODELS if name not in FAMILIES], STRATEGIES, WORLDS)
+    every = [(m, s, w) for m, s, w in plain if not (s.startswith("hsdp") and w % 2)]
+    every += [(model, strategy, world) for model in FAMILIES for strategy, world in CUT]
+    for model, strategy, world in every:
+        if options.only not in f"{model} {strategy} {world}":
             continue
         optimizer = "sgd" if (len(rows) % 4) == 3 else "adamw"
-        plan = Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), world), micro_batch=2, seq_len=LENGTH)
-        module = build()
+        parsed = parse_strategy(strategy)
+        plan = Plan(
+            strategy=strategy,
+            dims=dims_for(parsed, world),
+            micro_batch=2,
+            seq_len=LENGTH,
+            loss_parallel=parsed.tp > 1,
+        )
+        module = MODELS[model]()
         made = build_optimizer(module.parameters(), OptimizerTable(name=optimizer))
         names = {id(p): name for name, p in module.named_parameters()}
-        said = estimate_memory(read_model(module), plan, workload_of(made, names))
+        workload = workload_of(made, names)
+        said = estimate_memory(read_model(module), plan, workload, cut_parts(module, plan))
         real = run_world(counted, world, plan.to_json(), model, optimizer)
         predicted = {name: getattr(said, name) for name in CATEGORIES}
         measured = {name: max(rank[name] for rank in real) for name in CATEGORIES}
+        if parsed.splits_model:
+            profile = trace_module(MODELS[model], seq_len=LENGTH, vocab_size=VOCAB, precision="fp32", device="cpu")
+            cluster = ClusterSpec(device="cpu", device_name="CPU", devices_per_node=world)
+            planned = estimate(profile, plan, workload, cluster)
+            if any(getattr(planned, name) != predicted[name] for name in CATEGORIES):
+                print(f"PROFILE DIFFERS {model} {strategy} {world} {planned} {predicted}", file=sys.stderr)
+                predicted = {name: getattr(planned, name) for name in CATEGORIES}
         facts = {"model": model, "strategy": strategy, "world": world, "optimizer": optimizer}
         rows.append({**facts, "predicted": predicted, "measured": measured, "equal": predicted == measured})
         if predicted != measured:
             print(f"DIFFERS {facts} {predicted} {measured}", file=sys.stderr)
     equal = sum(row["equal"] for row in rows)
     print(json.dumps({"configurations": len(rows), "equal_to_the_byte": equal}))
+    if options.only:
+        return
     RESULTS.parent.mkdir(exist_ok=True)
     document = {"schema": 1, "torch": torch.__version__, "configurations": len(rows), "equal": equal, "rows": rows}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")

@@ -10,7 +10,16 @@ import pytest
 
 from shardwise.cost.activations import unit_bytes
 from shardwise.cost.estimate import CATEGORIES
-from shardwise.cost.held import heavy_stages, layout_of, stage_pieces, unit_weights
+from shardwise.cost.held import (
+    heavy_stages,
+    layout_of,
+    micro_batches_held,
+    rank_of,
+    stage_counts,
+    stage_pieces,
+    tp_shape,
+    unit_weights,
+)
 from shardwise.cost.memory import estimate, estimate_memory, screen
 from shardwise.cost.program import write_program
 from shardwise.cost.replay import replay, settings_of
@@ -44,7 +53,7 @@ WORKLOAD = Workload(optimizer_temporaries=0.0)
 
 
 def plan_for(strategy: str, world: int, **options: Any) -> Plan:
-    defaults = {"micro_batch": 1, "precision": "bf16", "device": "cuda"}
+    defaults = {"micro_batch": 1, "precision": "bf16", "device": "cuda", "loss_parallel": "+tp" in strategy}
     return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), world), **(defaults | options))
 
 
@@ -138,13 +147,50 @@ class TestAtRest:
         """Megatron-LM: 2 bytes for a weight, 4 for its gradient, 12 for master and moments, cut by zero1."""
         shares = {}
         for strategy in ("ddp+tp2", "zero1+tp2"):
-            found = estimate(LLAMA_8B, plan_for(strategy, 8), WORKLOAD, NODE)
+            found = estimate(LLAMA_8B, plan_for(strategy, 8), WORKLOAD, NODE, stack="megatron")
             elements = found.parameters // 2
             assert found.gradients == 4 * elements
             shares[strategy] = found.optimizer / elements
             assert found.temporaries == 0
         assert shares["ddp+tp2"] == pytest.approx(12, rel=1e-6)
         assert shares["zero1+tp2"] == pytest.approx(3, rel=1e-6)
+
+    def test_whole_weights_that_this_version_cuts_are_fp32_and_gathered_one_unit_at_a_time(self):
+        """FSDP2 over shards of one rank; without data-parallel ranks autocast; what is not run is Megatron-LM's."""
+        ours, alone, theirs = (
+            estimate(LLAMA_8B, plan_for(name, world), WORKLOAD, NODE)
+            for name, world in (("ddp+tp2", 8), ("ddp+tp8", 8), ("zero1+tp2", 8))
+        )
+        assert ours.parameters == ours.gradients == pytest.approx(4 * LLAMA_8B.num_parameters / 2, rel=1e-3)
+        assert ours.optimizer == pytest.approx(2 * ours.parameters, rel=1e-6)
+        assert theirs.parameters == pytest.approx(ours.parameters / 2, rel=1e-6)
+        # embedding and head stay gathered as the root; of blocks two are there at once, one with its gradient in fp32
+        block, root = (218_112_000 / 2, 2 * 128256 * 4096 / 2)
+        assert root * 2 < ours.buffers < root * 2 + root * 8 + block * 16
+        assert alone.buffers == pytest.approx(2 * LLAMA_8B.num_parameters / 8, rel=0.2), "autocast's narrow weights"
+
+    def test_a_fused_projection_costs_tensor_parallel_a_copy_of_the_columns_it_uses(self):
+        fused, apart = (
+            profile_of(LLAMA.model_copy(update={"layers": 4, "kv_heads": 32, "fused_qkv": yes}), 512)
+            for yes in (True, False)
+        )
+        layout = layout_of(plan_for("fsdp+tp2", 2))
+        blocks = [unit_weights(p.units[1], layout).exchanged for p in (fused, apart)]
+        assert blocks == [2 * 4096 * 3 * 4096 // 2, 0], "in bf16, as it is computed with"
+
+    def test_tensor_parallel_leaves_whole_what_it_does_not_divide_but_for_the_vocabulary(self):
+        weight = Weight("w", (6, 10), tp_dim=0)
+        assert tp_shape(weight, 4) == (2, 10) and tp_shape(weight, 4, vocab=False) == (6, 10)
+        assert tp_shape(weight, 3, vocab=False) == (2, 10)
+
+    def test_logits_that_are_not_cut_are_whole_on_every_rank(self):
+        cut, whole = (
+            estimate(LLAMA_8B, plan_for("fsdp+tp4", 4, loss_parallel=cut), WORKLOAD, NODE).logits
+            for cut in (True, False)
+        )
+        assert whole == pytest.approx(cut * 4 * 3 / 2, rel=1e-6), (
+            "and a loss over whole ones holds three of them, not two"
+        )
 
     def test_published_megatron_rows(self):
         """Llama-3-405B of 4 layers on 8 × B200, TP 8, 4096 tokens: 38.57 GiB allocated, 39.8 reserved (SimuMax 1.2)."""
@@ -169,22 +215,51 @@ class TestAtRest:
 class TestStages:
     @pytest.mark.parametrize("stages", [2, 3, 4, 8])
     def test_every_weight_is_on_one_stage(self, stages):
-        pieces = [piece for stage in range(stages) for piece in stage_pieces(SMALL, stages, stage)]
+        layout = layout_of(plan_for(f"ddp+pp{stages}", stages))
+        pieces = [piece for stage in range(stages) for piece in stage_pieces(SMALL, layout, stage)]
         assert sum(piece.unit.num_elements * piece.count for piece in pieces) == SMALL.num_parameters
         assert sum(piece.count for piece in pieces if piece.is_block) == 9
 
     def test_a_tied_head_is_on_both_ends(self):
         tied = profile_of(LLAMA.model_copy(update={"layers": 4, "tied": True}), 512)
-        first, last = (sum(p.unit.num_elements * p.count for p in stage_pieces(tied, 2, stage)) for stage in (0, 1))
+        layout = layout_of(plan_for("ddp+pp2", 2))
+        first, last = (
+            sum(p.unit.num_elements * p.count for p in stage_pieces(tied, layout, stage)) for stage in (0, 1)
+        )
         assert first + last == tied.num_parameters + 128256 * 4096
 
     def test_the_first_stage_holds_more_micro_batches(self):
-        layout = layout_of(plan_for("ddp+pp4", 4))
-        assert heavy_stages(layout, 32) == (0, 3)
-        assert heavy_stages(layout, 33) == (0, 1, 3), "the second has a block more"
+        plan = plan_for("ddp+pp4", 4)
+        layout, even = layout_of(plan), layout_of(plan, "megatron")
+        assert stage_counts(LLAMA_8B, layout) == (9, 9, 8, 6), "the head costs as much as two blocks"
+        assert heavy_stages(LLAMA_8B, layout) == (0, 3)
+        odd = profile_of(LLAMA.model_copy(update={"layers": 33}), 8192)
+        assert heavy_stages(odd, even) == (0, 1, 3), "the second has a block more"
         held = [s.held for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(16))]
         assert held == [4, 1]
-        assert [s.held for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(2))] == [2, 1]
+        assert [s.held for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(2))] == [2, 2]
+        assert [micro_batches_held(layout, rank, 16) for rank in range(4)] == [4, 3, 2, 1]
+        gpipe = layout_of(plan.model_copy(update={"pipeline_schedule": "gpipe"}))
+        assert micro_batches_held(gpipe, 3, 16) == 16
+
+    def test_stages_of_a_rank_under_interleaved_schedules(self):
+        plan = plan_for("ddp+pp2", 2, pipeline_schedule="interleaved-1f1b", virtual_stages=2)
+        pieces = [stage_pieces(SMALL, layout_of(plan), rank) for rank in (0, 1)]
+        assert [sum(p.count for p in each if p.is_block) for each in pieces] == [5, 4]
+        assert sum(p.unit.num_elements * p.count for each in pieces for p in each) == SMALL.num_parameters
+        zbv = layout_of(plan.model_copy(update={"pipeline_schedule": "zbv"}))
+        assert [rank_of(zbv, stage) for stage in range(4)] == [0, 1, 1, 0]
+
+    def test_only_what_asks_for_it_keeps_weights_through_a_pipeline(self):
+        """fsdp frees blocks after each pass, zero2 and zero-bubble schedules keep them to the last micro batch."""
+        keeps = {name: layout_of(plan_for(name, 4)).keeps_weights for name in ("fsdp+pp2", "zero2+pp2", "ddp+pp2")}
+        assert keeps == {"fsdp+pp2": False, "zero2+pp2": True, "ddp+pp2": False}
+        bubble = plan_for("zero2+pp2", 4, pipeline_schedule="zbv", virtual_stages=2)
+        assert layout_of(bubble).keeps_weights
+        one, other = (
+            estimate(LLAMA_8B, plan_for(name, 4, grad_accum=4), WORKLOAD, NODE) for name in ("fsdp+pp2", "zero2+pp2")
+        )
+        assert other.buffers > one.buffers + 0.8 * LLAMA_8B.num_parameters
 
 
 class TestProgram:

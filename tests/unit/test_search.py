@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 
 from shardwise.cost.estimate import Estimate
+from shardwise.cost.memory import Parts
 from shardwise.cost.steptime import StepTime
-from shardwise.errors import DoesNotFit, PlanError
+from shardwise.errors import DoesNotFit, ModelError, PlanError
 from shardwise.plan.strategy import BASES, parse_strategy
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import choose_profiled
@@ -181,7 +182,8 @@ class TestEnumerate:
             ("fsdp+tp3", "tp 3 does not divide 16 heads; use one of 2, 4, 8"),
             ("fsdp+tp16", "does not divide the 8 devices"),
             ("ddp+pp16", "pp 16 is more than the model's 8 repeated blocks; use pp 8 or less"),
-            ("fsdp+cp3", "cp 3 needs a length that is a multiple of 6"),
+            ("fsdp+cp3", "cp 3 does not divide the 16 heads(.|\\n)*which is 4096; use 4095 or 4098"),
+            ("ddp+tp8+cp8", "cp 8 does not divide the 2 heads of a rank .16 over tp 8.*use one of 2"),
             ("hsdp+tp8", "no even split|not a multiple|dp 1"),
         ],
     )
@@ -195,7 +197,7 @@ class TestEnumerate:
     def test_all_problems_of_a_pinned_strategy_at_once(self):
         with pytest.raises(PlanError) as raised:
             layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy("fsdp+tp3+pp9+cp3")))
-        assert len(raised.value.problems) == 4
+        assert len(raised.value.problems) == 4, "heads, blocks, length, devices"
 
     def test_a_batch_that_does_not_divide(self):
         odd = Workload(seq_len=4096, global_batch=60)
@@ -550,7 +552,26 @@ class TestOnThisMachine:
     def test_nothing_fits(self):
         with pytest.raises(DoesNotFit, match=r"no plan fits 8 × Device:\n(.|\n)*ddp: needs") as raised:
             self.choice(GIB // 100)
-        assert "+tp" not in str(raised.value) and "would do: zero2+offload" in str(raised.value)
+        assert "ddp+tp8: needs" in str(raised.value), "what runs is tried"
+        assert "zero1+tp" not in str(raised.value) and "would do: zero2+offload" in str(raised.value)
+
+    def test_what_the_live_module_does_not_allow_is_passed_over(self):
+        """Whole layers of one axis go together; what was asked for by name is refused."""
+        seen = []
+
+        def cut(plan):
+            seen.append(plan.strategy)
+            if plan.dims.tp > 1:
+                raise ModelError("the model has a fused gate")
+            return Parts(stages=(frozenset({"p"}),) * plan.dims.pp)
+
+        machine = cluster(memory=15 * GIB, gpu=None)
+        found = choose_profiled(model(), self.SPEC, WORK, machine, Pins(), costs=COSTS, cut=cut)
+        assert found.plan.dims.tp == 1
+        assert ("ddp+tp8", "the model has a fused gate") in found.rejected or not seen
+        with pytest.raises(ModelError, match="fused gate"):
+            pins = Pins(strategy=parse_strategy("fsdp+tp2"))
+            choose_profiled(model(), self.SPEC, WORK, machine, pins, costs=COSTS, cut=cut)
 
     def test_a_named_strategy_is_kept(self):
         choice = self.choice(GIB, strategy=parse_strategy("ddp"))
@@ -588,5 +609,5 @@ class TestGuess:
     def test_a_node_brings_all_its_network_adapters(self):
         assert self.seconds("ddp") < self.seconds("ddp", per_node=1) / 5
 
-    def test_context_parallel_sends_keys_and_values_only(self):
-        assert self.seconds("ddp+tp8+cp8", kv_heads=1) < self.seconds("ddp+tp8+cp8", kv_heads=16)
+    def test_context_parallel_sends_fewer_bytes_with_fewer_key_value_heads(self):
+        assert self.seconds("ddp+tp8+cp2", kv_heads=1) < self.seconds("ddp+tp8+cp2", kv_heads=16)

@@ -290,6 +290,26 @@ def test_what_mixes_tokens_between_regions() -> None:
     assert layout(_Stack(_Shifted), sequence_parallel=False).styles["blocks.*.up"] == "colwise"
 
 
+class _TwoStacks(_Stack):
+    """What one block gives is worked on, as a whole, before the next one."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first, second = self.blocks
+        return self.head(second(first(self.embed(ids)).cumsum(1)))
+
+
+class _Plain(_Softmax):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.relu(self.up(x)))
+
+
+def test_what_runs_between_blocks() -> None:
+    assert layout(_Stack(_Plain)).first == "blocks.0"
+    (said,) = refused(_TwoStacks(_Plain))
+    assert said.startswith("blocks.1 is not given what the block before it gives: something else runs between them")
+    assert layout(_TwoStacks(_Plain), sequence_parallel=False).styles["blocks.*.up"] == "colwise"
+
+
 def test_a_number_that_nothing_can_change() -> None:
     (said,) = refused(_Stack(_Fixed))
     assert said.startswith("blocks.0 cannot be cut over tp 2 ranks (up, down): ")

@@ -62,6 +62,18 @@ def test_parameters_may_be_on_the_meta_device() -> None:
     assert wiring(meta) == wiring(real)
 
 
+def test_experts() -> None:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    found = wiring(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    assert found.before == {"model.embed_tokens.weight"}
+    assert found.block_flops[0] > found.after_flops
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ CASES = [
     (2, Case("ddp", "llama", 2, {"compile": True})),
     (2, Case("fsdp", "own", 2, {"compile": True, "recompute": "full", "prefetch": 2})),
     (2, Case("ddp+cp2", "qwen3", 2, {"compile": True, "recompute": "selective"})),
+    (2, Case("fsdp+tp2", "llama", 1, {"compile": True}, layers=2)),
 ]
 
 
@@ -33,9 +34,10 @@ def test_compiled_blocks_have_the_gradient_of_one_process(world: int, case: Case
     for outcome in run_world(train, world, case, timeout_s=170):
         assert outcome.error <= LIMIT, outcome
         compiled = outcome.compiled
-        assert compiled is not None and compiled.blocks == LAYERS, outcome
-        assert compiled.graphs == 1, "equal blocks are compiled once"
-        assert compiled.calls == compiled.runs > 2 * LAYERS * case.accum, "every forward of a block ran its graph"
+        assert compiled is not None and compiled.blocks == case.layers, outcome
+        alike = 1 if "tp2" not in case.strategy else 2  # the first cuts the sequence, and the last joins it
+        assert compiled.graphs == alike, "equal blocks are compiled once"
+        assert compiled.calls == compiled.runs > 2 * case.layers * case.accum, "every forward of a block ran its graph"
         if "cp2" in case.strategy:
             assert outcome.exchanged[:2] == [LAYERS * case.accum] * 2
 

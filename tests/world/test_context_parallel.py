@@ -42,12 +42,13 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One plan on one model; ``labels_end`` leaves chunks without any label."""
+    """One plan on one model."""
 
     strategy: str
     model: str
     accum: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    layers: int = LAYERS
 
     def plan(self, world: int) -> Plan:
         dims = dims_for(parse_strategy(self.strategy), world)
@@ -170,7 +171,7 @@ def train(case: Case, sabotage: str = "") -> Outcome:
     batches = ragged(2 * per_window + max(1, per_window // 2))
     watch = Watch()
     session.observers.append(watch)
-    model = family(case.model, layers=LAYERS, seed=0 if session.ranks.is_main else 7)
+    model = family(case.model, layers=case.layers, seed=0 if session.ranks.is_main else 7)
     sabotaged(sabotage)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batches[0][0])
     errors, calls = [], [0]
@@ -180,7 +181,7 @@ def train(case: Case, sabotage: str = "") -> Outcome:
         result = step.update(optimizer, clip_norm=CLIP)
         calls.append(exchanged_calls(session.module))
         window = batches[index * per_window : (index + 1) * per_window]
-        raw, clipped, norm, loss = reference(family(case.model, layers=LAYERS), window)
+        raw, clipped, norm, loss = reference(family(case.model, layers=case.layers), window)
         errors += [worst(watch.raw, raw), worst(watch.clipped, clipped)]
         if step.tokens:
             errors += [abs(float(result.grad_norm or 0.0) - norm) / norm, abs(result.loss - loss) / abs(loss)]
@@ -540,3 +541,46 @@ def test_lengths_and_labels_that_do_not_divide_are_refused() -> None:
         sequence_share((torch.zeros(3), torch.zeros(3)), plan_of("ddp+cp2", 2), 0)
     with pytest.raises(DataError, match=r"count 2 loss terms as a whole and 2 \+ 2 in parts"):
         sequence_share((ids, torch.zeros(2)), plan_of("ddp+cp2", 2), 0, len)
+
+
+def test_a_model_that_would_cache_is_looked_at_as_it_trains() -> None:
+    module = transformers_model("llama", use_cache=True)
+    assert len(check_context(module, read_model(module), plan_of("fsdp+cp2", 2)).sites) == 2
+
+
+def labels_inside() -> str:
+    session = start(plan_of("ddp+cp2", 2), receipts=False)
+    model = family("llama", layers=2)
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    try:
+        for step in session.steps(ragged(2)):
+            for micro in step:
+                model(micro.inputs, labels=micro.labels)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_inside_of_the_model_is_refused() -> None:
+    for text in run_world(labels_inside, 2):
+        assert "leave labels out of its inputs" in text
+
+
+def narrow() -> tuple[float, int]:
+    session = start(plan_of("ddp+cp2", 2).model_copy(update={"precision": "bf16"}), receipts=False)
+    model = family("qwen3", layers=2, dtype=torch.float32)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    watch = Watch()
+    session.observers.append(watch)
+    for step in session.steps(ragged(1)):
+        step.run(model, token_loss_sum)
+        step.update(optimizer)
+    raw, *_ = reference(family("qwen3", layers=2), ragged(1))
+    names = [n for n in raw if float(raw[n].norm()) > 1e-3]
+    errors = [float((watch.raw[n].double() - raw[n]).norm() / raw[n].norm()) for n in names]
+    return max(errors), len(names)
+
+
+def test_bf16_runs_and_is_near() -> None:
+    for error, number in run_world(narrow, 2):
+        assert 1e-5 < error < 0.1 and number > 10

@@ -322,6 +322,22 @@ def test_stages_that_got_other_samples_are_told_so() -> None:
         run_world(other_samples, 2)
 
 
+def frozen_later() -> None:
+    plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
+    session, model = start(plan, receipts=False), family("own")
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in session.steps(ragged(4)):
+        step.run(model, token_loss_sum)
+        step.update(optimizer)
+        if session.place.pp == 0:
+            model.requires_grad_(False)
+
+
+def test_freezing_a_stage_later_is_refused_and_does_not_hang() -> None:
+    with pytest.raises(WorldError, match=r"requires_grad may not change after session\.prepare"):
+        run_world(frozen_later, 2)
+
+
 def plan_of(**given: Any) -> Plan:
     strategy = given.pop("strategy", "ddp+pp2")
     parsed = parse_strategy(strategy)

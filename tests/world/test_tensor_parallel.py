@@ -218,7 +218,7 @@ def test_frozen_parameters() -> None:
 
 def test_own_styles_and_weights_that_another_module_computes_with() -> None:
     cases: list[Case] = [("ddp+tp2", "styled", {"sequence_parallel": False, "loss_parallel": True})]
-    check(2, [*cases, ("ddp+tp2", "torch", {"sequence_parallel": False})])
+    check(2, [*cases, *((f"{base}+tp2", "torch", {"sequence_parallel": False}) for base in ("ddp", "fsdp"))])
 
 
 def sabotaged(name: str, change: Callable[[TensorLayout], TensorLayout], options: dict[str, Any]) -> float:

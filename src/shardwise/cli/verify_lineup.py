@@ -76,9 +76,9 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
     check_model_path(config)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", lambda text: say(f"data: {text}"))
     check_samples(config, corpus)
-    factory, module = _model(config, corpus)
+    factory = _factory(config, corpus)
     worlds = WORLDS if nproc is None else (nproc,)
-    lineup = line_up(config, module, asked, worlds, lambda: _planned(config, corpus, nproc, say))
+    lineup = line_up(config, factory, asked, worlds, lambda: _planned(config, corpus, nproc, say))
     if not lineup.plans:
         raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in lineup.refused))
     shrunk, seq_len = _shrink(config, factory, corpus, lineup)
@@ -99,16 +99,16 @@ def asked_for(strategies: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _model(config: Config, corpus: Corpus) -> tuple[Callable[[], nn.Module], nn.Module]:
+def _factory(config: Config, corpus: Corpus) -> Callable[[], nn.Module]:
+    """The user's model, which can be built."""
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
 
     factory = model_factory(config, corpus.vocab_size)
-    where = (
-        f"model.factory '{config.model.factory}'" if config.model.factory else f"model.config '{config.model.config}'"
-    )
-    with users_code(where):
-        return factory, build(factory, config.train.seed, real=False)
+    named = config.model.factory
+    with users_code(f"model.factory '{named}'" if named else f"model.config '{config.model.config}'"):
+        build(factory, config.train.seed, real=False)
+    return factory
 
 
 def _planned(config: Config, corpus: Corpus, nproc: int | None, say: Callable[[str], None]) -> Plan | None:
@@ -125,39 +125,47 @@ def _planned(config: Config, corpus: Corpus, nproc: int | None, say: Callable[[s
 
 def line_up(
     config: Config,
-    module: nn.Module,
+    factory: Callable[[], nn.Module],
     asked: Sequence[str],
     worlds: Sequence[int],
     planned: Callable[[], Plan | None],
 ) -> Lineup:
-    """The plans to verify, each on the world sizes where it can be; the untouched model says what it does not allow."""
+    """The plans to verify, each on the world sizes where it can be; the model itself says what it does not allow."""
+    from shardwise.verify.shrink import with_fewer_blocks
     from shardwise.verify.strategies import Row
 
     lineup = Lineup({}, [])
-    names: dict[int, list[str]] = {}
-    sync = "last"
-    wanted = list(asked) or [config.parallel.strategy]
+    wanted, sync = list(asked) or [config.parallel.strategy], "last"
     if "auto" in wanted:
         picked = planned()
         wanted = [name if name != "auto" else "" if picked is None else picked.strategy for name in wanted]
         sync = "last" if picked is None else picked.gradient_sync
+    names: dict[int, list[str]] = {}
     for name in dict.fromkeys(filter(None, wanted)):
         names.setdefault(world_for(name, worlds), []).append(name)
-    if not asked:
-        for world in worlds:
-            names.setdefault(world, []).extend(usual(world))
-    for world in sorted(names):
-        for name in dict.fromkeys(names[world]):
-            plan = None
-            try:
-                plan = small_plan(config, name, world)
-                if name in wanted and sync == "every" and plan.parsed.shards_parameters:
-                    plan = plan.model_copy(update={"gradient_sync": "every"})
-                _check(config, module, plan)
-                lineup.plans.setdefault(world, []).append(plan)
-            except UserError as error:
-                lineup.refused.append(Row.refused(name, world, "; ".join(error.problems), plan))
+    for world in () if asked else worlds:
+        names.setdefault(world, []).extend(usual(world))
+    plans: list[tuple[int, Plan]] = []
+    for world, name in [(size, name) for size in sorted(names) for name in dict.fromkeys(names[size])]:
+        try:
+            plan = small_plan(config, name, world)
+            every = name in wanted and sync == "every" and plan.parsed.shards_parameters
+            plans.append((world, plan.model_copy(update={"gradient_sync": "every"}) if every else plan))
+        except UserError as error:
+            lineup.refused.append(Row.refused(name, world, "; ".join(error.problems)))
+    module = with_fewer_blocks(factory, blocks_for([plan for _, plan in plans]), config.data.seq_len)
+    for world, plan in plans:
+        try:
+            _check(config, module, plan)
+            lineup.plans.setdefault(world, []).append(plan)
+        except UserError as error:
+            lineup.refused.append(Row.refused(plan.strategy, world, "; ".join(error.problems), plan))
     return lineup
+
+
+def blocks_for(plans: Sequence[Plan]) -> int:
+    """Two for each stage of the longest pipeline, if there is one; else two."""
+    return 2 * max((plan.dims.pp * plan.virtual_stages for plan in plans if plan.dims.pp > 1), default=1)
 
 
 def usual(world: int) -> list[str]:
@@ -208,7 +216,7 @@ def accumulation(plan: Plan) -> int:
 
 
 def _check(config: Config, module: nn.Module, plan: Plan) -> None:
-    """Whether the model as it is, at its own length, allows the plan."""
+    """Whether the model in its own widths, at its own length, allows the plan."""
     import torch
 
     from shardwise.parallel.apply import check, check_cut
@@ -229,9 +237,8 @@ def _shrink(config: Config, factory: Callable[[], nn.Module], corpus: Corpus, li
     step = math.lcm(*(2 * plan.dims.tp * plan.dims.cp for plan in plans), 2)
     own = config.data.seq_len
     seq_len = max(step, min(LENGTH, own) // step * step) if own >= step else own
-    stages = max((plan.dims.pp * plan.virtual_stages for plan in plans), default=1)
     need = Sizes(
-        blocks=max(2, 2 * stages if stages > 1 else 2),
+        blocks=blocks_for(plans),
         cuts=tuple({(plan.dims.tp, plan.dims.cp) for plan in plans}) or ((1, 1),),
         seq_len=seq_len,
         own_seq_len=own,

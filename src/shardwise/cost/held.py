@@ -276,8 +276,8 @@ def micro_batches_held(layout: Layout, rank: int, grad_accum: int) -> int:
     """Micro batches whose activations a pipeline rank holds at the fullest moment, in units of all its stages."""
     if layout.pp == 1:
         return 1
-    if layout.schedule == "gpipe" or grad_accum < layout.pp:
-        return grad_accum
+    if layout.schedule == "gpipe" or (grad_accum < layout.pp and layout.stack == "shardwise"):
+        return grad_accum  # with fewer micro batches than stages this version runs them as gpipe
     return math.ceil(in_flight(rank, layout.pp, grad_accum, layout.virtual))
 
 

@@ -125,9 +125,11 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
     own = own if layout.shards and not layout.keeps_weights else 0
     lines = [] if layout.offloads else [Line(parameters + gradients + state + temporaries)]
-    for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else 1)):
-        lines.append(Line(base + fixed + copies * crowd, kept * crowd + logits))
-        lines.append(Line(base + fixed + copies * crowd + own, kept * crowd + again))
+    lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if workload.fused_loss else FP32)
+    for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else max(1, held - 1))):
+        each = kept * crowd + lost * (crowd - 1)
+        lines.append(Line(base + fixed + copies * crowd, each + logits))
+        lines.append(Line(base + fixed + copies * crowd + own, each + again))
     if own and grad_accum == 1:
         lines += _reducing(rows, base, kept)
     return lines

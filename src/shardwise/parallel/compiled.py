@@ -6,6 +6,7 @@ outside, so a block is one graph. A graph break is an error, as is anything else
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.errors import ModelError, PlanError
 from shardwise.parallel.context_exchange import exchange_of
 from shardwise.plan.plan import Plan
 
+_COMPILER = ("torch/_dynamo/", "torch/_functorch/", "torch/_inductor/")
 _MARK = "_shardwise_compiled"
 _KINDS = 4  # graphs of one block: training and evaluation, fixed and free lengths
 _FIX = "set parallel.compile to false"
@@ -105,7 +107,11 @@ def _named(error: Exception, kind: type) -> Exception:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     if not isinstance(error, TorchDynamoException | FailOnRecompileLimitHit):
-        return error
+        last = traceback.extract_tb(error.__traceback__)[-1].filename
+        if not any(part in last for part in _COMPILER):
+            return error
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return ModelError(f"PyTorch's compiler fails on a block ({kind.__name__}): {what}; {_FIX}")
     if isinstance(error, FailOnRecompileLimitHit):
         limit = torch._dynamo.config.recompile_limit
         return ModelError(

@@ -74,6 +74,11 @@ class _Positions:
         self.known: torch.Tensor | None = None
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("labels") is not None:
+            raise ModelError(
+                "a model that is given labels computes a loss of its own, which under context parallel would leave out "
+                "the label after each chunk; leave labels out of its inputs and compute the loss from its outputs"
+            )
         if kwargs.get(POSITIONS) is not None or len(args) > self.layout.positions:
             return args, kwargs
         tensor = first_sequence([*args, *kwargs.values()])

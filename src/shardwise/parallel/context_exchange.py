@@ -2,8 +2,8 @@
 
 Outside of attention a rank has a chunk of every sequence, ``[samples, heads, length / cp, width]``; inside it has
 whole sequences of ``heads / cp`` heads. One all-to-all takes queries, keys and values there together, one brings the
-result back, and backward does the same the other way round. Each direction copies once on the side that sends, where
-chunks for different ranks have to lie apart; what arrives is used where it lies.
+result back, and backward does the same the other way round. Tensors are copied once on each way: queries, keys and
+values as they are packed to be sent (what arrives is used where it lies), the result as its heads are put together.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ def _attend(
     repeats = kv_repeats(key.shape[1], degree)
     if repeats > 1:
         key, value = (_repeated(part, repeats) for part in (key, value))
+    if torch.is_autocast_enabled(query.device.type):  # as attention itself would, and half as much to send
+        narrow = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (p.to(narrow) if p.dtype == torch.float32 else p for p in (query, key, value))
     query, key, value = _to_heads((query, key, value), exchange)
     found = scaled_dot_product_attention(query, key, value, None, dropout_p, is_causal, **options)
     return _to_tokens(found, exchange)

@@ -14,9 +14,9 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddb
 _ALONG = {
     "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort",
     "topk", "kthvalue", "median", "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin",
-    "logsumexp", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "flip", "roll", "_fft_r2c", "_fft_c2r", "_fft_c2c",
-    "gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy", "unbind",
-    "select", "unfold", "cat",
+    "logsumexp", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "flip", "roll", "_fft_r2c",
+    "_fft_c2r", "_fft_c2c", "gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add",
+    "index_copy", "unbind", "select", "unfold", "cat",
 }  # fmt: skip
 _RESIZING = {"slice", "split", "split_with_sizes", "constant_pad_nd", "repeat", "narrow"}
 _ALWAYS = ("attention", "lstm", "gru", "rnn", "pool", "reflection_pad", "replication_pad", "im2col", "upsample")

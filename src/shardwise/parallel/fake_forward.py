@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -22,8 +23,11 @@ def run_forward(
 ) -> tuple[Any, str]:
     """What ``module`` returns within ``contexts``, and what went wrong (empty if nothing did). Nothing is changed.
 
-    Weights are fake and inputs are not: what is worked out from inputs alone (masks, positions) has values.
+    Weights are fake and inputs are not: what is worked out from inputs alone (masks, positions) has values. Models that
+    keep keys and values by default are asked not to: training does not.
     """
+    if "use_cache" in inspect.signature(module.forward).parameters:
+        kwargs = {"use_cache": False, **kwargs}
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in module.named_parameters()}
         for name, buffer in module.named_buffers():

@@ -103,7 +103,7 @@ class RunStage(_PipelineStageBase):
         self.keeps_weights = keeps_weights
         self.work: Work | None = None
         self.known: dict[Any, _Hidden] = {}
-        self.told: set[Any] = set()
+        self.told: dict[Any, _Hidden] = {}
         self.sending: list[tuple[dist.Work, torch.Tensor]] = []
         self.taken: dict[int, torch.Tensor] = {}
         self.made: dict[int, torch.Tensor] = {}
@@ -187,13 +187,20 @@ class RunStage(_PipelineStageBase):
             return []
         assert self.work is not None
         hidden, key = self.made[fwd_chunk_id], self.work.keys[fwd_chunk_id]
+        now = _Hidden(tuple(hidden.shape), hidden.dtype, hidden.requires_grad)
         if key not in self.told:
-            packed = _Hidden(tuple(hidden.shape), hidden.dtype, hidden.requires_grad).packed()
+            packed = now.packed()
             peer = self._resolve_peer_global_rank(self.stage_index + 1)
             work = dist.isend(packed, group=self.control, dst=peer)
             assert work is not None
             self.sending.append((work, packed))
-            self.told.add(key)
+            self.told[key] = now
+        elif self.told[key] != now:
+            raise ModelError(
+                f"what stage {self.stage_index} sends on was {self.told[key]} and is {now} for inputs of the same "
+                "shape: the hidden state may depend on the inputs' shapes only, and requires_grad may not change after "
+                "session.prepare; use a strategy without +pp"
+            )
         return [self._op(dist.isend, hidden.detach(), self.stage_index + 1)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

@@ -90,10 +90,13 @@ def _length_problems(plan: Plan, sample: Any) -> list[str]:
     leaves = [leaf for leaf in _pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
     ids = next((leaf for leaf in leaves if leaf.ndim == 2 and not leaf.is_floating_point()), None)
     length = plan.seq_len if ids is None else ids.shape[1]
-    # the plan's length is that of a whole sample; context parallel gives each rank a part of it
-    length = length // plan.dims.cp if length is not None and ids is None else length
     tp = plan.dims.tp
-    if length is None or length % tp == 0:
+    # that of a whole sample, of which context parallel gives each rank a part
+    return [] if length is None else _odd_length(length // plan.dims.cp, tp)
+
+
+def _odd_length(length: int, tp: int) -> list[str]:
+    if length % tp == 0:
         return []
     return [
         f"sequence parallel cuts the sequence over tp {tp} ranks, and its length {length} is not a multiple of {tp}; "
@@ -119,6 +122,14 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
             f"{plan.strategy}: no block of the model has a linear layer whose results go to another one that gives the "
             "block's width back, so there is nothing to cut; use fsdp, or name the layers in tp_styles"
         )
+    if sequence and not problems:
+        problems += _odd_length(next(iter(first.values())).hidden.shape[1], tp)
+        apart = [name for name, run in flow.runs.items() if not run.follows][1:]
+        problems += [
+            f"{name} is not given what the block before it gives: something else runs between them, and it would see a "
+            "part of the sequence; set parallel.sequence_parallel to false"
+            for name in apart[:1]
+        ]
     for name, run in first.items() if not problems else ():
         mixed = _mixed(flow, run, found[name], tp)
         if sequence:

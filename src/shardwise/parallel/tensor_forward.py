@@ -33,6 +33,7 @@ from shardwise.parallel.tensor_layout import Entry, Held, ModuleCut, Place, Slic
 from shardwise.spec.read import clean_name
 
 _READING = "_shardwise_reading"
+_KINDS: dict[Any, type] = {}
 
 
 class Way:
@@ -331,6 +332,27 @@ def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def _subclass(module: nn.Module, namespace: dict[str, Any]) -> None:
+    """Modules of one type whose members run the same code share a subclass, so that equal blocks are compiled once.
+
+    What differs (readers, entries) is in closures, and they are attributes of the module.
+    """
     kind = type(module)
-    facts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    module.__class__ = type(kind.__name__, (kind,), {**facts, **namespace})
+    codes = tuple((key, getattr(value, "fget", value).__code__) for key, value in namespace.items())
+    for key, value in namespace.items():
+        module.__dict__[_slot(kind, key)] = getattr(value, "fget", value)
+    if (kind, codes) not in _KINDS:
+        facts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        members = {key: _delegate(_slot(kind, key), value) for key, value in namespace.items()}
+        _KINDS[kind, codes] = type(kind.__name__, (kind,), {**facts, **members})
+    module.__class__ = _KINDS[kind, codes]
+
+
+def _slot(kind: type, key: str) -> str:
+    return f"_shardwise_{len(kind.__mro__)}_{key}"
+
+
+def _delegate(slot: str, value: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, slot)(self, *args, **kwargs)
+
+    return property(call) if isinstance(value, property) else call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def _ratios(axis: Any, samples: list[dict[str, Any]]) -> None:
     names = [item["strategy"] for item in samples][::-1]
     for place, item in enumerate(samples[::-1]):
         ratios = [plain / ours for plain, ours in zip(item["plain_s"], item["shardwise_s"], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
+        low, median, high = _quartiles(ratios)
         axis.plot(ratios, [place] * len(ratios), ".", color="0.7", ms=3)
         axis.plot([low, high], [place, place], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
         axis.plot([median], [place], "|", color="black", ms=12)
@@ -58,7 +57,7 @@ def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
     for schedule in dict.fromkeys(item["schedule"] for item in items):
         rows = sorted((i for i in items if i["schedule"] == schedule), key=lambda i: int(i["micro_batches"]))
         micros = [row["micro_batches"] for row in rows]
-        quartiles = [statistics.quantiles(row["shares"], n=4) for row in rows]
+        quartiles = [_quartiles(row["shares"]) for row in rows]
         formula = [(row["stages"] - 1) / (row["virtual"] * row["micro_batches"] + row["stages"] - 1) for row in rows]
         colour = COLOURS.get(schedule, "0.4")
         medians = [median for _, median, _ in quartiles]
@@ -72,3 +71,10 @@ def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
     axis.set_xlabel("micro batches")
     axis.legend()
     axis.set_title(f"{strategy}: idle share of a step; dashed: (p - 1) / (v·m + p - 1)", fontsize=9)
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Of the values that there are, as the table has them."""
+    ordered = sorted(values)
+    low, median, high = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.25, 0.5, 0.75))
+    return low, median, high

@@ -141,7 +141,7 @@ def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, clust
     seq_len = workload.seq_len or profile.seq_len
     if strategy.cp > 1 and (seq_len is None or profile.heads is None):
         problems.append(f"cp {strategy.cp} divides sequences, and this model has none; leave +cp out")
-    elif not problems:
+    elif strategy.tp * strategy.cp > 1:
         heads = profile.heads or 1
         wrong = [context_problem(heads, profile.kv_heads or heads, strategy.tp, strategy.cp)]
         wrong += [] if seq_len is None else [length_problem(seq_len, strategy.tp, strategy.cp)]

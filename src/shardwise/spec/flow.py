@@ -65,7 +65,8 @@ class Attention:
 class BlockRun:
     """What one block was called with, what it gave, and what happened in between.
 
-    Of a block that is as an earlier one, only that one's name is kept (``like``). ``repeated``: it ran twice or more.
+    Of a block that is as an earlier one, only that one's name is kept (``like``). ``repeated``: it ran twice or more;
+    ``follows``: it was given the very hidden states that the block before it gave.
     """
 
     name: str
@@ -79,6 +80,7 @@ class BlockRun:
     arguments: list[tuple[str, tuple[str, int | str], torch.Tensor]] = field(default_factory=list)
     like: str = ""
     repeated: bool = False
+    follows: bool = False
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -132,6 +134,7 @@ class Flow:
         self.recording = True
         self.side: dict[int, tuple[str, torch.Tensor]] = {}
         self.passed: set[tuple[str, str]] = set()
+        self._previous: torch.Tensor | None = None
         self._known: dict[Any, str] = {}
 
     def __enter__(self) -> Flow:
@@ -270,6 +273,8 @@ def _swapped(flow: Flow) -> Iterator[None]:
     try:
         for path, part in flow.module.named_modules():
             put(part.__dict__, "training", True)
+            if part.__dict__.get("gradient_checkpointing") is True:
+                put(part.__dict__, "gradient_checkpointing", False)
             product = flow.products.get(path)
             for key, parameter in part._parameters.items():
                 if parameter is None:
@@ -356,7 +361,7 @@ def _before(flow: Flow, name: str) -> Callable[..., Any]:
         place, value = found
         hidden = value.detach().clone().requires_grad_()
         args, kwargs = put(place, hidden, args, kwargs)
-        flow.block = BlockRun(name, args, kwargs, place, hidden)
+        flow.block = BlockRun(name, args, kwargs, place, hidden, follows=value is flow._previous)
         # a block may work in place on what it is given; it gets a tensor that is no leaf
         return put(place, hidden.clone(), args, kwargs)
 
@@ -385,10 +390,12 @@ def _end(flow: Flow, name: str) -> Callable[..., Any]:
             flow.runs[name].repeated = True
             return
         given = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        main = main_output(output, run.hidden)
+        main = flow._previous = main_output(output, run.hidden)
         flow.side |= {id(leaf): (name, leaf) for leaf in given if leaf is not main and leaf.requires_grad}
         first = flow._known.setdefault(_signature(module, run), name)
-        flow.runs[name] = run if first == name else BlockRun(name, (), {}, run.place, run.hidden.detach(), like=first)
+        if first != name:
+            run = BlockRun(name, (), {}, run.place, run.hidden.detach(), like=first, follows=run.follows)
+        flow.runs[name] = run
 
     return hook
 

@@ -8,6 +8,7 @@ parameters reaches the rest of the model through the first block alone. One forw
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
 
 SAMPLE_LENGTH = 16
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _BEFORE, _AFTER = -1, -2  # where an operation takes place, beside the number of a block
 _ATEN = torch.ops.aten
 _SHAPE_ONLY = {  # take a tensor for its shape, dtype and device, not for its values
@@ -84,29 +86,47 @@ def read_wiring(module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None,
             "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is cut; use "
             "group norm or layer norm, or a strategy without +pp"
         )
-    watch = _Watch(spec.blocks)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
-        warnings.simplefilter("ignore")
-        stack.enter_context(mode)
-        stack.enter_context(_faked(module, mode, watch))
-        stack.enter_context(_hooked(module, watch))
-        args, kwargs = _arguments(sample, length or SAMPLE_LENGTH)
-        try:
-            with torch.no_grad(), watch:
-                module(*args, **kwargs)
-        except Exception as error:  # whatever the model raises there
-            if not watch.problems:
-                reason = " ".join(str(error).split())[:300] or type(error).__name__
-                raise ModelError(
-                    f"{where} looks at one forward under fake tensors (which have no values), and the model does not "
-                    f"run there: {reason}; pass session.prepare a sample of what it takes, keep values out of its "
-                    "control flow, or use a strategy without +pp"
-                ) from None
+    watch, error = _look(module, spec, sample, length or SAMPLE_LENGTH, None)
+    if error is not None and not watch.problems:  # some operations have no shape rule but for bf16
+        second, failed = _look(module, spec, sample, length or SAMPLE_LENGTH, torch.bfloat16)
+        watch, error = (second, None) if failed is None else (watch, error)
+    if error is not None and not watch.problems:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(
+            f"{where} looks at one forward under fake tensors (which have no values), and the model does not run "
+            f"there: {reason}; pass session.prepare a sample of what it takes, keep values out of its control flow, "
+            "or use a strategy without +pp"
+        )
     watch.finish()
     if watch.problems:
         raise ModelError(*(f"{where}: {text}; use a strategy without +pp" for text in dict.fromkeys(watch.problems)))
     return watch.wiring()
+
+
+def _look(
+    module: nn.Module, spec: ModelSpec, sample: Any, length: int, dtype: torch.dtype | None
+) -> tuple[_Watch, Exception | None]:
+    """What one forward shows, and what it raised; floating-point tensors are ``dtype`` unless that is ``None``."""
+    watch, mode = _Watch(spec.blocks), FakeTensorMode(allow_non_fake_inputs=True)
+    was = _TORCH_LOG.disabled
+    _TORCH_LOG.disabled = True  # it prints the traceback of what is caught here
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
+            warnings.simplefilter("ignore")
+            with _faked(module, watch, dtype), _hooked(module, watch):
+                args, kwargs = _arguments(sample, length, dtype)
+                with torch.no_grad(), watch:
+                    module(*args, **kwargs)
+    except Exception as error:  # whatever the model raises there
+        return watch, error
+    finally:
+        _TORCH_LOG.disabled = was
+    return watch, None
+
+
+def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    narrow = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=narrow, device="cpu")
 
 
 @dataclass
@@ -281,7 +301,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _faked(module: nn.Module, mode: FakeTensorMode, watch: _Watch) -> Iterator[None]:
+def _faked(module: nn.Module, watch: _Watch, dtype: torch.dtype | None) -> Iterator[None]:
     """Fake parameters, one for each place (of tied ones, too, to tell the places apart), and buffers, on the CPU."""
     held = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     names = {id(part): name for name, part in module.named_modules()}
@@ -289,13 +309,12 @@ def _faked(module: nn.Module, mode: FakeTensorMode, watch: _Watch) -> Iterator[N
         for part, parameters, buffers in held:
             for key, parameter in parameters.items():
                 if parameter is not None:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    fake = nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
                     part._parameters[key] = fake
                     watch.slots[fake] = clean_name(f"{names[id(part)]}.{key}".lstrip("."))
             for key, buffer in buffers.items():
                 if buffer is not None:
-                    part._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    part._buffers[key] = _fake(buffer, dtype)
         yield
     finally:
         for part, parameters, buffers in held:
@@ -328,13 +347,11 @@ def _hooked(module: nn.Module, watch: _Watch) -> Iterator[None]:
             handle.remove()
 
 
-def _arguments(sample: Any, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(sample: Any, length: int, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fake arguments of the model for one micro batch."""
     if sample is None:
         sample = torch.zeros(1, length, dtype=torch.int64)
-    fake = _pytree.tree_map_only(
-        torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), sample
-    )
+    fake = _pytree.tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, dtype), sample)
     if isinstance(fake, Mapping):
         return (), dict(fake)
     return (tuple(fake), {}) if isinstance(fake, list | tuple) else ((fake,), {})

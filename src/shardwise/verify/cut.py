@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from shardwise.measure.collectives import Collective
-from shardwise.parallel.context import first_sequence
 from shardwise.parallel.tensor_layout import Held, TensorLayout, chunk
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec, ParameterSpec
@@ -15,7 +14,15 @@ from shardwise.spec.read import clean_name
 from shardwise.train.session import Session
 from shardwise.train.step import Micro
 from shardwise.verify.expected import Traffic, expected_traffic, units_of
-from shardwise.verify.part import is_gloo, keeps_gathered, planned_stages, root_units, shard_dim_of, shard_rank
+from shardwise.verify.part import (
+    is_gloo,
+    keeps_gathered,
+    planned_stages,
+    root_units,
+    shard_dim_of,
+    shard_rank,
+    tokens_of,
+)
 from shardwise.verify.watch import StepWatch
 
 NARROW = 2
@@ -34,10 +41,11 @@ class Tally:
         for index, value in enumerate((*calls, *num_bytes)):
             row[index] += value
 
-    def traffic(self) -> dict[str, Traffic]:
+    def traffic(self, *, bytes_known: bool) -> dict[str, Traffic]:
         """By the name of the line."""
         return {
-            name: Traffic((row[0], row[1]), (row[2], row[3]) if row[3] else None) for name, row in self._rows.items()
+            name: Traffic((row[0], row[1]), (row[2], row[3]) if row[3] and bytes_known else None)
+            for name, row in self._rows.items()
         }
 
 
@@ -56,7 +64,7 @@ def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watc
         _context(tally, facts, decision.context.sites)
     if plan.dims.pp > 1:
         _pipeline(tally, facts)
-    return {**tally.traffic(), **_data(facts)}
+    return {**tally.traffic(bytes_known=facts.known), **_data(facts)}
 
 
 class _Facts:
@@ -64,7 +72,9 @@ class _Facts:
 
     def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], width: int) -> None:
         self.session, self.spec, self.plan, self.width = session, spec, session.plan, width
-        self.micros = [(s.shape[0], s.shape[1]) for micro in micros if (s := first_sequence(micro.inputs)) is not None]
+        known = tokens_of(micros)
+        self.known = known is not None and width > 0
+        self.micros = known or [(0, 0)] * len(micros)
         self.tokens = sum(samples * length for samples, length in self.micros)
         self.names = {clean_name(n) for n, _ in session.module.named_parameters(remove_duplicate=False)}
         own = max(p.itemsize for p in session.spec.parameters)
@@ -232,7 +242,8 @@ def _pipeline(tally: Tally, facts: _Facts) -> None:
     last = plan.dims.pp * plan.virtual_stages - 1
     cut = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
     low, high = facts.bytes(facts.tokens // cut * facts.width)
-    number, shapes = len(facts.micros), len(set(facts.micros))
+    number = len(facts.micros)
+    shapes = len(set(facts.micros)) if facts.known else number
     for stage in stages:
         for other in (stage - 1, stage + 1):
             if not 0 <= other <= last or other in stages:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.parallel.context import first_sequence
 from shardwise.parallel.shard import gathered_ahead
 from shardwise.train.session import Session
 from shardwise.train.step import Step
-from shardwise.verify.part import planned_stages, root_units, run_micros, used_spec
+from shardwise.verify.part import planned_stages, root_units, run_micros, tokens_of, used_spec
 from shardwise.verify.receipt import Line
 from shardwise.verify.watch import StepWatch
 
@@ -110,8 +109,9 @@ def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
     layout = None if decision is None else decision.layout
     if layout is None:
         return
-    if watch.lengths:
-        lengths = {tokens.shape[1] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None}
+    known = tokens_of(step.micros)
+    if watch.lengths and known is not None:
+        lengths = {length for _, length in known}
         whole = watch.lengths <= lengths
         cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not whole
         found = (

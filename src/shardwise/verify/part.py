@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
 
 from shardwise.cost.stages import balanced_stages
 from shardwise.measure.collectives import OTHER, Axes
@@ -81,6 +83,20 @@ def run_micros(session: Session, step: Step) -> list[Micro]:
     if session.plan.dims.pp == 1:
         return micros
     return micros + [micros[-1]] * (padded_count(session.plan, len(micros)) - len(micros))
+
+
+def tokens_of(micros: Sequence[Micro]) -> list[tuple[int, int]] | None:
+    """Samples and length of each micro batch; ``None`` where its inputs do not say so (images, two sequences)."""
+    found = []
+    for micro in micros:
+        leaves = [
+            leaf for leaf in _pytree.tree_leaves(micro.inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim == 2
+        ]
+        shapes = {(leaf.shape[0], leaf.shape[1]) for leaf in leaves if not leaf.is_floating_point()}
+        if len(shapes) != 1:
+            return None
+        found += list(shapes)
+    return found
 
 
 def keeps_gathered(plan: Plan) -> bool:

@@ -86,6 +86,12 @@ def shrink(factory: Callable[[], nn.Module], need: Sizes) -> Shrunk:
     return _shrink_module(factory, whole, lists, need, was)
 
 
+def with_fewer_blocks(factory: Callable[[], nn.Module], blocks: int, seq_len: int) -> nn.Module:
+    """The model in its own widths, of not many more than ``blocks`` blocks; parameters are on the meta device."""
+    recipe = shrink(factory, Sizes(blocks=blocks, seq_len=seq_len, only_blocks=True)).recipe
+    return build(lambda: _construct(factory, recipe), 0, real=False)
+
+
 def build_small(factory: Callable[[], nn.Module], recipe: Recipe, seed: int) -> nn.Module:
     """The small model in float64 with random weights of a seed, nothing left as a constant, and without dropout."""
     module = build(lambda: _construct(factory, recipe), 0, real=False)

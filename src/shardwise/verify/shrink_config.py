@@ -28,7 +28,8 @@ class Sizes:
     """What the small model must still allow.
 
     ``blocks`` at least; ``cuts`` are the (tp, cp) degrees that will be asked of it; ``seq_len`` its samples, and
-    ``own_seq_len`` those of the model as it is; ``vocab_size`` the token ids of the data.
+    ``own_seq_len`` those of the model as it is; ``vocab_size`` the token ids of the data. With ``only_blocks`` all
+    other sizes stay the model's own.
     """
 
     blocks: int = 2
@@ -36,6 +37,7 @@ class Sizes:
     seq_len: int = 32
     own_seq_len: int = 32
     vocab_size: int = 257
+    only_blocks: bool = False
 
     @property
     def granule(self) -> int:
@@ -74,12 +76,10 @@ def smaller(
     section = "text_config" if isinstance(document.get("text_config"), dict) else ""
     text = configuration.text_config if section else configuration
     reader = _Reader(text, document[section] if section else document, section)
-    for proposal in (_blocks(reader, kinds, need, chooser), _widths(reader, need), _vocab(reader, need)):
-        if proposal.attempts:
-            yield proposal
-    proposal = _positions(reader, need)
-    if proposal.attempts:
-        yield proposal
+    proposals = [_blocks(reader, kinds, need, chooser)]
+    if not need.only_blocks:
+        proposals += [_widths(reader, need), _vocab(reader, need), _positions(reader, need)]
+    yield from (proposal for proposal in proposals if proposal.attempts)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ class StepWatch:
         self.logits: set[int] = set()
         self.gathers_before_first: int | None = None
         self.recorder = CollectiveRecorder(lambda: session.phase, axis_of(session))
+        decision = session.applied.decision
+        self._wiring = None if decision is None else decision.wiring
+        self._layout = None if decision is None else decision.layout
         self._samples = {
             tokens.shape[0] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None
         }
@@ -71,16 +74,28 @@ class StepWatch:
             gathers = (item for item in self.recorder.collectives if item.name == "all_gather")
             self.gathers_before_first = sum(item.axis not in ("tp", "cp", "pp") for item in gathers)
         self.block_calls += 1
-        hidden = self._hidden((args, kwargs))
+        hidden = self._hidden(name, args, kwargs)
         if hidden is not None:
             self.widths.add(hidden.shape[-1])
             if name != self._first:
                 self.lengths.add(hidden.shape[1])
 
-    def _hidden(self, tree: Any) -> torch.Tensor | None:
-        leaves = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-        found = (t for t in leaves if t.is_floating_point() and t.ndim >= 3 and t.shape[0] in self._samples)
-        return next(found, None)
+    def _hidden(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """The hidden state among a block's arguments: where the plan has found it, or the likely one."""
+        place: int | str | None = None
+        if self._wiring is not None and name in self._wiring.calls:
+            place = self._wiring.calls[name].argument
+        elif self._layout is not None and self._layout.first:
+            place = self._layout.hidden[1]
+        if isinstance(place, int) and place < len(args):
+            found = args[place]
+        elif place in kwargs:
+            found = kwargs[place]
+        else:
+            leaves = (leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            likely = (t for t in leaves if t.is_floating_point() and t.ndim >= 3 and t.shape[0] in self._samples)
+            found = next(likely, None)
+        return found if isinstance(found, torch.Tensor) and found.ndim >= 3 else None
 
     def _leave_head(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and torch.is_grad_enabled():
