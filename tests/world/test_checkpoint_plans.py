@@ -199,8 +199,10 @@ PLANS = [  # family, and its plans by the number of ranks; transformers is slow 
     # a fused projection; tied ends on two stages, on two ranks or (zbv) on one
     pytest.param("gpt2", {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2", "ddp+pp2 zbv"]}, id="gpt2"),
     pytest.param("own", {1: ["fsdp"], 2: ["ddp+cp2", "zero1+cp2", "ddp+pp2 interleaved-1f1b"]}, id="own-two-ranks"),
-    pytest.param("own", {1: ["ddp"], 4: ["ddp+tp2", "fsdp+pp2", "fsdp+cp2", "fsdp"]}, id="own-four-ranks"),
-    pytest.param("own", {1: ["zero2"], 4: ["ddp+tp2+pp2"], 8: ["fsdp+tp2+pp2", "hsdp+tp2"]}, id="own-eight-ranks"),
+    pytest.param(
+        "own", {1: ["ddp"], 4: ["ddp+tp2", "fsdp+pp2", "fsdp+cp2", "fsdp", "ddp+tp2+pp2"]}, id="own-four-ranks"
+    ),
+    pytest.param("own", {1: ["zero2"], 8: ["fsdp+tp2+pp2", "hsdp+tp2"]}, id="own-eight-ranks"),
 ]
 
 

@@ -173,7 +173,6 @@ def cut(
         module.set_submodule(places[block], stand_in)
         receive = stand_in if isinstance(stand_in, Receive) else receive
     first, last = own.start == 0, own.stop == len(blocks)
-    zeros: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
     for name, part in list(module.named_modules()):
         if any(clean_name(name) == block or clean_name(name).startswith(f"{block}.") for block in blocks):
             continue
@@ -186,7 +185,7 @@ def cut(
             if first and not used:
                 continue
             narrow = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            zero = zeros.setdefault((narrow, ()), torch.zeros(1, dtype=narrow, device=device))
+            zero = torch.zeros(1, dtype=narrow, device=device)
             del part._parameters[key]
             object.__setattr__(part, key, zero.expand(parameter.shape))
             gone.append(key)

@@ -157,11 +157,15 @@ def dry_run(
         loss: summed loss of outputs and labels; cross-entropy over tokens by default.
 
     Raises:
-        PlanError: this version does not run the plan.
+        PlanError: this version does not run the plan, or not one rank of it alone (a pipeline).
         ModelError: the model does not run on fake tensors, or not under this plan.
         MachineError: the child died.
     """
     runnable(plan)
+    if plan.dims.pp > 1:
+        from shardwise.search.rehearse import rehearsable
+
+        rehearsable(plan)
     if batch is None and plan.seq_len is None:
         raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
     source = build if isinstance(build, ModelSource) else _by_name(build)
@@ -184,7 +188,7 @@ def prove(
     """`dry_run` of the whole model for every rank that holds something else: the first and, if it differs, the last.
 
     Sharding gives the first ranks the larger chunks; with ``zero1`` each rank steps other parameters, so that ``ranks``
-    should name the one with the largest share. In this version ranks have no other roles: pipelines are not run.
+    should name the one with the largest share. Ranks of a tensor-parallel group hold equal parts, the first the fullest.
     """
     if ranks is not None:
         return tuple(dry_run(build, plan, rank=rank, **options) for rank in dict.fromkeys(ranks))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,14 +94,14 @@ def rehearse(
         loss: summed loss of outputs and labels; cross-entropy over tokens by default.
 
     Raises:
-        PlanError: this version does not run the plan.
+        PlanError: this version does not run the plan, or not one rank of it alone (a pipeline).
         ModelError: the model cannot be trained so, or does not run on fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from shardwise.train import session
+    from shardwise.train import step
 
-    runnable(plan)
+    rehearsable(plan)
     if batch is None and plan.seq_len is None:
         raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
     began = time.perf_counter()
@@ -112,7 +113,8 @@ def rehearse(
         try:
             with (
                 fake_world(plan.dims.world_size, rank),
-                swapped(session, "check_finite", lambda *_, **__: None),  # fake numbers cannot be looked at
+                _decided(build, plan, blocks, batch),
+                swapped(step, "check_finite", lambda *_, **__: None),  # fake numbers cannot be looked at
                 naming_shards(recorder),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
@@ -133,6 +135,43 @@ def rehearse(
             ) from error
     seconds = time.perf_counter() - began
     return Rehearsal(recorder.events, recorder.categories(), recorder.sent, seconds, clock.blocks, clock.alike)
+
+
+def rehearsable(plan: Plan) -> None:
+    """Whether one rank of ``plan`` can be rehearsed alone.
+
+    Raises:
+        PlanError: this version does not run it, or its ranks take turns.
+    """
+    runnable(plan)
+    if plan.dims.pp > 1:
+        raise PlanError(
+            f"{plan.strategy} cannot be rehearsed: one rank runs alone on fake tensors, and a pipeline's stages wait for "
+            "what others compute; rehearse the same plan without +pp, or train three steps of it, which measures it"
+        )
+
+
+@contextmanager
+def _decided(
+    build: Callable[[], nn.Module], plan: Plan, blocks: int | None, batch: Callable[[int], tuple[Any, Any]] | None
+) -> Iterator[None]:
+    """While inside, how a model is cut is known already: looking at it needs values, which fake tensors have not."""
+    import torch
+
+    from shardwise.parallel import apply, materialize
+    from shardwise.search.extrapolate import shorten
+    from shardwise.spec.read import read_model
+
+    if not plan.dims.splits_model:
+        yield
+        return
+    module, size = materialize.build(build, 0, real=False), plan.micro_batch or 1
+    if blocks is not None:
+        shorten(module, blocks)
+    sample = torch.zeros(size, plan.seq_len or 1, dtype=torch.int64) if batch is None else batch(size)[0]
+    found = apply.check_cut(module, read_model(module), plan, sample)
+    with swapped(apply, "check_cut", lambda *_: found):
+        yield
 
 
 def count_blocks(build: Callable[[], nn.Module]) -> int | None:

@@ -143,6 +143,7 @@ class Flow:
         warnings.simplefilter("ignore")
         self._stack.enter_context(torch.random.fork_rng(devices=[]))
         self._stack.enter_context(torch.enable_grad())
+        self._stack.enter_context(torch.device("cpu"))
         self._stack.enter_context(_swapped(self))
         return self
 
