@@ -8,3 +8,7 @@ import shardwise.report.progress
 import shardwise.train.loop
 import shardwise.verify.effects
 import shardwise.verify.fit  # noqa: F401
+from tests import families
+
+for _name in families.FAMILIES:  # transformers loads each family's code when one is built
+    families.family(_name, layers=1)
