@@ -38,10 +38,10 @@ def score(row: Row, *, told: bool = True) -> Scored:
     Megatron, the published program with whole gradients, accumulates in its buckets. torchtitan, and what is built on
     it, sets expandable segments; the others say nothing, so they ran the default. llm-foundry's loss is flash-attn's,
     and torchtitan compiles its loss where it compiles at all, since 2025. Unless ``told``, nothing is known but what
-    the command's options say.
+    the command's options say, and whose program runs where an axis cuts the model (`Row.stack`).
     """
     if not told:
-        return _scored(row, estimate(row.profile, row.plan, row.workload, row.cluster))
+        return _scored(row, estimate(row.profile, row.plan, row.workload, row.cluster, stack=row.stack))
     framework = row.framework.lower()
     titan = "torchtitan" in framework
     recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
@@ -52,7 +52,7 @@ def score(row: Row, *, told: bool = True) -> Scored:
         row.cluster,
         expandable=titan,
         buckets_add=True,
-        stack="torchtitan" if row.plan.parsed.shards_parameters else "megatron",
+        stack=row.stack,
         fused_loss="foundry" in framework or (titan and recent and row.workload.compiled),
     )
     return _scored(row, found)

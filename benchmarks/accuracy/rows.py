@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from shardwise.cost.held import Stack
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -54,6 +55,11 @@ class Row:
     memory_kind: str
     reserved_bytes: int | None
     oom: bool
+
+    @property
+    def stack(self) -> Stack:
+        """Whose program runs where an axis cuts the model: Megatron-LM's for whole weights, else PyTorch's parts."""
+        return "torchtitan" if self.plan.parsed.shards_parameters else "megatron"
 
     @property
     def label(self) -> str:

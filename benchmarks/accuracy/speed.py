@@ -52,8 +52,7 @@ class Timed:
 
 def facts(row: Row) -> dict[str, Any]:
     """What is known about a published program beside its plan: options of `step_time`."""
-    stack = "torchtitan" if row.plan.parsed.shards_parameters else "megatron"
-    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False, "stack": stack}
+    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False, "stack": row.stack}
     if row.source in BEFORE_FLASH:
         program |= {"attention": "unfused", "padded": True}
         program["sequence_parallel"] = row.source == "korthikanti_2022" and row.plan.recompute == "selective"
@@ -70,7 +69,9 @@ def predict(rows: Iterable[Row], *, plain: bool = False) -> tuple[list[Timed], l
         if row.step_time_s is None or row.oom:
             continue
         try:
-            time = step_time(row.profile, row.plan, row.workload, row.cluster, **({} if plain else facts(row)))
+            time = step_time(
+                row.profile, row.plan, row.workload, row.cluster, **({"stack": row.stack} if plain else facts(row))
+            )
         except PlanError as error:
             problems.append(f"{row.label}: {error}")
             continue

@@ -188,7 +188,7 @@ def prove(
     """`dry_run` of the whole model for every rank that holds something else: the first and, if it differs, the last.
 
     Sharding gives the first ranks the larger chunks; with ``zero1`` each rank steps other parameters, so that ``ranks``
-    should name the one with the largest share. Ranks of a tensor-parallel group hold equal parts, the first the fullest.
+    should name the one with the largest share. The first rank of a tensor-parallel group is its fullest.
     """
     if ranks is not None:
         return tuple(dry_run(build, plan, rank=rank, **options) for rank in dict.fromkeys(ranks))

@@ -331,6 +331,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
     """
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -342,10 +343,17 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         with unset_fake_temporarily():
             return build_mesh(*args)
 
+    joined = DeviceMesh._concatenate
+
+    def join_for_real(*args: Any) -> Any:  # FSDP2's mesh over the data- and tensor-parallel axes
+        with unset_fake_temporarily():
+            return joined(*args)
+
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with (
             swapped(apply, "build_mesh", build_for_real),
+            swapped(DeviceMesh, "_concatenate", staticmethod(join_for_real)),
             # it reads what other ranks sent
             swapped(distributed, "_verify_param_shape_across_processes", lambda *_: None),
         ):

@@ -120,6 +120,13 @@ def rehearse(
             ):
                 script = _Script(plan, dict(optimizer or {}), clip_norm, rank, steps, blocks, batch, loss)
                 script.run(build, recorder, clock, gloo)
+        except ModelError as error:
+            if plan.dims.cp > 1 and "explicit mask" in str(error):
+                raise ModelError(
+                    f"{plan.strategy} cannot be rehearsed with this model: without values it makes a mask that it does "
+                    "not make on real ones, and context parallel cuts no mask; rehearse the same plan without +cp"
+                ) from None
+            raise
         except ShardwiseError:
             raise
         except Exception as error:  # whatever a model does that fake tensors cannot
@@ -146,8 +153,8 @@ def rehearsable(plan: Plan) -> None:
     runnable(plan)
     if plan.dims.pp > 1:
         raise PlanError(
-            f"{plan.strategy} cannot be rehearsed: one rank runs alone on fake tensors, and a pipeline's stages wait for "
-            "what others compute; rehearse the same plan without +pp, or train three steps of it, which measures it"
+            f"{plan.strategy} cannot be rehearsed: one rank runs alone on fake tensors, and a pipeline's stages wait "
+            "for what others compute; rehearse the same plan without +pp, or train three steps of it, which measures it"
         )
 
 
