@@ -333,7 +333,13 @@ RULES: list[tuple[Rule, list[str], list[str]]] = [
             "f(trust_remote_code=value)",
             "os.system('ls')",
         ],
-        ["model.eval()", "re.compile('x')", "class A:\n    compile: bool = False", "f(trust_remote_code=False, shell=False)", "os.execv(a, b)"],
+        [
+            "model.eval()",
+            "re.compile('x')",
+            "class A:\n    compile: bool = False",
+            "f(trust_remote_code=False, shell=False)",
+            "os.execv(a, b)",
+        ],
     ),
     (
         without_docstring,

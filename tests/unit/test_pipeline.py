@@ -13,6 +13,7 @@ from shardwise.cost.pipeline import (
     simulate_1f1b,
 )
 from shardwise.cost.schedule import Run, elapsed_s
+from shardwise.cost.stages import balanced_stages, even_stages
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 8), (4, 4), (4, 3), (8, 64), (5, 7)])
@@ -96,3 +97,14 @@ def test_a_long_run_is_multiplied_and_not_followed() -> None:
 def test_contention_slows_by_what_is_hidden() -> None:
     runs = [Run(10, 1.0, gather_s=0.5)]
     assert elapsed_s(runs, contention=0.2) - elapsed_s(runs) == pytest.approx(0.2 * 9 * 0.5)
+
+
+def test_equal_blocks_are_dealt_out_as_any_blocks_are():
+    """The short way gives the cut of the search over all of them, ties included."""
+    for number in (1, 2, 5, 9, 13, 24):
+        for stages in range(1, min(number, 7) + 1):
+            for before, after in ((0.0, 0.0), (0.0, 0.5), (0.0, 3.3), (2.0, 5.0), (30.0, 1.0), (1.0, 1.0)):
+                whole = balanced_stages([1.7] * number, before * 1.7, after * 1.7, stages)
+                assert even_stages(number, 1.7, before * 1.7, after * 1.7, stages) == whole
+    with pytest.raises(ValueError, match="3 blocks cannot be 4 stages"):
+        even_stages(3, 1.0, 0.0, 0.0, 4)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _OPTIONS = (
     "sequence_parallel",
     "loss_parallel",
+    "tp_styles",
     "async_tp",
     "pipeline_schedule",
     "virtual_stages",
@@ -243,6 +244,7 @@ def with_options(plan: Plan, config: Config) -> Plan:
         update={
             "sequence_parallel": parallel.sequence_parallel,
             "loss_parallel": parallel.loss_parallel and dims.tp > 1,
+            "tp_styles": parallel.tp_styles,
             "async_tp": parallel.async_tp,
             "pipeline_schedule": parallel.pipeline_schedule,
             "virtual_stages": parallel.virtual_stages or stages_of(parallel.pipeline_schedule),

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from shardwise.cost.context import context_bytes
 from shardwise.cost.estimate import CATEGORIES, Estimate
 from shardwise.cost.held import Layout, Stack, layout_of
-from shardwise.cost.program import Setting, write_program
+from shardwise.cost.program import write_program
 from shardwise.cost.replay import Played, fullest, replay, settings_of
 from shardwise.cost.screen import screen
+from shardwise.cost.setting import Setting
 from shardwise.cost.tape import WRITTEN, Program, Tape
 from shardwise.plan.plan import Plan
 from shardwise.spec.cluster import ClusterSpec

@@ -21,7 +21,7 @@ from shardwise.cost.held import (
     stage_pieces,
     unit_weights,
 )
-from shardwise.cost.program import Setting
+from shardwise.cost.setting import Setting
 from shardwise.cost.tape import Program, Tape
 from shardwise.plan.plan import Recompute
 from shardwise.spec.profile import ModelProfile

@@ -145,7 +145,10 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
 
 
 def stop_caching(module: nn.Module) -> tuple[str, ...]:
-    """transformers models keep keys and values by default; recompute would append them a second time."""
+    """transformers models keep keys and values by default; recompute would append them a second time.
+
+    A cut model would keep those of its own part, and training uses none.
+    """
     notes = []
     for name in ("config", "config.text_config"):
         config: Any = module
@@ -153,7 +156,9 @@ def stop_caching(module: nn.Module) -> tuple[str, ...]:
             config = getattr(config, part, None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
-            notes.append(f"model.{name}.use_cache is now False: recompute would fill the cache twice")
+            notes.append(
+                f"model.{name}.use_cache is now False: training uses no cache, and recompute would fill it twice"
+            )
     return tuple(notes)
 
 

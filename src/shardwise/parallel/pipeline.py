@@ -119,10 +119,11 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
             f"pipeline_schedule {name} with {base}: weights get their gradients in a pass of its own, when {base} has "
             f"freed them; use zero2+pp{pp}, which keeps weights gathered, or pipeline_schedule interleaved-1f1b"
         )
-    if name in _ZERO_BUBBLE and plan.recompute == "selective":
+    if name in _ZERO_BUBBLE and plan.recompute != "none":
         problems.append(
-            f"pipeline_schedule {name} goes backward through a block twice, and PyTorch's selective recompute does so "
-            "once; set recompute to full or none, or pipeline_schedule to interleaved-1f1b"
+            f"pipeline_schedule {name} goes backward through a block twice, which selective recompute cannot and full "
+            "recompute pays for with one more forward each time; set recompute to none, or pipeline_schedule to "
+            "interleaved-1f1b"
         )
     if name in _ZERO_BUBBLE and plan.compile:
         problems.append(

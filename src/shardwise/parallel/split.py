@@ -65,7 +65,7 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
     wiring = read_wiring(module, spec, plan.dims.pp, sample, plan.seq_len) if plan.dims.pp > 1 else None
     if wiring is not None:
         check_tied(spec, wiring, plan)
-    layout = tensor_layout(module, spec, plan, sample) if plan.dims.tp > 1 else None
+    layout = tensor_layout(module, spec, plan, sample, plan.tp_styles or None) if plan.dims.tp > 1 else None
     return Decision(wiring, layout)
 
 
@@ -83,7 +83,7 @@ def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> Parts:
         stages = {stage_of[parameter.block]} if parameter.block is not None else set()
         stages |= {0} if every & wiring.before else set()
         stages |= {len(ranks) - 1} if every & wiring.after else set()
-        for stage in stages or {0}:
+        for stage in stages or {len(ranks) - 1}:
             names[ranks[stage]].add(parameter.name)
     return Parts(shard_dim, tuple(frozenset(held) for held in names))
 

@@ -30,6 +30,7 @@ _LATER: dict[str, object] = {
     "virtual_stages": 1,
     "compile": False,
     "async_tp": False,
+    "tp_styles": {},
     "prefetch": 1,
 }
 
@@ -48,11 +49,12 @@ class Plan(BaseModel):
     traffic, no whole gradient in memory.
 
     With tensor parallel, ``sequence_parallel`` cuts what lies between its regions along the sequence, ``loss_parallel``
-    leaves logits cut over the vocabulary (the loss must know how to take them), and ``async_tp`` overlaps its
-    collectives with matrix products (compiled, on GPUs). With pipeline parallel, ``pipeline_schedule`` names the order
-    of micro batches and ``virtual_stages`` the stages of each rank. ``compile`` runs ``torch.compile`` on each block,
-    and ``prefetch`` is how many blocks ahead sharded weights are gathered. ``reason`` says why this plan was chosen and
-    is no part of the fingerprint.
+    leaves logits cut over the vocabulary (the loss must know how to take them), ``tp_styles`` names how linear layers
+    are cut (pattern of names to ``colwise``, ``rowwise``, ``replicate``; found by itself if empty), and ``async_tp``
+    overlaps its collectives with matrix products (compiled, on GPUs). With pipeline parallel, ``pipeline_schedule``
+    names the order of micro batches and ``virtual_stages`` the stages of each rank. ``compile`` runs ``torch.compile``
+    on each block, and ``prefetch`` is how many blocks ahead sharded weights are gathered. ``reason`` says why this plan
+    was chosen and is no part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +74,7 @@ class Plan(BaseModel):
     virtual_stages: int = Field(default=1, ge=1)
     compile: bool = False
     async_tp: bool = False
+    tp_styles: dict[str, str] = {}
     prefetch: int = Field(default=1, ge=1)
     device: DeviceType = "cpu"
     reason: str = ""

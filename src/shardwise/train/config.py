@@ -171,6 +171,10 @@ class ParallelTable(Table):
     recompute: Recompute = "none"
     sequence_parallel: bool = Field(True, description="+tp: cut what lies between its regions along the sequence")
     loss_parallel: bool = Field(True, description="+tp: logits stay cut over the vocabulary up to the loss")
+    tp_styles: dict[str, str] = Field(
+        default_factory=dict,
+        description="+tp: patterns of linear layers to colwise, rowwise or replicate; found by itself if left out",
+    )
     async_tp: bool = Field(False, description="+tp: overlap its collectives with matrix products (compiled, on GPUs)")
     pipeline_schedule: PipelineSchedule = Field("1f1b", description="+pp: the order of micro batches")
     virtual_stages: Positive | None = Field(
@@ -196,6 +200,7 @@ class ParallelTable(Table):
         needs = {
             "sequence_parallel": ("+tp", strategy.tp > 1),
             "loss_parallel": ("+tp", strategy.tp > 1),
+            "tp_styles": ("+tp", strategy.tp > 1),
             "async_tp": ("+tp", strategy.tp > 1),
             "pipeline_schedule": ("+pp", strategy.pp > 1),
             "virtual_stages": ("+pp", strategy.pp > 1),
