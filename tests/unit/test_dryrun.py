@@ -137,14 +137,26 @@ def test_a_closure_and_own_batches_are_carried_over():
 
 
 def test_what_cannot_be_rehearsed_is_said():
-    with pytest.raises(PlanError, match=r"\+tp2 can be planned but is not run"):
-        dry_run(two_blocks, plan_of("fsdp+tp2", 4))
+    with pytest.raises(PlanError, match=r"zero1 with \+tp2 can be planned but is not run"):
+        dry_run(two_blocks, plan_of("zero1+tp2", 4))
+    with pytest.raises(PlanError, match=r"fsdp\+pp2 cannot be rehearsed.*without \+pp"):
+        dry_run(two_blocks, plan_of("fsdp+pp2", 4))
     with pytest.raises(PlanError, match="needs the plan's seq_len"):
         dry_run(two_blocks, plan_of("ddp", 1, seq_len=None))
     with pytest.raises(ModelError, match=r"does not run on fake tensors.*\.item\(\)"):
         dry_run(lambda: looks_at_values(), plan_of("ddp", 1))
     with pytest.raises(ModelError, match="model_type 'llamma' cannot be built"):
         ModelSource(config={"model_type": "llamma"}).builder()
+
+
+def test_tensor_parallel_is_rehearsed_as_one_rank_of_its_group():
+    """A half of every cut weight, and the collectives of the tensor-parallel axis beside those of the data's."""
+    keys = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    source = ModelSource(config={"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, **keys})
+    whole, half = (dry_run(source, plan_of(name, 2, seq_len=8)) for name in ("ddp", "ddp+tp2"))
+    norms = (2 * 2 + 1) * 32 * 4
+    assert 2 * half.categories["parameters"] - norms == whole.categories["parameters"]
+    assert {"all_gather", "reduce_scatter"} <= {total.name for total in half.collectives}
 
 
 def test_a_hugging_face_config_is_a_source():

@@ -423,8 +423,7 @@ class _Writer:
         """After a block's backward: weights go, gradients wait in fp32 or are reduced."""
         tape, s, weights = self.tape, self.s, self.s.weights[visit.piece]
         if last or s.layout.pp == 1 or not s.layout.keeps_weights:
-            tape.free(*visit.gathered)
-            visit.gathered = []
+            visit.gathered = tape.free(*visit.gathered)
         key = self._key(visit)
         if not last:
             self._wait(key, weights.waiting * visit.number, whole)
@@ -435,8 +434,7 @@ class _Writer:
         tape, key = self.tape, (-1, 0)
         weights = [self.s.weights[i] for i in self.root]
         if last or self.s.layout.pp == 1 or not self.s.layout.keeps_weights:
-            tape.free(*self.root_gathered)
-            self.root_gathered = []
+            self.root_gathered = tape.free(*self.root_gathered)
         if not last:
             self._wait(key, sum(w.waiting for w in weights), self.root_gradients)
             self.root_gradients = []

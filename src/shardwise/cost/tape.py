@@ -47,9 +47,10 @@ class Tape:
         self.count += 1
         return self.count - 1
 
-    def free(self, *handles: int) -> None:
-        """Free each; -1 is ignored."""
+    def free(self, *handles: int) -> list[int]:
+        """Free each; -1 is ignored. Returns what is left of them: nothing."""
         self.events += [(-1 - handle, 0, 0) for handle in handles if handle >= 0]
+        return []
 
     def phase(self, name: PhaseName) -> None:
         """What follows belongs to ``name``."""

@@ -147,31 +147,12 @@ def step_time(
     """
     machine = machine_of(cluster, plan.precision, rates, calibration)
     strategy = parse_strategy(plan.strategy)
-    stack = stack_of(strategy, stack)
-    megatron = _cuts(plan) and not strategy.shards_parameters and stack == "megatron"
-    split = Split(
-        tp=plan.dims.tp,
-        cp=plan.dims.cp,
-        micro=plan.micro_batch or 1,
-        precision=plan.precision,
-        recompute=plan.recompute,
-        compiled=workload.compiled,
-        attention=attention or ("cudnn" if megatron else "flash"),
-        sequence_parallel=plan.sequence_parallel if sequence_parallel is None else sequence_parallel,
-        padded=padded,
-        hides_reduction=megatron,
-        casts_weights=not megatron,
-        ring=stack != "shardwise",
-        cuts_ends=stack != "shardwise",
-        loss_parallel=plan.loss_parallel,
+    split = _split(
+        plan, workload, strategy, stack_of(strategy, stack), sequence_parallel, attention=attention, padded=padded
     )
     async_tp = plan.async_tp if async_tp is None else async_tp
     virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
-    copies: Copies = "none"
-    if not megatron and strategy.base == "ddp" and _is_cut(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
-        copies = "units"
-    elif autocast if autocast is not None else not megatron:
-        copies = "autocast"
+    copies = _copies(plan, strategy, autocast, megatron=split.hides_reduction)
     key = _Same(profile)
     where = _Same(cluster)
     times = _unit_times(key, where, rates, calibration, split)
@@ -181,7 +162,9 @@ def step_time(
     timed = {id(s): _with_host(s, plan, own) if workload.framework_overhead else _alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]
     parts = _micro_batches(plan, stages, hosted, send, virtual)
-    optimizer, after, offload = update_s(machine, profile, plan, strategy, workload, times, distributed=megatron)
+    optimizer, after, offload = update_s(
+        machine, profile, plan, strategy, workload, times, distributed=split.hides_reduction
+    )
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload
     parts["exposed_dp_s"] += after
     if workload.framework_overhead and rates is None:
@@ -209,6 +192,43 @@ def step_time(
 
 def _cuts(plan: Plan) -> bool:
     return plan.dims.tp * plan.dims.pp * plan.dims.cp > 1
+
+
+def _split(
+    plan: Plan,
+    workload: Workload,
+    strategy: Strategy,
+    stack: Stack,
+    sequence_parallel: bool | None,
+    *,
+    attention: AttentionKernel | None,
+    padded: bool,
+) -> Split:
+    """What divides a unit's work in the program of ``stack``."""
+    megatron = _cuts(plan) and not strategy.shards_parameters and stack == "megatron"
+    return Split(
+        tp=plan.dims.tp,
+        cp=plan.dims.cp,
+        micro=plan.micro_batch or 1,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        compiled=workload.compiled,
+        attention=attention or ("cudnn" if megatron else "flash"),
+        sequence_parallel=plan.sequence_parallel if sequence_parallel is None else sequence_parallel,
+        padded=padded,
+        hides_reduction=megatron,
+        casts_weights=not megatron,
+        ring=stack != "shardwise",
+        cuts_ends=stack != "shardwise",
+        loss_parallel=plan.loss_parallel,
+    )
+
+
+def _copies(plan: Plan, strategy: Strategy, autocast: bool | None, *, megatron: bool) -> Copies:
+    """How whole weights are copied as they are computed with."""
+    if not megatron and strategy.base == "ddp" and _is_cut(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
+        return "units"
+    return "autocast" if (autocast if autocast is not None else not megatron) else "none"
 
 
 def _is_cut(dims: ParallelDims) -> bool:
