@@ -11,9 +11,10 @@ from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan, read_plan
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.report.candidates import print_explanation, print_facts
+from shardwise.search.axes import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.explain import against, why_not
-from shardwise.search.search import Question, ask, cost_of
+from shardwise.search.search import Question, ask, cost_of, search
 from shardwise.spec.load import load_profile
 
 
@@ -34,11 +35,15 @@ def run_explain(plan_file: Path, *, not_this: str | None, as_json: bool, loss: s
     best = cost_of(question, plan)
     print_facts(question.profile, asked.cluster, console)
     print_explanation(question.profile, asked.cluster, best, console)
+    free = pins.model_copy(update={"strategy": None})
+    if plan.dims.splits_model:
+        others = search(profile, asked.workload, asked.cluster, free, costs=costs).candidates
+        for line in purposes(question, best, others):
+            console.print(f"why: {line}", markup=False)
     found: Candidate | None = None
     lines: list[str] = []
     if other is not None:
-        free = ask(profile, asked.workload, asked.cluster, pins.model_copy(update={"strategy": None}), costs=costs)
-        found, lines = why_not(free, other, best)
+        found, lines = why_not(ask(profile, asked.workload, asked.cluster, free, costs=costs), other, best)
         console.print()
         for line in lines:
             console.print(line, markup=False)

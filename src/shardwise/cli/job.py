@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -402,8 +402,18 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
         precision=parallel.precision,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,
+        options=_given_options(config),
         **split,
     )
+
+
+def _given_options(config: Config) -> dict[str, Any]:
+    """The options of the plan's axes that the config names."""
+    parallel = config.parallel
+    named = {key: getattr(parallel, key) for key in _OPTIONS if key in parallel.model_fields_set}
+    if "pipeline_schedule" in named:
+        named["virtual_stages"] = parallel.virtual_stages or stages_of(parallel.pipeline_schedule)
+    return {key: value for key, value in named.items() if value is not None}
 
 
 def _fixed_choice(

@@ -95,15 +95,17 @@ class Reader:
 
 def _rows(uses: Sequence[Slices], size: int, group: Group, device: str) -> Rows:
     """Which rows each rank uses of those that this one has, and how many this one uses of each other's."""
-    first, end = chunk(size, group.size, group.rank)
-    sent = []
-    for slices in uses:
-        wanted = _indices(slices, "cpu")
-        sent.append((wanted[(wanted >= first) & (wanted < end)] - first).to(device))
-    mine = _indices(uses[group.rank], "cpu").tolist()
     borders = [chunk(size, group.size, at) for at in range(group.size)]
-    taken = [sum(start <= row < stop for row in mine) for start, stop in borders]
-    return Rows(torch.cat(sent), [len(piece) for piece in sent], taken)
+    first, end = borders[group.rank]
+    sent = [[row - first for row in _within(slices, first, end)] for slices in uses]
+    taken = [len(_within(uses[group.rank], start, stop)) for start, stop in borders]
+    rows = torch.tensor([row for piece in sent for row in piece], dtype=torch.int64, device=device)
+    return Rows(rows, [len(piece) for piece in sent], taken)
+
+
+def _within(slices: Slices, first: int, end: int) -> list[int]:
+    """The rows of ``slices`` that are not before ``first`` and before ``end``."""
+    return [row for start, stop in slices for row in range(max(start, first), min(stop, end))]
 
 
 def _indices(slices: Slices, device: str) -> torch.Tensor:
