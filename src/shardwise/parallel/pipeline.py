@@ -23,7 +23,6 @@ from shardwise.cost.stages import balanced_stages
 from shardwise.errors import PlanError
 from shardwise.parallel.mesh import Meshes
 from shardwise.parallel.precision import DTYPES
-from shardwise.parallel.same_batches import check_same_batches
 from shardwise.parallel.stage import Receive, StageContainer, copies, cut
 from shardwise.parallel.stage_run import LossFunction, RunStage, Span, Work
 from shardwise.plan.plan import Plan
@@ -249,8 +248,6 @@ class Pipeline:
     device: torch.device
     tied: tuple[tuple[str, str], ...] = ()
     spans: list[Span] | None = None
-    control: dist.ProcessGroup | None = None
-    _compared: bool = False
     _schedules: dict[int, Any] = field(default_factory=dict)
 
     def train(self, micros: Sequence[Any], loss_fn: LossFunction, weight: Callable[[Any], float]) -> torch.Tensor:
@@ -258,13 +255,7 @@ class Pipeline:
 
         ``loss_fn(outputs, labels)`` is a summed loss, 0-d; it is multiplied by ``weight(micro)`` for backward. Returns
         the sum of the unweighted losses of micro batches that are no fillers: on the last stage, zero elsewhere.
-
-        Raises:
-            DataError: in the first step, if ranks that work on the same samples got others.
         """
-        if not self._compared:
-            check_same_batches(micros, self.plan, self.control)
-            self._compared = True
         number = padded_count(self.plan, len(micros))
         fill = _Sample(micros[-1].inputs, micros[-1].labels, filler=True)
         work = self._begin([*micros, *[fill] * (number - len(micros))], loss_fn, weight, has_backward=True)
@@ -368,7 +359,7 @@ def make_pipeline(stages: Stages, plan: Plan, meshes: Meshes, device: torch.devi
         if plan.pipeline_schedule in _ZERO_BUBBLE:
             stage.keep_gathered()
         made.append(stage)
-    return Pipeline(tuple(made), plan, group, device, stages.tied, control=control)
+    return Pipeline(tuple(made), plan, group, device, stages.tied)
 
 
 def _start(op: dist.P2POp) -> dist.Work:

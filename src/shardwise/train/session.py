@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +29,7 @@ from shardwise.parallel.gradients import finish_partial, global_norm, scale_to
 from shardwise.parallel.group import Ranks, gather_ints, leave
 from shardwise.parallel.home import home_of
 from shardwise.parallel.precision import grad_scaler
+from shardwise.parallel.same_batches import check_same_batches
 from shardwise.parallel.shard import discard_gradients
 from shardwise.plan.dims import Place
 from shardwise.plan.plan import Plan
@@ -204,6 +206,7 @@ class Session:
         source, last = iter(share), None
         if self._applied is not None:  # of a loop that was left in the middle of a step
             discard_gradients(self.applied.outer)
+            self._share_luck()
         self.first_step, self.in_step = self.steps_done, False
         while limit is None or limit > 0:
             micros = [self._micro(batch, count) for batch in next(source, [])]
@@ -225,6 +228,9 @@ class Session:
             micros += [Micro(last.inputs, last.labels, num_tokens=0, filler=True)] * (length - len(micros))
             number = self.steps_done + 1
             step = Step(self, number, micros, *self._in_all(rows))
+            if number == self.first_step + 1 and self.plan.dims.tp * self.plan.dims.pp > 1:
+                check_same_batches(micros, self.plan, self.ranks.control)
+                self._share_luck()  # the first rank alone has drawn the order of the samples
             self.in_step = True
             self.notify("on_step_start", step)
             try:
@@ -235,6 +241,24 @@ class Session:
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1
+
+    def _share_luck(self) -> None:
+        """Ranks of a tensor-parallel group go on with the numbers of its first: they compute much of the model alike.
+
+        A loop that seeds each rank by its number would drop other elements of one and the same tensor on each.
+        """
+        meshes = self.applied.meshes
+        if meshes is None or meshes.tp is None:
+            return
+        group = meshes.tp.get_group()
+        first = dist.get_global_rank(group, 0)
+        luck = torch.get_rng_state()
+        dist.broadcast(luck, src=first, group=group)
+        torch.set_rng_state(luck)
+        if self.device.type == "cuda":
+            luck = torch.cuda.get_rng_state(self.device)
+            dist.broadcast(luck, src=first, group=group)
+            torch.cuda.set_rng_state(luck, self.device)
 
     def _in_all(self, rows: list[list[int]]) -> tuple[int, int]:
         """Labels and micro batches of all ranks, those that several ranks work on together counted once."""
