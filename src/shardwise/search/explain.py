@@ -189,14 +189,19 @@ def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Ca
     return candidate, [f"not {strategy}: {against(question, candidate, best)}"]
 
 
+def _factors(text: str) -> str:
+    """In parentheses where there are several."""
+    return f"({text})" if "×" in text else text
+
+
 def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> list[tuple[str, int | None, str]]:
     """Category, bytes, and the formula that says where they come from; the bytes are the estimate's."""
     strategy, dims = plan.parsed, plan.dims
     cut = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
     shards = " × ".join(f"{name} {n}" for name, n in (("dp_shard", dims.dp_shard), ("cp", dims.cp)) if n > 1)
     ranks = " × ".join(f"{name} {n}" for name, n in (("dp", dims.dp), ("cp", dims.cp)) if n > 1)
-    ways = f" / ({shards})" if strategy.shards_parameters and shards else ""
-    state_ways = f" / ({ranks})" if strategy.base == "zero1" and ranks else ways
+    ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
+    state_ways = f" / {_factors(ranks)}" if strategy.base == "zero1" and ranks else ways
     layout = layout_of(plan)
     whole, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
     width = itemsize_of(plan.precision)
