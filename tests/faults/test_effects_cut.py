@@ -148,6 +148,21 @@ def no_partial_sums() -> Alarms:
     return run("ddp+tp2")
 
 
+def drifting_replicas() -> Alarms:
+    """What is held whole gets another gradient on each rank."""
+    finish = session_module.finish_partial
+
+    def drift(parameters: Any) -> None:
+        parameters = list(parameters)
+        finish(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.ndim == 1:
+                parameter.grad.to_local().mul_(1.0 + 0.1 * dist.get_rank())
+
+    session_module.finish_partial = drift
+    return run("ddp+tp2")
+
+
 def no_row_sums() -> Alarms:
     """What each rank has of a sum is taken for the sum."""
     tensor_forward.add_up = lambda tensor, group: tensor
@@ -156,6 +171,7 @@ def no_row_sums() -> Alarms:
 
 def tensor_ranks_differ() -> Alarms:
     """Each rank of a tensor-parallel group has samples of its own."""
+    session_module.check_same_batches = lambda *_: None  # it would say so before
     stream_module.rank_batches = lambda loader, ranks, share, **skip: list(loader)[ranks.rank :: ranks.world_size]
     return run("ddp+tp2", accum=1)
 
@@ -203,6 +219,7 @@ def reduced_every_time() -> Alarms:
 
 def stages_differ() -> Alarms:
     """The last stage has labels of other samples."""
+    session_module.check_same_batches = lambda *_: None  # it would say so before
     stream_module.rank_batches = lambda loader, ranks, share, **skip: list(loader)[ranks.rank :: ranks.world_size]
     return run("ddp+pp2")
 
@@ -236,6 +253,7 @@ SABOTAGES: list[tuple[Callable[[], Alarms], int, str]] = [
     (unasked_loss_parallel, 2, "loss parallel"),
     (no_tensor_parallel, 2, "parameters held"),
     (no_partial_sums, 2, "all_reduce over tp per step"),
+    (drifting_replicas, 2, "replicas over tp"),
     (no_row_sums, 2, "all_reduce over tp per step"),
     (tensor_ranks_differ, 2, "samples within model groups"),
     (no_recompute, 2, "block forwards per step"),

@@ -240,18 +240,16 @@ def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
 def with_options(plan: Plan, config: Config) -> Plan:
     """A plan that was chosen, with what ``[parallel]`` says about how its axes are run."""
     parallel, dims = config.parallel, plan.dims
-    return plan.model_copy(
-        update={
-            "sequence_parallel": parallel.sequence_parallel,
-            "loss_parallel": parallel.loss_parallel and dims.tp > 1,
-            "tp_styles": parallel.tp_styles,
-            "async_tp": parallel.async_tp,
-            "pipeline_schedule": parallel.pipeline_schedule,
-            "virtual_stages": parallel.virtual_stages or stages_of(parallel.pipeline_schedule),
-            "compile": parallel.compile,
-            "prefetch": parallel.prefetch,
-        }
-    )
+    update: dict[str, Any] = {"compile": parallel.compile}
+    if dims.tp > 1:
+        keys = ("sequence_parallel", "loss_parallel", "tp_styles", "async_tp")
+        update |= {key: getattr(parallel, key) for key in keys}
+    if dims.pp > 1:
+        schedule = parallel.pipeline_schedule
+        update |= {"pipeline_schedule": schedule, "virtual_stages": parallel.virtual_stages or stages_of(schedule)}
+    if plan.parsed.shards_parameters:
+        update["prefetch"] = parallel.prefetch
+    return plan.model_copy(update=update)
 
 
 def choose_plan(
@@ -303,6 +301,9 @@ def choose_plan(
         )
     if not fixed:
         choice = replace(choice, plan=with_options(choice.plan, config))
+    check(spec, choice.plan)
+    if not choice.plan.dims.splits_model:
+        cut(choice.plan)  # its options; a plan that cuts the model was looked at when it was chosen
     return choice, spec
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.errors import PlanError
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.environment import visible_devices
 from shardwise.parallel.group import Ranks, join, leave
@@ -36,7 +37,7 @@ def start(
 
     Args:
         plan: a strategy (``"auto"``, ``"fsdp"``, ...), a `Plan`, or the path of a plan file.
-        grad_accum: micro batches per optimizer step on one rank (a plan's own value wins).
+        grad_accum: micro batches per optimizer step on one rank; this and the next two are the plan's if one is given.
         precision: compute dtype; weights, gradients and their reduction stay fp32.
         recompute: activation checkpointing of the repeated blocks.
         device: ``cpu``, ``cuda``, or ``auto``.
@@ -49,6 +50,16 @@ def start(
         plan = runnable(read_plan(Path(plan)))
     if isinstance(plan, str) and plan != "auto":
         runnable_strategy(plan)
+    if isinstance(plan, Plan):
+        runnable(plan)
+        given = {"grad_accum": (grad_accum, 1), "precision": (precision, "fp32"), "recompute": (recompute, "none")}
+        wrong = [
+            f"start(..., {key}={value!r}) is beside a plan, and the plan says {getattr(plan, key)}; change it there"
+            for key, (value, default) in given.items()
+            if value not in (default, getattr(plan, key))
+        ]
+        if wrong:
+            raise PlanError(*wrong)
     ranks = join(device)
     if isinstance(plan, Plan):
         planner = _fixed(plan)

@@ -99,7 +99,8 @@ def check(spec: ModelSpec, plan: Plan) -> None:
         raise ModelError(f"the model has nothing to train: {frozen}; leave requires_grad True on some")
     if plan.recompute != "none" and not spec.blocks:
         apply_recompute(nn.Module(), plan.recompute, ())
-    if plan.parsed.shards_parameters:
+    dims = plan.dims
+    if plan.parsed.shards_parameters or (dims.tp * dims.pp > 1 and dims.dp * dims.cp > 1):  # FSDP2 wraps it
         units = [[p for p in spec.parameters if p.block == block] for block in (*spec.blocks, None)]
         odd = [p for p in spec.parameters if not p.shape or not p.num_elements]
         problems += [f"{plan.strategy} cannot shard '{p.name}' of shape {p.shape}; give it shape (1,)" for p in odd[:3]]

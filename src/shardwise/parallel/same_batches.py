@@ -7,38 +7,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils import _pytree
 
 from shardwise.errors import DataError
 from shardwise.plan.plan import Plan
 
 
-def check_same_batches(micros: Sequence[Any], plan: Plan, control: dist.ProcessGroup | None) -> None:
-    """Compare the micro batches of ranks that stand at the same data- and context-parallel place. Collective.
+def checksum(batches: Sequence[Any]) -> int:
+    """32 bits of all tensors in ``batches``, as the loader gave them."""
+    found = 0
+    for leaf in _pytree.tree_leaves(list(batches)):
+        if isinstance(leaf, torch.Tensor):
+            content = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            found = zlib.crc32(content, zlib.crc32(repr(tuple(leaf.shape)).encode(), found))
+    return found
 
-    Stages and tensor-parallel ranks that got other samples would give a wrong gradient with no other sign. ``control``
-    is a group over all ranks that sends CPU tensors, ``None`` for the default one.
+
+def check_same_batches(sums: Sequence[int], plan: Plan) -> None:
+    """Compare the `checksum` of ranks that stand at the same data-parallel place; ``sums`` is in rank order.
+
+    Stages, tensor- and context-parallel ranks that got other samples would give a wrong gradient with no other sign.
 
     Raises:
-        DataError: on every rank, if any two differ.
+        DataError: any two differ.
     """
-    found = 0
-    for micro in micros:
-        for leaf in _pytree.tree_leaves((micro.inputs, micro.labels)):
-            if isinstance(leaf, torch.Tensor):
-                content = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-                found = zlib.crc32(content, zlib.crc32(repr(tuple(leaf.shape)).encode(), found))
-    mine = torch.tensor([len(micros), found], dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(control))]
-    dist.all_gather(rows, mine, group=control)
-    first: dict[tuple[int, int], int] = {}
-    for rank, row in enumerate(rows):
-        place = plan.dims.place(rank)
-        other = first.setdefault((place.dp, place.cp), rank)
-        if not torch.equal(row, rows[other]):
+    first: dict[int, int] = {}
+    for rank, mine in enumerate(sums):
+        other = first.setdefault(plan.dims.place(rank).dp, rank)
+        if mine != sums[other]:
             raise DataError(
                 f"ranks {other} and {rank} work on the same samples under {plan.strategy}, and the loader gave them "
-                "others: give every rank a loader over the same data that shuffles alike (a generator with the same "
-                "seed), and leave the dealing out to session.steps"
+                "others: give every rank a loader over the same data that shuffles, masks and augments alike (a "
+                "generator of its own with the same seed), and leave the dealing out to session.steps"
             )

@@ -145,7 +145,7 @@ def read_plan(path: Path) -> Plan:
         problems += error.problems
     try:
         plan = Plan.model_validate(data)
-        problems += [] if problems else _axis_problems(plan)
+        problems += [] if problems else axis_problems(plan)
     except ValidationError as error:
         problems += plan_problems(error)
     if problems:
@@ -157,16 +157,18 @@ def runnable(plan: Plan) -> Plan:
     """``plan`` itself.
 
     Raises:
-        PlanError: this version plans it but does not run it.
+        PlanError: this version plans it but does not run it, or it contradicts itself.
     """
     runnable_strategy(plan.strategy)
+    if problems := axis_problems(plan):
+        raise PlanError(*problems)
     if plan.precision == "fp8":
         raise PlanError("precision fp8 can be planned but is not run by this version; use bf16")
     return plan
 
 
-def _axis_problems(plan: Plan) -> list[str]:
-    """One line for each degree of a plan document that its strategy does not have."""
+def axis_problems(plan: Plan) -> list[str]:
+    """One line for each degree and option of a plan that does not go with its strategy."""
     strategy, dims = plan.parsed, plan.dims
     wrong = [
         f"{strategy} has {axis} {getattr(strategy, axis)}, but dims say {axis} {getattr(dims, axis)}"
@@ -182,7 +184,11 @@ def _axis_problems(plan: Plan) -> list[str]:
     absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []
     found = {axis: getattr(dims, axis) for axis in absent}
     wrong += [f"{strategy} has no {axis} axis, but dims say {axis} {n}" for axis, n in found.items() if n > 1]
-    return wrong
+    needs = dict.fromkeys(("loss_parallel", "sequence_parallel", "tp_styles", "async_tp"), ("+tp", strategy.tp > 1))
+    needs |= dict.fromkeys(("pipeline_schedule", "virtual_stages"), ("+pp", strategy.pp > 1))
+    needs["prefetch"] = ("sharded parameters (zero2, fsdp, hsdp)", strategy.shards_parameters)
+    moot = [key for key, (_, there) in needs.items() if not there and getattr(plan, key) != _LATER[key]]
+    return wrong + [f"'{key}' does nothing without {needs[key][0]}; take it out" for key in moot]
 
 
 def plan_problems(error: ValidationError) -> list[str]:

@@ -8,6 +8,7 @@ synchronises. `shardwise train` runs on this class too; there is no second path.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,14 +23,14 @@ from torch.utils import _pytree
 
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
-from shardwise.errors import DataError, ModelError, UserError
+from shardwise.errors import DataError, ModelError, PlanError, UserError
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
 from shardwise.parallel.context import sequence_share
 from shardwise.parallel.gradients import finish_partial, global_norm, scale_to
 from shardwise.parallel.group import Ranks, gather_ints, leave
 from shardwise.parallel.home import home_of
 from shardwise.parallel.precision import grad_scaler
-from shardwise.parallel.same_batches import check_same_batches
+from shardwise.parallel.same_batches import check_same_batches, checksum
 from shardwise.parallel.shard import discard_gradients
 from shardwise.plan.dims import Place
 from shardwise.plan.plan import Plan
@@ -172,6 +173,11 @@ class Session:
         if self._applied is not None:
             raise ModelError("session.prepare was called before; a session trains one model")
         self._plan = self.planner(model, optimizer)
+        if self._plan.device != self.device.type:
+            raise PlanError(
+                f"the plan is for {self._plan.device}, and this rank computes on {self.device.type}; give "
+                f"start(..., device='{self._plan.device}'), or a plan whose device is '{self.device.type}'"
+            )
         names = parameter_names(model)
         self._applied = apply(model, self._plan, self.device, sample)
         self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
@@ -206,17 +212,19 @@ class Session:
         source, last = iter(share), None
         if self._applied is not None:  # of a loop that was left in the middle of a step
             discard_gradients(self.applied.outer)
-            self._share_luck()
+            if self.plan.dims.tp > 1:
+                self._share_luck()
         self.first_step, self.in_step = self.steps_done, False
         while limit is None or limit > 0:
-            micros = [self._micro(batch, count) for batch in next(source, [])]
+            given = next(source, [])
+            micros = [self._micro(batch, count) for batch in given]
             last = micros[-1] if micros else last
             tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
-            rows = gather_ints([tokens, len(micros), int(self._stop_asked), ready], self.ranks)
-            if any(stop for _, _, stop, _ in rows):
+            rows = gather_ints([tokens, len(micros), int(self._stop_asked), ready, *self._marks(given)], self.ranks)
+            if any(row[2] for row in rows):
                 self.stopped = True
                 return
-            length = max(number for _, number, _, _ in rows)
+            length = max(row[1] for row in rows)
             if length == 0:
                 return
             starved = [rank for rank, row in enumerate(rows) if not row[3]]
@@ -228,9 +236,7 @@ class Session:
             micros += [Micro(last.inputs, last.labels, num_tokens=0, filler=True)] * (length - len(micros))
             number = self.steps_done + 1
             step = Step(self, number, micros, *self._in_all(rows))
-            if number == self.first_step + 1 and self.plan.dims.tp * self.plan.dims.pp > 1:
-                check_same_batches(micros, self.plan, self.ranks.control)
-                self._share_luck()  # the first rank alone has drawn the order of the samples
+            self._keep_together(rows)
             self.in_step = True
             self.notify("on_step_start", step)
             try:
@@ -242,23 +248,42 @@ class Session:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1
 
-    def _share_luck(self) -> None:
-        """Ranks of a tensor-parallel group go on with the numbers of its first: they compute much of the model alike.
+    def _marks(self, given: list[Any]) -> list[int]:
+        """What ranks that work on one sample must have in common: what the loader gave, and the luck of a tp group."""
+        if not self.plan.dims.splits_model:
+            return []
+        luck = zlib.crc32(self._luck().numpy().data) if self.plan.dims.tp > 1 else 0
+        return [checksum(given), luck]
 
-        A loop that seeds each rank by its number would drop other elements of one and the same tensor on each.
+    def _keep_together(self, rows: list[list[int]]) -> None:
+        """Refuse other samples within a group, and let its ranks share luck again where one has drawn alone.
+
+        The first rank of all draws the order of the samples for everybody, and a loop may seed each rank by its number:
+        ranks of a tensor-parallel group would drop other elements of one and the same tensor.
         """
-        meshes = self.applied.meshes
-        if meshes is None or meshes.tp is None:
+        dims = self.plan.dims
+        if not dims.splits_model:
             return
-        group = meshes.tp.get_group()
-        first = dist.get_global_rank(group, 0)
-        luck = torch.get_rng_state()
-        dist.broadcast(luck, src=first, group=group)
-        torch.set_rng_state(luck)
+        check_same_batches([row[4] for row in rows], self.plan)
+        if any(row[5] != rows[rank - dims.place(rank).tp][5] for rank, row in enumerate(rows)):
+            self._share_luck()
+
+    def _luck(self) -> torch.Tensor:
+        """The states of torch's generators, as bytes on the CPU."""
+        states = [torch.get_rng_state()]
+        states += [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return torch.cat(states)
+
+    def _share_luck(self) -> None:
+        """Ranks of a tensor-parallel group go on with the numbers of its first. Collective over all ranks."""
+        mine = self._luck()
+        states = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
+        dist.all_gather(states, mine, group=self.ranks.control)
+        shared = states[self.ranks.rank - self.place.tp]
+        size = torch.get_rng_state().numel()
+        torch.set_rng_state(shared[:size])
         if self.device.type == "cuda":
-            luck = torch.cuda.get_rng_state(self.device)
-            dist.broadcast(luck, src=first, group=group)
-            torch.cuda.set_rng_state(luck, self.device)
+            torch.cuda.set_rng_state(shared[size:], self.device)
 
     def _in_all(self, rows: list[list[int]]) -> tuple[int, int]:
         """Labels and micro batches of all ranks, those that several ranks work on together counted once."""

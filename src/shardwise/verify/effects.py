@@ -24,7 +24,7 @@ from shardwise.verify.options import option_lines
 from shardwise.verify.part import shard_dim_of, shard_rank, used_spec
 from shardwise.verify.receipt import Line, Receipt
 from shardwise.verify.samples import digest, sample_lines
-from shardwise.verify.structure import offload_lines, structure_lines, tied_lines
+from shardwise.verify.structure import offload_lines, replica_lines, structure_lines, tied_lines
 from shardwise.verify.traffic import is_reduction, traffic_lines
 from shardwise.verify.watch import StepWatch
 
@@ -73,6 +73,7 @@ class EffectsProbe:
         self._stop_recording()
         lines = [*effects_lines(session, step, watch), *sample_lines(session, step.micros, self._before)]
         lines += tied_lines(session)
+        lines += replica_lines(session)
         self.receipt = agree(session, "effects", lines)
         if self._on_receipt is not None and session.ranks.is_main:
             self._on_receipt(self.receipt)

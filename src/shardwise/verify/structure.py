@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from shardwise.measure import state
 from shardwise.parallel.group import gather_text
@@ -28,6 +29,9 @@ from shardwise.verify.part import (
 from shardwise.verify.receipt import Line
 from shardwise.verify.samples import tensor_bytes
 from shardwise.verify.traffic import range_text
+
+REPLICAS_APART = 1e-3  # of a norm; 16-bit compute gives the same bits on each rank too, as inputs are the same
+REPLICAS_FLOOR = 1e-4
 
 
 def structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[Line]:
@@ -140,3 +144,32 @@ def tied_lines(session: Session) -> Iterator[Line]:
             found=f"{', '.join(apart)}: not the same" if apart else planned,
             ok=not apart,
         )
+
+
+def replica_lines(session: Session) -> Iterator[Line]:
+    """What every tensor-parallel rank holds whole has the same gradient on each; collective.
+
+    A gradient that each rank has a part of, or works out from other numbers, drifts apart without any other sign. What
+    is zero but for rounding (a key's bias) is left out.
+    """
+    plan = session.plan
+    if plan.dims.tp == 1:
+        return
+    mine: dict[str, float] = {}
+    for name, parameter in session.module.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and _is_whole_over_tp(gradient):
+            mine[clean_name(name)] = float(state.local(gradient).double().norm())
+    everyone = [json.loads(text) for text in gather_text(json.dumps(mine), session.ranks)]
+    first = everyone[session.ranks.rank - session.place.tp]
+    floor = REPLICAS_FLOOR * max([*first.values(), 0.0])
+    apart = [n for n, norm in mine.items() if abs(norm - first.get(n, 0.0)) > REPLICAS_APART * max(norm, floor)]
+    planned = f"{len(mine)} gradients: the same on each of {plan.dims.tp} ranks"
+    more = f" and {len(apart) - 2} more" if len(apart) > 2 else ""
+    found = f"not the same: {', '.join(apart[:2])}{more}" if apart else planned
+    yield Line(name="replicas over tp", planned=planned, found=found, ok=not apart)
+
+
+def _is_whole_over_tp(gradient: DTensor) -> bool:
+    axes = gradient.device_mesh.mesh_dim_names or ()
+    return "tp" in axes and gradient.placements[axes.index("tp")].is_replicate()
