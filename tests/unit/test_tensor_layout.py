@@ -380,3 +380,72 @@ def test_chunks_are_those_of_torch() -> None:
         expected = [len(piece) for piece in torch.arange(size).chunk(ranks)]
         found = [chunk(size, ranks, rank) for rank in range(ranks)]
         assert [end - first for first, end in found] == expected + [0] * (ranks - len(expected))
+
+
+class Helped(nn.Module):
+    """Blocks that take something of the whole model's: a scale of queries, a factor of hidden states, or a penalty."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.factor = nn.Parameter(torch.ones(2))
+        self.blocks = nn.ModuleList(HelpedBlock(how) for _ in range(2))
+        if how == "activation":
+            self.blocks[1].act = nn.Softmax(-1)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x, penalty = self.tokens(ids), torch.zeros(())
+        for index, block in enumerate(self.blocks):
+            x, more = block(x, self.factor[index])
+            penalty = penalty + more
+        return (self.head(x), penalty) if self.how == "penalty" else self.head(x)
+
+
+class HelpedBlock(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.act: nn.Module = nn.GELU()
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.how == "outside":
+            x = x * factor
+        inner = self.act(self.up(x))
+        if self.how == "inside":
+            inner = inner * factor
+        return x + self.down(inner), inner.abs().mean()
+
+
+def test_a_parameter_of_the_whole_model_inside_of_a_region_leaves_it_whole() -> None:
+    whole = refused(Helped("inside"), sequence_parallel=False)
+    assert "nothing to cut" in whole[0]
+
+
+def test_a_parameter_of_the_whole_model_between_regions_needs_whole_sequences() -> None:
+    assert not layout(Helped("outside"), sequence_parallel=False).notes
+    (problem,) = refused(Helped("outside"))
+    assert "'factor', which is a parameter outside of it" in problem and "sequence_parallel to false" in problem
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_penalty_that_blocks_work_out_is_refused(sequence: bool) -> None:
+    problems = refused(Helped("penalty"), sequence_parallel=sequence)
+    assert any("worked out inside of its blocks" in problem for problem in problems), problems
+
+
+def test_blocks_that_differ_in_a_function_are_each_looked_at() -> None:
+    assert layout(Helped("plain"))
+    assert "blocks.1.up" in " ".join(refused(Helped("activation")))
+
+
+def test_router_logits_are_refused() -> None:
+    options = {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1}
+    for asked in (False, True):
+        module = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options, output_router_logits=asked))
+        if asked:
+            assert any("worked out inside of its blocks" in problem for problem in refused(module))
+        else:
+            assert layout(module)

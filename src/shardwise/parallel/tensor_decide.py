@@ -62,7 +62,7 @@ def _decided(
         output = _run(flow, plan, args, kwargs)
         blocks, more = _blocks(flow, plan, styles)
         head, others = _head(flow, spec, plan, output, styles if is_own else None)
-        problems = [*problems, *more, *others]
+        problems = [*problems, *more, *others, *_side_results(flow, plan, output)]
         if head is not None and head.place is not None and not problems:
             problems += _logits_problems(flow, plan, args, kwargs, output, head)
         if problems:
@@ -81,6 +81,28 @@ def _run(flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"{plan.strategy} looks at one short forward of the model, and that raised {type(error).__name__}: "
             f"{text[:200]}; give what the model takes for one micro batch: session.prepare(model, optimizer, sample)"
         ) from error
+
+
+def _side_results(flow: Flow, plan: Plan, output: Any) -> list[str]:
+    """What the model gives besides what comes out of its last block: on each rank it would be of a part.
+
+    Router logits of experts, attention maps and penalties are such; a loss of them has a gradient that nobody adds up.
+    """
+    depends = Depends()
+    inside = tuple(f"{block}." for block in flow.blocks)
+    allowed = {id(call.leaf) for call in flow.calls}
+    allowed |= {id(p) for name, p in flow.parameters.items() if not name.startswith(inside)}
+    allowed |= depends(flow.last) if flow.last is not None else set()
+    named = output.items() if isinstance(output, Mapping) else enumerate(_pytree.tree_leaves(output))
+    for key, value in named:
+        for leaf in _pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and depends(leaf) - allowed:
+                return [
+                    f"the model gives '{key}', which is worked out inside of its blocks: under {plan.strategy} each "
+                    "rank would have it of its own part, and a loss of it a wrong gradient; turn that output off, or "
+                    "use fsdp"
+                ]
+    return []
 
 
 def _length_problems(plan: Plan, sample: Any) -> list[str]:
@@ -109,7 +131,7 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
     found: dict[str, Regions] = {}
     tp, sequence = plan.dims.tp, plan.sequence_parallel
     for name, run in flow.runs.items():
-        found[name] = found[run.like] if run.like else find_regions(run, flow, tp, styles)
+        found[name] = found[run.like] if run.like else find_regions(run, flow, tp, styles, sequence=sequence)
     first = {name: run for name, run in flow.runs.items() if not run.like}
     problems = [
         f"{name} runs more than once in one forward, which tensor parallel does not cut; use fsdp"

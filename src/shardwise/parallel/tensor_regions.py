@@ -59,8 +59,13 @@ class Depends:
         return self._known[tensor.grad_fn]
 
 
-def find_regions(run: BlockRun, flow: Flow, tp: int, styles: dict[str, str] | None) -> Regions:
-    """Decide for one block, from ``styles`` (full module name to style) where there are any, else by structure."""
+def find_regions(
+    run: BlockRun, flow: Flow, tp: int, styles: dict[str, str] | None, *, sequence: bool = False
+) -> Regions:
+    """Decide for one block, from ``styles`` (full module name to style) where there are any, else by structure.
+
+    ``sequence``: the block is given a part of the sequence on each rank.
+    """
     found = Regions()
     prefix = f"{run.name}."
     depends = Depends()
@@ -86,6 +91,8 @@ def find_regions(run: BlockRun, flow: Flow, tp: int, styles: dict[str, str] | No
     found.problems += [f"{prefix}{n} runs more than once in one forward" for n in sorted(set(cut)) if cut.count(n) > 1]
     found.problems += _size_problems(run, rows, tp)
     found.problems += _strangers(run, flow, columns, rows, below)
+    if sequence:
+        found.problems += _outsiders(run, flow, depends, main)
     if not found.problems:
         _uses(run, flow, found, columns, rows, tp)
     return found
@@ -137,7 +144,8 @@ def _strangers(
     run: BlockRun, flow: Flow, columns: list[Call], rows: list[Call], below: dict[int, frozenset[int]]
 ) -> list[str]:
     """What enters between columns and rows in another way than through the columns, and has a gradient."""
-    fine = {id(c.leaf) for c in columns} | {id(p) for p in flow.parameters.values()}
+    prefix = f"{run.name}."
+    fine = {id(c.leaf) for c in columns} | {id(p) for n, p in flow.parameters.items() if n.startswith(prefix)}
     known = {id(c.leaf): c.product.name for c in run.calls} | {id(run.hidden): "the block's input"}
     problems = []
     for call in rows:
@@ -148,6 +156,26 @@ def _strangers(
                 "on each rank; tensor parallel cannot cut this block"
             )
     return problems
+
+
+def _outsiders(run: BlockRun, flow: Flow, depends: Depends, main: torch.Tensor | None) -> list[str]:
+    """What a block computes with besides its hidden states and its own parameters, and has a gradient.
+
+    With the sequence cut each rank works out that gradient from its tokens alone, and nobody adds the parts up.
+    """
+    prefix = f"{run.name}."
+    own = {id(run.hidden), *(id(c.leaf) for c in run.calls)}
+    own |= {id(p) for name, p in flow.parameters.items() if name.startswith(prefix)}
+    seen = [*(call.value for call in run.calls), *([main] if main is not None else [])]
+    strange = set().union(*(depends(value) for value in seen)) - own
+    if not strange:
+        return []
+    names = sorted(name for name, p in flow.parameters.items() if id(p) in strange)
+    what = f"'{names[0]}', which is a parameter outside of it" if names else "a tensor from outside of it"
+    return [
+        f"{run.name} computes with {what}, and with the sequence cut its gradient would be a part on each rank; set "
+        "parallel.sequence_parallel to false"
+    ]
 
 
 def _structural(

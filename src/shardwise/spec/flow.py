@@ -8,6 +8,7 @@ as a small one. Autograd then says, exactly, which numbers depend on which. Noth
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 import zlib
@@ -22,7 +23,8 @@ from torch.utils import _pytree
 
 from shardwise.spec.read import clean_name
 
-SMALL = 1 << 20  # a parameter outside linear layers and embeddings of more elements than this is given no values
+SMALL = 1 << 20  # a parameter of three dims or more (experts) of more elements than this is given no values
+LARGE = 1 << 25  # and one of two, such as a table of positions or a bias of attention
 LENGTH = 8
 OFFSETS = 65521  # where in a pool of random numbers those of one tensor begin
 
@@ -176,6 +178,11 @@ class Flow:
         with _Quiet(self):
             return self.module(*args, **kwargs)
 
+    @property
+    def last(self) -> torch.Tensor | None:
+        """The hidden states that the last block has given."""
+        return self._previous
+
     def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], narrowed: dict[str, tuple[int, int]]) -> Any:
         """The whole forward once more, with products that give only some of their columns, from and to."""
         self.recording, self.narrowed = False, narrowed
@@ -318,7 +325,7 @@ def _stand_in(flow: Flow, name: str, parameter: nn.Parameter, *, is_product: boo
     if not parameter.is_floating_point():
         return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    if not is_product and parameter.numel() <= SMALL:
+    if not is_product and parameter.numel() <= (SMALL if parameter.ndim > 2 else LARGE):
         found = 1.0 + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         return nn.Parameter(found.to(flow.dtype))
     shape = parameter.shape  # rows that overlap: the shape, and different rows, without the memory
@@ -411,15 +418,33 @@ def _signature(module: nn.Module, run: BlockRun) -> Any:
     """What makes two blocks the same, as far as cutting them goes."""
     facts: list[Any] = [run.place, tuple(run.hidden.shape), sorted(run.kwargs)]
     for path, part in module.named_modules():
-        own = {k: v for k, v in vars(part).items() if type(v) in (int, bool, str, float) and not _is_index(k)}
+        own = {k: _fact(v) for k, v in vars(part).items() if not _is_index(k)}
         shapes = tuple((key, tuple(p.shape)) for key, p in part._parameters.items() if p is not None)
-        facts.append((clean_name(path), type(part).__qualname__, tuple(sorted(own.items())), shapes))
+        buffers = tuple((key, _digest(b)) for key, b in part._buffers.items() if b is not None)
+        facts.append((clean_name(path), type(part).__qualname__, tuple(sorted(own.items())), shapes, buffers))
     inputs: dict[int, int] = {}
     for call in run.calls:
         index = inputs.setdefault(id(call.value), len(inputs))
         facts.append((call.product.name.removeprefix(f"{run.name}."), index))
     facts += [(a.heads, a.kv_heads, a.head_dim) for a in run.attentions]
     return repr(facts)
+
+
+def _fact(value: Any) -> str:
+    """What is plain about an attribute: numbers and texts, the name of a function, the kind of anything else."""
+    if value is None or isinstance(value, int | bool | str | float | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, tuple | list) and len(value) < 100:
+        return f"[{', '.join(_fact(item) for item in value)}]"
+    if isinstance(value, functools.partial):
+        return f"{_fact(value.func)}({_fact(value.args)}, {sorted((k, _fact(v)) for k, v in value.keywords.items())})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _digest(value: torch.Tensor) -> tuple[Any, ...]:
+    if value.device.type == "meta" or value.numel() > SMALL or not value.numel():
+        return (tuple(value.shape),)
+    return tuple(value.shape), zlib.crc32(value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
 
 
 def _is_index(key: str) -> bool:

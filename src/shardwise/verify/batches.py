@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from shardwise.plan.plan import Plan
 from shardwise.train.loss import IGNORED, token_loss_sum
@@ -81,7 +82,11 @@ def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: boo
     size = 1 if one_by_one else len(inputs)
     total = 0.0
     for rows, targets in zip(inputs.split(size), labels.split(size), strict=True):
-        loss = token_loss_sum(model(rows), targets) / max(tokens, 1)
+        outputs = model(rows)
+        logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+        # PyTorch's own loss: a mistake in Shardwise's must not be on both sides of the comparison
+        loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = loss / max(tokens, 1)
         loss.backward()
         total += float(loss.detach())
     gradients = taken(model)
