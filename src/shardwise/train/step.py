@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import TrainingError, UserError
 from shardwise.parallel.shard import reshard
+from shardwise.parallel.stage_run import call
 
 if TYPE_CHECKING:
     from shardwise.train.session import Session
@@ -137,7 +138,7 @@ class Step:
         session, pipeline = self._session, self._session.applied.pipeline
         if pipeline is None:
             for micro in self:
-                self.backward(loss_fn(call_model(model, micro.inputs), micro.labels), count=micro.num_tokens)
+                self.backward(loss_fn(call(model, micro.inputs), micro.labels), count=micro.num_tokens)
             return
         if self._backwards:
             raise UserError(f"step.run was called twice for step {self.number}; call it once")
@@ -203,13 +204,6 @@ class Step:
         optimizer.zero_grad()
         session.in_step = False
         return result
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """``model`` on the inputs of a micro batch, whatever they are packed in."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
 def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:
