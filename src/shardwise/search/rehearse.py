@@ -100,6 +100,7 @@ def rehearse(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from shardwise.train import step
+    from shardwise.train.session import Session
 
     rehearsable(plan)
     if batch is None and plan.seq_len is None:
@@ -115,6 +116,8 @@ def rehearse(
                 fake_world(plan.dims.world_size, rank),
                 _decided(build, plan, blocks, batch),
                 swapped(step, "check_finite", lambda *_, **__: None),  # fake numbers cannot be looked at
+                swapped(Session, "marks", lambda *_: [0, 0]),
+                swapped(Session, "share_luck", lambda *_: None),
                 naming_shards(recorder),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):

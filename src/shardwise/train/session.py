@@ -213,14 +213,14 @@ class Session:
         if self._applied is not None:  # of a loop that was left in the middle of a step
             discard_gradients(self.applied.outer)
             if self.plan.dims.tp > 1:
-                self._share_luck()
+                self.share_luck()
         self.first_step, self.in_step = self.steps_done, False
         while limit is None or limit > 0:
             given = next(source, [])
             micros = [self._micro(batch, count) for batch in given]
             last = micros[-1] if micros else last
             tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
-            rows = gather_ints([tokens, len(micros), int(self._stop_asked), ready, *self._marks(given)], self.ranks)
+            rows = gather_ints([tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self.ranks)
             if any(row[2] for row in rows):
                 self.stopped = True
                 return
@@ -248,7 +248,7 @@ class Session:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1
 
-    def _marks(self, given: list[Any]) -> list[int]:
+    def marks(self, given: list[Any]) -> list[int]:
         """What ranks that work on one sample must have in common: what the loader gave, and the luck of a tp group."""
         if not self.plan.dims.splits_model:
             return []
@@ -266,7 +266,7 @@ class Session:
             return
         check_same_batches([row[4] for row in rows], self.plan)
         if any(row[5] != rows[rank - dims.place(rank).tp][5] for rank, row in enumerate(rows)):
-            self._share_luck()
+            self.share_luck()
 
     def _luck(self) -> torch.Tensor:
         """The states of torch's generators, as bytes on the CPU."""
@@ -274,7 +274,7 @@ class Session:
         states += [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return torch.cat(states)
 
-    def _share_luck(self) -> None:
+    def share_luck(self) -> None:
         """Ranks of a tensor-parallel group go on with the numbers of its first. Collective over all ranks."""
         mine = self._luck()
         states = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
