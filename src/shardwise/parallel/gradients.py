@@ -46,13 +46,9 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], home: Home, meshes: M
     """
     rank = dist.get_rank()
     mine: list[torch.Tensor] = []
-    device: torch.device | None = None
     for name, parameter in named:
         gradient = parameter.grad
-        if gradient is None:
-            continue
-        device = gradient.device
-        if home.canonical(name) in home.borrowed:
+        if gradient is None or home.canonical(name) in home.borrowed:
             continue
         if isinstance(gradient, DTensor):
             coordinate: list[int] = list(gradient.device_mesh.get_coordinate() or [])
@@ -61,7 +57,7 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], home: Home, meshes: M
                 mine.append(gradient.to_local())
         elif rank == home.ranks[0]:
             mine.append(gradient)
-    total = torch.zeros((), dtype=torch.float64, device=device or meshes.data.device_type)
+    total = torch.zeros((), dtype=torch.float64, device=meshes.data.device_type)
     if mine:
         norms = torch._foreach_norm(mine, 2.0)
         total += torch.stack([norm.to(total.device, torch.float64) for norm in norms]).square().sum()

@@ -69,9 +69,7 @@ def materialize(unit: nn.Module, device: torch.device, *, broadcast: bool) -> No
             if id(parameter) not in made:
                 made[id(parameter)] = _placed(parameter, device)
             module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+    move_buffers(unit, device)
     if broadcast and dist.get_world_size() > 1:
         for parameter in made.values():
             dist.broadcast(parameter.detach(), src=0)
@@ -85,6 +83,15 @@ def _placed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     else:
         data = parameter.data.to(device)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Put every buffer on ``device``; one that several modules share stays one."""
+    moved: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 def broadcast_buffers(module: nn.Module) -> None:

@@ -62,9 +62,6 @@ class Stages:
         """Names of the blocks that ``stage`` computes."""
         return self.own[self._at(stage)]
 
-    def enter(self, stage: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Nothing is left to do once blocks stand as they will run: the hidden state enters and leaves beside them."""
-
     def is_last(self, stage: nn.Module) -> bool:
         """True for the stage that computes the loss."""
         return self.indices[self._at(stage)] == self.number - 1

@@ -23,7 +23,7 @@ from shardwise.parallel.context import apply_context
 from shardwise.parallel.context_exchange import Exchange
 from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.home import Home, set_home
-from shardwise.parallel.materialize import broadcast_buffers
+from shardwise.parallel.materialize import broadcast_buffers, move_buffers
 from shardwise.parallel.mesh import Meshes
 from shardwise.parallel.pipeline import Pipeline, check_tied, cut_stages, make_pipeline, stage_ranks
 from shardwise.parallel.precision import apply_autocast, mixed_precision_policy
@@ -102,10 +102,7 @@ def apply_split(
     sample: Any = None,
 ) -> Split:
     """Cut ``module`` as ``plan`` and ``decision`` say; see the top of this file. Collective."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to(device)
+    move_buffers(module, device)
     broadcast_buffers(module)
     whole = {clean_name(name): parameter for name, parameter in module.named_parameters()}
     held, transient = _buffer_names(module)
@@ -123,16 +120,15 @@ def apply_split(
             exchange = apply_context(stage, decision.context, meshes.cp, exchange)
         wrapped = apply_recompute(stage, plan.recompute, own)
         compiled = apply_compile(wrapped, plan, compiled)
-        stages.enter(stage, wrapped)
         blocks |= dict(zip(own, wrapped, strict=True))
-    wrap = _Wrapper(plan, meshes)
+    wrap, places = _Wrapper(plan, meshes), [_modules(stage) for stage in stages.parts]
     for unit in (*spec.blocks, None):
         for parameter in spec.parameters:
             if parameter.block == unit:
                 _place(
                     whole.pop(parameter.name),
                     (parameter.name, *parameter.aliases),
-                    stages.parts,
+                    places,
                     decision.layout,
                     meshes,
                     device,
@@ -175,7 +171,7 @@ class _Wrapper:
 def _place(
     source: nn.Parameter,
     names: Sequence[str],
-    stages: Sequence[nn.Module],
+    places: Sequence[dict[str, nn.Module]],
     layout: TensorLayout | None,
     meshes: Meshes,
     device: torch.device,
@@ -187,17 +183,21 @@ def _place(
     if dist.get_world_size() > 1:
         dist.broadcast(data, src=0)
     made: nn.Parameter | None = None
-    for module, key in _slots(stages, names):
+    for module, key in _slots(places, names):
         if made is None:
             part = data if layout is None or meshes.tp is None else distribute(names[0], data, layout, meshes.tp)
             made = nn.Parameter(part, requires_grad=source.requires_grad)
         module._parameters[key] = made
 
 
-def _slots(stages: Sequence[nn.Module], names: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:
+def _modules(stage: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a stage by the user's names; of one that is wrapped, what is inside."""
+    return {clean_name(f"{name}.").rstrip("."): module for name, module in stage.named_modules()}
+
+
+def _slots(places: Sequence[dict[str, nn.Module]], names: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:
     """Where the parameter of these names is registered on this rank; a stage leaves out what is not its own."""
-    for stage in stages:
-        modules = {clean_name(f"{name}.").rstrip("."): module for name, module in stage.named_modules()}
+    for modules in places:
         for name in names:
             parent, _, key = name.rpartition(".")
             module = modules.get(parent)
