@@ -5,49 +5,10 @@ Gradients are compared, in float64, before and after clipping, with ragged label
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from shardwise.cli.own_loop import start
-from shardwise.parallel.home import home_of
-from shardwise.plan.dims import dims_for
-from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name
-from shardwise.train.loss import token_loss_sum
-from shardwise.train.session import Session
-from shardwise.train.step import Step
-from tests.families import VOCAB, family
+from tests.contract import LIMIT, Case, train
 from tests.worlds import run_world
-
-LENGTH, MICRO_BATCH, CLIP, LIMIT = 16, 2, 0.05, 1e-9
-Gradients = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One combination. ``options`` are the plan's; every model has 4 blocks."""
-
-    world: int
-    strategy: str
-    model: str
-    accum: int = 2
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        more = "".join(f",{key}={value}" for key, value in self.options.items())
-        return f"{self.strategy} {self.model} x{self.accum}{more}"
-
-    @property
-    def plan(self) -> Plan:
-        dims = dims_for(parse_strategy(self.strategy), self.world)
-        return Plan(strategy=self.strategy, dims=dims, grad_accum=self.accum, **self.options)
-
 
 CASES = [
     Case(2, "ddp+tp2", "llama"),
@@ -85,102 +46,6 @@ CASES = [
     Case(8, "fsdp+tp2+pp2", "own", accum=4, options={"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2}),
     Case(8, "zero2+tp2+pp2", "bert", options={"loss_parallel": True}),
 ]
-
-
-def ragged(number: int, seed: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Micro batches with labels of every length, and each fifth without any."""
-    generator = torch.Generator().manual_seed(seed)
-    batches = []
-    for index in range(number):
-        ids = torch.randint(VOCAB, (MICRO_BATCH, LENGTH + 1), generator=generator)
-        inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].clone()
-        for row in range(MICRO_BATCH):
-            labels[row, int(torch.randint(1, LENGTH + 1, (), generator=generator)) :] = -100
-        if index % 5 == 1:
-            labels[:] = -100
-        batches.append((inputs, labels))
-    return batches
-
-
-def reference(case: Case, batches: list[Any]) -> tuple[Gradients, Gradients, float, float]:
-    """One process over the whole global batch, without Shardwise: gradient, clipped gradient, norm, loss."""
-    model = family(case.model)
-    count = sum(int((labels != -100).sum()) for _, labels in batches)
-    loss = sum(token_loss_sum(model(inputs), labels) for inputs, labels in batches) / max(count, 1)
-    loss.backward()
-    raw = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    clipped = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return raw, clipped, norm.item(), loss.item()
-
-
-def whole_gradients(session: Session) -> Gradients:
-    """The whole gradient of every parameter that this rank holds, under the name that it has in the whole model."""
-    home, found = home_of(session.module), {}
-    for name, parameter in session.module.named_parameters():
-        name = clean_name(name)
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            found[name if home is None else home.canonical(name)] = whole.detach().clone()
-    return found
-
-
-class Watch:
-    """Keeps the gradients of the last step, before and after clipping."""
-
-    def __init__(self) -> None:
-        self.raw: Gradients = {}
-        self.clipped: Gradients = {}
-
-    def on_prepared(self, session: Session) -> None: ...
-    def on_step_start(self, session: Session, step: Step) -> None: ...
-    def on_step_abandoned(self, session: Session, step: Step) -> None: ...
-
-    def on_gradients(self, session: Session, step: Step) -> None:
-        self.raw = whole_gradients(session)
-
-    def on_step_end(self, session: Session, step: Step) -> None:
-        self.clipped = whole_gradients(session)
-
-
-def worst(found: Gradients, expected: Gradients) -> tuple[float, str]:
-    """The largest error of a gradient that is here, over the largest element of that gradient.
-
-    What should be zero (a key's bias, which softmax takes out again) is held against the largest of all, too.
-    """
-    errors = [(0.0, "")]
-    floor = 1e-6 * max(float(value.abs().max()) for value in expected.values()) + 1e-30
-    for name, value in found.items():
-        scale = expected[name].abs().max().clamp_min(floor)
-        errors.append((float((value - expected[name]).abs().max() / scale), name))
-    return max(errors)
-
-
-def train(case: Case) -> dict[str, Any]:
-    """Two whole windows and a partial one: the worst error, where it is, and the names of the gradients held here."""
-    per_window = case.plan.dims.dp * case.accum
-    partial = max(1, per_window // 2) if per_window > 1 else 0
-    batches = ragged(2 * per_window + partial)
-    watch = Watch()
-    session = start(case.plan, receipts=False)
-    session.observers.append(watch)
-    model = family(case.model, seed=0 if session.ranks.is_main else 7)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batches[0][0])
-    errors: list[tuple[float, str]] = []
-    names: set[str] = set()
-    for index, step in enumerate(session.steps(batches)):
-        step.run(model, token_loss_sum)
-        result = step.update(optimizer, clip_norm=CLIP)
-        raw, clipped, norm, loss = reference(case, batches[index * per_window : (index + 1) * per_window])
-        errors += [worst(watch.raw, raw), worst(watch.clipped, clipped)]
-        if step.tokens:
-            errors.append((abs(float(result.grad_norm or 0.0) - norm) / norm, "norm"))
-            errors.append((abs(result.loss - loss) / abs(loss), "loss"))
-        names |= set(watch.raw)
-    session.close()
-    expected = {n for n, p in family(case.model).named_parameters()}
-    return {"worst": max(errors), "names": sorted(names), "expected": sorted(expected), "steps": index + 1}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

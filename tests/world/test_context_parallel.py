@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from shardwise.cli.own_loop import start
@@ -28,16 +27,14 @@ from shardwise.parallel.shard import gathered_ahead
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name, read_model
+from shardwise.spec.read import read_model
 from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.loss import token_loss_sum
-from shardwise.train.session import Session
-from shardwise.train.step import Step
+from tests.contract import CLIP, LENGTH, LIMIT, Watch, reference, worst
 from tests.families import FAMILIES, VOCAB, configuration, family
 from tests.worlds import run_world
 
-LENGTH, LAYERS, CLIP, LIMIT = 16, 3, 0.05, 1e-9
-Gradients = dict[str, torch.Tensor]
+LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -70,58 +67,6 @@ def ragged(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
             labels[:, 3:] = -100
         batches.append((inputs, labels))
     return batches
-
-
-def reference(model: nn.Module, batches: list[Any]) -> tuple[Gradients, Gradients, float, float]:
-    """One process over the whole global batch, without Shardwise: gradient, clipped gradient, norm, loss."""
-    count = sum(int((labels != -100).sum()) for _, labels in batches)
-    loss = sum(token_loss_sum(model(inputs), labels) for inputs, labels in batches) / max(count, 1)
-    loss.backward()
-    raw = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    clipped = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return raw, clipped, norm.item(), loss.item()
-
-
-class Watch:
-    """Keeps the gradients of the last step, before and after clipping."""
-
-    def __init__(self) -> None:
-        self.raw: Gradients = {}
-        self.clipped: Gradients = {}
-
-    def on_prepared(self, session: Session) -> None: ...
-    def on_step_start(self, session: Session, step: Step) -> None: ...
-    def on_step_abandoned(self, session: Session, step: Step) -> None: ...
-
-    def on_gradients(self, session: Session, step: Step) -> None:
-        self.raw = whole_gradients(session.module)
-
-    def on_step_end(self, session: Session, step: Step) -> None:
-        self.clipped = whole_gradients(session.module)
-
-
-def whole_gradients(module: nn.Module) -> Gradients:
-    found = {}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            found[clean_name(name)] = whole.detach().clone()
-    return found
-
-
-def worst(found: Gradients, expected: Gradients) -> float:
-    """The largest error of a gradient over its largest element.
-
-    What is zero but for rounding (the bias of keys drops out of a softmax) is measured by the whole gradient.
-    """
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    floor = 1e-6 * max(float(value.abs().max()) for value in expected.values())
-    return max(
-        float((found[name] - value).abs().max()) / max(float(value.abs().max()), floor, 1e-30)
-        for name, value in expected.items()
-    )
 
 
 def own_chunk_only(exchange: Any, name: str, query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
@@ -182,7 +127,8 @@ def train(case: Case, sabotage: str = "") -> Outcome:
         calls.append(exchanged_calls(session.module))
         window = batches[index * per_window : (index + 1) * per_window]
         raw, clipped, norm, loss = reference(family(case.model, layers=case.layers), window)
-        errors += [worst(watch.raw, raw), worst(watch.clipped, clipped)]
+        assert watch.raw.keys() == raw.keys(), watch.raw.keys() ^ raw.keys()
+        errors += [worst(watch.raw, raw)[0], worst(watch.clipped, clipped)[0]]
         if step.tokens:
             errors += [abs(float(result.grad_norm or 0.0) - norm) / norm, abs(result.loss - loss) / abs(loss)]
     exchanged = [after - before for before, after in itertools.pairwise(calls)]

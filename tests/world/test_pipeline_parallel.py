@@ -17,8 +17,8 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.spec.read import clean_name
 from shardwise.train.loss import token_loss_sum
+from tests.contract import LIMIT, Case, Watch, ragged, train, worst
 from tests.families import FAMILIES, VOCAB, family
-from tests.world.test_combinations import LIMIT, Case, Watch, ragged, train, worst
 from tests.worlds import WorldError, run_world
 
 SCHEDULES = {

@@ -21,45 +21,13 @@ from shardwise.parallel.tensor_layout import TensorLayout
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name
 from shardwise.train.loss import token_loss_sum
-from shardwise.train.session import Session, Step
+from tests.contract import CLIP, LIMIT, Watch, reference, worst
 from tests.families import FAMILIES, VOCAB, WIDTH, family
 from tests.worlds import run_world
 
-LIMIT = 1e-9
-CLIP = 0.05
 LENGTH = 8
-Gradients = dict[str, torch.Tensor]
 Case = tuple[str, str, dict[str, Any]]
-
-
-class Watch:
-    """Keeps the whole gradients of the first step, before and after clipping."""
-
-    def __init__(self) -> None:
-        self.raw: Gradients = {}
-        self.clipped: Gradients = {}
-
-    def on_prepared(self, session: Session) -> None: ...
-    def on_step_start(self, session: Session, step: Step) -> None: ...
-
-    def on_gradients(self, session: Session, step: Step) -> None:
-        self.raw = whole_gradients(session.module)
-
-    def on_step_abandoned(self, session: Session, step: Step) -> None: ...
-
-    def on_step_end(self, session: Session, step: Step) -> None:
-        self.clipped = whole_gradients(session.module)
-
-
-def whole_gradients(module: nn.Module) -> Gradients:
-    found = {}
-    for name, parameter in module.named_parameters():
-        grad = parameter.grad
-        if grad is not None:
-            found[clean_name(name)] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
-    return found
 
 
 def ragged(number: int, vocab: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -143,7 +111,7 @@ def error_of(strategy: str, name: str, options: dict[str, Any]) -> float:
     dims = dims_for(parse_strategy(strategy), world)
     plan = Plan(strategy=strategy, dims=dims, **options)
     batches = ragged(dims.dp * accum, vocab_of(name))
-    raw, clipped, norm, loss = reference(name, batches)
+    raw, clipped, norm, loss = reference(build(name, 0), batches)
     watch = Watch()
     session = start(plan)
     session.observers.append(watch)
@@ -153,30 +121,10 @@ def error_of(strategy: str, name: str, options: dict[str, Any]) -> float:
     for step in session.steps(batches):
         step.run(model, token_loss_sum)
         result = step.update(optimizer, clip_norm=CLIP)
-    worst = max(worst_error(watch.raw, raw), worst_error(watch.clipped, clipped))
-    worst = max(worst, abs(float(result.grad_norm or 0) - norm) / norm, abs(result.loss - loss) / loss)
+    assert watch.raw.keys() == raw.keys(), watch.raw.keys() ^ raw.keys()
+    error = max(worst(watch.raw, raw)[0], worst(watch.clipped, clipped)[0])
     session.close()
-    return worst
-
-
-def reference(name: str, batches: list[Any]) -> tuple[Gradients, Gradients, float, float]:
-    """One process, one batch: gradient, clipped gradient, norm, loss."""
-    model = build(name, 0)
-    count = sum(int((labels != -100).sum()) for _, labels in batches)
-    loss = sum(token_loss_sum(model(ids), labels) for ids, labels in batches) / count
-    loss.backward()
-    raw = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    clipped = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return raw, clipped, norm.item(), loss.item()
-
-
-def worst_error(found: Gradients, expected: Gradients) -> float:
-    """Relative to each gradient; to a millionth of the largest where it is zero but for rounding (a key's bias)."""
-    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
-    floor = max(float(value.abs().max()) for value in expected.values()) * 1e-6
-    scales = {name: float(value.abs().max().clamp_min(floor)) for name, value in expected.items()}
-    return max(float((found[name] - value).abs().max()) / scales[name] for name, value in expected.items())
+    return max(error, abs(float(result.grad_norm or 0) - norm) / norm, abs(result.loss - loss) / loss)
 
 
 def errors_of(cases: list[Case]) -> dict[str, float]:
@@ -298,7 +246,7 @@ def narrow(strategy: str, options: dict[str, Any]) -> float:
     """The loss in bf16 beside that of fp32 in one process."""
     dims = dims_for(parse_strategy(strategy), dist.get_world_size())
     batches = ragged(dims.dp, VOCAB)
-    expected = reference("llama", batches)[3]
+    expected = reference(build("llama", 0), batches)[3]
     session = start(Plan(strategy=strategy, dims=dims, precision="bf16", **options))
     model = family("llama", layers=2, dtype=torch.float32)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))

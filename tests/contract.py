@@ -1,0 +1,149 @@
+"""The same-gradient contract, as the tests of each axis hold plans to it: one process, the ranks, and their difference.
+
+Gradients are compared, in float64, before and after clipping, with ragged labels, accumulation and a partial window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from shardwise.cli.own_loop import start
+from shardwise.parallel.home import home_of
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.spec.read import clean_name
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+from tests.families import VOCAB, family
+
+LENGTH, MICRO_BATCH, CLIP, LIMIT = 16, 2, 0.05, 1e-9
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination. ``options`` are the plan's; every model has 4 blocks."""
+
+    world: int
+    strategy: str
+    model: str
+    accum: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        more = "".join(f",{key}={value}" for key, value in self.options.items())
+        return f"{self.strategy} {self.model} x{self.accum}{more}"
+
+    @property
+    def plan(self) -> Plan:
+        dims = dims_for(parse_strategy(self.strategy), self.world)
+        return Plan(strategy=self.strategy, dims=dims, grad_accum=self.accum, **self.options)
+
+
+def ragged(number: int, seed: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro batches with labels of every length, and each fifth without any."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for index in range(number):
+        ids = torch.randint(VOCAB, (MICRO_BATCH, LENGTH + 1), generator=generator)
+        inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].clone()
+        for row in range(MICRO_BATCH):
+            labels[row, int(torch.randint(1, LENGTH + 1, (), generator=generator)) :] = -100
+        if index % 5 == 1:
+            labels[:] = -100
+        batches.append((inputs, labels))
+    return batches
+
+
+def reference(model: nn.Module, batches: list[Any]) -> tuple[Gradients, Gradients, float, float]:
+    """One process over the whole global batch, without Shardwise: gradient, clipped gradient, norm, loss."""
+    count = sum(int((labels != -100).sum()) for _, labels in batches)
+    loss = sum(_loss_sum(model(inputs), labels) for inputs, labels in batches) / max(count, 1)
+    loss.backward()
+    raw = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    clipped = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return raw, clipped, norm.item(), loss.item()
+
+
+def _loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own loss: a mistake in Shardwise's must not be on both sides."""
+    logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def whole_gradients(session: Session) -> Gradients:
+    """The whole gradient of every parameter that this rank holds, under the name that it has in the whole model."""
+    home, found = home_of(session.module), {}
+    for name, parameter in session.module.named_parameters():
+        name = clean_name(name)
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            found[name if home is None else home.canonical(name)] = whole.detach().clone()
+    return found
+
+
+class Watch:
+    """Keeps the gradients of the last step, before and after clipping."""
+
+    def __init__(self) -> None:
+        self.raw: Gradients = {}
+        self.clipped: Gradients = {}
+
+    def on_prepared(self, session: Session) -> None: ...
+    def on_step_start(self, session: Session, step: Step) -> None: ...
+    def on_step_abandoned(self, session: Session, step: Step) -> None: ...
+
+    def on_gradients(self, session: Session, step: Step) -> None:
+        self.raw = whole_gradients(session)
+
+    def on_step_end(self, session: Session, step: Step) -> None:
+        self.clipped = whole_gradients(session)
+
+
+def worst(found: Gradients, expected: Gradients) -> tuple[float, str]:
+    """The largest error of a gradient that is here, over the largest element of that gradient.
+
+    What should be zero (a key's bias, which softmax takes out again) is held against the largest of all, too.
+    """
+    errors = [(0.0, "")]
+    floor = 1e-6 * max(float(value.abs().max()) for value in expected.values()) + 1e-30
+    for name, value in found.items():
+        scale = expected[name].abs().max().clamp_min(floor)
+        errors.append((float((value - expected[name]).abs().max() / scale), name))
+    return max(errors)
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Two whole windows and a partial one: the worst error, where it is, and the names of the gradients held here."""
+    per_window = case.plan.dims.dp * case.accum
+    partial = max(1, per_window // 2) if per_window > 1 else 0
+    batches = ragged(2 * per_window + partial)
+    watch = Watch()
+    session = start(case.plan, receipts=False)
+    session.observers.append(watch)
+    model = family(case.model, seed=0 if session.ranks.is_main else 7)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batches[0][0])
+    errors: list[tuple[float, str]] = []
+    names: set[str] = set()
+    for index, step in enumerate(session.steps(batches)):
+        step.run(model, token_loss_sum)
+        result = step.update(optimizer, clip_norm=CLIP)
+        raw, clipped, norm, loss = reference(family(case.model), batches[index * per_window : (index + 1) * per_window])
+        errors += [worst(watch.raw, raw), worst(watch.clipped, clipped)]
+        if step.tokens:
+            errors.append((abs(float(result.grad_norm or 0.0) - norm) / norm, "norm"))
+            errors.append((abs(result.loss - loss) / abs(loss), "loss"))
+        names |= set(watch.raw)
+    session.close()
+    expected = {n for n, p in family(case.model).named_parameters()}
+    return {"worst": max(errors), "names": sorted(names), "expected": sorted(expected), "steps": index + 1}
