@@ -14,11 +14,11 @@ help:            ## show this list
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,ui]'
 	@touch $(READY)
 
 $(TOOLS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,dev,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,ui,trackers,dev,peers]'
 	@touch $(TOOLS)
 
 setup: $(TOOLS)  ## make .venv and install what is pinned in constraints.txt, with all that tests and benchmarks need

@@ -162,6 +162,39 @@ def verify(
     run_verify(config, list(overrides or []), strategies=list(strategy or []), nproc=nproc, as_json=json)
 
 
+@app.command()
+def doctor(
+    nproc: Annotated[int | None, typer.Option(help="Ranks to check for; a GPU each, or 2 on CPU.", min=1)] = None,
+    folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
+    timeout: Annotated[float, typer.Option(help="Seconds that ranks have to answer.", min=1)] = 60.0,
+    json: Json = False,
+) -> None:
+    """What is wrong with this machine, and the fix: devices, links, ranks that do not answer, limits, disk, versions.
+
+    Example: shardwise doctor --nproc 2
+    """
+    from shardwise.cli.doctor import run_doctor
+
+    run_doctor(nproc=nproc, folder=folder, timeout_s=timeout, as_json=json)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run (train.output).")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Else report.html in it.")] = None,
+    scaling: Annotated[Path | None, typer.Option(help="Samples of bench scaling to show, too.")] = None,
+    links: Annotated[Path | None, typer.Option(help="Samples of bench comm to show, too.")] = None,
+    json: Json = False,
+) -> None:
+    """One HTML file about a run, with all in it: loss, throughput, where the time went, memory, receipts, findings.
+
+    Example: shardwise report runs/stdlib
+    """
+    from shardwise.cli.report import run_report
+
+    run_report(run, output=output, scaling=scaling, links=links, as_json=json)
+
+
 @bench.command()
 def step(
     config: ConfigPath,
@@ -186,6 +219,72 @@ def step(
     chosen += [f"parallel.nproc={nproc}"] if nproc is not None else []
     run_bench_step(
         config, chosen, steps=steps, output=output, as_json=json, strategies=list(strategy or []), bubble=bubble
+    )
+
+
+@bench.command()
+def comm(
+    strategy: Annotated[str, typer.Option(help="Its mesh axes are measured, such as hsdp+tp2.")] = "ddp",
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; a GPU each, or 2 on CPU.", min=2)] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL).")] = "auto",
+    smallest: Annotated[str, typer.Option("--min-size", help="Smallest message.")] = "1KiB",
+    largest: Annotated[str, typer.Option("--max-size", help="Largest message.")] = "64MiB",
+    seconds: Annotated[float, typer.Option(help="Seconds for each collective on each axis, at most.", min=0.1)] = 8.0,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples, calibration and plot.")] = Path("benchmarks"),
+    json: Json = False,
+) -> None:
+    """Speed of the links, axis by axis: bandwidth and latency of every collective, fitted; a file that plan reads.
+
+    Example: shardwise bench comm --nproc 2 --max-size 16MiB
+    """
+    from shardwise.cli.bench_comm import run_bench_comm
+
+    run_bench_comm(
+        strategy=strategy,
+        nproc=nproc,
+        device=device,
+        smallest=smallest,
+        largest=largest,
+        seconds=seconds,
+        output=output,
+        as_json=json,
+    )
+
+
+@bench.command()
+def scaling(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    size: Annotated[
+        list[int] | None, typer.Option(help="Devices to run on; several times; else 1, 2, 4 ... all.", min=1)
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="weak (a batch for each device), strong (one global batch) or both.")
+    ] = "both",
+    steps: Annotated[int, typer.Option(help="Timed steps at each size.", min=4)] = 40,
+    beyond: Annotated[int, typer.Option(help="Predict up to so many devices.", min=1)] = 1024,
+    calibration: Annotated[Path | None, typer.Option(help="Links measured by bench comm.", show_default=False)] = None,
+    price: Annotated[float | None, typer.Option(help="US dollars for an hour of one device.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the raw samples and the plot.")] = Path("benchmarks"),
+    json: Json = False,
+) -> None:
+    """Throughput on 1, 2, 4 ... devices, weak and strong: efficiency, what is lost to what, what the last one is worth.
+
+    Example: shardwise bench scaling examples/stdlib.toml --size 1 --size 2 --steps 20
+    """
+    from shardwise.cli.bench_scaling import run_bench_scaling
+
+    run_bench_scaling(
+        config,
+        list(overrides or []),
+        sizes=list(size or []),
+        mode=mode,
+        steps=steps,
+        beyond=beyond,
+        calibration=calibration,
+        price=price,
+        output=output,
+        as_json=json,
     )
 
 

@@ -1,0 +1,42 @@
+"""`Finding`: one sentence about what a run loses time to, with its evidence, its cost and the fix. No torch here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Kind = Literal[
+    "data-loader",
+    "slow-link",
+    "communication",
+    "small-micro-batch",
+    "straggler",
+    "throttling",
+    "cpu-oversubscription",
+    "checkpoint-stall",
+    "recompute",
+    "needless-sharding",
+    "early-sync",
+    "pipeline-bubble",
+    "healthy",
+]
+Level = Literal["alarm", "hint", "fine"]
+
+
+class Finding(BaseModel):
+    """``seconds`` of a step that would be won (``None``: not known), ``share`` of the step, ``money`` US dollars an hour
+    of all devices that it wastes (``None``: no price known). ``rank`` is the rank it is about, if it is about one.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Kind
+    level: Level
+    text: str
+    evidence: tuple[str, ...] = ()
+    fix: str = ""
+    seconds: float | None = None
+    share: float | None = None
+    money: float | None = None
+    rank: int | None = None

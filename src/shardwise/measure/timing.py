@@ -1,0 +1,84 @@
+"""Where the time of a step goes: the parts, their spread over ranks, and what a run came to. No torch here.
+
+Every moment of a rank counts as exactly one part, so parts add up to the step by construction. A part that this run
+cannot tell apart is ``None``, never 0: its time is inside the part around it.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+PARTS = (
+    "data",
+    "transfer",
+    "forward",
+    "backward",
+    "recompute",
+    "exposed_dp",
+    "exposed_tp",
+    "exposed_cp",
+    "pipeline",
+    "clip",
+    "optimizer",
+    "slowest_rank",
+    "control",
+    "other",
+)
+"""The parts of a step, in order: waiting for the loader; host to device; forward; backward; forwards done again in
+backward; waiting for a collective of each axis with nothing else to do; a stage without work (bubble, sends); clipping;
+the optimizer; waiting for a rank that came later; the session's own small message; the caller's own code.
+"""
+BETWEEN = ("checkpoint", "evaluation")
+"""What happens between two steps and is not in ``step_s``."""
+WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
+"""Parts in which a rank waits for others; what one waits longer than the rank that came last is ``slowest_rank``."""
+
+
+class Spread(BaseModel):
+    """Seconds of one part a step: mean over steps and ranks, the least and the most of a rank, and whose that is."""
+
+    model_config = ConfigDict(frozen=True)
+
+    mean_s: float
+    low_s: float
+    high_s: float
+    highest_rank: int
+
+
+class Timing(BaseModel):
+    """Where a step's time went, over ``steps`` steps after the warm-up.
+
+    ``step_s`` is the mean period of a step without what is between steps. ``parts`` has each of `PARTS` (``None``: not
+    told apart, or no such axis; ``unmeasured`` says why). ``between_s`` are seconds a step spent in `BETWEEN`, spread
+    over all steps. ``ranks`` holds each rank's own mean seconds of each part. ``late_rank`` came last most often, in
+    ``late_share`` of the steps. ``cpu_wait_s`` is how long the main thread of a rank was ready to run and had no core
+    (in other parts already); ``early_reduce_s`` is the part of ``exposed_dp`` spent reducing gradients before a step's
+    last micro batch, in ``early_reduces`` reductions a step.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int
+    warm_up: int
+    world_size: int
+    step_s: float
+    median_step_s: float
+    tokens_per_s: float | None = None
+    parts: dict[str, Spread | None]
+    between_s: dict[str, float]
+    ranks: tuple[dict[str, float], ...]
+    late_rank: int | None = None
+    late_share: float | None = None
+    cpu_wait_s: Spread | None = None
+    early_reduce_s: float | None = None
+    early_reduces: float | None = None
+    unmeasured: dict[str, str] = {}
+
+    def seconds(self, part: str) -> float:
+        """Mean seconds of ``part`` a step; 0 where it is not told apart."""
+        spread = self.parts.get(part)
+        return 0.0 if spread is None else spread.mean_s
+
+    def share(self, part: str) -> float:
+        """``part`` as a part of the step."""
+        return self.seconds(part) / self.step_s if self.step_s else 0.0
