@@ -25,8 +25,8 @@ Level = Literal["alarm", "hint", "fine"]
 
 
 class Finding(BaseModel):
-    """``seconds`` of a step that would be won (``None``: not known), ``share`` of the step, ``money`` US dollars an hour
-    of all devices that it wastes (``None``: no price known). ``rank`` is the rank it is about, if it is about one.
+    """``seconds`` of a step that would be won (``None``: not known), ``share`` of the step, ``money`` US dollars an
+    hour of all devices that it wastes (``None``: no price known). ``rank`` is the rank it is about, if it is one.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -25,7 +25,7 @@ class Waits:
         self.listener: Listener | None = None
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """While it is open, time counts as ``name`` (`shardwise.measure.timing.PARTS`). Nothing inside compiled code."""
+        """While it is open, time counts as ``name``, a part of `shardwise.measure.timing`; not in compiled code."""
         if self.listener is None or torch.compiler.is_compiling():
             return _NOTHING
         return _Part(self.listener, name)
