@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
+from shardwise.measure.attribution import Attribution
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.environment import visible_devices
 from shardwise.parallel.group import Ranks, join, leave
@@ -72,6 +73,7 @@ def start(
         )
         planner = _searching(plan, draft, ranks)
     session = Session(ranks=ranks, planner=planner)
+    session.timekeeper = Attribution.attach(session)
     if receipts:
         from shardwise.report.receipts import print_receipt
         from shardwise.verify.effects import EffectsProbe

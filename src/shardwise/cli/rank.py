@@ -29,6 +29,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from torch.optim import Optimizer
 
     from shardwise.cli.train import SUMMARY, identity, spread_of
+    from shardwise.measure.attribution import Attribution
     from shardwise.parallel.group import join
     from shardwise.plan.plan import Plan
     from shardwise.report.progress import ProgressReporter
@@ -49,9 +50,11 @@ def run_job(job: Any, ranks: Any = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
     effects, fit = EffectsProbe(), FitProbe(job.estimate)
     session.observers += [effects, fit]
+    attribution = Attribution.attach(session)
     reporter = ProgressReporter(as_json=job.as_json)
-    outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter).train()
+    outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter, attribution).train()
     if ranks.is_main:
+        timing = attribution.timing()
         step_time = remember_run(job, session, fit, reporter)
         receipts = {"effects": effects.receipt, "fit": fit.receipt}
         document = {
@@ -62,11 +65,12 @@ def run_job(job: Any, ranks: Any = None) -> int:
             "heldout_bits_per_byte": outcome.heldout_bits_per_byte,
             "strategy": job.plan.strategy,
             "step_time_s": step_time,
+            "timing": None if timing is None else timing.model_dump(),
             "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
             "output": job.config.train.output,
         }
         corpus = open_corpus(job.corpus)
-        reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
+        reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output, timing)
         facts = {
             "config": identity(job.config),
             "spread": spread_of(job.config, job.plan),

@@ -52,7 +52,7 @@ class CpuWatch:
 
     def start(self, session: Session) -> bool:
         """Begin; False where a profiler of the user's is on."""
-        if not self._recorder.start("control"):
+        if not self._recorder.start("other"):
             return False
         self._session = session
         session.phase_watchers.append(self._enter)
@@ -84,7 +84,7 @@ class CudaWatch:
     """The caching allocator's peaks, read and reset at each border of a phase; the host waits for nothing."""
 
     def __init__(self) -> None:
-        self._phase = "control"
+        self._phase = "other"
         self._start = self._gathered = 0
         self._saved: int | None = None
         self._allocated: dict[str, int] = {}
@@ -117,7 +117,7 @@ class CudaWatch:
 
     def stop(self, session: Session, step: Step) -> Peaks:
         """End."""
-        self._enter("control")
+        self._enter("other")
         session.phase_watchers.remove(self._enter)
         return Peaks(
             start=self._start,

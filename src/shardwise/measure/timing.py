@@ -51,9 +51,10 @@ class Timing(BaseModel):
     ``step_s`` is the mean period of a step without what is between steps. ``parts`` has each of `PARTS` (``None``: not
     told apart, or no such axis; ``unmeasured`` says why). ``between_s`` are seconds a step spent in `BETWEEN`, spread
     over all steps. ``ranks`` holds each rank's own mean seconds of each part. ``late_rank`` came last most often, in
-    ``late_share`` of the steps. ``cpu_wait_s`` is how long the main thread of a rank was ready to run and had no core
-    (in other parts already); ``early_reduce_s`` is the part of ``exposed_dp`` spent reducing gradients before a step's
-    last micro batch, in ``early_reduces`` reductions a step.
+    ``late_share`` of the steps. ``stopwatch_s`` is the period by the host's clock, read once a step, with what is
+    between steps: the receipt for the parts. ``cpu_wait_s`` is how long the main thread of a rank was ready to run and
+    had no core (in other parts already); ``early_reduce_s`` is what of ``exposed_dp`` went into reducing gradients
+    before a step's last micro batch, in ``early_reduces`` micro batches a step.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -67,6 +68,7 @@ class Timing(BaseModel):
     parts: dict[str, Spread | None]
     between_s: dict[str, float]
     ranks: tuple[dict[str, float], ...]
+    stopwatch_s: float | None = None
     late_rank: int | None = None
     late_share: float | None = None
     cpu_wait_s: Spread | None = None

@@ -80,7 +80,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         return Applied(split.outer, split.module, split.blocks, spec, meshes, split.pipeline, notes, decision)
     if meshes is not None and meshes.cp is not None and decision.context is not None:
         apply_context(module, decision.context, meshes.cp)
-    blocks = apply_recompute(module, plan.recompute, spec.blocks)
+    blocks = apply_recompute(module, plan.recompute, spec.blocks, compiled=plan.compile)
     apply_compile(blocks, plan)
     if meshes is not None and plan.parsed.shards_parameters:
         outer = apply_shard(module, blocks, plan, meshes.data, device)

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
+from shardwise.parallel.waits import WAITS
 
 
 @dataclass
@@ -172,6 +173,8 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchanged(tensor: torch.Tensor, group: str, degree: int) -> torch.Tensor:
     sizes = [tensor.shape[0] // degree] * degree
-    sent = torch.ops._c10d_functional.all_to_all_single(tensor.contiguous(), sizes, sizes, group)
-    arrived: torch.Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    tensor = tensor.contiguous()
+    with WAITS.part("exposed_cp"):
+        sent = torch.ops._c10d_functional.all_to_all_single(tensor, sizes, sizes, group)
+        arrived: torch.Tensor = torch.ops._c10d_functional.wait_tensor(sent)
     return arrived

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"  # above the highest level there is
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _RENDEZVOUS = (*_NUMBERS, "MASTER_ADDR")
+_STEERING = ("TORCH", "PYTORCH", "NCCL", "GLOO", "CUDA", "CUBLAS", "NVIDIA_TF32", "OMP", "KMP", "GOMP", "MKL", "LD_")
+_SECRET = re.compile("KEY|SECRET|PASSWORD|CREDENTIAL|TOKEN")
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,28 @@ def history_file() -> Path | None:
             return None
         data = home / ".local" / "share"
     return data / "shardwise" / "history.jsonl"
+
+
+def wandb_mode() -> str | None:
+    """WANDB_MODE: the user's word on whether W&B may use the network; ``None`` where nothing is said."""
+    return os.environ.get("WANDB_MODE", "").strip() or None
+
+
+def settings() -> dict[str, str]:
+    """The variables that steer torch, NCCL, gloo, CUDA, OpenMP and the ranks' meeting, as they are set now.
+
+    By the beginnings of their names; those of Shardwise itself, and anything that looks like a secret, are left out.
+    """
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(_STEERING) or name in _RENDEZVOUS) and not _SECRET.search(name)
+    }
+
+
+def uses_agent_store() -> bool:
+    """Whether somebody else hosts the store where the ranks meet (torchrun, or the process that started them)."""
+    return os.environ.get(_AGENT_STORE) == str(True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardwise.parallel.home import Home
 from shardwise.parallel.mesh import Meshes
+from shardwise.parallel.waits import WAITS
 
 
 def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
@@ -29,7 +30,8 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
         flat = torch.cat([gradient.to_local().flatten() for _, gradient in held])
         for axis, placement in enumerate(placements):
             if isinstance(placement, Partial):
-                dist.all_reduce(flat, group=mesh.get_group(axis))
+                with WAITS.part("exposed_tp"):
+                    dist.all_reduce(flat, group=mesh.get_group(axis))
         for (parameter, gradient), part in zip(held, flat.split([g.to_local().numel() for _, g in held]), strict=True):
             whole = tuple(Replicate() if isinstance(p, Partial) else p for p in gradient.placements)
             local = part.view_as(gradient.to_local())
@@ -61,7 +63,8 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], home: Home, meshes: M
     if mine:
         norms = torch._foreach_norm(mine, 2.0)
         total += torch.stack([norm.to(total.device, torch.float64) for norm in norms]).square().sum()
-    dist.all_reduce(total)
+    with WAITS.part("control"):
+        dist.all_reduce(total)
     return total.sqrt()
 
 

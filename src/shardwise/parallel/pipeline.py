@@ -25,6 +25,7 @@ from shardwise.parallel.mesh import Meshes
 from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.stage import Receive, StageContainer, copies, cut
 from shardwise.parallel.stage_run import LossFunction, RunStage, Span, Work
+from shardwise.parallel.waits import WAITS
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
@@ -315,8 +316,9 @@ class Pipeline:
                 dist.P2POp(dist.isend, mine.contiguous(), group=self.group, group_peer=peer),
                 dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
             ]
-            for started in dist.batch_isend_irecv(ops):
-                started.wait()
+            with WAITS.part("pipeline"):
+                for started in dist.batch_isend_irecv(ops):
+                    started.wait()
             mine.add_(theirs)
 
     def _begin(

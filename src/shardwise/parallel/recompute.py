@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from shardwise.errors import ModelError
+from shardwise.parallel.waits import WAITS
 from shardwise.plan.plan import Recompute
 
 _ATEN = torch.ops.aten
@@ -29,8 +31,13 @@ ATTENTION = {
 MATMULS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
 
 
-def apply_recompute(module: nn.Module, mode: Recompute, blocks: Sequence[str]) -> list[nn.Module]:
+def apply_recompute(
+    module: nn.Module, mode: Recompute, blocks: Sequence[str], *, compiled: bool = False
+) -> list[nn.Module]:
     """Wrap each block in place; returns the blocks as they stand in the module afterwards.
+
+    What is done again counts as ``recompute`` in a step's time, but not in ``compiled`` blocks, where the compiler
+    decides what is done when.
 
     Raises:
         ModelError: recompute is asked for, but the model has no repeated blocks.
@@ -43,6 +50,8 @@ def apply_recompute(module: nn.Module, mode: Recompute, blocks: Sequence[str]) -
             "children of one type), and the model has none; set parallel.recompute to none"
         )
     options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    if not compiled:
+        options = {"context_fn": _told_contexts if mode == "selective" else _plain_contexts}
     wrapped = []
     for name in blocks:
         parent, _, child = name.rpartition(".")
@@ -52,6 +61,31 @@ def apply_recompute(module: nn.Module, mode: Recompute, blocks: Sequence[str]) -
         module.get_submodule(parent).register_module(child, block)
         wrapped.append(block)
     return wrapped
+
+
+def _plain_contexts() -> tuple[Any, Any]:
+    return nullcontext(), WAITS.part("recompute")
+
+
+def _told_contexts() -> tuple[Any, Any]:
+    first, again = _selective_contexts()
+    return first, _Both(WAITS.part("recompute"), again)
+
+
+class _Both(AbstractContextManager[None]):
+    """One context inside of another, entered anew for each backward."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        found = self.inner.__exit__(*raised)
+        self.outer.__exit__(None, None, None)
+        return found
 
 
 def _selective_contexts() -> tuple[Any, Any]:

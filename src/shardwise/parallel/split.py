@@ -118,7 +118,7 @@ def apply_split(
             apply_tensor(stage, decision.layout, meshes.tp, plan)
         if meshes.cp is not None and decision.context is not None:
             exchange = apply_context(stage, decision.context, meshes.cp, exchange)
-        wrapped = apply_recompute(stage, plan.recompute, own)
+        wrapped = apply_recompute(stage, plan.recompute, own, compiled=plan.compile)
         compiled = apply_compile(wrapped, plan, compiled)
         blocks |= dict(zip(own, wrapped, strict=True))
     wrap, places = _Wrapper(plan, meshes), [_modules(stage) for stage in stages.parts]

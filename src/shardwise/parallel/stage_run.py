@@ -22,6 +22,7 @@ from torch.utils import _pytree
 
 from shardwise.errors import ModelError, UserError
 from shardwise.parallel.stage import Receive
+from shardwise.parallel.waits import WAITS
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -242,7 +243,7 @@ class RunStage(_PipelineStageBase):
         """Forward of one micro batch: the hidden state, or on the last stage the weighted loss."""
         work = self.work
         assert work is not None
-        start = self._clock()
+        start = self._begin("forward")
         micro = work.micros[fwd_chunk_id]
         if self.receive is not None:
             taken = self.taken[fwd_chunk_id]
@@ -290,7 +291,7 @@ class RunStage(_PipelineStageBase):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Backward of one micro batch, or only the part that the stage before waits for."""
-        start = self._clock()
+        start = self._begin("backward")
         made, taken = self.made.pop(bwd_chunk_id), self.taken.pop(bwd_chunk_id, None)
         gradient = self.gradients.pop(bwd_chunk_id, None)
         wanted = taken is not None and taken.requires_grad
@@ -311,7 +312,7 @@ class RunStage(_PipelineStageBase):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The rest of a backward: gradients of weights."""
-        start = self._clock()
+        start = self._begin("backward")
         held = self.pending.pop(bwd_chunk_id)
         if isinstance(held, tuple):
             self._full(*held, last=False)
@@ -349,6 +350,10 @@ class RunStage(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the last backward has reduced."""
 
+    def _begin(self, part: str) -> float:
+        WAITS.enter(part)
+        return self._clock()
+
     def _clock(self) -> float:
         if self.work is None or self.work.spans is None:
             return 0.0
@@ -357,6 +362,7 @@ class RunStage(_PipelineStageBase):
         return time.perf_counter()
 
     def _note(self, kind: str, micro: int, start: float) -> None:
+        WAITS.leave()
         if self.work is not None and self.work.spans is not None:
             self.work.spans.append(Span(self.stage_index, kind, micro, start, self._clock()))
 

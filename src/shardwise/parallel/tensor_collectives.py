@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from shardwise.parallel.waits import WAITS
+
 SEQUENCE = 1
+PART = "exposed_tp"
 
 
 class Group:
@@ -29,7 +32,8 @@ class Group:
 
 def all_reduce(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the group, in place."""
-    dist.all_reduce(tensor, group=group.group)
+    with WAITS.part(PART):
+        dist.all_reduce(tensor, group=group.group)
     return tensor
 
 
@@ -37,7 +41,8 @@ def all_gather(tensor: torch.Tensor, group: Group, dim: int = SEQUENCE) -> torch
     """The equal parts of all ranks side by side along ``dim``."""
     tensor = tensor.contiguous()
     found = tensor.new_empty((group.size, *tensor.shape))
-    dist.all_gather_single(found, tensor.unsqueeze(0), group=group.group)
+    with WAITS.part(PART):
+        dist.all_gather_single(found, tensor.unsqueeze(0), group=group.group)
     return _joined(found, dim)
 
 
@@ -48,10 +53,12 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     pieces = tensor.reshape(shape).movedim(SEQUENCE, 0).contiguous()
     if group.sums_pieces:
         others = torch.empty_like(pieces)
-        dist.all_to_all_single(others, pieces, group=group.group)
+        with WAITS.part(PART):
+            dist.all_to_all_single(others, pieces, group=group.group)
         return others.sum(0)
     found = pieces.new_empty(pieces.shape[1:])
-    dist.reduce_scatter_single(found, pieces.flatten(0, 1), group=group.group)
+    with WAITS.part(PART):
+        dist.reduce_scatter_single(found, pieces.flatten(0, 1), group=group.group)
     return found
 
 
@@ -211,14 +218,16 @@ class _Exchange(Function):
         ctx.group, ctx.rows, ctx.shape = group, rows, local.shape
         sent = local.index_select(0, rows.sent)
         found = local.new_empty((sum(rows.here), *local.shape[1:]))
-        dist.all_to_all_single(found, sent, rows.here, rows.there, group=group.group)
+        with WAITS.part(PART):
+            dist.all_to_all_single(found, sent, rows.here, rows.there, group=group.group)
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows: Rows = ctx.rows
         found = grad.new_empty((sum(rows.there), *grad.shape[1:]))
-        dist.all_to_all_single(found, grad.contiguous(), rows.there, rows.here, group=ctx.group.group)
+        with WAITS.part(PART):
+            dist.all_to_all_single(found, grad.contiguous(), rows.there, rows.here, group=ctx.group.group)
         return grad.new_zeros(ctx.shape).index_add_(0, rows.sent, found), None, None
 
 

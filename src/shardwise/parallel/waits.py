@@ -24,6 +24,16 @@ class Waits:
     def __init__(self) -> None:
         self.listener: Listener | None = None
 
+    def enter(self, part: str) -> None:
+        """``part`` begins; what is entered is left, or a new phase of the step ends it."""
+        if self.listener is not None:
+            self.listener.enter(part)
+
+    def leave(self) -> None:
+        """What was entered last ends."""
+        if self.listener is not None:
+            self.listener.leave()
+
     def part(self, name: str) -> AbstractContextManager[None]:
         """While it is open, time counts as ``name``, a part of `shardwise.measure.timing`; not in compiled code."""
         if self.listener is None or torch.compiler.is_compiling():

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from shardwise.measure.timing import Timing
 from shardwise.report.receipts import receipt_table
+from shardwise.report.timing import timing_table
 from shardwise.train.corpus import Corpus
 from shardwise.train.loop import Outcome
 from shardwise.units import count_text, seconds_text
@@ -78,8 +80,15 @@ class ProgressReporter:
             self._bar.stop()
             self._bar = None
 
-    def finish(self, outcome: Outcome, corpus: Corpus, receipts: Sequence[Receipt | None], output: str) -> None:
-        """The last page: held-out result against its baselines, then the receipts."""
+    def finish(
+        self,
+        outcome: Outcome,
+        corpus: Corpus,
+        receipts: Sequence[Receipt | None],
+        output: str,
+        timing: Timing | None = None,
+    ) -> None:
+        """The last page: held-out result against its baselines, where time went, then the receipts."""
         if outcome.heldout_bits_per_byte is not None:
             bits = outcome.heldout_bits_per_byte
             verdict = "under" if bits < corpus.order1_bits else "over"
@@ -87,6 +96,8 @@ class ProgressReporter:
                 f"held-out bits per byte: [bold]{bits:.3f}[/], {verdict} the order-1 baseline {corpus.order1_bits:.3f} "
                 f"(order 0: {corpus.order0_bits:.3f})"
             )
+        if timing is not None:
+            self.console.print(timing_table(timing))
         shown = [receipt for receipt in receipts if receipt is not None]
         for receipt in shown:
             self.console.print(receipt_table(receipt))

@@ -59,8 +59,8 @@ class _Clock:
     streams: dict[int, str] = field(default_factory=dict)
 
     def phase(self) -> tuple[int, str]:
-        found = "control" if self.session is None else self.session.phase
-        if found != "control":
+        found = "other" if self.session is None else self.session.phase
+        if found != "other":
             self.last = "optimizer" if found == "clip" else found
         return self.step, self.last
 

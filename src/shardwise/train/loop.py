@@ -36,7 +36,7 @@ from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.order import Order, rank_ids
 from shardwise.train.randomness import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.samples import Samples, samples_for
-from shardwise.train.session import Session
+from shardwise.train.session import Session, Timekeeper
 from shardwise.train.step import StepResult, check_finite
 
 
@@ -84,8 +84,17 @@ class StepWindow:
 class Run:
     """One ``shardwise train`` on this rank, from a config, a plan and a prepared corpus."""
 
-    def __init__(self, config: Config, plan: Plan, corpus: Corpus, session: Session, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        corpus: Corpus,
+        session: Session,
+        reporter: Reporter,
+        timekeeper: Timekeeper | None = None,
+    ) -> None:
         self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
+        self.timekeeper = timekeeper
         self.output = Path(config.train.output)
         self.samples = samples_for(corpus.train, config.data, corpus.separator)
         self.heldout: Samples | None = None
@@ -128,6 +137,8 @@ class Run:
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
         self._steps(model, metrics)
+        if self.timekeeper is not None:
+            self.timekeeper.finish()
         path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
             self._evaluate(metrics)
@@ -210,6 +221,7 @@ class Run:
             step_time_s=window.seconds / window.steps,
             tokens_per_s=per_second,
             time=time.time(),
+            **({} if self.timekeeper is None else self.timekeeper.told()),
         )
         self.reporter.step(result.number, result.loss, per_second)
 
@@ -219,7 +231,9 @@ class Run:
         batch = max(self.micro_batch, 8)
         tick = self.reporter.evaluating if self.is_main else None
         limit = self.config.train.eval_samples
+        self.session.phase = "evaluation"
         self.heldout_bits = held_out_bits_per_byte(self.session, self.heldout, limit, batch, tick)
+        self.session.phase = "other"
         if metrics is not None and self.heldout_bits is not None:
             metrics.write(step=self.session.steps_done, heldout_bits_per_byte=self.heldout_bits)
             self.reporter.evaluated(self.session.steps_done, self.heldout_bits)
@@ -234,6 +248,7 @@ class Run:
             "optimizer": self.config.optimizer.model_dump(mode="json"),
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
         }
+        self.session.phase = "checkpoint"
         path = self.saver.save(
             self.session.steps_done,
             model=self.session.module,
@@ -243,6 +258,7 @@ class Run:
             rng=random_states(self.session.device),
             model_facts=model_facts(self.config),
         )
+        self.session.phase = "other"
         self._log_saves(metrics)
         return path
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from shardwise.errors import DataError, ModelError
+from shardwise.parallel.waits import WAITS
 
 IGNORED = -100
 
@@ -60,7 +61,8 @@ class _CutCrossEntropy(Function):
         wide = local if local.dtype == torch.float64 else local.float()
         tokens, width = wide.shape
         largest = wide.amax(-1) if width else wide.new_full((tokens,), -torch.inf)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        with WAITS.part("exposed_tp"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         at = labels - first
         here = counts & (at >= 0) & (at < width)
         at = at.masked_fill(~here, 0)
@@ -68,7 +70,8 @@ class _CutCrossEntropy(Function):
         if width:
             torch.sum((wide - largest.unsqueeze(-1)).exp_(), -1, out=sums[0])
             sums[1] = wide.gather(-1, at.unsqueeze(-1)).squeeze(-1).masked_fill_(~here, 0)
-        dist.all_reduce(sums, group=group)
+        with WAITS.part("exposed_tp"):
+            dist.all_reduce(sums, group=group)
         log_total = sums[0].log_().add_(largest)
         ctx.save_for_backward(local, log_total, at, here, counts)
         return (log_total - sums[1]).masked_fill_(~counts, 0).sum()

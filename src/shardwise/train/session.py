@@ -32,6 +32,7 @@ from shardwise.parallel.home import home_of
 from shardwise.parallel.precision import grad_scaler
 from shardwise.parallel.same_batches import check_same_batches, checksum
 from shardwise.parallel.shard import discard_gradients
+from shardwise.parallel.waits import WAITS
 from shardwise.plan.dims import Place
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -64,12 +65,43 @@ class Observer(Protocol):
         """The loop was left in the middle of a step; its gradients are thrown away."""
 
 
+class Mail(Protocol):
+    """Integers that travel in the message that every step begins with."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def post(self) -> list[int]:
+        """This rank's."""
+
+    def deliver(self, rows: list[list[int]]) -> None:
+        """Those of all ranks, in rank order."""
+
+
+class Timekeeper(Protocol):
+    """Knows where the time of steps goes."""
+
+    def timing(self) -> Any:
+        """`shardwise.measure.timing.Timing` of the steps so far; ``None`` before the second, and off rank 0."""
+
+    def told(self) -> dict[str, Any]:
+        """More values for a logged line, on rank 0."""
+
+    def finish(self) -> None:
+        """The last step is done. Collective."""
+
+    def detach(self) -> None:
+        """Nothing is to be timed any more; what is known stays."""
+
+
 @dataclass
 class Session:
     """A training session on this rank; make one with ``shardwise.start``.
 
     ``plan`` is known after `prepare`. ``phase`` says what the session is doing, for those who watch it; who must know
-    the moment that it changes puts a function into ``phase_watchers``.
+    the moment that it changes puts a function into ``phase_watchers``. ``mail`` is sent with each step's first message.
+    ``micros_left`` are the micro batches of a step that come after the one at hand.
     """
 
     ranks: Ranks
@@ -82,17 +114,22 @@ class Session:
     scaler: torch.amp.GradScaler | None = None
     saver: Saver | None = None
     in_step: bool = False
+    micros_left: int = 0
+    timekeeper: Timekeeper | None = None
+    mail: list[Mail] = field(default_factory=list)
     _stream: Stream | None = None
     _plan: Plan | None = None
     _applied: Applied | None = None
     _optimizer: Optimizer | None = None
     _trainable: list[nn.Parameter] = field(default_factory=list)
     _stop_asked: bool = False
-    _phase: str = "control"
+    _phase: str = "other"
 
     @property
     def phase(self) -> str:
-        """``forward``, ``backward``, ``clip``, ``optimizer``, or ``control`` between them."""
+        """What a step is at: ``data`` (it begins), ``transfer``, ``control`` (ranks agree on it), ``forward``,
+        ``backward``, ``clip``, ``optimizer``, or ``other``; between steps also ``checkpoint`` and ``evaluation``.
+        """
         return self._phase
 
     @phase.setter
@@ -216,11 +253,17 @@ class Session:
                 self.share_luck()
         self.first_step, self.in_step = self.steps_done, False
         while limit is None or limit > 0:
+            self.phase = "data"
             given = next(source, [])
+            self.phase = "transfer"
             micros = [self._micro(batch, count) for batch in given]
             last = micros[-1] if micros else last
             tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
-            rows = gather_ints([tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self.ranks)
+            own, mail = [tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self._post()
+            self.phase = "control"
+            rows = gather_ints([*own, *mail], self.ranks)
+            self.phase = "other"
+            self._deliver(rows, len(own))
             if any(row[2] for row in rows):
                 self.stopped = True
                 return
@@ -247,6 +290,15 @@ class Session:
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
             limit = None if limit is None else limit - 1
+
+    def _post(self) -> list[int]:
+        """What everybody who has something to say sends along."""
+        return [number for one in self.mail for number in one.post()]
+
+    def _deliver(self, rows: list[list[int]], start: int) -> None:
+        for one in self.mail:
+            one.deliver([row[start : start + one.size] for row in rows])
+            start += one.size
 
     def marks(self, given: list[Any]) -> list[int]:
         """What ranks that work on one sample must have in common: what the loader gave, and the luck of a tp group."""
@@ -316,7 +368,11 @@ class Session:
             self.saver = None
         if self.saver is None:
             self.saver = Saver(folder, keep=keep, async_save=async_save, guarded=True)
-        return save_session(self, self.saver, state)
+        self.phase = "checkpoint"
+        try:
+            return save_session(self, self.saver, state)
+        finally:
+            self.phase = "other"
 
     def load(self, folder: str | Folder, *, verify: bool = True) -> dict[str, Any] | None:
         """Go on from the newest checkpoint in ``folder``: returns the caller's state, ``None`` where there is none.
@@ -333,6 +389,10 @@ class Session:
             CheckpointError: it is damaged, or of another model or optimizer.
         """
         return load_session(self, folder, verify)
+
+    def timing(self) -> Any:
+        """Where the time of steps went so far: a `shardwise.measure.timing.Timing`, on rank 0; else ``None``."""
+        return None if self.timekeeper is None else self.timekeeper.timing()
 
     def stop(self) -> None:
         """Ask for the end at the next step's border; one rank's wish stops all. Safe in a signal handler."""
@@ -358,10 +418,12 @@ class Session:
             self._leave()
 
     def _leave(self) -> None:
+        if self.timekeeper is not None:
+            self.timekeeper.detach()
         leave(self.ranks)
         self._applied = self._optimizer = None
         self._trainable = []
-        self.observers, self.phase_watchers = [], []
+        self.observers, self.phase_watchers, self.mail = [], [], []
 
     def check_unused(self) -> None:
         """DDP waits for the gradient of every parameter; one that takes no part in the loss is said by name.
@@ -396,7 +458,8 @@ class Session:
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+            with WAITS.part("control"):
+                norm = norm.full_tensor()
         torch.nn.utils.clip_grads_with_norm_(self._trainable, clip_norm, norm)
         return norm
 
@@ -408,7 +471,7 @@ class Session:
         finish_partial(self._trainable)
         if self.applied.pipeline is not None:
             self.applied.pipeline.finish_gradients()
-        self.phase = "control"
+        self.phase = "other"
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """The optimizer must be the one that `prepare` returned: another one would step stale parameters."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shardwise.errors import TrainingError, UserError
 from shardwise.parallel.shard import reshard
 from shardwise.parallel.stage_run import call
+from shardwise.parallel.waits import WAITS
 
 if TYPE_CHECKING:
     from shardwise.train.session import Session
@@ -85,6 +86,7 @@ class Step:
             )
         for index, micro in enumerate(self.micros):
             self._current = index
+            self._session.micros_left = len(self.micros) - 1 - index
             self._session.begin_micro(last=index == len(self.micros) - 1)
             yield micro
 
@@ -119,7 +121,7 @@ class Step:
         (loss if session.scaler is None else session.scaler.scale(loss)).backward()
         if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
-        session.phase = "control"  # what the user sends between micro batches is not the plan's traffic
+        session.phase = "other"  # what the user sends between micro batches is not the plan's traffic
         if self._backwards == len(self.micros) and session.ranks.world_size > 1:
             self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
 
@@ -150,12 +152,12 @@ class Step:
             _refuse_mean(loss, self.micros[0])
             return loss
 
-        session.phase = "forward"
+        session.micros_left, session.phase = 0, "forward"
         scale = 1.0
         if session.scaler is not None:
             scale = float(session.scaler.scale(torch.ones((), device=session.device)))
         found = pipeline.train(self.micros, checked, lambda micro: self.weight(micro) * scale)
-        session.phase = "control"
+        session.phase = "other"
         if session.place.tp == 0:
             self._loss_sum += found.detach()
         self._current, self._backwards = len(self.micros) - 1, len(self.micros)
@@ -187,7 +189,8 @@ class Step:
         session.notify("on_gradients", self)
         norm = session.clip(clip_norm) if clip_norm is not None else None
         if self._loss_work is not None:
-            self._loss_work.wait()
+            with WAITS.part("control"):
+                self._loss_work.wait()
         result = StepResult(self.number, self.tokens, self._loss_sum, norm)
         if session.device.type == "cpu":
             check_finite(result, scaled=session.scaler is not None)
@@ -197,7 +200,7 @@ class Step:
             session.scaler.update()
         else:
             optimizer.step()
-        session.phase = "control"
+        session.phase = "other"
         session.steps_done = self.number
         session.stream.batches += self.batches
         session.notify("on_step_end", self)

@@ -1,0 +1,30 @@
+"""``shardwise report``: one HTML file about a run, and the same numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+
+def run_report(run: Path, *, output: Path | None, scaling: Path | None, links: Path | None, as_json: bool) -> None:
+    """The verb. The last line of stdout under ``--json`` is the content of ``report.json``.
+
+    Raises:
+        UserError: the folder holds no run, or samples are not what they should be; all that is wrong.
+        MachineError: the files cannot be written.
+    """
+    from shardwise.report.html import make_report
+    from shardwise.report.samples import read_links, read_scaling, together
+
+    given = together(
+        lambda: None if scaling is None else read_scaling(scaling),
+        lambda: None if links is None else read_links(links),
+    )
+    page = make_report(run, output=output, scaling=given[0], links=given[1])
+    record = page.with_suffix(".json")
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console.print(f"report: '{page}' (numbers: '{record}')", markup=False)
+    if as_json:
+        print(json.dumps(json.loads(record.read_text())), flush=True)

@@ -1,0 +1,157 @@
+"""Where PyTorch itself waits for other ranks: borders for the clock around them. No collective is changed or added.
+
+DDP waits at the end of its last backward, from the last gradient on. FSDP2 waits when it gathers a unit and when it
+reduces one: on a CPU in the calls themselves, on a GPU where the compute stream is told to wait. The copies into and
+out of the flat buffers count as waiting, too: without sharding there would be none. ZeRO-1 waits where the optimizer
+sends its updates round. What cannot be bracketed is said by name, and its part is then not told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.measure.clock import EARLY
+from shardwise.parallel.waits import WAITS
+from shardwise.train.session import Session
+
+DP = "exposed_dp"
+LEARN_STEPS = 2
+"""Backwards that are looked at for the parameter whose gradient comes last."""
+
+
+class Borders:
+    """The borders around data-parallel traffic of one session. ``problem`` says why there are none, if there are none.
+
+    ``early`` counts the micro batches that reduced gradients before a step's last one, since it was last read.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.problem = ""
+        self.early = 0
+        self._session = session
+        self._undo: list[Callable[[], None]] = []
+        self._last_early = 0
+        outer = session.applied.outer
+        if isinstance(outer, DistributedDataParallel):
+            self._watch_ddp(outer)
+            self._watch_zero1()
+        else:
+            self._watch_fsdp()
+
+    def remove(self) -> None:
+        """Take everything away."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def reduction(self) -> str:
+        """The part that a reduction of gradients counts as now."""
+        left = self._session.micros_left
+        if not left:
+            self._last_early = 0
+            return DP
+        if left != self._last_early:
+            self.early += 1
+            self._last_early = left
+        return EARLY
+
+    def _watch_ddp(self, outer: DistributedDataParallel) -> None:
+        """From the last gradient to the end of backward. Which one is the last is learnt in the first backwards."""
+        parameters = [p for p in outer.parameters() if p.requires_grad]
+        learner = _LastGradient(outer, parameters, self)
+        self._undo.append(learner.remove)
+        self._session.phase_watchers.append(learner.on_phase)
+        self._undo.append(lambda: _discard(self._session.phase_watchers, learner.on_phase))
+
+    def _watch_zero1(self) -> None:
+        optimizer = self._session.optimizer
+        if self._session.plan.parsed.base != "zero1":
+            return
+        if not self._wrap(optimizer, "_sync_params", lambda: DP):
+            self.problem = "this PyTorch's ZeroRedundancyOptimizer sends its updates round elsewhere"
+
+    def _watch_fsdp(self) -> None:
+        gathers = ("wait_for_unshard",) if self._session.device.type == "cuda" else ("unshard",)
+        for group in fsdp_groups(self._session.applied.outer):
+            found = [self._wrap(group, name, lambda: DP) for name in (*gathers, "finalize_backward")]
+            found.append(self._wrap(group, "post_backward", self._reduces(group)))
+            if not all(found):
+                self.problem = "this PyTorch's FSDP2 gathers and reduces elsewhere"
+
+    def _reduces(self, group: Any) -> Callable[[], str | None]:
+        return lambda: self.reduction() if group.reduce_grads else None
+
+    def _wrap(self, owner: Any, name: str, part: Callable[[], str | None]) -> bool:
+        """Bracket the method ``name`` of one object; False where it has none."""
+        plain = getattr(owner, name, None)
+        if plain is None:
+            return False
+
+        def bracketed(*args: Any, **kwargs: Any) -> Any:
+            now = part()
+            if now is None or WAITS.listener is None:
+                return plain(*args, **kwargs)
+            WAITS.listener.enter(now)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                if WAITS.listener is not None:
+                    WAITS.listener.leave()
+
+        setattr(owner, name, bracketed)
+        self._undo.append(lambda: delattr(owner, name))
+        return True
+
+
+class _LastGradient:
+    """Notices when the last gradient of a backward that DDP synchronises is there."""
+
+    def __init__(self, outer: DistributedDataParallel, parameters: list[nn.Parameter], borders: Borders) -> None:
+        self._outer, self._borders = outer, borders
+        self._seen: nn.Parameter | None = None
+        self._learnt = self._fired = 0
+        self._handles = [p.register_post_accumulate_grad_hook(self._learn) for p in parameters]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def on_phase(self, phase: str) -> None:
+        """Backward begins: another one to learn from, or to count."""
+        if phase == "backward" and self._outer.require_backward_grad_sync:
+            if self._learnt > LEARN_STEPS and self._fired != 1:
+                self._borders.problem = "the gradients of this model do not come in one order"
+            self._fired = 0
+            self._learnt += 1
+            if self._learnt == LEARN_STEPS + 1 and self._seen is not None:
+                self.remove()
+                self._handles = [self._seen.register_post_accumulate_grad_hook(self._last)]
+
+    def _learn(self, parameter: nn.Parameter) -> None:
+        self._seen = parameter
+
+    def _last(self, parameter: nn.Parameter) -> None:
+        if WAITS.listener is not None and self._outer.require_backward_grad_sync:
+            self._fired += 1
+            WAITS.listener.enter(self._borders.reduction())  # the end of backward, a new phase, ends it
+
+
+def fsdp_groups(outer: nn.Module) -> Iterator[Any]:
+    """What FSDP2 keeps for each unit (one or several for a module, by the PyTorch)."""
+    for module in outer.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            one = getattr(state, "_fsdp_param_group", None)
+            yield from (several if several is not None else [one] if one is not None else [])
+
+
+def _discard(watchers: list[Callable[[str], None]], one: Callable[[str], None]) -> None:
+    if one in watchers:
+        watchers.remove(one)

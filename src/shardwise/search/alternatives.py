@@ -1,0 +1,102 @@
+"""What else a step could be, and what that is predicted to need: for those who ask whether a plan pays for too much.
+
+The same global batch on the same ranks, with one thing changed. Bytes and seconds are those of the planner's own model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
+from shardwise.search.candidate import Candidate, Pins
+from shardwise.search.search import ask, cost_of
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.profile import ModelProfile
+from shardwise.spec.workload import Workload
+
+Change = Literal["micro batch", "recompute", "strategy", "schedule"]
+
+
+class Alternative(BaseModel):
+    """The same step under another plan: the bytes it needs, whether they fit, and its predicted seconds.
+
+    ``memory_from`` says how the bytes were got. ``step_s`` and ``now_s``, the plan's own, are predicted by one model:
+    only their ratio means something.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Change
+    plan: Plan
+    memory_bytes: int | None = None
+    fits: bool | None = None
+    memory_from: str = "predicted"
+    step_s: float | None = None
+    now_s: float | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """Share of a step that it is predicted to win; negative where it loses."""
+        return None if self.step_s is None or not self.now_s else 1 - self.step_s / self.now_s
+
+
+def alternatives(
+    profile: ModelProfile, workload: Workload, cluster: ClusterSpec, plan: Plan
+) -> tuple[Alternative, ...]:
+    """What a plan could have been with one thing changed, each with its bytes and seconds; a handful, in milliseconds.
+
+    Larger micro batches with less accumulation; less recompute; no sharding; gradients kept whole until the last micro
+    batch.
+    """
+    now = _cost(profile, workload, cluster, plan)
+    now_s = None if now.time is None else now.time.step_s
+    found = []
+    for kind, changed in changes(plan):
+        candidate = _cost(profile, workload, cluster, changed)
+        memory = candidate.memory.device_bytes if not candidate.memory.unknown else None
+        found.append(
+            Alternative(
+                kind=kind,
+                plan=changed,
+                memory_bytes=memory,
+                fits=candidate.fits,
+                step_s=None if candidate.time is None else candidate.time.step_s,
+                now_s=now_s,
+            )
+        )
+    return tuple(found)
+
+
+def changes(plan: Plan) -> list[tuple[Change, Plan]]:
+    """Each plan with one thing changed that another one of the same global batch could have."""
+    found: list[tuple[Change, Plan]] = []
+    if plan.micro_batch is not None and plan.dims.pp == 1:
+        for times in (2, 4, 8):
+            if plan.grad_accum % times == 0:
+                update = {"micro_batch": plan.micro_batch * times, "grad_accum": plan.grad_accum // times}
+                if plan.grad_accum == times:
+                    update["gradient_sync"] = "last"
+                found.append(("micro batch", plan.model_copy(update=update)))
+    less = {"full": ("selective", "none"), "selective": ("none",), "none": ()}[plan.recompute]
+    found += [("recompute", plan.model_copy(update={"recompute": mode})) for mode in less]
+    if plan.gradient_sync == "every":
+        found.append(("schedule", plan.model_copy(update={"gradient_sync": "last"})))
+    whole = _whole(plan)
+    return [*found, ("strategy", whole)] if whole is not None else found
+
+
+def _whole(plan: Plan) -> Plan | None:
+    """The plan as ``ddp``, each rank with all of the state; nothing where it is, or where more than dp is asked for."""
+    parsed = plan.parsed
+    if parsed.base == "ddp" or str(parsed) != parsed.base or plan.dims.splits_model:
+        return None
+    dims = ParallelDims(dp_replicate=plan.dims.dp)
+    return plan.model_copy(update={"strategy": "ddp", "dims": dims, "gradient_sync": "last", "prefetch": 1})
+
+
+def _cost(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, plan: Plan) -> Candidate:
+    pins = Pins(strategy=plan.parsed, precision=plan.precision)
+    return cost_of(ask(profile, workload, cluster, pins), plan)

@@ -1,0 +1,281 @@
+"""TensorBoard, Weights & Biases and trackio beside ``metrics.jsonl``: optional, on rank 0, and never a reason to fail.
+
+A tracker that raises while a run goes on is said once and left out. Nothing here uses the network of its own accord:
+W&B runs offline (``wandb sync`` uploads later) unless WANDB_MODE says otherwise, trackio writes to its own folder unless
+its own settings name a server. A resumed run goes on as the same run: its number is in ``trackers.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.errors import ConfigError
+from shardwise.parallel.environment import wandb_mode
+from shardwise.train.config import Config
+
+FILE = "trackers.json"
+PROJECT = "shardwise"
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+"""The package that each tracker needs."""
+_NAMES = {
+    "loss": "train/loss",
+    "learning_rate": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "tokens": "train/tokens",
+    "step_time_s": "speed/step_time_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "hfu": "speed/hfu",
+    "heldout_bits_per_byte": "heldout/bits_per_byte",
+    "checkpoint_bytes": "checkpoint/bytes",
+    "checkpoint_stall_s": "checkpoint/stall_s",
+    "checkpoint_write_s": "checkpoint/write_s",
+}
+_TABLES = {"parts": "parts/{}_s", "between_s": "between/{}_s"}
+_NOT_LOGGED = ("step", "time")
+Say = Callable[[str], None]
+
+
+class Tracker(Protocol):
+    """One tracker. Any method may raise."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step, by name."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """A text, such as a finding."""
+
+    def close(self) -> None:
+        """Write what is left and let go."""
+
+
+class Trackers:
+    """The trackers of a run; empty where none was asked for. Made by `open_trackers`."""
+
+    def __init__(self, trackers: Mapping[str, Tracker], say: Say) -> None:
+        self._trackers = dict(trackers)
+        self._say = say
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that still work."""
+        return tuple(self._trackers)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """A line of ``metrics.jsonl``: what is a number goes to every tracker, what is ``None`` does not."""
+        numbers = flat(values)
+        if numbers:
+            self._each(lambda tracker: tracker.log(step, numbers))
+
+    def text(self, step: int, name: str, texts: Sequence[str]) -> None:
+        """Sentences of a run under one name, such as its findings."""
+        if texts:
+            self._each(lambda tracker: tracker.text(step, name, "\n\n".join(texts)))
+
+    def close(self) -> None:
+        """Close every tracker; calling it again does nothing."""
+        self._each(lambda tracker: tracker.close())
+        self._trackers.clear()
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                with _stdout_is_ours():
+                    call(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                self._say(f"tracker {name} failed and gets nothing more, training goes on: {_one_line(error)}")
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Look for the packages of ``names``, before anything is started.
+
+    Raises:
+        ConfigError: those that are not installed, all at once.
+    """
+    missing = [name for name in names if importlib.util.find_spec(PACKAGES[name]) is None]
+    if missing:
+        what = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"train.trackers: {', '.join(missing)} {what} not installed; pip install 'shardwise[trackers]', "
+            f"or take {'it' if len(missing) == 1 else 'them'} out of train.trackers"
+        )
+
+
+def open_trackers(config: Config, steps_done: int, say: Say) -> Trackers:
+    """The trackers that ``train.trackers`` names, to go on after ``steps_done`` steps. For rank 0 only.
+
+    One that cannot be opened is said and left out.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    names = config.train.trackers
+    check_trackers(names)
+    if not names:
+        return Trackers({}, say)
+    opened: dict[str, Tracker] = {}
+    folder = Path(config.train.output)
+    for name in names:
+        try:
+            run = _run_id(folder)
+            with _stdout_is_ours():
+                opened[name] = _OPENERS[name](config, folder, run, steps_done)
+        except Exception as error:
+            say(f"tracker {name} cannot be opened and gets nothing, training goes on: {_one_line(error)}")
+        else:
+            say(f"tracker {name}: {opened[name]}")
+    return Trackers(opened, say)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics under the names of the trackers; what has no name of its own is ``more/...``."""
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            pattern = _TABLES.get(key, f"{key}/{{}}")
+            found.update({pattern.format(part): float(v) for part, v in value.items() if _is_number(v)})
+        elif key not in _NOT_LOGGED and _is_number(value):
+            found[_NAMES.get(key, f"more/{key}")] = float(value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _run_id(folder: Path) -> str:
+    """The number that makes a resumed run the same run; kept in the run folder."""
+    file = folder / FILE
+    try:
+        known = json.loads(file.read_text())["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known = uuid.uuid4().hex[:12]
+        file.write_text(json.dumps({"run": known}))
+    return str(known)
+
+
+def _run_name(folder: Path, run: str) -> str:
+    return f"{folder.absolute().name}-{run[:6]}"
+
+
+class _TensorBoard:
+    """Event files in ``tensorboard`` in the run folder. Of steps that are done again the earlier values are hidden."""
+
+    def __init__(self, config: Config, folder: Path, run: str, steps_done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder / "tensorboard"
+        purge = steps_done + 1 if steps_done else None
+        self._writer: Any = SummaryWriter(log_dir=str(self._folder), purge_step=purge, flush_secs=30)
+        self._writer.add_text("config", f"    {_indented(config)}", steps_done)
+
+    def __str__(self) -> str:
+        return f"tensorboard --logdir '{self._folder}' shows this run"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """W&B, in ``wandb`` in the run folder. It takes no step that is over: late numbers go to the newest one."""
+
+    def __init__(self, config: Config, folder: Path, run: str, steps_done: int) -> None:
+        import wandb
+
+        self._module: Any = wandb
+        mode: Any = wandb_mode() or "offline"
+        self._offline = mode == "offline"
+        settings = wandb.Settings(mode=mode, silent=True, console="off")
+        known = wandb.setup(settings=settings).settings  # its own telemetry asks these, too
+        self._run: Any = wandb.init(
+            project=known.project or PROJECT,
+            name=_run_name(folder, run),
+            id=run,
+            resume="allow",
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
+            settings=settings,
+        )
+        self._folder, self._step = folder, steps_done
+
+    def __str__(self) -> str:
+        if self._offline:
+            return f"offline in '{self._folder / 'wandb'}'; 'wandb sync' uploads it, WANDB_MODE=online does at once"
+        return f"run {self._run.id}, as WANDB_MODE says"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._step = max(step, self._step)
+        self._run.log(dict(values), step=self._step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._run.summary[name] = text
+
+    def close(self) -> None:
+        self._run.finish()
+        self._module.teardown()
+
+
+class _Trackio:
+    """trackio, in its own folder."""
+
+    def __init__(self, config: Config, folder: Path, run: str, steps_done: int) -> None:
+        import trackio
+
+        self._name, self._module = _run_name(folder, run), trackio
+        self._run: Any = trackio.init(
+            project=PROJECT,
+            name=self._name,
+            resume="allow",
+            config=config.model_dump(mode="json"),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def __str__(self) -> str:
+        return f"run '{self._name}'; trackio show --project {PROJECT}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._run.log({name: text}, step=step)
+
+    def close(self) -> None:
+        self._module.finish()  # the run's own would be called, and print, once more at exit
+
+
+_OPENERS: dict[str, Callable[[Config, Path, str, int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "trackio": _Trackio,
+}
+
+
+def _stdout_is_ours() -> contextlib.AbstractContextManager[Any]:
+    """What a tracker prints goes to stderr: the last line of stdout is a document."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def _indented(config: Config) -> str:
+    return json.dumps(config.model_dump(mode="json"), indent=2).replace("\n", "\n    ")
+
+
+def _one_line(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__

@@ -1,0 +1,220 @@
+"""Where the time of a step goes, on real ranks: what is put somewhere is found there, and all of it adds up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.measure.attribution import Attribution
+from shardwise.measure.timing import PARTS, Timing
+from shardwise.parallel.group import join
+from shardwise.parallel.waits import WAITS
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.session import Session
+from tests.families import family
+from tests.worlds import run_world
+
+STEPS = 9
+SLEEP = 0.04
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small run; ``sleep_in`` names where ``sleeper`` (a rank, or every one) sleeps in each step."""
+
+    strategy: str
+    world: int = 2
+    accum: int = 1
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    compile: bool = False
+    sleep_in: str = ""
+    sleeper: int | None = None
+    every: bool = False
+
+
+def run(case: Case) -> dict[str, Any] | None:
+    """Train; rank 0 returns the timing, the stopwatch of the same steps, and what was left behind."""
+    ranks = join("cpu")
+    plan = Plan(
+        strategy=case.strategy,
+        dims=dims_for(parse_strategy(case.strategy), case.world),
+        micro_batch=2,
+        grad_accum=case.accum,
+        recompute=case.recompute,
+        pipeline_schedule=case.schedule,
+        virtual_stages=1 if case.schedule == "1f1b" else 2,
+        compile=case.compile,
+    )
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    attribution = Attribution.attach(session)
+    model = family("own", dtype=torch.float32)
+    batch = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
+    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters()), batch)
+    late = case.sleeper in (None, ranks.rank)
+
+    def nap(where: str) -> None:
+        if where == case.sleep_in and late:
+            time.sleep(SLEEP)
+
+    session.module.register_forward_pre_hook(lambda module, inputs: nap("forward"))
+    first = next(p for p in session.module.parameters() if p.requires_grad)
+    first.register_hook(lambda gradient: nap("backward"))
+    if case.every:
+        begin = session.begin_micro
+        session.begin_micro = lambda *, last: begin(last=True)  # type: ignore[method-assign]
+
+    def windows() -> Any:
+        while True:
+            nap("data")
+            yield [(batch, batch)] * case.accum
+
+    watch = []
+    for step in session.run_windows(windows(), limit=STEPS):
+        watch.append(time.perf_counter())
+        step.run(model, token_loss_sum)
+        nap("other")
+        step.update(optimizer, clip_norm=1.0)
+        if case.sleep_in == "checkpoint":
+            session.phase = "checkpoint"
+            nap("checkpoint")
+            session.phase = "other"
+    attribution.finish()
+    assert WAITS.listener is None
+    assert attribution not in session.observers and attribution not in session.mail and not session.phase_watchers
+    timing = attribution.timing()
+    assert (timing is None) == (ranks.rank > 0)
+    if timing is None:
+        return None
+    return {"timing": timing.model_dump(), "watch_s": (watch[-1] - watch[3]) / (len(watch) - 4)}
+
+
+def timing_of(case: Case) -> tuple[Timing, float]:
+    found = run_world(run, case.world, case)[0]
+    return Timing(**found["timing"]), found["watch_s"]
+
+
+CASES = [
+    Case("ddp", 1),
+    Case("ddp"),
+    Case("ddp", accum=3, recompute="full"),
+    Case("zero1"),
+    Case("zero2", accum=2),
+    Case("fsdp", recompute="selective"),
+    Case("hsdp", 4),
+    Case("fsdp+offload"),
+    Case("ddp+tp2"),
+    Case("fsdp+tp2", 4, recompute="full"),
+    Case("ddp+cp2"),
+    Case("ddp+pp2", accum=4),
+    Case("fsdp+pp2", 4, accum=4, schedule="interleaved-1f1b"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.recompute}-{case.accum}")
+def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
+    timing, _ = timing_of(case)
+    assert timing.steps == STEPS - timing.warm_up == STEPS - 3
+    told = {part: found for part, found in timing.parts.items() if found is not None}
+    assert sum(found.mean_s for found in told.values()) == pytest.approx(timing.step_s, rel=1e-6)
+    assert timing.stopwatch_s == pytest.approx(timing.step_s + sum(timing.between_s.values()), rel=0.01)
+    parallel = {
+        "exposed_dp": timing.world_size > 1 and case.strategy not in ("ddp+tp2", "ddp+pp2"),
+        "exposed_tp": "tp" in case.strategy,
+        "exposed_cp": "cp" in case.strategy,
+        "pipeline": "pp" in case.strategy,
+        "recompute": case.recompute != "none",
+        "slowest_rank": timing.world_size > 1,
+    }
+    for part, there in parallel.items():
+        assert (part in told) == there, part
+        if there and part != "slowest_rank":
+            assert told[part].high_s > 0, part
+    for part in ("forward", "backward", "clip", "optimizer", "data", "other"):
+        assert told[part].low_s > 0
+    assert not timing.unmeasured and not timing.early_reduces
+    assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PARTS, "checkpoint", "evaluation"}
+
+
+@pytest.mark.parametrize("where", ["data", "forward", "backward", "other"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp+tp2"])
+def test_what_all_ranks_do_is_found_where_they_do_it(strategy: str, where: str):
+    timing, _ = timing_of(Case(strategy, sleep_in=where))
+    found = timing.parts[where]
+    assert found is not None and SLEEP <= found.low_s < SLEEP * 1.9
+    assert timing.seconds("slowest_rank") < SLEEP / 2
+
+
+@pytest.mark.parametrize("where", ["data", "forward", "backward", "other"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "ddp+tp2"])
+def test_what_one_rank_does_is_waited_for_by_the_others(strategy: str, where: str):
+    timing, _ = timing_of(Case(strategy, sleep_in=where, sleeper=1))
+    waited, own = timing.parts["slowest_rank"], timing.parts[where]
+    assert waited is not None and own is not None
+    assert waited.highest_rank == 0 and SLEEP * 0.8 <= waited.high_s < SLEEP * 1.9
+    assert own.highest_rank == 1 and own.high_s - own.low_s > SLEEP * 0.8
+    assert timing.late_rank == 1 and timing.late_share is not None and timing.late_share > 0.8
+
+
+def test_what_lies_between_steps_is_no_step_time():
+    timing, _ = timing_of(Case("ddp", sleep_in="checkpoint"))
+    assert timing.between_s["checkpoint"] > SLEEP * 0.8  # none after the last step
+    assert timing.between_s["evaluation"] == 0
+    assert timing.stopwatch_s == pytest.approx(timing.step_s + timing.between_s["checkpoint"], rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_reductions_before_the_last_micro_batch_are_counted(strategy: str):
+    timing, _ = timing_of(Case(strategy, accum=3, every=True))
+    assert timing.early_reduces == 2
+    exposed = timing.parts["exposed_dp"]
+    assert timing.early_reduce_s is not None and exposed is not None and 0 < timing.early_reduce_s
+    assert timing_of(Case(strategy, accum=3))[0].early_reduces == 0
+
+
+def test_what_the_compiler_hides_is_unknown_and_not_zero():
+    timing, _ = timing_of(Case("ddp+tp2", compile=True))
+    assert timing.parts["exposed_tp"] is None and "compiled" in timing.unmeasured["exposed_tp"]
+    told = [found.mean_s for found in timing.parts.values() if found is not None]
+    assert sum(told) == pytest.approx(timing.step_s, rel=1e-6)
+
+
+def order_that_changes() -> dict[str, str] | None:
+    """Two branches take turns in being the last to have a gradient."""
+    ranks = join("cpu")
+
+    class Turns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            for index in range(4):
+                x = self.parts[(index + self.calls // 4) % 4](x)
+            return x
+
+    plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    attribution = Attribution.attach(session)
+    model = Turns()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(2, 8)
+    for step in session.run_windows(iter([[(batch, torch.zeros(2))]] * 12)):
+        step.run(model, lambda out, labels: out.square().sum())
+        step.update(optimizer)
+    attribution.finish()
+    timing = attribution.timing()
+    return None if timing is None else timing.unmeasured
+
+
+def test_gradients_in_another_order_are_noticed():
+    assert "order" in run_world(order_that_changes, 2)[0]["exposed_dp"]
