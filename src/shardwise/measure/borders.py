@@ -22,6 +22,8 @@ from shardwise.train.session import Session
 DP = "exposed_dp"
 LEARN_STEPS = 2
 """Backwards that are looked at for the parameter whose gradient comes last."""
+RECHECK = 50
+"""Every so many backwards it is looked at again."""
 
 
 class Borders:
@@ -109,36 +111,48 @@ class Borders:
 
 
 class _LastGradient:
-    """Notices when the last gradient of a backward that DDP synchronises is there."""
+    """Notices when the last gradient of a backward that DDP synchronises is there.
+
+    Which one it is, is learnt in the first backwards and looked at again in every `RECHECK`-th.
+    """
 
     def __init__(self, outer: DistributedDataParallel, parameters: list[nn.Parameter], borders: Borders) -> None:
-        self._outer, self._borders = outer, borders
+        self._outer, self._borders, self._parameters = outer, borders, parameters
         self._seen: nn.Parameter | None = None
-        self._learnt = self._fired = 0
-        self._handles = [p.register_post_accumulate_grad_hook(self._learn) for p in parameters]
+        self._last: nn.Parameter | None = None
+        self._number = 0
+        self._learners = [p.register_post_accumulate_grad_hook(self._learn) for p in parameters]
+        self._handle: Any = None
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Take all hooks away."""
+        for handle in (*self._learners, self._handle):
+            if handle is not None:
+                handle.remove()
+        self._learners, self._handle = [], None
 
     def on_phase(self, phase: str) -> None:
-        """Backward begins: another one to learn from, or to count."""
-        if phase == "backward" and self._outer.require_backward_grad_sync:
-            if self._learnt > LEARN_STEPS and self._fired != 1:
+        """Another synchronised backward begins."""
+        if phase != "backward" or not self._outer.require_backward_grad_sync:
+            return
+        self._number += 1
+        if self._learners and self._number > LEARN_STEPS:
+            for handle in self._learners:
+                handle.remove()
+            self._learners = []
+            if self._last is not None and self._seen is not self._last:
                 self._borders.problem = "the gradients of this model do not come in one order"
-            self._fired = 0
-            self._learnt += 1
-            if self._learnt == LEARN_STEPS + 1 and self._seen is not None:
-                self.remove()
-                self._handles = [self._seen.register_post_accumulate_grad_hook(self._last)]
+            elif self._last is None and self._seen is not None:
+                self._last = self._seen
+                self._handle = self._last.register_post_accumulate_grad_hook(self._arrived)
+        elif self._last is not None and self._number % RECHECK == 0:
+            self._learners = [p.register_post_accumulate_grad_hook(self._learn) for p in self._parameters]
 
     def _learn(self, parameter: nn.Parameter) -> None:
         self._seen = parameter
 
-    def _last(self, parameter: nn.Parameter) -> None:
+    def _arrived(self, parameter: nn.Parameter) -> None:
         if WAITS.listener is not None and self._outer.require_backward_grad_sync:
-            self._fired += 1
             WAITS.listener.enter(self._borders.reduction())  # the end of backward, a new phase, ends it
 
 

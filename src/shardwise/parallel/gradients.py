@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardwise.parallel.home import Home
-from shardwise.parallel.mesh import Meshes
 from shardwise.parallel.waits import WAITS
 
 
@@ -40,26 +39,28 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def global_norm(named: Iterable[tuple[str, nn.Parameter]], home: Home, meshes: Meshes) -> torch.Tensor:
-    """The 2-norm of the gradient of the whole model, 0-d, equal on every rank. One all-reduce.
+def global_norm(
+    named: Iterable[tuple[str, nn.Parameter]], home: Home | None, device: torch.device | str
+) -> torch.Tensor:
+    """The 2-norm of the gradient of the whole model, 0-d, equal on every rank. One all-reduce, of one number.
 
     Each element counts once: replicas of a shard count on the first of the ranks that hold them, a parameter that
-    another stage owns counts there.
+    another stage owns counts there. ``device`` is where ranks talk.
     """
-    rank = dist.get_rank()
+    first = dist.get_rank() == (0 if home is None else home.ranks[0])
     mine: list[torch.Tensor] = []
     for name, parameter in named:
         gradient = parameter.grad
-        if gradient is None or home.canonical(name) in home.borrowed:
+        if gradient is None or (home is not None and home.canonical(name) in home.borrowed):
             continue
         if isinstance(gradient, DTensor):
             coordinate: list[int] = list(gradient.device_mesh.get_coordinate() or [])
             copies = zip(gradient.placements, coordinate, strict=False)
             if all(at == 0 for placement, at in copies if isinstance(placement, Replicate)):
                 mine.append(gradient.to_local())
-        elif rank == home.ranks[0]:
+        elif first:
             mine.append(gradient)
-    total = torch.zeros((), dtype=torch.float64, device=meshes.data.device_type)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if mine:
         norms = torch._foreach_norm(mine, 2.0)
         total += torch.stack([norm.to(total.device, torch.float64) for norm in norms]).square().sum()

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
@@ -32,7 +31,6 @@ from shardwise.parallel.home import home_of
 from shardwise.parallel.precision import grad_scaler
 from shardwise.parallel.same_batches import check_same_batches, checksum
 from shardwise.parallel.shard import discard_gradients
-from shardwise.parallel.waits import WAITS
 from shardwise.plan.dims import Place
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -449,17 +447,13 @@ class Session:
     def clip(self, clip_norm: float) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most ``clip_norm``; returns the norm before that, 0-d."""
         self.phase = "clip"
-        home, meshes = home_of(self.module), self.applied.meshes
-        if home is not None and meshes is not None:
+        meshes = self.applied.meshes
+        if meshes is not None:  # of parts: PyTorch's own would be one all-reduce for each parameter
             named = [(clean_name(name), p) for name, p in self.module.named_parameters() if p.requires_grad]
-            norm = global_norm(named, home, meshes)
+            norm = global_norm(named, home_of(self.module), meshes.data.device_type)
             scale_to(self._trainable, clip_norm, norm)
             return norm
-        gradients = [p.grad for p in self._trainable if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            with WAITS.part("control"):
-                norm = norm.full_tensor()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trainable if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(self._trainable, clip_norm, norm)
         return norm
 
