@@ -48,6 +48,10 @@ class Rehearsal:
     alike: bool = False
 
 
+_PHASES = {"forward": "forward", "backward": "backward", "clip": "optimizer", "optimizer": "optimizer"}
+# what a session's phase counts as; all else belongs to what came before it
+
+
 @dataclass
 class _Clock:
     step: int = 0
@@ -59,9 +63,8 @@ class _Clock:
     streams: dict[int, str] = field(default_factory=dict)
 
     def phase(self) -> tuple[int, str]:
-        found = "other" if self.session is None else self.session.phase
-        if found != "other":
-            self.last = "optimizer" if found == "clip" else found
+        found = "" if self.session is None else self.session.phase
+        self.last = _PHASES.get(found, self.last)
         return self.step, self.last
 
     def stream(self) -> str:
