@@ -11,7 +11,7 @@ import torch
 
 from shardwise.measure import borders
 from shardwise.measure.attribution import Attribution
-from shardwise.measure.timing import PARTS, Timing
+from shardwise.measure.timing import BETWEEN, PARTS, Timing
 from shardwise.parallel.group import join
 from shardwise.parallel.waits import WAITS
 from shardwise.plan.dims import dims_for
@@ -146,7 +146,7 @@ def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
     for part in ("forward", "backward", "clip", "optimizer", "data", "other"):
         assert told[part].low_s > 0
     assert not timing.unmeasured and not timing.early_reduces
-    assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PARTS, "checkpoint", "evaluation"}
+    assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PARTS, *BETWEEN}
 
 
 @pytest.mark.parametrize("where", ["data", "forward", "backward", "other"])

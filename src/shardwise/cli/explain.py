@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.cli.calibration import corrected_costs
+from shardwise.cli.calibration import corrected_costs, read_links
 from shardwise.cli.plan import answer_console
 from shardwise.cli.question import LOSSES, Asked, choice_problems, read_question
 from shardwise.errors import PlanError, UserError
@@ -18,18 +18,25 @@ from shardwise.search.search import Question, ask, cost_of, search
 from shardwise.spec.load import load_profile
 
 
-def run_explain(plan_file: Path, *, not_this: str | None, as_json: bool, loss: str | None = None) -> None:
-    """The verb.
+def run_explain(
+    plan_file: Path, *, not_this: str | None, as_json: bool, loss: str | None = None, calibration: Path | None = None
+) -> None:
+    """The verb. Without ``calibration`` the links are those that the plan was made with.
 
     Raises:
-        UserError: the file is no plan, has no question or one that is not the plan's, or the strategy or the loss
-            cannot be read.
+        UserError: the file is no plan, has no question or one that is not the plan's, or the strategy, the loss or the
+            calibration cannot be read.
     """
     other, asked, plan = _read(plan_file, not_this, loss)
     console = answer_console(as_json)
+    if calibration is not None:
+        links, told = read_links(calibration, asked.cluster)
+        asked = asked.model_copy(update={"calibration": links})
+        for line in told:
+            console.print(line, markup=False)
     profile = load_profile(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
     pins = asked.pins.model_copy(update={"precision": plan.precision})
-    costs = corrected_costs(asked.cluster)
+    costs = corrected_costs(asked.cluster, asked.calibration)
     own = pins.model_copy(update={"strategy": plan.parsed})
     question = ask(profile, asked.workload, asked.cluster, own, costs=costs)
     best = cost_of(question, plan)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from shardwise.cli.calibration import corrected_costs
+from shardwise.cli.calibration import corrected_costs, read_links
+from shardwise.cost.calibration import CalibrationFile
 from shardwise.cost.estimate import Estimate
 from shardwise.cost.memory import Parts
 from shardwise.cost.steptime import StepTime
@@ -19,9 +20,11 @@ from shardwise.errors import ConfigError, DataError, ModelError, PlanError, Shar
 from shardwise.parallel.environment import visible_devices
 from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute, split_batch, stages_of
 from shardwise.plan.strategy import parse_strategy
+from shardwise.search.alternatives import Alternative, alternatives
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, check_degrees, choose, choose_profiled, exact
 from shardwise.search.search import ask, cost_of
+from shardwise.search.traffic import sent_bytes
 from shardwise.spec.cluster import ClusterSpec, detect
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.profile import ModelProfile
@@ -29,6 +32,7 @@ from shardwise.spec.read import read_model
 from shardwise.spec.workload import Workload
 from shardwise.train.config import Config, OptimizerTable
 from shardwise.train.corpus import Corpus, prepare_corpus
+from shardwise.train.trackers import check_trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +52,11 @@ _OPTIONS = (
 
 
 class Job(BaseModel):
-    """A config, the plan for it, where the prepared corpus lies, and what memory and time were predicted."""
+    """A config, the plan for it, where the prepared corpus lies, and what memory and time were predicted.
+
+    ``traffic`` is what a device is predicted to send in a step, bytes by axis; ``alternatives`` what else the plan
+    could have been; ``measured_links`` bytes/s that ``bench comm`` got out of an axis, and when.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,6 +66,10 @@ class Job(BaseModel):
     estimate: Estimate
     step_time: StepTime | None = None
     as_json: bool = False
+    cluster: ClusterSpec | None = None
+    traffic: dict[str, float] = {}
+    alternatives: tuple[Alternative, ...] = ()
+    measured_links: dict[str, tuple[float, str]] = {}
 
     def to_json(self) -> str:
         """For the ranks. Keys that the user left out stay out: a config says when a key that is given does nothing."""
@@ -65,7 +77,7 @@ class Job(BaseModel):
 
 
 class Prepared(BaseModel):
-    """A job, and what was found out on the way, for those who print it."""
+    """A job, and what was found out on the way, for those who print it. ``notes`` are about measured links."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
@@ -74,26 +86,37 @@ class Prepared(BaseModel):
     spec: ModelSpec
     cluster: ClusterSpec
     corpus: Corpus
+    notes: tuple[str, ...] = ()
 
 
 def prepare_job(
-    config: Config, say: Callable[[str], None], *, plan: Plan | None = None, nodes: int = 1, as_json: bool = False
+    config: Config,
+    say: Callable[[str], None],
+    *,
+    plan: Plan | None = None,
+    nodes: int = 1,
+    as_json: bool = False,
+    calibration: Path | None = None,
 ) -> Prepared:
     """Read the data, look at the machine and the model, and choose the plan. Starts no rank, needs no GPU.
+
+    ``calibration`` is a file of ``bench comm``, for the time that is predicted.
 
     Raises:
         UserError: whatever of the config cannot be.
         DoesNotFit: no plan fits.
     """
     check_output(Path(config.train.output))
+    check_trackers(config.train.trackers)
     nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
     cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
+    links, told = (None, []) if calibration is None else read_links(calibration, cluster)
     check_model_path(config)
     draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
     check_samples(config, corpus)
-    choice, spec = choose_plan(config, draft, cluster, corpus, fixed=plan is not None)
+    choice, spec, asked = choose_plan(config, draft, cluster, corpus, fixed=plan is not None, links=links)
     job = Job(
         config=config,
         plan=choice.plan,
@@ -101,8 +124,11 @@ def prepare_job(
         estimate=choice.estimate,
         step_time=choice.time,
         as_json=as_json,
+        cluster=cluster,
+        measured_links={} if links is None else links.rates(),
+        **foreseen(asked, choice.plan, cluster),
     )
-    return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus)
+    return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
 
 
 def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
@@ -253,8 +279,14 @@ def with_options(plan: Plan, config: Config) -> Plan:
 
 
 def choose_plan(
-    config: Config, draft: Plan, cluster: ClusterSpec, corpus: Corpus, *, fixed: bool
-) -> tuple[Choice, ModelSpec]:
+    config: Config,
+    draft: Plan,
+    cluster: ClusterSpec,
+    corpus: Corpus,
+    *,
+    fixed: bool,
+    links: CalibrationFile | None = None,
+) -> tuple[Choice, ModelSpec, Asked]:
     """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
     import torch
 
@@ -283,9 +315,9 @@ def choose_plan(
         return parts_of(check_cut(module, spec, plan, sample), spec, plan)
 
     if fixed:
-        choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft))
+        choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft), links)
     elif profile is not None:
-        pins, costs = _pins(config, cluster), corrected_costs(cluster)
+        pins, costs = _pins(config, cluster), corrected_costs(cluster, links)
         choice = choose_profiled(profile, spec, workload, cluster, pins, costs=costs, cut=cut)
     else:
         parallel = config.parallel
@@ -304,7 +336,19 @@ def choose_plan(
     check(spec, choice.plan)
     if not choice.plan.dims.splits_model:
         cut(choice.plan)  # its options; a plan that cuts the model was looked at when it was chosen
-    return choice, spec
+    return choice, spec, (profile, workload)
+
+
+Asked = tuple[ModelProfile | None, Workload]
+"""What the planner was asked about; without a profile where the model does not run on fake tensors."""
+
+
+def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:
+    """What the planner knows of a plan beside its costs: its traffic, and what else it could have been."""
+    profile, workload = asked
+    if profile is None:
+        return {}
+    return {"traffic": sent_bytes(profile, plan), "alternatives": alternatives(profile, workload, cluster, plan)}
 
 
 @contextmanager
@@ -424,6 +468,7 @@ def _fixed_choice(
     profile: ModelProfile | None,
     cluster: ClusterSpec,
     parts: Parts,
+    links: CalibrationFile | None,
 ) -> Choice:
     """A plan that is given, with its costs."""
     from shardwise.cost.memory import estimate_memory
@@ -431,7 +476,8 @@ def _fixed_choice(
     if profile is None:
         return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
     pins = Pins(strategy=plan.parsed, precision=plan.precision)
-    found = cost_of(ask(profile, workload, cluster, pins), plan)
+    costs = None if links is None else corrected_costs(cluster, links)
+    found = cost_of(ask(profile, workload, cluster, pins, costs=costs), plan)
     return Choice(plan=plan, estimate=exact(found, spec, workload, parts), time=found.time)
 
 

@@ -28,6 +28,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as train.steps=20.")
 ]
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="Path or URL: a checkpoint, its run, or another tool's.")]
+Calibration = Annotated[Path | None, typer.Option(help="Links as bench comm has measured them.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON document; the rest is on stderr.")]
 
 
@@ -41,6 +42,7 @@ def train(
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks on this machine.", min=1)] = None,
     master_port: Annotated[int, typer.Option(help="Port where the ranks meet; 0 is a free one.", min=0)] = 0,
+    calibration: Calibration = None,
     json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a config file, and stop.")] = False,
 ) -> None:
@@ -60,7 +62,7 @@ def train(
     chosen = list(overrides or [])
     chosen += [f"parallel.strategy={strategy}"] if strategy is not None else []
     chosen += [f"parallel.nproc={nproc}"] if nproc is not None else []
-    run_train(config, chosen, plan_file=plan, master_port=master_port, as_json=json)
+    run_train(config, chosen, plan_file=plan, master_port=master_port, as_json=json, calibration=calibration)
 
 
 @app.command()
@@ -85,6 +87,7 @@ def plan(
     loss: Annotated[str, typer.Option(help="plain or fused: a fused loss keeps logits narrow.")] = "plain",
     framework_overhead: Annotated[str, typer.Option(help="Context, communicators, host time: on, off.")] = "on",
     price: Annotated[Path | None, typer.Option(help="TOML file of your own prices: A100-80GB = 1.89 ($/h).")] = None,
+    calibration: Calibration = None,
     prove: Annotated[bool, typer.Option("--prove", help="Run the plan's program under fake tensors.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the recommended plan here.")] = None,
     json: Json = False,
@@ -119,6 +122,7 @@ def plan(
         loss=loss,
         framework_overhead=framework_overhead,
         price=price,
+        calibration=calibration,
         output=output,
     )
     run_plan(words, as_json=json, prove=prove)
@@ -129,6 +133,7 @@ def explain(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file of shardwise plan -o.", show_default=False)],
     why_not: Annotated[str | None, typer.Option(help="A strategy to compare with, such as fsdp+tp2.")] = None,
     loss: Annotated[str | None, typer.Option(help="plain or fused, instead of the plan's.")] = None,
+    calibration: Calibration = None,
     json: Json = False,
 ) -> None:
     """The arithmetic of a plan: each category's formula, phases, time, traffic; and why not another strategy.
@@ -137,7 +142,7 @@ def explain(
     """
     from shardwise.cli.explain import run_explain
 
-    run_explain(plan_file, not_this=why_not, as_json=json, loss=loss)
+    run_explain(plan_file, not_this=why_not, as_json=json, loss=loss, calibration=calibration)
 
 
 @app.command()
@@ -182,8 +187,8 @@ def doctor(
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run (train.output).")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Else report.html in it.")] = None,
-    scaling: Annotated[Path | None, typer.Option(help="Samples of bench scaling to show, too.")] = None,
-    links: Annotated[Path | None, typer.Option(help="Samples of bench comm to show, too.")] = None,
+    scaling: Annotated[Path | None, typer.Option(help="scaling.json of bench scaling, to show it too.")] = None,
+    links: Annotated[Path | None, typer.Option(help="Calibration file of bench comm, to show it too.")] = None,
     json: Json = False,
 ) -> None:
     """One HTML file about a run, with all in it: loss, throughput, where the time went, memory, receipts, findings.
@@ -230,10 +235,15 @@ def comm(
     smallest: Annotated[str, typer.Option("--min-size", help="Smallest message.")] = "1KiB",
     largest: Annotated[str, typer.Option("--max-size", help="Largest message.")] = "64MiB",
     seconds: Annotated[float, typer.Option(help="Seconds for each collective on each axis, at most.", min=0.1)] = 8.0,
+    cluster: Annotated[
+        str | None, typer.Option(help="What links to expect, such as 2x8xH100/ib400; else what is found here.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for raw samples, calibration and plot.")] = Path("benchmarks"),
     json: Json = False,
 ) -> None:
     """Speed of the links, axis by axis: bandwidth and latency of every collective, fitted; a file that plan reads.
+
+    Under torchrun it measures the ranks that torchrun has started, on as many nodes as there are.
 
     Example: shardwise bench comm --nproc 2 --max-size 16MiB
     """
@@ -248,6 +258,7 @@ def comm(
         seconds=seconds,
         output=output,
         as_json=json,
+        cluster=cluster,
     )
 
 

@@ -40,7 +40,7 @@ def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
         asked.workload,
         asked.cluster,
         asked.pins,
-        costs=corrected_costs(asked.cluster),
+        costs=corrected_costs(asked.cluster, asked.calibration),
         shorter=shorter if profile.seq_len else None,
     )
     print_candidates(profile, asked.cluster, result, console)

@@ -10,6 +10,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardwise.cli.calibration import read_links
+from shardwise.cost.calibration import CalibrationFile, covers
 from shardwise.cost.money import Prices, price_of, read_prices
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.plan.plan import Plan, Precision, Recompute
@@ -45,6 +47,7 @@ class Asked(BaseModel):
     micro_batch: int | None = None
     recompute: Recompute | None = None
     precision: Precision | None = None
+    calibration: CalibrationFile | None = None
 
     @property
     def workload(self) -> Workload:
@@ -91,6 +94,7 @@ class Words(BaseModel):
     loss: str = "plain"
     framework_overhead: str = "on"
     price: Path | None = None
+    calibration: Path | None = None
     output: Path | None = None
 
 
@@ -123,9 +127,16 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
         profile, told = _profile(words)
     except UserError as error:
         problems += error.problems
+    links = None
+    if words.calibration is not None and cluster is not None:
+        try:
+            links, about = read_links(words.calibration, cluster)
+            told += about
+        except UserError as error:
+            problems += error.problems
     if problems or cluster is None or profile is None:
         raise UserError(*problems)
-    told += _left_out(words, profile, cluster)
+    told += _left_out(words, profile, cluster, links)
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": hour})
     batch = words.global_batch
@@ -143,6 +154,7 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
             "fused_loss": words.loss == "fused",
             "framework_overhead": words.framework_overhead == "on",
             "strategy": strategy,
+            "calibration": links,
         }
     )
     return asked, profile, prices, told
@@ -168,7 +180,7 @@ def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> l
     ]
 
 
-def _left_out(words: Words, profile: ModelProfile, cluster: ClusterSpec) -> list[str]:
+def _left_out(words: Words, profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None) -> list[str]:
     """What was given and has no effect, or whose effect is not known."""
     told = []
     if profile.seq_len is None:
@@ -182,9 +194,10 @@ def _left_out(words: Words, profile: ModelProfile, cluster: ClusterSpec) -> list
     elif words.precision is not None and has and words.precision not in has:
         usual = ", ".join(one for one in get_args(Precision) if one in has)
         told.append(f"--precision {words.precision}: {name} has no units for it, so speed is unknown; it has {usual}")
-    if cluster.device == "cuda" and (links := unknown_links(cluster)):
+    measured = links is not None and covers(links, cluster)
+    if cluster.device == "cuda" and not measured and (unknown := unknown_links(cluster)):
         told.append(
-            f"the speed of the {' and the '.join(links)} is unknown, and so is that of every plan; give it as in "
+            f"the speed of the {' and the '.join(unknown)} is unknown, and so is that of every plan; give it as in "
             f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
         )
     return told
@@ -271,7 +284,7 @@ def write_plan_file(path: Path, plan_toml: str, asked: Asked) -> None:
     """
     import tomli_w
 
-    question = asked.model_dump(mode="json", exclude_none=True)
+    question = asked.model_dump(mode="json", exclude_none=True, by_alias=True)
     try:
         path.write_text(plan_toml + "\n" + tomli_w.dumps({"question": question}))
     except OSError as error:

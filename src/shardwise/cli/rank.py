@@ -28,16 +28,13 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from torch import nn
     from torch.optim import Optimizer
 
-    from shardwise.cli.train import SUMMARY, identity, spread_of
-    from shardwise.measure.attribution import Attribution
+    from shardwise.cli.run_watch import RunWatch
     from shardwise.parallel.group import join
     from shardwise.plan.plan import Plan
     from shardwise.report.progress import ProgressReporter
     from shardwise.train.corpus import open_corpus
     from shardwise.train.loop import Run
     from shardwise.train.session import Session
-    from shardwise.verify.effects import EffectsProbe
-    from shardwise.verify.fit import FitProbe
 
     ranks = ranks or join(job.plan.device)
 
@@ -48,41 +45,55 @@ def run_job(job: Any, ranks: Any = None) -> int:
     session = Session(ranks=ranks, planner=planner)
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
-    effects, fit = EffectsProbe(), FitProbe(job.estimate)
-    session.observers += [effects, fit]
-    attribution = Attribution.attach(session)
     reporter = ProgressReporter(as_json=job.as_json)
-    outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter, attribution).train()
-    if ranks.is_main:
-        timing = attribution.timing()
-        step_time = remember_run(job, session, fit, reporter)
-        receipts = {"effects": effects.receipt, "fit": fit.receipt}
-        document = {
-            "schema": 1,
-            "steps": outcome.steps,
-            "tokens": outcome.tokens,
-            "loss": outcome.loss,
-            "heldout_bits_per_byte": outcome.heldout_bits_per_byte,
-            "strategy": job.plan.strategy,
-            "step_time_s": step_time,
-            "timing": None if timing is None else timing.model_dump(),
-            "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
-            "output": job.config.train.output,
-        }
-        corpus = open_corpus(job.corpus)
-        reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output, timing)
-        facts = {
-            "config": identity(job.config),
-            "spread": spread_of(job.config, job.plan),
-            "corpus": corpus.fingerprint,
-        }
-        temporary = Path(job.config.train.output) / f"{SUMMARY}.tmp"
-        temporary.write_text(json.dumps({**document, **facts}))
-        temporary.replace(Path(job.config.train.output) / SUMMARY)
-        if job.as_json:
-            print(json.dumps(document), flush=True)
+    watch = RunWatch(job, session, reporter.say, reporter.console)
+    try:
+        outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
+        if ranks.is_main:
+            conclude(job, session, watch, outcome, reporter)
+    finally:
+        watch.close()
     session.close()
     return 0
+
+
+def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
+    """What the run came to, on rank 0: printed, kept in the run folder, and as the last line for programs."""
+    from shardwise.cli.train import SUMMARY, identity, spread_of
+    from shardwise.report.html import write_report
+    from shardwise.train.corpus import open_corpus
+
+    folder = Path(job.config.train.output)
+    step_time = remember_run(job, session, watch.fit, reporter)
+    timing = watch.attribution.timing()
+    use = None if timing is None else watch.utilisation(timing)
+    findings = () if timing is None else watch.findings(timing, use)
+    receipts = {"effects": watch.effects.receipt, "fit": watch.fit.receipt}
+    document = {
+        "schema": 1,
+        "steps": outcome.steps,
+        "tokens": outcome.tokens,
+        "loss": outcome.loss,
+        "heldout_bits_per_byte": outcome.heldout_bits_per_byte,
+        "strategy": job.plan.strategy,
+        "step_time_s": step_time,
+        "timing": None if timing is None else timing.model_dump(mode="json"),
+        "utilisation": None if use is None else use.model_dump(mode="json"),
+        "findings": [finding.model_dump(mode="json") for finding in findings],
+        "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
+        "output": job.config.train.output,
+    }
+    corpus = open_corpus(job.corpus)
+    watch.write(timing, findings)
+    facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
+    temporary = folder / f"{SUMMARY}.tmp"
+    temporary.write_text(json.dumps({**document, **facts}))
+    temporary.replace(folder / SUMMARY)
+    page = write_report(folder, reporter.say)
+    reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
+    reporter.time_spent(timing, use, findings, page)
+    if job.as_json:
+        print(json.dumps(document), flush=True)
 
 
 def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, float | None]:
@@ -115,7 +126,7 @@ def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, f
     return {"planned": planned, "found": found}
 
 
-def run_under_launcher(config: Any, plan: Any, *, as_json: bool) -> None:
+def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Path | None = None) -> None:
     """This process is a rank of torchrun, Slurm or the like: rank 0 prepares the job, the others are told it."""
 
     def inner() -> int:
@@ -130,7 +141,7 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool) -> None:
         if ranks.is_main:
             try:
                 nodes = max(1, ranks.world_size // ranks.local_world_size)
-                prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json)
+                prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
                 text = prepared.job.to_json()
                 _print_plan(prepared, as_json)
             except ShardwiseError as error:
@@ -156,6 +167,8 @@ def _print_plan(prepared: Any, as_json: bool) -> None:
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
+    for note in prepared.notes:
+        console.print(f"links: {note}", markup=False)
 
 
 if __name__ == "__main__":

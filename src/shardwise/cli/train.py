@@ -28,7 +28,13 @@ SUMMARY = "summary.json"
 
 
 def run_train(
-    config_file: Path, overrides: list[str], *, plan_file: Path | None, master_port: int, as_json: bool
+    config_file: Path,
+    overrides: list[str],
+    *,
+    plan_file: Path | None,
+    master_port: int,
+    as_json: bool,
+    calibration: Path | None = None,
 ) -> None:
     """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself."""
     named = [item for item in overrides if item.startswith("parallel.strategy=")]
@@ -49,12 +55,16 @@ def run_train(
     if rendezvous() is not None:
         from shardwise.cli.rank import run_under_launcher
 
-        run_under_launcher(config, plan, as_json=as_json)
+        run_under_launcher(config, plan, as_json=as_json, calibration=calibration)
         return
     check_output(Path(config.train.output))
     with only_run_in(Path(config.train.output)):
-        prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), plan=plan, as_json=as_json)
+        prepared = prepare_job(
+            config, lambda text: console.print(f"data: {text}"), plan=plan, as_json=as_json, calibration=calibration
+        )
         print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
+        for note in prepared.notes:
+            console.print(f"links: {note}", markup=False)
         launch(prepared.job, master_port)
 
 
@@ -151,7 +161,8 @@ def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
 def identity(config: Config) -> dict[str, Any]:
     """What makes two runs the same run: everything but how they are spread, saved and logged."""
     document = config.model_dump(mode="json")
-    train = {key: value for key, value in document["train"].items() if key not in ("log_every", "output")}
+    told = ("log_every", "output", "profile", "profile_ranks", "trackers")
+    train = {key: value for key, value in document["train"].items() if key not in told}
     return {**{key: document[key] for key in ("model", "data", "optimizer")}, "train": train}
 
 

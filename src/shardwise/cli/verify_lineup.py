@@ -116,7 +116,7 @@ def _planned(config: Config, corpus: Corpus, nproc: int | None, say: Callable[[s
     ranks = config.parallel.nproc if nproc is None else nproc
     cluster = detect(config.parallel.device, ranks, visible=visible_devices())
     try:
-        choice, _ = choose_plan(config, draft_plan(config, cluster), cluster, corpus, fixed=False)
+        choice, _, _ = choose_plan(config, draft_plan(config, cluster), cluster, corpus, fixed=False)
     except DoesNotFit as error:
         say(f"auto: {str(error).splitlines()[0].rstrip(':')}; what it would pick is left out")
         return None

@@ -9,12 +9,16 @@ Hopper on the switch itself can add (NVLS, all_reduce only). Across nodes there 
 bandwidth is that of the network cards the group reaches, their latency grows with the nodes.
 ``benchmarks/accuracy/fit_collectives.py`` compares all of it with published NCCL sweeps.
 
+A `Calibration` holds what ``bench comm`` measured and takes the place of all that for the collectives it has: its own
+samples for groups of a measured shape, scaled to others by `_scaled`.
+
 Left out: computation that runs beside a collective (`OVERLAP_SLOWDOWN` says how much it may cost), networks of more
 than one layer and their congestion, rails that a group's ranks do not share.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from dataclasses import dataclass
@@ -89,14 +93,65 @@ class LinkFit:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """One collective as it was measured in a group of ``ranks``, ``per_node`` of them in a node.
+
+    ``sharing`` such groups sent through a node's network cards at the same time. ``curve`` has (message bytes,
+    seconds), rising; ``fit`` is None where none could be made.
+    """
+
+    kind: str
+    ranks: int
+    per_node: int
+    curve: tuple[tuple[float, float], ...]
+    fit: LinkFit | None = None
+    sharing: int = 1
+
+    @property
+    def group(self) -> Group:
+        """The shape of the group."""
+        return Group(self.ranks, self.per_node)
+
+    def seconds(self, message_bytes: float) -> float:
+        """Read off the curve, on straight lines between the sizes that were measured. Below the smallest it takes what
+        that takes; beyond the largest each byte takes what the fit says, without one what the largest took.
+        """
+        place = bisect.bisect_left(self.curve, (message_bytes, -math.inf))
+        if place == 0:
+            return self.curve[0][1]
+        small, small_s = self.curve[place - 1]
+        if place == len(self.curve):
+            if self.fit is None:
+                return small_s * message_bytes / small
+            return small_s + (message_bytes - small) * _share(self.kind, self.ranks) / self.fit.bus_bytes_per_s
+        large, large_s = self.curve[place]
+        return small_s + (large_s - small_s) * (message_bytes - small) / (large - small)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """Measured fits that take the place of the catalogue's, each by (kind, ``node`` or ``network``)."""
+    """What was measured of the links, in place of the catalogue. Equal to itself alone, so that it is cheap as a key.
+
+    ``fits`` are for groups of any size, each by (kind, ``node`` or ``network``); ``measured`` goes before them.
+    """
 
     fits: tuple[tuple[tuple[str, str], LinkFit], ...] = ()
+    measured: tuple[Measured, ...] = ()
 
     def find(self, kind: str, where: str) -> LinkFit | None:
         """The fit of ``kind`` inside a node (``node``) or across nodes (``network``); None if it was not measured."""
         return next((fit for key, fit in self.fits if key == (kind, where)), None)
+
+    def nearest(self, kind: str, group: Group) -> Measured | None:
+        """What was measured of ``kind`` in the group most like ``group``, inside a node or across nodes as that is."""
+
+        def apart(one: Measured) -> float:
+            ranks, per_node = one.ranks / group.ranks, one.per_node / group.per_node
+            return abs(math.log(ranks)) + abs(math.log(per_node))
+
+        across = group.per_node < group.ranks
+        found = [one for one in self.measured if one.kind == kind and (one.per_node < one.ranks) == across]
+        return min(found, key=apart, default=None)
 
 
 def known(group: Group, cluster: ClusterSpec, calibration: Calibration | None = None) -> bool:
@@ -119,7 +174,11 @@ def collective_s(
     """
     if group.ranks <= 1 or message_bytes <= 0:
         return 0.0
-    fits = _fits(kind, group, sharing, _links(cluster), calibration)
+    if calibration is not None:
+        measured = _measured_s(kind, message_bytes, group, cluster, sharing, calibration)
+        if measured is not None:
+            return measured
+    fits = _fits(kind, group, sharing, _links(cluster))
     if not fits:
         return math.nan
     wire = message_bytes * wire_share(kind, group.ranks)
@@ -130,9 +189,64 @@ def collective_s(
 
 def wire_share(kind: CollectiveKind, ranks: int) -> float:
     """Part of the message that crosses each link of a ring: bus bandwidth over algorithm bandwidth."""
+    return _share(kind, ranks)
+
+
+def catalogue_bus_bytes_per_s(
+    kind: CollectiveKind, group: Group, cluster: ClusterSpec, *, sharing: int = 1
+) -> float | None:
+    """What the catalogue expects of the largest messages, bus bytes/s; None where the link is not known, as gloo's."""
+    if cluster.device == "cpu":
+        return None
+    return max((fit.bus_bytes_per_s for fit in _fits(kind, group, sharing, _links(cluster))), default=None)
+
+
+def _share(kind: str, ranks: int) -> float:
     if kind == "send":
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks
+
+
+def _measured_s(
+    kind: CollectiveKind,
+    message_bytes: float,
+    group: Group,
+    cluster: ClusterSpec,
+    sharing: int,
+    calibration: Calibration,
+) -> float | None:
+    """From the samples of that very group, or scaled from those of the most like one; None if there are none."""
+    per_node = max(1, min(group.per_node, group.ranks))
+    group = group if group.per_node == per_node else Group(group.ranks, per_node)
+    one = calibration.nearest(kind, group)
+    if one is not None and one.group == group:
+        return one.seconds(message_bytes)
+    if one is not None and one.fit is not None:
+        fit = _scaled(kind, one, one.fit, group, sharing, _links(cluster), on_cpu=cluster.device == "cpu")
+    else:
+        found = calibration.find(kind, "network" if per_node < group.ranks else "node")
+        if found is None:
+            return None
+        fit = found
+    return fit.latency_s + message_bytes * wire_share(kind, group.ranks) / fit.bus_bytes_per_s
+
+
+def _scaled(
+    kind: CollectiveKind, one: Measured, fit: LinkFit, group: Group, sharing: int, links: _Links, *, on_cpu: bool
+) -> LinkFit:
+    """The fit of one group's shape carried over to another's.
+
+    Where the catalogue knows the link, latency and bus bandwidth change as it has them change between the two shapes.
+    Else, and for the latency of gloo, the latency grows with the steps of a ring and the bus bandwidth stays. A ring's
+    steps are too many for a tree: the latency of many nodes is then too long, never too short.
+    """
+    here, there = _fits(kind, one.group, one.sharing, links), _fits(kind, group, sharing, links)
+    steps = 1.0 if kind == "send" else (group.ranks - 1) / (one.ranks - 1)
+    if not here or not there:
+        return LinkFit(fit.latency_s * steps, fit.bus_bytes_per_s)
+    slower = min(f.latency_s for f in there) / min(f.latency_s for f in here)
+    faster = max(f.bus_bytes_per_s for f in there) / max(f.bus_bytes_per_s for f in here)
+    return LinkFit(fit.latency_s * (steps if on_cpu else slower), fit.bus_bytes_per_s * faster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +283,10 @@ def _links(cluster: ClusterSpec) -> _Links:
 
 
 @lru_cache(maxsize=4096)
-def _fits(
-    kind: CollectiveKind, group: Group, sharing: int, links: _Links, calibration: Calibration | None
-) -> tuple[LinkFit, ...]:
+def _fits(kind: CollectiveKind, group: Group, sharing: int, links: _Links) -> tuple[LinkFit, ...]:
     """The algorithms to choose from; empty where a bandwidth is unknown."""
     per_node = max(1, min(group.per_node, group.ranks))
     across = per_node < group.ranks
-    measured = calibration.find(kind, "network" if across else "node") if calibration else None
-    if measured is not None:
-        return (measured,)
     if (links.link is None and (per_node > 1 or not across)) or (across and links.network is None):
         return ()
     if not across:

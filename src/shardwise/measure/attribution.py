@@ -16,6 +16,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -44,7 +45,10 @@ Table = npt.NDArray[np.float64]
 
 
 class Attribution:
-    """Attached to a session, it tells where time goes; see `Timing`. One for a process at a time."""
+    """Attached to a session, it tells where time goes; see `Timing`. One for a process at a time.
+
+    ``disturbed`` says of a step's number whether something slowed it that is no part of training: it is left out.
+    """
 
     size = _EXTRA + len(COUNTED)
 
@@ -60,6 +64,7 @@ class Attribution:
         self._whole, self._fresh = Totals(), Totals()
         self._seen = 0
         self._problem = ""
+        self.disturbed: Callable[[int], bool] = lambda number: False
 
     @classmethod
     def attach(cls, session: Session) -> Attribution:
@@ -85,7 +90,7 @@ class Attribution:
 
     def on_step_end(self, session: Session, step: Step) -> None:
         """What the step was about."""
-        self._tokens = step.tokens
+        self._tokens = -1 if self.disturbed(step.number) else step.tokens
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """Nothing to do: the lap ends with the next step."""

@@ -28,7 +28,7 @@ PARTS = (
 backward; waiting for a collective of each axis with nothing else to do; a stage without work (bubble, sends); clipping;
 the optimizer; waiting for a rank that came later; the session's own small message; the caller's own code.
 """
-BETWEEN = ("checkpoint", "evaluation")
+BETWEEN = ("checkpoint", "evaluation", "trace")
 """What happens between two steps and is not in ``step_s``."""
 WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
 """Parts in which a rank waits for others; what one waits longer than the rank that came last is ``slowest_rank``."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from shardwise.measure.diagnosis import why_nothing
+from shardwise.measure.finding import Finding
 from shardwise.measure.timing import Timing
+from shardwise.measure.utilisation import Utilisation, utilisation_lines
+from shardwise.report.findings import print_findings
 from shardwise.report.receipts import receipt_table
 from shardwise.report.timing import timing_table
 from shardwise.train.corpus import Corpus
@@ -80,15 +85,8 @@ class ProgressReporter:
             self._bar.stop()
             self._bar = None
 
-    def finish(
-        self,
-        outcome: Outcome,
-        corpus: Corpus,
-        receipts: Sequence[Receipt | None],
-        output: str,
-        timing: Timing | None = None,
-    ) -> None:
-        """The last page: held-out result against its baselines, where time went, then the receipts."""
+    def finish(self, outcome: Outcome, corpus: Corpus, receipts: Sequence[Receipt | None], output: str) -> None:
+        """The last page: held-out result against its baselines, then the receipts."""
         if outcome.heldout_bits_per_byte is not None:
             bits = outcome.heldout_bits_per_byte
             verdict = "under" if bits < corpus.order1_bits else "over"
@@ -96,8 +94,6 @@ class ProgressReporter:
                 f"held-out bits per byte: [bold]{bits:.3f}[/], {verdict} the order-1 baseline {corpus.order1_bits:.3f} "
                 f"(order 0: {corpus.order0_bits:.3f})"
             )
-        if timing is not None:
-            self.console.print(timing_table(timing))
         shown = [receipt for receipt in receipts if receipt is not None]
         for receipt in shown:
             self.console.print(receipt_table(receipt))
@@ -105,3 +101,16 @@ class ProgressReporter:
             self.console.print("receipts: not checked, because this process ran fewer than two steps")
         took = seconds_text(time.perf_counter() - self._started)
         self.console.print(f"done: {outcome.steps} steps in {took}; metrics and checkpoints are in '{output}'")
+
+    def time_spent(
+        self, timing: Timing | None, use: Utilisation | None, findings: Sequence[Finding], page: Path | None
+    ) -> None:
+        """Where the time went, how much of the hardware was used, and what that means."""
+        if timing is None:
+            return
+        self.console.print(timing_table(timing))
+        for line in utilisation_lines(use) if use is not None else ():
+            self.console.print(line, markup=False)
+        print_findings(findings, self.console, nothing=why_nothing(timing))
+        if page is not None:
+            self.console.print(f"report: {page}", markup=False)

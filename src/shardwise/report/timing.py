@@ -24,6 +24,7 @@ NAMES = {
     "other": "the loop's own code",
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
+    "trace": "writing a trace",
 }
 """What a part is called where people read it."""
 
@@ -59,8 +60,8 @@ def timing_table(timing: Timing) -> Table:
             table.add_row(f"between steps: {NAMES[part]}", milliseconds(seconds), "", "", "", "")
     whole = timing.step_s + sum(timing.between_s.values())
     if timing.stopwatch_s is not None:
-        seconds = milliseconds(timing.stopwatch_s)
-        table.caption = f"parts and what lies between add up to {milliseconds(whole)}; a stopwatch says {seconds}"
+        watch = milliseconds(timing.stopwatch_s)
+        table.caption = f"parts and what lies between add up to {milliseconds(whole)}; a stopwatch says {watch}"
         table.caption_justify = "left"
     return table
 

@@ -76,7 +76,8 @@ def changes(plan: Plan) -> list[tuple[Change, Plan]]:
     if plan.micro_batch is not None and plan.dims.pp == 1:
         for times in (2, 4, 8):
             if plan.grad_accum % times == 0:
-                update = {"micro_batch": plan.micro_batch * times, "grad_accum": plan.grad_accum // times}
+                update: dict[str, object] = {"micro_batch": plan.micro_batch * times}
+                update["grad_accum"] = plan.grad_accum // times
                 if plan.grad_accum == times:
                     update["gradient_sync"] = "last"
                 found.append(("micro batch", plan.model_copy(update=update)))

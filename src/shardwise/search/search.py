@@ -26,6 +26,7 @@ from shardwise.spec.workload import Workload
 from shardwise.units import bytes_text
 
 if TYPE_CHECKING:
+    from shardwise.cost.collectives import Calibration
     from shardwise.cost.time import Rates
 
 TIE = 0.02  # plans this close in predicted time are chosen between by simplicity
@@ -46,11 +47,14 @@ HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
 
 @dataclass(frozen=True)
 class Costs:
-    """The three cost functions; the tests give their own."""
+    """The three cost functions; the tests give their own. ``links_known``: all links were measured, so none is asked
+    of the catalogue.
+    """
 
     estimate: Callable[[ModelProfile, Plan, Workload, ClusterSpec], Estimate]
     screen: Callable[[ModelProfile, Plan, Workload], int]
     step_time: Callable[[ModelProfile, Plan, Workload, ClusterSpec], StepTime]
+    links_known: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,16 +123,16 @@ def default_precision(cluster: ClusterSpec) -> Precision:
     return "bf16" if not peaks or "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
 
 
-def default_costs(rates: Rates | None = None) -> Costs:
-    """The cost model of this package."""
+def default_costs(rates: Rates | None = None, calibration: Calibration | None = None) -> Costs:
+    """The cost model of this package, with what was measured of the device and of the links."""
     from shardwise.cost.memory import estimate, screen
     from shardwise.cost.time import step_time
 
-    if rates is None:
+    if rates is None and calibration is None:
         return Costs(estimate=estimate, screen=screen, step_time=step_time)
 
     def measured(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
-        return step_time(profile, plan, workload, cluster, rates=rates)
+        return step_time(profile, plan, workload, cluster, rates=rates, calibration=calibration)
 
     return Costs(estimate=estimate, screen=screen, step_time=measured)
 
@@ -159,7 +163,11 @@ def ask(
         precision=precision,
         usable=usable_bytes(cluster),
         timed=rates is not None
-        or bool(cluster.gpu is not None and cluster.gpu.peak_flops and not unknown_links(cluster)),
+        or bool(
+            cluster.gpu is not None
+            and cluster.gpu.peak_flops
+            and ((costs is not None and costs.links_known) or not unknown_links(cluster))
+        ),
         only_runnable=only_runnable,
     )
 

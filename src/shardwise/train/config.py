@@ -23,6 +23,7 @@ from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 _RULES = {  # what pydantic calls a kind of mistake, and the rule in words
     "int_type": "a whole number",
@@ -137,6 +138,29 @@ class OptimizerTable(Table):
         return self
 
 
+FIRST_TRACED, MOST_TRACED = 4, 100  # receipts look at the steps before; a trace of many steps does not open anywhere
+
+
+def profile_steps(text: str) -> tuple[int, int]:
+    """First step and number of steps of ``STEP`` or ``STEP:COUNT``.
+
+    Raises:
+        ValueError: it is neither, or a number is out of range.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if found is None:
+        raise ValueError(f"'profile' is '{text}': it must be STEP or STEP:COUNT, such as '20' or '20:3'")
+    first, count = int(found[1]), int(found[2] or 1)
+    if first < FIRST_TRACED:
+        raise ValueError(
+            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are looked at for the "
+            f"receipts; begin at {FIRST_TRACED} or later"
+        )
+    if not 1 <= count <= MOST_TRACED:
+        raise ValueError(f"'profile' asks for {count} steps; a trace has 1 to {MOST_TRACED}")
+    return first, count
+
+
 class TrainTable(Table):
     """``[train]``: how long, with what batch, and where results go."""
 
@@ -150,13 +174,44 @@ class TrainTable(Table):
     log_every: Positive = 1
     eval_every: Count = Field(0, description="steps between evaluations; 0 is only at the end")
     eval_samples: Count = Field(0, description="held-out samples to evaluate; 0 is all")
+    profile: str | None = Field(None, description="a torch.profiler trace of 'STEP' or 'STEP:COUNT', such as '20:3'")
+    profile_ranks: list[Count] = Field(default_factory=lambda: [0], min_length=1, description="ranks that are traced")
+    trackers: list[Tracker] = Field(
+        default_factory=list, description="where metrics go beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First step and number of steps of the trace; ``None`` where none is asked for."""
+        return None if self.profile is None else profile_steps(self.profile)
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _that_can_be(self) -> Self:
+        problems = []
         if (self.steps is None) == (self.epochs is None):
             given = "neither; add one" if self.steps is None else "both; leave one out"
-            raise ValueError(f"needs exactly one of 'steps' and 'epochs', got {given}")
+            problems.append(f"needs exactly one of 'steps' and 'epochs', got {given}")
+        problems += self._profile_problems()
+        twice = [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]
+        if twice:
+            problems.append(f"'trackers' names {', '.join(twice)} more than once; name each once")
+        if problems:
+            raise ValueError(*problems)
         return self
+
+    def _profile_problems(self) -> list[str]:
+        if self.profile is None:
+            idle = "profile_ranks" in self.model_fields_set
+            return ["'profile_ranks' does nothing without 'profile'; take it out"] if idle else []
+        try:
+            first, count = profile_steps(self.profile)
+        except ValueError as error:
+            return [str(error)]
+        last = first + count - 1
+        if self.steps is not None and last > self.steps:
+            asked = f"step {first}" if count == 1 else f"steps {first} to {last}"
+            return [f"'profile' asks for {asked}, and 'steps' is {self.steps}; trace earlier steps, or train longer"]
+        return []
 
 
 class ParallelTable(Table):

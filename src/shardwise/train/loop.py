@@ -36,7 +36,7 @@ from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.order import Order, rank_ids
 from shardwise.train.randomness import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.samples import Samples, samples_for
-from shardwise.train.session import Session, Timekeeper
+from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
 
 
@@ -60,6 +60,25 @@ class Reporter(Protocol):
 
     def end(self) -> None:
         """No more steps."""
+
+
+class Watch(Protocol):
+    """What looks on while a run goes on, on every rank."""
+
+    def begin(self, session: Session) -> None:
+        """The model stands, and a run that goes on has gone on: the first step is next."""
+
+    def told(self) -> dict[str, Any]:
+        """More values for a logged line, on rank 0."""
+
+    def wrote(self, line: dict[str, Any]) -> None:
+        """A line of metrics was written, on rank 0."""
+
+    def between(self, session: Session) -> None:
+        """A step is over, and the next has not begun."""
+
+    def finish(self) -> None:
+        """The last step is done. Collective."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +110,10 @@ class Run:
         corpus: Corpus,
         session: Session,
         reporter: Reporter,
-        timekeeper: Timekeeper | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
-        self.timekeeper = timekeeper
+        self.watch = watch
         self.output = Path(config.train.output)
         self.samples = samples_for(corpus.train, config.data, corpus.separator)
         self.heldout: Samples | None = None
@@ -133,12 +152,17 @@ class Run:
     def _run(self, model: nn.Module, saver: Saver) -> Outcome:
         self.saver = saver
         self._resume()
-        metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done) if self.is_main else None
+        if self.watch is not None:
+            self.watch.begin(self.session)
+        metrics = None
+        if self.is_main:
+            also = None if self.watch is None else self.watch.wrote
+            metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done, also)
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
         self._steps(model, metrics)
-        if self.timekeeper is not None:
-            self.timekeeper.finish()
+        if self.watch is not None:
+            self.watch.finish()
         path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
             self._evaluate(metrics)
@@ -191,6 +215,8 @@ class Run:
     def _between(self, result: StepResult, metrics: MetricsFile | None) -> None:
         """Evaluation and checkpoint after a step, where they are due."""
         number = result.number
+        if self.watch is not None:
+            self.watch.between(self.session)
         if number == self.total:
             return
         every = self.config.train.eval_every
@@ -221,7 +247,7 @@ class Run:
             step_time_s=window.seconds / window.steps,
             tokens_per_s=per_second,
             time=time.time(),
-            **({} if self.timekeeper is None else self.timekeeper.told()),
+            **({} if self.watch is None else self.watch.told()),
         )
         self.reporter.step(result.number, result.loss, per_second)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,9 +11,13 @@ from shardwise.errors import MachineError
 
 
 class MetricsFile:
-    """``metrics.jsonl`` of a run. Opened at a step: what a dead run wrote after that step is cut off."""
+    """``metrics.jsonl`` of a run. Opened at a step: what a dead run wrote after that step is cut off.
 
-    def __init__(self, path: Path, after_step: int) -> None:
+    ``also`` is told every line, too.
+    """
+
+    def __init__(self, path: Path, after_step: int, also: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self._also = also
         kept = [line for line in read_metrics(path) if line["step"] <= after_step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -34,6 +38,8 @@ class MetricsFile:
                 f"'{self._file.name}' cannot be written: {error.strerror}; free space on that disk and run the same "
                 "command again, which goes on from the last checkpoint"
             ) from None
+        if self._also is not None:
+            self._also(values)
 
     def close(self) -> None:
         """Close the file."""

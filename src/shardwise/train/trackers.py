@@ -1,8 +1,8 @@
 """TensorBoard, Weights & Biases and trackio beside ``metrics.jsonl``: optional, on rank 0, and never a reason to fail.
 
 A tracker that raises while a run goes on is said once and left out. Nothing here uses the network of its own accord:
-W&B runs offline (``wandb sync`` uploads later) unless WANDB_MODE says otherwise, trackio writes to its own folder unless
-its own settings name a server. A resumed run goes on as the same run: its number is in ``trackers.json``.
+W&B runs offline (``wandb sync`` uploads later) unless WANDB_MODE says otherwise, trackio writes to its own folder
+unless its own settings name a server. A resumed run goes on as the same run: its number is in ``trackers.json``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,254 @@
+"""``shardwise bench comm``: start the ranks, or be one under torchrun; show the links; keep samples, file and plot."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+
+from shardwise.errors import PlanError, UserError
+from shardwise.launch.rank import guarded
+from shardwise.parallel.environment import rendezvous, visible_devices
+from shardwise.plan.dims import ParallelDims, dims_for
+from shardwise.plan.plan import DeviceType, Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.spec.cluster import ClusterSpec, detect, parse_cluster
+from shardwise.spec.processor import cores_here, processor_name
+
+if TYPE_CHECKING:
+    from shardwise.parallel.group import Ranks
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+LEAST = 8  # bytes: two elements of fp32
+WIDTH = 150
+
+
+class Request(BaseModel):
+    """What is to be measured; what ranks are told."""
+
+    model_config = ConfigDict(frozen=True)
+
+    plan: Plan
+    cluster: ClusterSpec
+    sizes_bytes: tuple[int, int]
+    seconds: float
+    output: Path
+    as_json: bool
+
+
+def run_bench_comm(
+    *,
+    strategy: str,
+    nproc: int | None,
+    device: str,
+    smallest: str,
+    largest: str,
+    seconds: float,
+    output: Path,
+    as_json: bool,
+    cluster: str | None = None,
+) -> None:
+    """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself.
+
+    Raises:
+        UserError: every word that cannot be.
+    """
+    place = rendezvous()
+    if place is not None and nproc is not None:
+        raise UserError(f"--nproc {nproc} under torchrun: it has started {place.world_size} ranks; leave --nproc out")
+    local = place.local_world_size if place is not None else nproc
+    nodes = 1 if place is None else max(1, place.world_size // place.local_world_size)
+    request = read_request(
+        strategy=strategy,
+        local_ranks=local,
+        nodes=nodes,
+        device=device,
+        sizes=(smallest, largest),
+        seconds=seconds,
+        output=output,
+        as_json=as_json,
+        described=cluster,
+    )
+    if place is not None:
+        guarded(lambda: rank_main(request))
+    from shardwise.launch.local import run_local
+
+    world = request.plan.dims.world_size
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "request.json"
+        file.write_text(request.model_dump_json(by_alias=True))
+        sys.stdout.flush()
+        run_local(
+            [sys.executable, "-m", "shardwise.cli.bench_comm", str(file)],
+            world,
+            threads=max(1, cores_here() // world),
+            logs=Path(folder) / "logs",
+        )
+
+
+def read_request(
+    *,
+    strategy: str,
+    local_ranks: int | None,
+    nodes: int,
+    device: str,
+    sizes: tuple[str, str],
+    seconds: float,
+    output: Path,
+    as_json: bool,
+    described: str | None,
+) -> Request:
+    """Check all words.
+
+    Raises:
+        UserError: every word that cannot be, at once.
+    """
+    problems: list[str] = []
+    cluster, dims = None, None
+    try:
+        cluster = _cluster(device, local_ranks, nodes, described)
+        dims = dims_for(parse_strategy(strategy), cluster.world_size, devices_per_node=cluster.devices_per_node)
+    except UserError as error:
+        problems += error.problems
+    bytes_of: list[int] = []
+    for option, text in zip(("--min-size", "--max-size"), sizes, strict=True):
+        try:
+            bytes_of.append(read_size(option, text))
+        except UserError as error:
+            problems += error.problems
+    if len(bytes_of) == 2 and bytes_of[0] > bytes_of[1]:
+        problems.append(f"--min-size {sizes[0]} is above --max-size {sizes[1]}; swap them")
+    problems += _unwritable(output)
+    if problems or cluster is None or dims is None:
+        raise UserError(*problems)
+    plan = Plan(strategy=strategy, dims=dims, device=cluster.device)
+    return Request(
+        plan=plan,
+        cluster=cluster,
+        sizes_bytes=(bytes_of[0], bytes_of[1]),
+        seconds=seconds,
+        output=output,
+        as_json=as_json,
+    )
+
+
+def _cluster(device: str, local_ranks: int | None, nodes: int, described: str | None) -> ClusterSpec:
+    """This machine with so many ranks, or what is said of it.
+
+    Raises:
+        UserError: fewer than two ranks, a device that is none, or what is said is not what runs.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device '{device}' must be one of auto, cpu, cuda")
+    found = detect(device, local_ranks, visible=visible_devices())
+    if found.device == "cpu" and local_ranks is None:
+        found = detect("cpu", 2)
+    found = found.model_copy(update={"nodes": nodes})
+    if found.world_size < 2:
+        raise UserError(f"1 × {found.device_name} has no links to measure; it takes 2 ranks or more (--device cpu)")
+    if described is None:
+        return found
+    told = parse_cluster(described)
+    if (told.device, told.nodes, told.devices_per_node) != (found.device, nodes, found.devices_per_node):
+        raise PlanError(
+            f"--cluster '{described}' is {told.nodes} × {told.devices_per_node} × {told.device_name}, and what runs is "
+            f"{nodes} × {found.devices_per_node} × {found.device_name}; say what runs, or leave it out"
+        )
+    return told
+
+
+def read_size(option: str, text: str) -> int:
+    """``64MiB``, ``1e6`` or ``512kB`` in bytes.
+
+    Raises:
+        UserError: it is none.
+    """
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    try:
+        size = round(float(found[1]) * UNITS[found[2]]) if found is not None else 0
+    except (ValueError, KeyError):
+        size = 0
+    if size < LEAST:
+        raise UserError(f"{option} '{text}' is no size of {LEAST} bytes or more; write it as 4KiB, 64MiB or 1GB")
+    return size
+
+
+def _unwritable(folder: Path) -> list[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            return []
+    except OSError as error:
+        return [f"--output '{folder}' cannot be written to: {error.strerror}; choose another folder"]
+
+
+def rank_main(request: Request) -> int:
+    """One rank; rank 0 shows and keeps what was found."""
+    from shardwise.measure.comm_bench import bench_comm
+    from shardwise.measure.comm_facts import ladder
+    from shardwise.parallel.group import join, leave
+
+    ranks = join(request.plan.device)
+    console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, width=None if _tty(request) else WIDTH)
+
+    def say(text: str) -> None:
+        if ranks.is_main:
+            console.print(f"measuring {text}", markup=False)
+
+    found = bench_comm(request.plan, ranks, ladder(*request.sizes_bytes), request.seconds, say=say)
+    if ranks.is_main:
+        from shardwise.report.comm import conclude
+
+        document = conclude(request.cluster, facts(request, ranks), found, request.output, console)
+        if request.as_json:
+            print(json.dumps(document))
+    leave(ranks)
+    return 0
+
+
+def _tty(request: Request) -> bool:
+    return (sys.stderr if request.as_json else sys.stdout).isatty()
+
+
+def facts(request: Request, ranks: Ranks) -> dict[str, Any]:
+    """What was measured, on what, where and when: all of `CalibrationFile` but the figures."""
+    import datetime
+
+    import torch
+
+    from shardwise.measure.comm_bench import backend_of
+
+    on_gpu = ranks.device.type == "cuda"
+    backend, versions = backend_of(ranks)
+    cluster: ClusterSpec = request.cluster
+    device: DeviceType = "cuda" if on_gpu else "cpu"
+    dims: ParallelDims = request.plan.dims
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "processor": processor_name(),
+        "cores_per_node": cluster.cores_per_node or cores_here(),
+        "link": None if cluster.link is None else cluster.link.kind,
+        "nodes": cluster.nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "ranks": dims.world_size,
+        "backend": backend,
+        "versions": versions,
+        "strategy": request.plan.strategy,
+    }
+
+
+def main() -> int:
+    """A rank that ``shardwise bench comm`` has started; its request is in a file."""
+    return rank_main(Request.model_validate_json(Path(sys.argv[1]).read_text()))
+
+
+if __name__ == "__main__":
+    guarded(main)

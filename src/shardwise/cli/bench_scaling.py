@@ -1,0 +1,445 @@
+"""``shardwise bench scaling``: each size a world of its own; under torchrun, the world that is there.
+
+All sizes of one question are kept in one file, ``scaling.json`` in the output folder, which later runs add to: so a
+cluster's sizes come together, job by job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+
+from shardwise.cli.job import Job, Prepared, check_output, prepare_job, traced_profile
+from shardwise.cli.train import launch
+from shardwise.cost.calibration import check_calibration, read_calibration
+from shardwise.errors import MachineError, ShardwiseError, UserError
+from shardwise.launch.rank import guarded
+from shardwise.measure.scaling_facts import (
+    MODES,
+    LeftOut,
+    Mode,
+    Row,
+    Sample,
+    Scaling,
+    Subject,
+    dumped,
+    rows_of,
+    warnings_of,
+)
+from shardwise.measure.scaling_plans import default_sizes, plans_of
+from shardwise.measure.scaling_predict import Curve, curve_of, units_of
+from shardwise.parallel.environment import rendezvous, visible_devices
+from shardwise.plan.plan import Plan
+from shardwise.report.scaling import print_scaling
+from shardwise.report.scaling_plot import draw
+from shardwise.spec.cluster import ClusterSpec, detect
+from shardwise.spec.processor import processor_name
+from shardwise.train.config import Config, read_config
+
+if TYPE_CHECKING:
+    from shardwise.cost.collectives import Calibration
+    from shardwise.parallel.group import Ranks
+
+FILE = "scaling.json"
+PLANS, SAMPLES = "plans.json", "samples.json"
+SCHEMA = 1
+
+
+class Request(BaseModel):
+    """What the user asked for, and is the same on every rank."""
+
+    model_config = ConfigDict(frozen=True)
+
+    modes: tuple[Mode, ...]
+    sizes: tuple[int, ...]
+    steps: int
+    beyond: int
+    calibration: Path | None
+    price: float | None
+    output: Path
+
+
+def run_bench_scaling(
+    config_file: Path,
+    overrides: list[str],
+    *,
+    sizes: list[int],
+    mode: str,
+    steps: int,
+    beyond: int,
+    calibration: Path | None,
+    price: float | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """The verb. Under torchrun this process is a rank, and its world is the size that is measured.
+
+    Raises:
+        UserError: whatever of the config and the options cannot be.
+    """
+    launched = rendezvous() is not None
+    problems = _problems(mode, sizes, price, launched=launched)
+    if problems:
+        raise UserError(*problems)
+    modes: tuple[Mode, ...] = MODES if mode == "both" else tuple(one for one in MODES if one == mode)
+    request = Request(
+        modes=modes,
+        sizes=tuple(sorted(set(sizes))),
+        steps=steps,
+        beyond=beyond,
+        calibration=calibration,
+        price=price,
+        output=output,
+    )
+    if calibration is not None:
+        read_calibration(calibration)  # said before anything is measured
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
+    check_output(output)
+    if launched:
+        words = [*overrides, "train.epochs=none", "train.steps=1", f"train.output={output / 'work'}"]
+        _under_launcher(read_config(config_file, words), request, console, as_json=as_json)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*overrides, "train.epochs=none", "train.steps=1", f"train.output={folder}"]
+        document = _sizes_here(read_config(config_file, words), request, Path(folder), console)
+    if as_json:
+        print(json.dumps(document))
+
+
+def _problems(mode: str, sizes: Sequence[int], price: float | None, *, launched: bool) -> list[str]:
+    found = []
+    if mode not in (*MODES, "both"):
+        found.append(f"--mode '{mode}' is none of weak, strong and both")
+    if price is not None and price < 0:
+        found.append(f"--price {price} is below 0; it must be US dollars for an hour of one device")
+    if launched and sizes:
+        found.append("--size: under torchrun the size is that of its world; leave it out, and run once for each size")
+    return found
+
+
+def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
+    """The links that ``bench comm`` has measured; ``None`` where no file is named.
+
+    Raises:
+        ConfigError: the file is none of its.
+        PlanError: it was measured on other devices than ``cluster`` has.
+    """
+    if file is None:
+        return None
+    found = read_calibration(file)
+    check_calibration(found, cluster, processor=processor_name(), name=str(file))
+    return found.calibration()
+
+
+# on this machine, each size a world of its own
+
+
+def _sizes_here(config: Config, request: Request, folder: Path, console: Console) -> dict[str, Any]:
+    prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
+    sizes = request.sizes or tuple(default_sizes(prepared.job.plan, prepared.cluster.world_size))
+    largest = detect(config.parallel.device, max(sizes), visible=visible_devices())
+    cores = largest.cores_per_node or 1
+    threads = config.parallel.threads or max(1, cores // largest.devices_per_node)
+    fair = largest
+    if largest.device == "cpu":  # ranks that have to share cores are no devices to predict from
+        fair = largest.model_copy(update={"devices_per_node": max(1, min(largest.devices_per_node, cores // threads))})
+    scaling = _begun(request, _about(prepared, fair), config)
+    plans, left_out = plans_of(scaling.reference, sizes, request.modes, named=bool(request.sizes))
+    if config.parallel.strategy == "auto":
+        console.print(f"strategy auto: {scaling.reference.strategy}, at every size")
+    if largest.device == "cpu":
+        console.print(
+            f"each rank has {threads} CPU thread{'s' if threads > 1 else ''} at every size: a rank is a device"
+        )
+        _warn_of_crowds(plans, threads, largest.cores_per_node, console)
+    samples: list[Sample] = []
+    for size in sorted({size for _, size in plans}):
+        mine = {mode: plan for (mode, at), plan in plans.items() if at == size}
+        told = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
+        console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {told}")
+        try:
+            samples += _launched(prepared, mine, size, threads, request.steps, folder)
+        except MachineError as error:
+            left_out += [LeftOut(mode=mode, devices=size, reason=f"failed: {_first(error)}") for mode in mine]
+            console.print(f"{size} devices failed: {error}")
+    if not samples:
+        raise MachineError(f"no size could be measured; the last: {left_out[-1].reason}")
+    return finish(scaling, samples, left_out, request, console)
+
+
+def _first(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _warn_of_crowds(plans: dict[tuple[Mode, int], Plan], threads: int, cores: int | None, console: Console) -> None:
+    crowded = sorted({size for _, size in plans if cores is not None and size * threads > cores})
+    if crowded:
+        console.print(
+            f"warning: {', '.join(str(size) for size in crowded)} ranks of {threads} thread(s) on {cores} cores: they "
+            "take turns, and efficiency there says how cores are shared, not how the job scales"
+        )
+
+
+def _about(prepared: Prepared, cluster: ClusterSpec) -> Scaling:
+    """The question, before anything is measured."""
+    from shardwise.parallel.materialize import build
+    from shardwise.train.model import model_factory
+
+    job = prepared.job
+    config, plan = job.config, job.plan
+    module = build(model_factory(config, prepared.corpus.vocab_size), config.train.seed, real=False)
+    profile = traced_profile(
+        module, config.data.seq_len, prepared.corpus.vocab_size, precision=plan.precision, device=plan.device
+    )
+    optimizer = config.optimizer.name if config.optimizer.factory is None else config.optimizer.factory
+    subject = Subject(
+        model=str(config.model.config or config.model.factory),
+        device=cluster.device_name,
+        strategy=plan.strategy,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        compile=plan.compile,
+        seq_len=config.data.seq_len,
+        micro_batch=plan.micro_batch or 1,
+        grad_accum=plan.grad_accum,
+        global_batch=plan.global_batch or plan.dims.dp,
+        optimizer=optimizer,
+    )
+    return Scaling(subject=subject, reference=plan, cluster=cluster, units=units_of(profile, plan))
+
+
+def _launched(
+    prepared: Prepared, plans: dict[Mode, Plan], size: int, threads: int, steps: int, folder: Path
+) -> list[Sample]:
+    """Start ``size`` ranks that measure each of ``plans``, and read what they found."""
+    job = prepared.job
+    parallel = job.config.parallel.model_copy(update={"nproc": size, "threads": threads})
+    train = job.config.train.model_copy(update={"steps": steps})
+    config = job.config.model_copy(update={"parallel": parallel, "train": train})
+    file = folder / PLANS
+    file.write_text(json.dumps({mode: dumped(plan) for mode, plan in plans.items()}))
+    (folder / SAMPLES).unlink(missing_ok=True)
+    largest = next(iter(plans.values()))
+    launch(job.model_copy(update={"config": config, "plan": largest}), 0, module="shardwise.cli.bench_scaling")
+    return [Sample.model_validate(item) for item in json.loads((folder / SAMPLES).read_text())]
+
+
+def rank_main() -> int:
+    """One rank of one size; rank 0 writes the samples into the job's output folder."""
+    from shardwise.parallel.group import join, leave
+
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
+    folder = Path(job.config.train.output)
+    plans = {mode: Plan.model_validate(item) for mode, item in json.loads((folder / PLANS).read_text()).items()}
+    ranks = join(job.plan.device)
+    samples = measure(job.config, job.corpus, plans, ranks, job.config.train.steps or 1)
+    if ranks.is_main:
+        (folder / SAMPLES).write_text(json.dumps([dumped(sample) for sample in samples]))
+    leave(ranks)
+    return 0
+
+
+def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks, steps: int) -> list[Sample]:
+    """Each plan on this world, the same plan only once; samples on rank 0. Collective."""
+    from shardwise.measure.scaling import forget, measure_size
+    from shardwise.train.corpus import open_corpus
+    from shardwise.train.model import model_factory
+
+    opened = open_corpus(corpus)
+    factory = model_factory(config, opened.vocab_size)
+    known: dict[str, Sample | None] = {}  # None on ranks that do not report
+    found: list[Sample] = []
+    for mode, plan in plans.items():
+        if plan.fingerprint not in known:
+            feed = windows(config, opened, plan, ranks)
+            known[plan.fingerprint] = measure_size(config, plan, mode, factory, feed, ranks, steps)
+            forget(ranks)
+        sample = known[plan.fingerprint]
+        if sample is not None:
+            found.append(sample.model_copy(update={"mode": mode}))
+    return found
+
+
+def windows(config: Config, corpus: Any, plan: Plan, ranks: Ranks) -> Iterator[list[Any]]:
+    """This rank's micro batches of each step, in the order in which ``train`` has them."""
+    from shardwise.train.order import Order, rank_ids
+    from shardwise.train.samples import samples_for
+
+    data = samples_for(corpus.train, config.data, corpus.separator)
+    order = Order(len(data), config.train.seed, config.data.shuffle)
+    place, micro, position = plan.dims.place(ranks.rank), plan.micro_batch or 1, 0
+    while True:
+        rows = rank_ids(order, position, plan.dims.dp, place.dp, micro, plan.grad_accum)
+        yield [data.batch(row) for row in rows]
+        position += micro * plan.grad_accum * plan.dims.dp
+
+
+# under torchrun, Slurm and the like
+
+
+def _under_launcher(config: Config, request: Request, console: Console, *, as_json: bool) -> None:
+    """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
+
+    def inner() -> int:
+        from shardwise.parallel.group import broadcast_text, join, leave
+
+        ranks = join(config.parallel.device)
+        if config.parallel.threads is not None and ranks.device.type == "cpu":
+            _set_threads(config.parallel.threads)
+        text, failure, scaling = "", None, None
+        left_out: list[LeftOut] = []
+        if ranks.is_main:
+            try:
+                scaling, plans, left_out, corpus = _prepared_here(config, request, ranks, console)
+                work = {"corpus": str(corpus), "plans": {mode: dumped(plan) for mode, plan in plans.items()}}
+                text = json.dumps(work)
+            except ShardwiseError as error:
+                failure = error
+        text = broadcast_text(text, ranks)
+        if failure is not None:
+            raise failure
+        if not text:
+            raise UserError("rank 0 could not prepare the measurement; its message says why")
+        work = json.loads(text)
+        plans = {mode: Plan.model_validate(item) for mode, item in work["plans"].items()}
+        samples = measure(config, Path(work["corpus"]), plans, ranks, request.steps)
+        if scaling is not None:
+            document = finish(scaling, samples, left_out, request, console)
+            if as_json:
+                print(json.dumps(document), flush=True)
+        leave(ranks)
+        return 0
+
+    guarded(inner)
+
+
+def _set_threads(number: int) -> None:
+    import torch
+
+    torch.set_num_threads(number)
+
+
+def _prepared_here(
+    config: Config, request: Request, ranks: Ranks, console: Console
+) -> tuple[Scaling, dict[Mode, Plan], list[LeftOut], Path]:
+    """The question, and the plans for this world. What earlier sizes were made from, later ones are made from, too."""
+    nodes = max(1, ranks.world_size // ranks.local_world_size)
+    local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
+    here = config.model_copy(update={"parallel": local})
+    prepared = prepare_job(here, lambda text: console.print(f"data: {text}"), nodes=nodes)
+    scaling = _begun(request, _about(prepared, prepared.cluster), config)
+    plans, left_out = plans_of(scaling.reference, [ranks.world_size], request.modes, named=True)
+    return scaling, {mode: plan for (mode, _), plan in plans.items()}, left_out, prepared.job.corpus
+
+
+# the file, and what is made of it
+
+
+def stored(file: Path) -> Scaling | None:
+    """What was measured before; ``None`` where there is no file.
+
+    Raises:
+        UserError: the file is something else.
+    """
+    try:
+        document = json.loads(file.read_text())
+        return Scaling.model_validate({key: document[key] for key in Scaling.model_fields})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise UserError(
+            f"'{file}' is no file of bench scaling ({_first(error)}); move it away, or choose another --output"
+        ) from None
+
+
+def _begun(request: Request, scaling: Scaling, config: Config) -> Scaling:
+    """``scaling`` with the samples of the file, refused now if they are of another question.
+
+    What the config leaves to the number of ranks is as it was for the first size.
+
+    Raises:
+        UserError: they are, or the links were measured on other devices.
+    """
+    read_links(request.calibration, scaling.cluster)
+    earlier = stored(request.output / FILE)
+    if earlier is None:
+        return scaling
+    train, left_open = config.train, ["strategy"] if config.parallel.strategy == "auto" else []
+    left_open += ["global_batch"] if train.global_batch is None else []
+    left_open += ["micro_batch", "grad_accum"] if None in (train.micro_batch, train.grad_accum) else []
+    asked = scaling.subject.model_copy(update={name: getattr(earlier.subject, name) for name in left_open})
+    other = asked.differences(earlier.subject)
+    if other:
+        raise UserError(
+            f"'{request.output / FILE}' holds samples of another question: this one has {', '.join(other)}; "
+            "choose another --output, or move the file away"
+        )
+    larger = max(scaling.cluster, earlier.cluster, key=lambda one: (one.world_size, one is scaling.cluster))
+    return earlier.model_copy(update={"cluster": larger, "units": scaling.units or earlier.units})
+
+
+def finish(
+    scaling: Scaling, samples: Sequence[Sample], left_out: Sequence[LeftOut], request: Request, console: Console
+) -> dict[str, Any]:
+    """Add the samples to the file, work everything out, print and draw it; returns the document."""
+    file = request.output / FILE
+    with _alone(request.output):
+        whole = (stored(file) or scaling).model_copy(update={"cluster": scaling.cluster, "units": scaling.units})
+        whole = whole.merged(samples, left_out)
+        price = request.price if request.price is not None else whole.cluster.price_per_device_hour
+        rows = [row for mode in MODES for row in rows_of(whole.of(mode), price)]
+        calibration = read_links(request.calibration, whole.cluster)
+        modes = [mode for mode in MODES if whole.of(mode)]
+        curves = [curve_of(whole, mode, request.beyond, calibration) for mode in modes]
+        document = document_of(whole, rows, curves, price)
+        _write(file, json.dumps(document, indent=1) + "\n")
+    print_scaling(whole, rows, curves, price, console)
+    console.print(f"raw samples: {file}")
+    plot = file.with_suffix(".png")
+    console.print(f"plot: {plot}" if draw(document, plot) else "no plot: matplotlib is not installed")
+    return document
+
+
+def document_of(scaling: Scaling, rows: Sequence[Row], curves: Sequence[Curve], price: float | None) -> dict[str, Any]:
+    """The file and the answer of ``--json``; see docs/scaling.md."""
+    return {
+        "schema": SCHEMA,
+        "date": max((sample.date for sample in scaling.samples), default=""),
+        **dumped(scaling),
+        "price_per_device_hour": price,
+        "warnings": warnings_of(scaling),
+        "rows": [dumped(row) for row in rows],
+        "curves": [dumped(curve) for curve in curves],
+    }
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's file: jobs of several sizes may end at the same time."""
+    with (folder / f".{FILE}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        partial.write_text(text)
+        partial.replace(file)
+    except OSError as error:
+        raise MachineError(
+            f"'{file}' cannot be written: {error.strerror}; make room, or choose another --output"
+        ) from None
+
+
+if __name__ == "__main__":
+    guarded(rank_main)

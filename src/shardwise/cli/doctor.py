@@ -1,0 +1,92 @@
+"""``shardwise doctor``: look at this machine, or at every machine of a launcher's world, and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from shardwise.errors import AnswerIsNo, UserError
+from shardwise.launch.rank import guarded
+from shardwise.parallel.environment import Rendezvous, rendezvous
+
+
+def run_doctor(*, nproc: int | None, folder: Path, timeout_s: float, as_json: bool) -> None:
+    """The verb. Under torchrun or the like it looks at all hosts, and its ranks are the ones that are tested.
+
+    Raises:
+        UserError: ``folder`` is a file; more ranks than GPUs are asked for; ranks are asked for under a launcher.
+        AnswerIsNo: a check is an error.
+    """
+    place = rendezvous()
+    if place is not None:
+        if nproc is not None:
+            raise UserError(f"--nproc {nproc}: the launcher has started {place.world_size} ranks already; leave it out")
+        guarded(lambda: run_under_launcher(place, folder, timeout_s, as_json))
+    from shardwise.cli.doctor_ranks import check_ranks
+    from shardwise.measure.doctor import examine
+    from shardwise.measure.doctor_facts import look_at_host
+    from shardwise.measure.doctor_ranks import check_ranks_test
+    from shardwise.report.doctor import print_doctor, summary, to_document
+
+    facts = look_at_host(nproc, folder)
+    device: Literal["cpu", "cuda"] = "cuda" if _cuda() else "cpu"
+    if device == "cuda" and nproc is not None and nproc > len(facts.gpus.gpus):
+        raise UserError(f"--nproc {nproc}: there are {len(facts.gpus.gpus)} GPUs, and a rank needs one of its own")
+    checks = examine(facts)
+    threads = max(1, facts.cores // facts.ranks)
+    test = check_ranks(facts.ranks, device, timeout_s, threads=threads)
+    checks += check_ranks_test(test, facts)
+    print_doctor(checks, facts, _console(as_json))
+    if as_json:
+        print(json.dumps(to_document(checks, facts, test)), flush=True)
+    if any(check.level == "error" for check in checks):
+        wrong = dict.fromkeys(check.name for check in checks if check.level == "error")
+        raise AnswerIsNo(f"{summary(checks)}: {', '.join(wrong)}; the fixes stand above")
+
+
+def run_under_launcher(place: Rendezvous, folder: Path, timeout_s: float, as_json: bool) -> int:
+    """This process is a rank: the first of each host looks at it, all are tested, the first that answers speaks."""
+    from shardwise.measure.doctor import examine
+    from shardwise.measure.doctor_check import Check
+    from shardwise.measure.doctor_facts import look_at_host
+    from shardwise.measure.doctor_ranks import check_ranks_test
+    from shardwise.measure.ranks_test import self_test
+    from shardwise.report.doctor import print_doctor, to_document
+
+    facts, note = None, ""
+    if place.local_rank == 0:
+        facts = look_at_host(place.local_world_size, folder)
+        note = json.dumps([check.model_dump(mode="json") for check in examine(facts)])
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())  # the launcher ends the world: say first what was seen
+    test = self_test(place, "cuda" if _cuda() else "cpu", timeout_s, note=note, told=told)
+    checks = [
+        Check.model_validate(found).model_copy(update={"host": answer.host})
+        for answer in test.answers
+        if answer.note
+        for found in json.loads(answer.note)
+    ]
+    checks += check_ranks_test(test, facts)
+    speaks = place.rank == next((answer.rank for answer in test.answers if answer.word is not None), None)
+    if speaks:
+        print_doctor(checks, facts, _console(as_json))
+        if as_json:
+            print(json.dumps(to_document(checks, facts, test)), flush=True)
+    return AnswerIsNo.exit_code if any(check.level == "error" for check in checks) else 0
+
+
+def _cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _console(as_json: bool) -> Console:
+    stream = sys.stderr if as_json else sys.stdout
+    return Console(stderr=as_json, highlight=False, width=None if stream.isatty() else 132)
