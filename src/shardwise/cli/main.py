@@ -232,7 +232,7 @@ def comm(
     strategy: Annotated[str, typer.Option(help="Its mesh axes are measured, such as hsdp+tp2.")] = "ddp",
     nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; a GPU each, or 2 on CPU.", min=2)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL).")] = "auto",
-    smallest: Annotated[str, typer.Option("--min-size", help="Smallest message.")] = "1KiB",
+    smallest: Annotated[str, typer.Option("--min-size", help="Smallest message.")] = "128B",
     largest: Annotated[str, typer.Option("--max-size", help="Largest message.")] = "64MiB",
     seconds: Annotated[float, typer.Option(help="Seconds for each collective on each axis, at most.", min=0.1)] = 8.0,
     cluster: Annotated[

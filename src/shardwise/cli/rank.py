@@ -31,12 +31,15 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.cli.run_watch import RunWatch
     from shardwise.parallel.group import join
     from shardwise.plan.plan import Plan
+    from shardwise.report.environment import write_environment
     from shardwise.report.progress import ProgressReporter
     from shardwise.train.corpus import open_corpus
     from shardwise.train.loop import Run
     from shardwise.train.session import Session
 
     ranks = ranks or join(job.plan.device)
+    if ranks.is_main:
+        write_environment(Path(job.config.train.output))
 
     def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
         plan: Plan = job.plan
@@ -68,6 +71,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     timing = watch.attribution.timing()
     use = None if timing is None else watch.utilisation(timing)
     findings = () if timing is None else watch.findings(timing, use)
+    measured = watch.fit.measurement
     receipts = {"effects": watch.effects.receipt, "fit": watch.fit.receipt}
     document = {
         "schema": 1,
@@ -80,6 +84,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
         "timing": None if timing is None else timing.model_dump(mode="json"),
         "utilisation": None if use is None else use.model_dump(mode="json"),
         "findings": [finding.model_dump(mode="json") for finding in findings],
+        "memory": None if measured is None else measured.model_dump(mode="json"),
         "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
         "output": job.config.train.output,
     }
@@ -131,6 +136,7 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
 
     def inner() -> int:
         from shardwise.cli.job import Job, prepare_job
+        from shardwise.cli.train import keep_job
         from shardwise.errors import ShardwiseError, UserError
         from shardwise.parallel.group import broadcast_text, join
 
@@ -143,6 +149,7 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
                 nodes = max(1, ranks.world_size // ranks.local_world_size)
                 prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
                 text = prepared.job.to_json()
+                keep_job(prepared.job)
                 _print_plan(prepared, as_json)
             except ShardwiseError as error:
                 failure = error

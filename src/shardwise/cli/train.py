@@ -90,14 +90,7 @@ def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> No
     from shardwise.launch.local import run_local
 
     output = Path(job.config.train.output)
-    file = output / "job.json"
-    try:
-        file.write_text(job.to_json())
-        (output / "plan.toml").write_text(job.plan.to_toml())
-    except OSError as error:
-        raise MachineError(
-            f"'{file}' cannot be written: {error.strerror}; make room, or choose another train.output"
-        ) from None
+    file = keep_job(job)
     sys.stdout.flush()
     run_local(
         [sys.executable, "-m", module, str(file)],
@@ -106,6 +99,24 @@ def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> No
         logs=output / "logs",
         master_port=master_port,
     )
+
+
+def keep_job(job: Job) -> Path:
+    """``job.json`` and ``plan.toml`` in the run folder; returns the path of the former.
+
+    Raises:
+        MachineError: they cannot be written.
+    """
+    output = Path(job.config.train.output)
+    file = output / "job.json"
+    try:
+        file.write_text(job.to_json())
+        (output / "plan.toml").write_text(job.plan.to_toml())
+    except OSError as error:
+        raise MachineError(
+            f"'{file}' cannot be written: {error.strerror}; make room, or choose another train.output"
+        ) from None
+    return file
 
 
 def threads(job: Job) -> int:

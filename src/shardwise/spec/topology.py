@@ -17,20 +17,49 @@ PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 NVLINK_LINK_BYTES_PER_S = {"Pascal": 20e9, "Volta": 25e9, "Turing": 25e9, "Ampere": 25e9, "Hopper": 25e9} | {
     "Blackwell": 50e9
 }
+MEANING = {
+    "PIX": "one PCIe switch between them",
+    "PXB": "several PCIe switches between them, no host bridge",
+    "PHB": "through the CPU's PCIe host bridge",
+    "NODE": "through the host bridges of one NUMA node",
+    "SYS": "across CPU sockets (NUMA nodes)",
+}
+"""What each of `PCIE_PATHS` crosses, after the legend that nvidia-smi prints."""
 TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
+class Nic:
+    """A network card: ``paths[i]`` is what lies between it and GPU i; ``device`` is its name in the system, if told."""
+
+    name: str
+    paths: tuple[str, ...]
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
-    """``paths[i][j]`` is what lies between GPU i and j: ``NV12`` (that many NVLinks), one of `PCIE_PATHS`, or ``X``."""
+    """``paths[i][j]`` is what lies between GPU i and j: ``NV12`` (that many NVLinks), one of `PCIE_PATHS`, or ``X``.
+
+    ``cores[i]`` are the CPU cores near GPU i as the matrix has them (``0-47``), ``numa[i]`` its NUMA node; ``None``
+    where it does not say, empty where the matrix has no such column.
+    """
 
     paths: tuple[tuple[str, ...], ...]
+    nics: tuple[Nic, ...] = ()
+    cores: tuple[str | None, ...] = ()
+    numa: tuple[str | None, ...] = ()
 
     def subset(self, indices: Sequence[int]) -> Topology | None:
         """The matrix of these GPUs only; ``None`` where one is not in it."""
         if any(i not in range(len(self.paths)) for i in indices):
             return None
-        return Topology(tuple(tuple(self.paths[i][j] for j in indices) for i in indices))
+        return Topology(
+            paths=tuple(tuple(self.paths[i][j] for j in indices) for i in indices),
+            nics=tuple(Nic(nic.name, tuple(nic.paths[i] for i in indices), nic.device) for nic in self.nics),
+            cores=tuple(self.cores[i] for i in indices) if self.cores else (),
+            numa=tuple(self.numa[i] for i in indices) if self.numa else (),
+        )
 
     def nvlinks(self, i: int, j: int) -> int:
         """NVLinks between two GPUs, through a switch or not; 0 where their path is PCIe."""
@@ -57,6 +86,60 @@ class Topology:
         return size > 1 and len(reached) == size and min(map(len, near)) >= min(2, size - 1)
 
 
+def explain_path(path: str) -> str:
+    """``NV12`` or ``PHB`` in words.
+
+    Raises:
+        KeyError: a path that is none.
+    """
+    if path.startswith("NV"):
+        return f"{path[2:]} NVLink{'s' * (path != 'NV1')}"
+    return MEANING[path]
+
+
+def explain_topology(topology: Topology) -> list[str]:
+    """The matrix in sentences: the pairs of GPUs by path, nearest first, then the nearest network card of each GPU."""
+    size = len(topology.paths)
+    pairs: dict[str, list[tuple[int, int]]] = {}
+    for i in range(size):
+        for j in range(i + 1, size):
+            pairs.setdefault(topology.paths[i][j], []).append((i, j))
+    lines = []
+    for path in sorted(pairs, key=_distance):
+        some = pairs[path]
+        all_of_them = len(pairs) == 1 and size > 2
+        who = f"all {size} GPUs" if all_of_them else ", ".join(f"{i}-{j}" for i, j in some)
+        lines.append(f"{path}: {explain_path(path)} ({who})")
+    near: dict[tuple[str, str], list[int]] = {}
+    for i in range(size):
+        nic = nearest_nic(topology, i)
+        if nic is not None:
+            near.setdefault((nic.device or nic.name, nic.paths[i]), []).append(i)
+    for (name, path), gpus in near.items():
+        lines.append(f"GPU {', '.join(map(str, gpus))}: nearest network card {name}, {path} ({explain_path(path)})")
+    return lines
+
+
+def nearest_nic(topology: Topology, gpu: int) -> Nic | None:
+    """The network card with the shortest path to a GPU, the first of equals; ``None`` where there is none."""
+    return min(topology.nics, key=lambda nic: _distance(nic.paths[gpu]), default=None)
+
+
+def parse_cores(text: str | None) -> set[int] | None:
+    """The numbers in ``0-23,48-71``; ``None`` where it is no such list."""
+    if text is None or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        return None
+    spans = [part.partition("-") for part in text.split(",")]
+    return {core for low, _, high in spans for core in range(int(low), int(high or low) + 1)}
+
+
+def _distance(path: str) -> tuple[int, int]:
+    """Nearest first: more NVLinks before fewer, all before PCIe."""
+    if path.startswith("NV"):
+        return 0, -int(path[2:])
+    return 1, PCIE_PATHS.index(path)
+
+
 def parse_topology(text: str) -> Topology | None:
     """Read what ``nvidia-smi topo -m`` prints; ``None`` where it is not such a matrix or has a cell not known here."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
@@ -71,7 +154,31 @@ def parse_topology(text: str) -> Topology | None:
         cells_known = all(path == "X" if i == j else known.fullmatch(path) for j, path in enumerate(row))
         if len(row) != len(columns) or not cells_known:
             return None
-    return Topology(paths)
+    others = [word for word in header[len(columns) :] if re.fullmatch(r"NIC\d+|mlx\w+|bnxt\w+|efa\w*", word)]
+    beside = len(columns) + len(others) + 1
+    by_name = {line[0]: line for line in lines if line}
+    affinities = [by_name[name][beside : beside + 2] for name in columns] if "Affinity" in header else []
+    return Topology(
+        paths=paths,
+        nics=_nics(lines, others, len(columns), known),
+        cores=tuple(_told(cells, 0) for cells in affinities),
+        numa=tuple(_told(cells, 1) for cells in affinities),
+    )
+
+
+def _nics(lines: Sequence[Sequence[str]], names: Sequence[str], gpus: int, known: re.Pattern[str]) -> tuple[Nic, ...]:
+    """The rows of network cards; ``NIC0: mlx5_0`` of the legend names the device, older matrices name it themselves."""
+    legend = {line[0][:-1]: line[1] for line in lines if len(line) == 2 and line[0].endswith(":")}
+    found = []
+    for line in lines:
+        if line and line[0] in names and len(line) > gpus and all(known.fullmatch(path) for path in line[1 : 1 + gpus]):
+            device = legend.get(line[0]) or (None if line[0].startswith("NIC") else line[0])
+            found.append(Nic(line[0], tuple(line[1 : 1 + gpus]), device))
+    return tuple(found)
+
+
+def _told(cells: Sequence[str], index: int) -> str | None:
+    return cells[index] if len(cells) > index and cells[index] != "N/A" else None
 
 
 def read_topology() -> Topology | None:

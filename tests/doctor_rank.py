@@ -1,0 +1,51 @@
+"""A rank of the doctor's self-test that is sabotaged as ``SABOTAGE`` says: ``RANK:STAGE:HOW``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from shardwise.cli import doctor_ranks
+from shardwise.launch.rank import guarded
+from shardwise.measure import ranks_test
+
+
+def main() -> int:
+    """Behave until the stage, then do what was asked for."""
+    ranks, stage, how = os.environ["SABOTAGE"].split(":")
+    if os.environ["RANK"] not in ranks.split(","):
+        return doctor_ranks.rank_main()
+
+    def sabotage(entered: str) -> None:
+        if entered != stage:
+            return
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "raise":
+            raise ImportError("no such library")
+        elif how == "late":
+            time.sleep(600)
+        elif how == "wrong":
+            import torch.distributed as dist
+
+            real = dist.all_reduce
+
+            def flipped(tensor):
+                real(tensor)
+                tensor[7] += 1
+
+            dist.all_reduce = flipped
+
+    if stage == "import":
+        sabotage("import")
+    real = ranks_test.self_test
+    ranks_test.self_test = lambda *arguments, **options: real(*arguments, **options, on_stage=sabotage)
+    return doctor_ranks.rank_main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    guarded(main)

@@ -1,0 +1,278 @@
+"""The file of ``bench comm``: read back as written, refused where it is another machine's, what costs make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import calibration as cli_calibration
+from shardwise.cli.calibration import corrected_costs, links_told
+from shardwise.cost.calibration import CalibrationFile, check_calibration, covers, read_calibration
+from shardwise.cost.collectives import Calibration, CollectiveKind, Group, LinkFit, Measured, collective_s
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
+from shardwise.search.candidate import Pins
+from shardwise.search.search import ask
+from shardwise.spec.cluster import ClusterSpec, parse_cluster
+from shardwise.spec.load import load_profile
+from shardwise.spec.processor import cores_here, processor_name
+from shardwise.spec.workload import Workload
+
+SIZES = (1000, 10_000, 100_000)
+MEDIANS = (1e-3, 2e-3, 11e-3)
+KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def link(collective: str, where: str = "node", ranks: int = 2, **more: Any) -> dict[str, Any]:
+    """One entry of the file."""
+    return {
+        "collective": collective,
+        "axis": "dp",
+        "where": where,
+        "ranks": ranks,
+        "per_node": ranks if where == "node" else 1,
+        "latency_s": 1e-3,
+        "bus_bytes_per_s": 1e7,
+        "sizes_bytes": SIZES,
+        "median_s": MEDIANS,
+    } | more
+
+
+def file_of(device: str = "cpu", links: list[dict[str, Any]] | None = None, **more: Any) -> CalibrationFile:
+    """What ``bench comm`` would have written on this machine, or on a GPU."""
+    facts: dict[str, Any] = {
+        "schema": 1,
+        "kind": "links",
+        "date": "2026-11-21",
+        "device": device,
+        "device_name": "CPU" if device == "cpu" else "NVIDIA A100-SXM4-80GB",
+        "processor": processor_name(),
+        "cores_per_node": cores_here(),
+        "nodes": 1,
+        "devices_per_node": 2,
+        "ranks": 2,
+        "backend": "gloo" if device == "cpu" else "nccl",
+        "versions": {"torch": "2.13.0"},
+        "strategy": "ddp",
+        "measured": links or [link(kind) for kind in KINDS],
+    }
+    return CalibrationFile.model_validate(facts | more)
+
+
+def seconds(file: CalibrationFile, kind: CollectiveKind, size: float, group: Group, cluster: ClusterSpec) -> float:
+    return collective_s(kind, size, group, cluster, calibration=file.calibration())
+
+
+CPUS = ClusterSpec(device="cpu", device_name="CPU", devices_per_node=2, cores_per_node=cores_here())
+A100S = parse_cluster("8xA100-SXM-80GB")
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = file_of(links=[link("send", latency_interval_s=(9e-4, 2e-3)), link("all_reduce", latency_s=None)])
+    path = tmp_path / "links.toml"
+    path.write_text(file.to_toml())
+    assert read_calibration(path) == file
+    assert file.says() == "links measured 2026-11-21 with gloo (2 ranks)"
+
+
+def test_costs_are_read_off_the_measured_curve() -> None:
+    """At the sizes, between them, below and beyond; in a group of the measured shape."""
+    expected = {1000: 1e-3, 10_000: 2e-3, 100_000: 11e-3, 5500: 1.5e-3, 10: 1e-3, 200_000: 11e-3 + 0.5 * 1e5 / 1e7}
+    for size, took in expected.items():
+        assert seconds(file_of(), "all_gather", size, Group(2, 2), CPUS) == pytest.approx(took), size
+    lone = file_of(links=[link("all_gather", bus_bytes_per_s=None)])
+    assert seconds(lone, "all_gather", 300_000, Group(2, 2), CPUS) == pytest.approx(33e-3), "no fit: in proportion"
+
+
+def test_a_measured_reduce_scatter_is_not_doubled_again() -> None:
+    """Gloo's sends as much as an all_reduce: the catalogue doubles it, what was measured has it already."""
+    assert seconds(file_of(), "reduce_scatter", 100_000, Group(2, 2), CPUS) == pytest.approx(11e-3)
+
+
+def test_noise_does_not_make_larger_messages_faster() -> None:
+    file = file_of(links=[link("send", median_s=(2e-3, 1e-3, 11e-3))])
+    assert seconds(file, "send", 10_000, Group(2, 2), CPUS) == pytest.approx(2e-3)
+
+
+def test_other_groups_of_gloo_take_the_steps_of_a_ring() -> None:
+    """Four ranks take three steps for two ranks' one; a core each, so the bus bandwidth stays."""
+    cpus = CPUS.model_copy(update={"devices_per_node": 4, "cores_per_node": 4})
+    found = seconds(file_of(), "all_reduce", 100_000, Group(4, 4), cpus)
+    assert found == pytest.approx(3e-3 + 1.5 * 100_000 / 1e7)
+    nodes = file_of(links=[link("all_reduce", "network")])
+    assert seconds(nodes, "all_reduce", 100_000, Group(8, 1), cpus) == pytest.approx(7e-3 + 1.75 * 100_000 / 1e7)
+    pair = file_of(links=[link("send", "network")])
+    assert seconds(pair, "send", 100_000, Group(2, 1), cpus) == pytest.approx(11e-3)
+
+
+def test_other_groups_of_a_known_link_change_as_the_catalogue_has_it() -> None:
+    file = file_of("cuda", links=[link("all_reduce", ranks=4, latency_s=1e-4, bus_bytes_per_s=100e9)])
+    one_size = 1e9
+    measured = 1e-4 + 1.5 * one_size / 100e9
+    told = seconds(file, "all_reduce", one_size, Group(8, 8), A100S)
+    ratio = collective_s("all_reduce", one_size, Group(8, 8), A100S) / collective_s(
+        "all_reduce", one_size, Group(4, 4), A100S
+    )
+    assert told / measured == pytest.approx(ratio, rel=0.01)
+
+
+def test_what_was_not_measured_stays_the_catalogues() -> None:
+    file = file_of("cuda", links=[link("all_reduce", latency_s=None, bus_bytes_per_s=None)])
+    for kind, group in (("all_gather", Group(2, 2)), ("all_reduce", Group(8, 8))):
+        assert seconds(file, kind, 1e9, group, A100S) == collective_s(kind, 1e9, group, A100S)  # type: ignore[arg-type]
+
+
+def test_of_two_axes_with_groups_of_one_shape_the_slower_counts() -> None:
+    slow, fast = link("send", axis="tp", median_s=(2e-3, 4e-3, 22e-3)), link("send")
+    for links in ([slow, fast], [fast, slow]):
+        assert seconds(file_of(links=links), "send", 100_000, Group(2, 2), CPUS) == pytest.approx(22e-3)
+
+
+REFUSED: list[tuple[str, Callable[[], CalibrationFile], ClusterSpec, str]] = [
+    ("device", file_of, A100S, "the calibration was measured on CPUs, and the plan is for GPUs"),
+    (
+        "gpu",
+        lambda: file_of("cuda"),
+        parse_cluster("8xH100-SXM"),
+        "measured on NVIDIA A100-SXM4-80GB, and the plan is for H100-SXM-80GB",
+    ),
+    ("processor", lambda: file_of(processor="Another"), CPUS, "measured on a machine with 'Another', and this one has"),
+    ("cores", lambda: file_of(cores_per_node=999), CPUS, f"on 999 cores, and the ranks have {cores_here()}"),
+    (
+        "link",
+        lambda: file_of("cuda", link="nvlink"),
+        parse_cluster("8xA100-SXM-80GB@pcie4"),
+        "measured over nvlink, and devices of the cluster are joined by pcie",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "cluster", "reason"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_what_another_machine_measured_is_refused(
+    file: Callable[[], CalibrationFile], cluster: ClusterSpec, reason: str
+) -> None:
+    with pytest.raises(PlanError, match="measure this one with: shardwise bench comm") as refused:
+        check_calibration(file(), cluster, processor=processor_name())
+    assert reason in str(refused.value)
+
+
+def test_the_same_gpu_under_another_name_is_taken() -> None:
+    assert check_calibration(file_of("cuda"), A100S, processor="whatever") == []
+    assert check_calibration(file_of("cuda", link="nvlink"), A100S, processor="whatever") == []
+
+
+def test_what_is_not_covered_is_said() -> None:
+    two = parse_cluster("2x8xA100-SXM-80GB")
+    assert not covers(file_of("cuda"), two) and covers(file_of("cuda"), A100S)
+    assert links_told(file_of("cuda"), two, name="links.toml") == [
+        "times are over links measured 2026-11-21 with nccl (2 ranks)",
+        "--calibration 'links.toml' has nothing between nodes; the catalogue stands in where it knows the link",
+    ]
+    some = file_of("cuda", links=[link(kind) for kind in ("all_reduce", "send")])
+    assert "no latency or bandwidth of all_gather, reduce_scatter, all_to_all inside" in links_told(some, A100S)[1]
+    no_fit = file_of("cuda", links=[link(kind, bus_bytes_per_s=None) for kind in KINDS])
+    assert "but in groups of the very shape that was measured" in links_told(no_fit, A100S)[1]
+    assert not covers(no_fit, A100S)
+    assert links_told(file_of("cuda"), A100S) == ["times are over links measured 2026-11-21 with nccl (2 ranks)"]
+    (told,) = links_told(file_of(), CPUS)
+    assert told.startswith("--calibration has no effect on this plan")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, ["schema"]),
+        ({"kind": "rates"}, ["kind"]),
+        ({"measured": []}, ["measured"]),
+        ({"measured": [link("broadcast", ranks=1)]}, ["measured.0.collective", "measured.0.ranks"]),
+        ({"measured": [link("send", median_s=(1e-3,))]}, ["3 sizes and 1 medians"]),
+        ({"measured": [link("send", sizes_bytes=(1, 1, 2))]}, ["a size is there twice"]),
+        ({"measured": [link("send", median_s=(0.0, 1.0, 2.0))]}, ["above 0"]),
+    ],
+)
+def test_a_damaged_file_is_refused_with_all_that_is_wrong(
+    change: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    import tomli_w
+
+    path = tmp_path / "links.toml"
+    path.write_text(tomli_w.dumps(file_of().model_dump(mode="json", by_alias=True, exclude_none=True) | change))
+    with pytest.raises(ConfigError) as refused:
+        read_calibration(path)
+    assert len(refused.value.problems) == len(words)
+    for word in words:
+        assert word in str(refused.value) and f"--calibration '{path}'" in str(refused.value)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_calibration(tmp_path / "none.toml")
+    text = tmp_path / "text.toml"
+    text.write_text("not = = toml")
+    with pytest.raises(ConfigError, match="is no TOML"):
+        read_calibration(text)
+
+
+@pytest.fixture
+def no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_HISTORY", "off")
+
+
+@pytest.mark.usefixtures("no_history")
+def test_plans_are_timed_over_the_measured_links() -> None:
+    profile = load_profile("llama-3.2-1b", seq_len=1024)
+    plan = Plan(strategy="ddp", dims=ParallelDims(dp_replicate=8), micro_batch=1, precision="bf16", device="cuda")
+    workload, file = Workload(seq_len=1024, global_batch=8), file_of("cuda")
+    catalogue = corrected_costs(A100S).step_time(profile, plan, workload, A100S)
+    measured = corrected_costs(A100S, file).step_time(profile, plan, workload, A100S)
+    assert measured.step_s > 10 * catalogue.step_s, "10 MB/s for 300 GB/s"
+    assert measured.calibrated == "published ampere steps; links measured 2026-11-21 with nccl (2 ranks)"
+    assert file.says() not in catalogue.calibrated
+
+
+@pytest.mark.usefixtures("no_history")
+def test_measured_links_make_times_known_where_the_catalogue_has_none() -> None:
+    profile = load_profile("llama-3.2-1b", seq_len=1024)
+    unknown = A100S.model_copy(update={"link": None})
+    workload = Workload(seq_len=1024, global_batch=8)
+    full = file_of("cuda")
+    part = file_of("cuda", links=[link("all_reduce")])
+    assert not ask(profile, workload, unknown, Pins(), costs=corrected_costs(unknown)).timed
+    assert ask(profile, workload, unknown, Pins(), costs=corrected_costs(unknown, full)).timed
+    assert not ask(profile, workload, unknown, Pins(), costs=corrected_costs(unknown, part)).timed
+    assert not math.isnan(collective_s("all_reduce", 1e6, Group(8, 8), unknown, calibration=full.calibration()))
+
+
+def test_earlier_runs_correct_memory_and_not_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from shardwise.measure.history import Correction, Ratio
+
+    more = Ratio(median=2.0, low=2.0, high=2.0, count=9)
+
+    class Told:
+        runs = (SimpleNamespace(base="ddp"),)
+
+        def correction(self, device: str, base: str) -> Correction:
+            return Correction(peak=more, step=more)
+
+    monkeypatch.setattr(cli_calibration, "read_history", Told)
+    profile = load_profile("llama-3.2-1b", seq_len=1024)
+    plan = Plan(strategy="ddp", dims=ParallelDims(dp_replicate=8), micro_batch=1, precision="bf16", device="cuda")
+    workload = Workload(seq_len=1024, global_batch=8)
+    over = corrected_costs(A100S, file_of("cuda"))
+    assert "step time ×" not in over.step_time(profile, plan, workload, A100S).calibrated
+    assert "step time ×" in corrected_costs(A100S).step_time(profile, plan, workload, A100S).calibrated
+    assert any("peak × 2" in note for note in over.estimate(profile, plan, workload, A100S).notes)
+
+
+def test_a_calibration_is_equal_to_itself_alone() -> None:
+    """It is a key of caches: hashing hundreds of samples for each collective would cost more than they save."""
+    one = Calibration(measured=(Measured("send", 2, 2, ((1.0, 1.0),), LinkFit(0.0, 1.0)),))
+    other = Calibration(measured=one.measured)
+    assert one == one and one != other and len({one, other}) == 2
