@@ -89,7 +89,9 @@ def one_row(name: str, rate: str, delay_s: float, largest: str, seconds: float) 
         ranks = hosts.torchrun(argv, timeout_s=TIMEOUT_S, cwd=ROOT)
         if any(rank.returncode for rank in ranks):
             raise SystemExit(f"bench comm failed:\n{ranks[0].stderr}\n{ranks[1].stderr}")
-        row |= {"load_after": os.getloadavg()[0], "found": json.loads(ranks[0].stdout.splitlines()[-1])}
+        found = json.loads(ranks[0].stdout.splitlines()[-1])
+        kept = {key: value for key, value in found.items() if not key.endswith("_file")}
+        row |= {"load_after": os.getloadavg()[0], "found": kept}
     print(line(row), flush=True)
     return row
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from shardwise.measure import clock
-from shardwise.measure.attribution import Totals, groups_of, split_off_waiting
+from shardwise.measure.attribution import Attribution, Totals, _CpuWait, groups_of, split_off_waiting
 from shardwise.measure.clock import COUNTED, EARLY, DeviceClock, HostClock
 from shardwise.measure.timing import PARTS
-from shardwise.parallel.waits import Waits
+from shardwise.parallel.waits import WAITS, Waits
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -130,6 +133,47 @@ def test_a_devices_time_is_read_when_it_has_passed_and_events_are_used_again(mon
     assert Event.made <= 16, "events are used again"
 
 
+def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
+    stream = SimpleNamespace(device_ms=0.0, passed_ms=-1.0)
+
+    def work(milliseconds: float) -> None:
+        stream.device_ms += milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(stream, "passed_ms", stream.device_ms))
+    session: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        ranks=SimpleNamespace(world_size=1, is_main=True, control=None),
+        plan=plan("ddp", 1),
+        applied=SimpleNamespace(outer=torch.nn.Linear(1, 1), pipeline=None),
+        reduced_ranks=1,
+        observers=[],
+        phase_watchers=[],
+        mail=[],
+    )
+    one = Attribution.attach(session)
+    one.on_prepared(session)
+    for number in range(1, 9):
+        one._on_phase("data")
+        one.deliver([one.post()])
+        one._on_phase("forward")
+        work(2.0)
+        one.on_step_end(session, SimpleNamespace(number=number, tokens=10))  # type: ignore[arg-type]
+    one.finish()
+    timing = one.timing()
+    assert timing is not None and timing.warm_up + timing.steps == 8
+    assert WAITS.listener is None and not session.mail
+
+
+class LateEvent(Event):
+    """One that the device takes a moment to get to."""
+
+    def record(self, stream: Any) -> None:
+        stream.device_ms += 0.01
+        super().record(stream)
+
+
 def plan(strategy: str, world: int) -> Plan:
     return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), world))
 
@@ -208,6 +252,25 @@ def test_what_cannot_be_measured_is_none():
     assert told == pytest.approx(timing.step_s) == pytest.approx(15e-9), "nothing is lost with them"
 
 
+def test_an_axis_that_is_not_there_is_not_unmeasured():
+    totals, own = Totals(), plan("ddp+tp2", 2)
+    totals.add(table(8, 0, forward=[10, 10]), own)
+    why = {"exposed_tp": "compiled", "exposed_cp": "compiled", "recompute": "compiled"}
+    assert totals.timing(own, why).unmeasured == {"exposed_tp": "compiled"}
+
+
+def test_a_kernel_that_keeps_no_account_of_cores_is_unknown(tmp_path: Path):
+    waiting = _CpuWait()
+    waiting.close()
+    found = []
+    for text in ("50 3 1", "60 7 2", "0 0 0"):
+        (tmp_path / "schedstat").write_text(text)
+        waiting._file = os.open(tmp_path / "schedstat", os.O_RDONLY)
+        found.append(waiting.lap())
+        waiting.close()
+    assert found[1:] == [4, -1]
+
+
 def test_early_reductions_are_part_of_the_exposed_ones():
     totals, own = Totals(), plan("ddp", 2)
     totals.add(table(8, 0, exposed_dp=[4, 4], **{EARLY: [6, 6]}), own)
@@ -223,6 +286,20 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
         totals.add(table(8, 0, forward=[5, 5]), own)
     kept = [value for value in vars(totals).values() if isinstance(value, np.ndarray)]
     assert sum(value.nbytes for value in kept) < 1000 and len(totals._periods) == 1000
+
+
+def test_code_is_not_compiled_anew_for_who_listens():
+    waits, counted = Waits(), CompileCounter()
+
+    @torch.compile(backend=counted)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        with waits.part("exposed_tp"):
+            return x * 2
+
+    for listener in (None, HostClock(), None):
+        waits.listener = listener
+        doubled(torch.ones(3))
+    assert counted.frame_count == 1
 
 
 def test_nobody_listens_costs_nothing():

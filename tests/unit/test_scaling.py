@@ -19,6 +19,8 @@ from shardwise.measure.scaling_plans import default_sizes, plan_at, plans_of
 from shardwise.measure.scaling_predict import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
+    HOST_COPY_BYTES_PER_S,
+    SHARD_COPIES,
     Links,
     cluster_at,
     curve_of,
@@ -273,8 +275,9 @@ def test_sharded_units_talk_one_by_one_and_gloo_hides_nothing(strategy: str, gat
     plan = plan_at(reference, 2, "weak")
     found = predict(base, UNITS, plan, links(plan, 2))
     # each of two micro batches gathers the root once and each block once or twice; gradients are reduced at the end
-    gathered = 2 * (seconds(8, 0.5) + gathers * 4 * seconds(8, 0.5))
-    reduced = seconds(8, 0.5) + 4 * seconds(8, 0.5)
+    each = seconds(8, 0.5) + SHARD_COPIES * 8 * MIB / HOST_COPY_BYTES_PER_S
+    gathered = 2 * (each + gathers * 4 * each)
+    reduced = each + 4 * each
     control = 3 * (LATENCY_S + 512 / BYTES_PER_S)
     assert found.links_s == pytest.approx(gathered + reduced + control)
     assert found.own_s == pytest.approx(2.0 - 0.1), "each rank steps half of the weights"

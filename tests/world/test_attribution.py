@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardwise.measure import borders
 from shardwise.measure.attribution import Attribution
@@ -28,7 +29,9 @@ SLEEP = 0.04
 
 @dataclass(frozen=True)
 class Case:
-    """One small run; ``sleep_in`` names where ``sleeper`` (a rank, or every one) sleeps in each step."""
+    """One small run; ``sleep_in`` names where ``sleeper`` (a rank, or every one) sleeps in each step: a part, or a
+    method of FSDP2's, of the scaler or of the optimizer, which sleeps once in a step.
+    """
 
     strategy: str
     world: int = 2
@@ -39,6 +42,7 @@ class Case:
     sleep_in: str = ""
     sleeper: int | None = None
     every: bool = False
+    precision: str = "fp32"
 
 
 def run(case: Case) -> dict[str, Any] | None:
@@ -53,18 +57,37 @@ def run(case: Case) -> dict[str, Any] | None:
         pipeline_schedule=case.schedule,
         virtual_stages=1 if case.schedule == "1f1b" else 2,
         compile=case.compile,
+        precision=case.precision,
     )
     session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
     attribution = Attribution.attach(session)
-    model = family("own", dtype=torch.float32)
-    batch = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
-    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters()), batch)
     late = case.sleeper in (None, ranks.rank)
 
     def nap(where: str) -> None:
         if where == case.sleep_in and late:
             time.sleep(SLEEP)
 
+    slept: set[int] = set()
+
+    def slow(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            if name == case.sleep_in and session.steps_done not in slept:
+                slept.add(session.steps_done)
+                nap(name)
+            return plain(*args, **kwargs)
+
+        setattr(owner, name, slower)
+
+    for name in ("wait_for_unshard", "post_backward"):
+        slow(FSDPParamGroup, name)
+    model = family("own", dtype=torch.float32)
+    batch = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
+    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters()), batch)
+    for owner, name in ((session.scaler, "unscale_"), (optimizer, "zero_grad")):
+        if hasattr(owner, name):
+            slow(owner, name)
     session.module.register_forward_pre_hook(lambda module, inputs: nap("forward"))
     block = session.applied.blocks[-1]
 
@@ -169,6 +192,32 @@ def test_what_one_rank_does_is_waited_for_by_the_others(strategy: str, where: st
     assert timing.late_rank == 1 and timing.late_share is not None and timing.late_share > 0.8
 
 
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        (Case("fsdp", sleep_in="wait_for_unshard"), "exposed_dp"),
+        (Case("fsdp", sleep_in="post_backward"), "exposed_dp"),
+        (Case("fsdp", 1, sleep_in="wait_for_unshard"), "forward"),
+        (Case("fsdp", 1, sleep_in="post_backward"), "backward"),
+        (Case("ddp", 1, sleep_in="unscale_", precision="fp16"), "clip"),
+        (Case("ddp", 1, sleep_in="zero_grad"), "optimizer"),
+    ],
+    ids=lambda value: f"{value.sleep_in}-{value.world}" if isinstance(value, Case) else value,
+)
+def test_what_the_loop_did_not_ask_for_is_not_its_own_code(case: Case, part: str):
+    timing, _ = timing_of(case)
+    found = timing.parts[part]
+    assert found is not None and SLEEP <= found.low_s < SLEEP * 1.9
+    assert timing.seconds("other") < SLEEP / 2
+
+
+def test_a_stage_that_is_through_before_another_is_part_of_the_bubble():
+    timing, _ = timing_of(Case("ddp+pp2", accum=2, sleep_in="backward"))
+    bubble = timing.parts["pipeline"]
+    assert bubble is not None and bubble.low_s > SLEEP * 0.8
+    assert timing.seconds("slowest_rank") < SLEEP / 4
+
+
 def test_what_lies_between_steps_is_no_step_time():
     timing, _ = timing_of(Case("ddp", sleep_in="checkpoint"))
     assert timing.between_s["checkpoint"] > SLEEP * 0.8  # none after the last step
@@ -188,13 +237,14 @@ def test_reductions_before_the_last_micro_batch_are_counted(strategy: str):
 def test_what_the_compiler_hides_is_unknown_and_not_zero():
     timing, _ = timing_of(Case("ddp+tp2", compile=True))
     assert timing.parts["exposed_tp"] is None and "compiled" in timing.unmeasured["exposed_tp"]
+    assert set(timing.unmeasured) == {"exposed_tp"}, "there is neither context parallel nor recompute"
     told = [found.mean_s for found in timing.parts.values() if found is not None]
     assert sum(told) == pytest.approx(timing.step_s, rel=1e-6)
 
 
-def order_that_changes() -> dict[str, str] | None:
-    """Two branches take turns in being the last to have a gradient."""
-    borders.RECHECK = 4
+def order_that_changes(every: int, recheck: int) -> dict[str, str] | None:
+    """After ``every`` steps another branch is the last to have a gradient."""
+    borders.RECHECK = recheck
     ranks = join("cpu")
 
     class Turns(torch.nn.Module):
@@ -206,7 +256,7 @@ def order_that_changes() -> dict[str, str] | None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             for index in range(4):
-                x = self.parts[(index + self.calls // 4) % 4](x)
+                x = self.parts[(index + self.calls // every) % 4](x)
             return x
 
     plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
@@ -223,5 +273,62 @@ def order_that_changes() -> dict[str, str] | None:
     return None if timing is None else timing.unmeasured
 
 
-def test_gradients_in_another_order_are_noticed():
-    assert "order" in run_world(order_that_changes, 2)[0]["exposed_dp"]
+@pytest.mark.parametrize(("every", "recheck"), [(4, 4), (1, borders.RECHECK)])
+def test_gradients_in_another_order_are_noticed(every: int, recheck: int):
+    assert "order" in run_world(order_that_changes, 2, every, recheck)[0]["exposed_dp"]
+
+
+def late_for_buffers() -> dict[str, Any] | None:
+    """Rank 0, whose buffers DDP sends round before a forward, comes late to it."""
+    ranks = join("cpu")
+    plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    attribution = Attribution.attach(session)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(4, 8)
+    for step in session.run_windows(iter([[(batch, torch.zeros(4))]] * STEPS)):
+        time.sleep(SLEEP if ranks.is_main else 0.0)
+        step.run(model, lambda out, labels: out.square().sum())
+        step.update(optimizer)
+    attribution.finish()
+    timing = attribution.timing()
+    return None if timing is None else timing.model_dump()
+
+
+def test_buffers_that_are_sent_round_are_waited_for():
+    timing = Timing(**run_world(late_for_buffers, 2)[0])
+    waited, forward = timing.parts["slowest_rank"], timing.parts["forward"]
+    assert waited is not None and forward is not None
+    assert waited.highest_rank == 1 and waited.high_s > SLEEP * 0.8 and forward.high_s < SLEEP / 2
+    assert timing.late_rank == 0
+
+
+def two_sessions() -> list[float] | None:
+    """Two models are trained in turn."""
+    ranks = join("cpu")
+    made = []
+    for _ in range(2):
+        plan = Plan(strategy="fsdp", dims=dims_for(parse_strategy("fsdp"), 2))
+        session = Session(ranks=ranks, planner=lambda model, optimizer, plan=plan: plan)
+        attribution = Attribution.attach(session)
+        model = torch.nn.Linear(8, 8)
+        outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = torch.randn(2, 8)
+        made.append((attribution, outer, optimizer, session.run_windows(iter([[(batch, torch.zeros(2))]] * STEPS))))
+    for _ in range(STEPS):
+        for _, outer, optimizer, steps in made:
+            step = next(steps)
+            step.run(outer, lambda out, labels: out.square().sum())
+            step.update(optimizer)
+    for attribution, *_ in made:
+        attribution.finish()
+    assert WAITS.listener is None
+    timings = [attribution.timing() for attribution, *_ in made]
+    return [timing.seconds("exposed_dp") for timing in timings if timing is not None]
+
+
+def test_each_of_two_sessions_has_its_own_waits():
+    first, second = run_world(two_sessions, 2)[0]
+    assert first > 0 and second > 0
+    assert max(first, second) < 20 * min(first, second)

@@ -7,17 +7,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise
-from shardwise.cli.diagnosis import findings_of
 from shardwise.measure.attribution import Attribution
+from shardwise.measure.diagnosis import diagnose
 from shardwise.measure.gpu_state import DeviceTrack, GpuTrack
-from shardwise.measure.observe import HostWatch, device_state, gpu_states
+from shardwise.measure.observe import HostWatch, device_state, gpu_states, observe
 from shardwise.measure.observed import HostUse
 from shardwise.parallel.group import Ranks, join
 from shardwise.plan.dims import ParallelDims
@@ -122,8 +121,8 @@ def test_the_host_counts_what_its_ranks_used() -> None:
     assert first.others is not None
 
 
-def findings(folder: str) -> list[str] | None:
-    """What a job's end comes to, on this rank."""
+def findings() -> list[str] | None:
+    """What the end of a loop comes to, on this rank."""
     session = shardwise.start(Plan(strategy="ddp", dims=ParallelDims(dp_replicate=2), grad_accum=1), receipts=False)
     watch, model = HostWatch(), nn.Linear(8, 8)
     session.observers.append(watch)
@@ -137,15 +136,14 @@ def findings(folder: str) -> list[str] | None:
     assert isinstance(attribution, Attribution)
     attribution.finish()
     host = watch.finish(session.ranks)
-    timing, none = attribution.timing(), SimpleNamespace(every=0, async_save=False)
-    config = SimpleNamespace(checkpoint=none, train=SimpleNamespace(output=folder))
-    found = findings_of(SimpleNamespace(config=config, step_time=None), session, timing, host=host)
+    timing = attribution.timing()
+    found = () if timing is None else diagnose(observe(session, timing, host=host))
     session.close()
     return [finding.kind for finding in found] if session.ranks.is_main else None
 
 
-def test_the_end_of_a_job_is_diagnosed(tmp_path: Path) -> None:
-    first, second = run_world(findings, 2, str(tmp_path))
+def test_a_loop_of_ones_own_is_diagnosed() -> None:
+    first, second = run_world(findings, 2)
     assert "data-loader" in first
     assert second is None
 

@@ -96,6 +96,8 @@ class Attribution:
         """Nothing to do: the lap ends with the next step."""
 
     def _on_phase(self, phase: str) -> None:
+        if self._borders is not None:
+            PLACES.listener = self._clock  # of several sessions in a process, the one that does something now
         if phase == "data":
             self._end_lap()
         piped = self._session.applied.pipeline is not None if phase == "forward" else False
@@ -138,14 +140,18 @@ class Attribution:
         """Tell what no step has told yet. Collective; the clock stops, and what was put around waits is taken away."""
         if self._borders is None:
             return
+        self._wait_for_device()
+        self._end_lap()
+        self._wait_for_device()  # the border of the last lap, too, is to have passed
+        for _ in range(max(row[0] for row in gather_ints([len(self._own)], self._session.ranks))):
+            self.deliver(gather_ints(self.post(), self._session.ranks))
+        self.detach()
+
+    def _wait_for_device(self) -> None:
         if self._session.device.type == "cuda":
             import torch
 
             torch.cuda.synchronize(self._session.device)
-        self._end_lap()
-        for _ in range(max(row[0] for row in gather_ints([len(self._own)], self._session.ranks))):
-            self.deliver(gather_ints(self.post(), self._session.ranks))
-        self.detach()
 
     def detach(self) -> None:
         """Stop the clock and take everything away."""
@@ -239,7 +245,9 @@ class Totals:
         assert self._sums is not None
         means = self._sums[:, _EXTRA - 1 :] / self.steps
         lost = self._sums[:, 2] / self.steps
-        none = absent(plan) | unmeasured.keys()
+        missing = absent(plan)
+        unmeasured = {part: why for part, why in unmeasured.items() if part not in missing}
+        none = missing | unmeasured.keys()
         for part in none:  # the little that was told apart goes back to where the rest is
             around = _COLUMNS["backward" if part in unmeasured else "other"]
             means[:, around] += means[:, _COLUMNS[part]]
@@ -338,7 +346,8 @@ class _CpuWait:
         if self._file is None:
             return None
         try:
-            return int(os.pread(self._file, 100, 0).split()[1])
+            ran, waited = os.pread(self._file, 100, 0).split()[:2]
+            return int(waited) if int(ran) else None  # all zeros: a kernel that keeps no account
         except (OSError, ValueError, IndexError):
             return None
 

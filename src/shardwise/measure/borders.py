@@ -1,9 +1,10 @@
 """Where PyTorch itself waits for other ranks: borders for the clock around them. No collective is changed or added.
 
-DDP waits at the end of its last backward, from the last gradient on. FSDP2 waits when it gathers a unit and when it
-reduces one: on a CPU in the calls themselves, on a GPU where the compute stream is told to wait. The copies into and
-out of the flat buffers count as waiting, too: without sharding there would be none. ZeRO-1 waits where the optimizer
-sends its updates round. What cannot be bracketed is said by name, and its part is then not told apart.
+DDP waits at the end of its last backward, from the last gradient on, and where it sends batch norm's buffers round
+before a forward. FSDP2 waits when it gathers a unit and when it reduces one: on a CPU in the calls themselves, on a GPU
+where the compute stream is told to wait. The copies into and out of the flat buffers count as waiting, too: without
+sharding there would be none. ZeRO-1 waits where the optimizer sends its updates round. What cannot be bracketed is said
+by name, and its part is then not told apart. Where gradients are not reduced there is nothing to bracket.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from shardwise.train.session import Session
 DP = "exposed_dp"
 LEARN_STEPS = 2
 """Backwards that are looked at for the parameter whose gradient comes last."""
-RECHECK = 50
-"""Every so many backwards it is looked at again."""
+RECHECK = 53
+"""Every so many backwards it is looked at again: a prime, so that no turns that a model takes stay hidden."""
 
 
 class Borders:
@@ -39,6 +40,8 @@ class Borders:
         self._undo: list[Callable[[], None]] = []
         self._last_early = 0
         outer = session.applied.outer
+        if session.reduced_ranks == 1:
+            return
         if isinstance(outer, DistributedDataParallel):
             self._watch_ddp(outer)
             self._watch_zero1()
@@ -69,6 +72,8 @@ class Borders:
         self._undo.append(learner.remove)
         self._session.phase_watchers.append(learner.on_phase)
         self._undo.append(lambda: _discard(self._session.phase_watchers, learner.on_phase))
+        if self._session.spec.batch_norms and not self._wrap(outer, "_sync_buffers", lambda: DP):
+            self.problem = "this PyTorch's DDP sends buffers round elsewhere"
 
     def _watch_zero1(self) -> None:
         optimizer = self._session.optimizer
@@ -78,7 +83,7 @@ class Borders:
             self.problem = "this PyTorch's ZeroRedundancyOptimizer sends its updates round elsewhere"
 
     def _watch_fsdp(self) -> None:
-        gathers = ("wait_for_unshard",) if self._session.device.type == "cuda" else ("unshard",)
+        gathers = ("wait_for_unshard",) if self._session.device.type == "cuda" else ("unshard", "wait_for_unshard")
         for group in fsdp_groups(self._session.applied.outer):
             found = [self._wrap(group, name, lambda: DP) for name in (*gathers, "finalize_backward")]
             found.append(self._wrap(group, "post_backward", self._reduces(group)))
@@ -136,17 +141,28 @@ class _LastGradient:
         if phase != "backward" or not self._outer.require_backward_grad_sync:
             return
         self._number += 1
-        if self._learners and self._number > LEARN_STEPS:
-            for handle in self._learners:
-                handle.remove()
-            self._learners = []
-            if self._last is not None and self._seen is not self._last:
-                self._borders.problem = "the gradients of this model do not come in one order"
-            elif self._last is None and self._seen is not None:
-                self._last = self._seen
-                self._handle = self._last.register_post_accumulate_grad_hook(self._arrived)
-        elif self._last is not None and self._number % RECHECK == 0:
+        if self._learners:
+            self._compare()
+            if self._number > LEARN_STEPS:
+                self._conclude()
+        elif self._number % RECHECK == 0:
+            self._seen = None
             self._learners = [p.register_post_accumulate_grad_hook(self._learn) for p in self._parameters]
+
+    def _compare(self) -> None:
+        """What the backward before has shown; nothing before the first."""
+        if self._last is None:
+            self._last = self._seen
+        elif self._seen is not None and self._seen is not self._last:
+            self._borders.problem = "the gradients of this model do not come in one order"
+
+    def _conclude(self) -> None:
+        """Enough was seen: look no longer at all of them, and from now on at the last one."""
+        for handle in self._learners:
+            handle.remove()
+        self._learners = []
+        if self._handle is None and self._last is not None:
+            self._handle = self._last.register_post_accumulate_grad_hook(self._arrived)
 
     def _learn(self, parameter: nn.Parameter) -> None:
         self._seen = parameter

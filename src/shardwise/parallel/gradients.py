@@ -62,8 +62,8 @@ def global_norm(
             mine.append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     if mine:
-        norms = torch._foreach_norm(mine, 2.0)
-        total += torch.stack([norm.to(total.device, torch.float64) for norm in norms]).square().sum()
+        norms = torch.stack(torch._foreach_norm(mine, 2.0))  # as one: hundreds of numbers would be as many copies
+        total += norms.to(total.device, torch.float64).square().sum()
     with WAITS.part("control"):
         dist.all_reduce(total)
     return total.sqrt()

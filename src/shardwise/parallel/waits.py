@@ -36,7 +36,7 @@ class Waits:
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """While it is open, time counts as ``name``, a part of `shardwise.measure.timing`; not in compiled code."""
-        if self.listener is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.listener is None:  # in this order: no code is compiled anew for it
             return _NOTHING
         return _Part(self.listener, name)
 

@@ -44,15 +44,17 @@ def draw(document: dict[str, Any], file: Path) -> bool:
 
 def _rates(axis: Any, items: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Bus bandwidth of the medians, and what the catalogue expects as a dotted line where it does."""
+    fastest = max(max(item["bus_bytes_per_s_by_size"]) for item in items)
+    unit, name = (1e9, "GB/s") if fastest >= 1e9 else (1e6, "MB/s")
     for item in items:
         colour = COLOURS[item["collective"]]
-        scaled = [rate / 1e9 for rate in item["bus_bytes_per_s_by_size"]]
+        scaled = [rate / unit for rate in item["bus_bytes_per_s_by_size"]]
         axis.plot(item["sizes_bytes"], scaled, ".-", color=colour, lw=1.2, ms=4, label=item["collective"])
         line = next((link for link in expected if link["collective"] == item["collective"]), None)
         if line is not None and line["expected_bytes_per_s"]:
-            axis.axhline(line["expected_bytes_per_s"] / 1e9, color=colour, lw=0.8, ls=":")
+            axis.axhline(line["expected_bytes_per_s"] / unit, color=colour, lw=0.8, ls=":")
     axis.set_ylim(bottom=0)
-    axis.set_ylabel("GB/s")
+    axis.set_ylabel(name)
     axis.legend(fontsize=8)
     _sizes(axis, items)
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from shardwise.errors import PlanError
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.search.candidate import Candidate, Pins
@@ -52,16 +53,17 @@ def alternatives(
     batch.
     """
     now = _cost(profile, workload, cluster, plan)
-    now_s = None if now.time is None else now.time.step_s
+    now_s = None if now is None or now.time is None else now.time.step_s
     found = []
     for kind, changed in changes(plan):
         candidate = _cost(profile, workload, cluster, changed)
-        memory = candidate.memory.device_bytes if not candidate.memory.unknown else None
+        if candidate is None:
+            continue
         found.append(
             Alternative(
                 kind=kind,
                 plan=changed,
-                memory_bytes=memory,
+                memory_bytes=candidate.memory.device_bytes if not candidate.memory.unknown else None,
                 fits=candidate.fits,
                 step_s=None if candidate.time is None else candidate.time.step_s,
                 now_s=now_s,
@@ -98,6 +100,10 @@ def _whole(plan: Plan) -> Plan | None:
     return plan.model_copy(update={"strategy": "ddp", "dims": dims, "gradient_sync": "last", "prefetch": 1})
 
 
-def _cost(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, plan: Plan) -> Candidate:
+def _cost(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, plan: Plan) -> Candidate | None:
+    """A plan's costs; nothing where it cannot be costed: then it is no alternative."""
     pins = Pins(strategy=plan.parsed, precision=plan.precision)
-    return cost_of(ask(profile, workload, cluster, pins), plan)
+    try:
+        return cost_of(ask(profile, workload, cluster, pins), plan)
+    except PlanError:
+        return None

@@ -162,6 +162,8 @@ class Step:
             self._loss_sum += found.detach()
         self._current, self._backwards = len(self.micros) - 1, len(self.micros)
         self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
+        with WAITS.part("pipeline"):  # the last stages are through before the first ones: their part of the bubble
+            self._loss_work.wait()
 
     def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer and clear the gradients.
@@ -185,7 +187,8 @@ class Step:
         if session.steps_done == session.first_step:
             session.check_unused()
         if session.scaler is not None:
-            session.scaler.unscale_(optimizer)
+            with WAITS.part("clip"):
+                session.scaler.unscale_(optimizer)
         session.notify("on_gradients", self)
         norm = session.clip(clip_norm) if clip_norm is not None else None
         if self._loss_work is not None:
@@ -204,7 +207,8 @@ class Step:
         session.steps_done = self.number
         session.stream.batches += self.batches
         session.notify("on_step_end", self)
-        optimizer.zero_grad()
+        with WAITS.part("optimizer"):  # to give memory back takes its time
+            optimizer.zero_grad()
         session.in_step = False
         return result
 
