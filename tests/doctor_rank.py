@@ -9,7 +9,7 @@ import time
 
 from shardwise.cli import doctor_ranks
 from shardwise.launch.rank import guarded
-from shardwise.measure import ranks_test
+from shardwise.measure.doctor import ranks_test
 
 
 def main() -> int:

@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise
 from shardwise.measure.attribution import Attribution
-from shardwise.measure.diagnosis import diagnose
-from shardwise.measure.finding import Finding
-from shardwise.measure.observe import HostWatch, observe
-from shardwise.measure.observed import Save
+from shardwise.measure.diagnosis.causes import diagnose
+from shardwise.measure.diagnosis.finding import Finding
+from shardwise.measure.diagnosis.observe import HostWatch, observe
+from shardwise.measure.diagnosis.observed import Save
 from shardwise.measure.timing import Timing
 from shardwise.parallel.group import join, leave
 from shardwise.plan.dims import dims_for

@@ -10,9 +10,9 @@ from typing import Any
 
 import pynvml
 
-from shardwise.measure.disk import DiskFacts
-from shardwise.measure.doctor_facts import HostFacts, Limit
-from shardwise.measure.gpu_state import NvmlSource
+from shardwise.measure.doctor.disk import DiskFacts
+from shardwise.measure.doctor.facts import HostFacts, Limit
+from shardwise.measure.gpu.state import NvmlSource
 from shardwise.spec.topology import parse_topology
 from shardwise.units import GIB
 

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.cost.calibration import CalibrationFile, MeasuredLink
 from shardwise.cost.estimate import Estimate, Phase
 from shardwise.cost.steptime import StepTime
-from shardwise.measure.finding import Finding
+from shardwise.measure.diagnosis.finding import Finding
 from shardwise.measure.timing import PARTS, Spread, Timing
 from shardwise.measure.utilisation import Utilisation
 from shardwise.plan.dims import ParallelDims

@@ -68,9 +68,9 @@ def rank_main() -> int:
     """One rank. The last one holds the stopwatch; rank 0 has the bench's figures."""
     from shardwise.cli.bench_scaling import windows
     from shardwise.cli.job import prepare_job
-    from shardwise.measure.scaling import WARM_UP, measure_size
-    from shardwise.measure.scaling_facts import MODES
-    from shardwise.measure.scaling_plans import plan_at
+    from shardwise.measure.scaling.facts import MODES
+    from shardwise.measure.scaling.plans import plan_at
+    from shardwise.measure.scaling.run import WARM_UP, measure_size
     from shardwise.parallel.group import broadcast_text, gather_text, join, leave
     from shardwise.plan.plan import Plan
     from shardwise.train.config import read_config

@@ -13,7 +13,7 @@ import pytest
 from shardwise.cli.bench_comm import read_size, run_bench_comm
 from shardwise.cost.calibration import CalibrationFile, read_calibration
 from shardwise.errors import UserError
-from shardwise.measure.comm_facts import COLLECTIVES
+from shardwise.measure.comm.facts import COLLECTIVES
 from shardwise.report.comm_plot import draw
 from tests.cli.configs import ROOT, environment
 

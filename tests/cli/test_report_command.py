@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.report.run_record import Record
+from shardwise.report.page.record import Record
 from tests.cli.configs import ROOT, environment, start_train, train, wait_for_step, write_config
 from tests.reports import write_links, write_scaling
 

@@ -13,8 +13,8 @@ from torch import nn
 from shardwise.measure.attribution import Attribution
 from shardwise.measure.step_work import WorkProbe
 from shardwise.measure.timing import PARTS
-from shardwise.measure.trace import StepTrace
-from shardwise.measure.trace_words import words
+from shardwise.measure.trace.steps import StepTrace
+from shardwise.measure.trace.words import words
 from shardwise.measure.utilisation import peak_of, utilisation
 from shardwise.parallel.group import join
 from shardwise.plan.dims import dims_for

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardwise.measure.comm_facts import Collective, CommFit, CommSamples, bus_factor, fitting_sizes, ladder
-from shardwise.measure.comm_fit import fit
-from shardwise.measure.comm_judge import judge, latency_text, link_name, rate_text, uneven_groups
+from shardwise.measure.comm.facts import Collective, CommFit, CommSamples, bus_factor, fitting_sizes, ladder
+from shardwise.measure.comm.fit import fit
+from shardwise.measure.comm.judge import judge, latency_text, link_name, rate_text, uneven_groups
 from shardwise.spec.cluster import ClusterSpec, parse_cluster
 from shardwise.spec.hardware import Link
 

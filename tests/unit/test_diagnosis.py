@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shardwise.measure.diagnosis import diagnose, why_nothing
-from shardwise.measure.diagnosis_waits import workers_needed
-from shardwise.measure.finding import Finding
-from shardwise.measure.observe import price_of
-from shardwise.measure.observed import DeviceState, HostUse, LinkUse, Observed, Save
+from shardwise.measure.diagnosis.causes import diagnose, why_nothing
+from shardwise.measure.diagnosis.finding import Finding
+from shardwise.measure.diagnosis.observe import price_of
+from shardwise.measure.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
+from shardwise.measure.diagnosis.waits import workers_needed
+from shardwise.measure.diagnosis.weighing import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
 from shardwise.measure.timing import BETWEEN, PARTS, Spread, Timing
-from shardwise.measure.weighing import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.report.findings import print_findings

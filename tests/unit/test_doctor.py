@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 
 from shardwise.errors import UserError
-from shardwise.measure.cgroup import Allowed, allowed
-from shardwise.measure.disk import look_at_disk
-from shardwise.measure.doctor import examine
-from shardwise.measure.doctor_check import Check
-from shardwise.measure.doctor_facts import Limit, _visible, look_at_host
-from shardwise.measure.doctor_ranks import check_ranks_test
-from shardwise.measure.doctor_versions import numbers
-from shardwise.measure.gpu_load import DeviceLoad
-from shardwise.measure.ranks_test import RankAnswer, RanksTest, judged
-from shardwise.measure.xids import Xid
+from shardwise.measure.doctor.cgroup import Allowed, allowed
+from shardwise.measure.doctor.check import Check
+from shardwise.measure.doctor.disk import look_at_disk
+from shardwise.measure.doctor.facts import Limit, _visible, look_at_host
+from shardwise.measure.doctor.look import examine
+from shardwise.measure.doctor.ranks import check_ranks_test
+from shardwise.measure.doctor.ranks_test import RankAnswer, RanksTest, judged
+from shardwise.measure.doctor.versions import numbers
+from shardwise.measure.gpu.load import DeviceLoad
+from shardwise.measure.gpu.xids import Xid
 from shardwise.parallel.environment import settings
 from shardwise.report.doctor import print_doctor, summary, to_document
 from shardwise.spec.topology import explain_path, explain_topology, nearest_nic, parse_cores
@@ -382,7 +382,7 @@ class TestDisk:
         def refuse(*_, **__):
             raise OSError(30, "Read-only file system")
 
-        monkeypatch.setattr("shardwise.measure.disk._try_out", refuse)
+        monkeypatch.setattr("shardwise.measure.doctor.disk._try_out", refuse)
         found = look_at_disk(tmp_path)
         assert found.problem == "Read-only file system" and found.write_bytes_per_s is None
 

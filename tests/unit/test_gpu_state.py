@@ -8,9 +8,9 @@ import time
 import pynvml
 import pytest
 
-from shardwise.measure.gpu_query import QuerySource, parse_query
-from shardwise.measure.gpu_state import GpuSampler, GpuState, NvmlSource, decode_reasons
-from shardwise.measure.xids import parse_xids, read_xids
+from shardwise.measure.gpu.query import QuerySource, parse_query
+from shardwise.measure.gpu.state import GpuSampler, GpuState, NvmlSource, decode_reasons
+from shardwise.measure.gpu.xids import parse_xids, read_xids
 from tests.machines import MACHINES, RECORDED, RecordedNvml
 
 MIB = 1 << 20

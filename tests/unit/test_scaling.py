@@ -14,9 +14,9 @@ from rich.console import Console
 from shardwise.cli.bench_scaling import FILE, Request, document_of, finish, stored
 from shardwise.cost.collectives import Calibration, LinkFit, Measured
 from shardwise.errors import PlanError, UserError
-from shardwise.measure.scaling_facts import LeftOut, Mode, Sample, Scaling, Subject, UnitTraffic, rows_of, warnings_of
-from shardwise.measure.scaling_plans import default_sizes, plan_at, plans_of
-from shardwise.measure.scaling_predict import (
+from shardwise.measure.scaling.facts import LeftOut, Mode, Sample, Scaling, Subject, UnitTraffic, rows_of, warnings_of
+from shardwise.measure.scaling.plans import default_sizes, plan_at, plans_of
+from shardwise.measure.scaling.predict import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     HOST_COPY_BYTES_PER_S,

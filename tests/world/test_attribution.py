@@ -207,8 +207,9 @@ def test_what_one_rank_does_is_waited_for_by_the_others(strategy: str, where: st
 def test_what_the_loop_did_not_ask_for_is_not_its_own_code(case: Case, part: str):
     timing, _ = timing_of(case)
     found = timing.parts[part]
-    assert found is not None and SLEEP <= found.low_s < SLEEP * 1.9
-    assert timing.seconds("other") < SLEEP / 2
+    assert found is not None and found.low_s >= SLEEP
+    for another in {"forward", "backward", "clip", "optimizer", "other"} - {part}:
+        assert timing.seconds(another) < SLEEP, another
 
 
 def test_a_stage_that_is_through_before_another_is_part_of_the_bubble():

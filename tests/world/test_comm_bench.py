@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.measure.comm_bench import AxisGroup, axes_of, bench_comm, call_of
-from shardwise.measure.comm_facts import COLLECTIVES, Axis, Collective, CommSamples, ladder
+from shardwise.measure.comm.bench import AxisGroup, axes_of, bench_comm, call_of
+from shardwise.measure.comm.facts import COLLECTIVES, Axis, Collective, CommSamples, ladder
 from shardwise.parallel.group import join
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan

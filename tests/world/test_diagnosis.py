@@ -14,10 +14,10 @@ from torch import nn
 
 import shardwise
 from shardwise.measure.attribution import Attribution
-from shardwise.measure.diagnosis import diagnose
-from shardwise.measure.gpu_state import DeviceTrack, GpuTrack
-from shardwise.measure.observe import HostWatch, device_state, gpu_states, observe
-from shardwise.measure.observed import HostUse
+from shardwise.measure.diagnosis.causes import diagnose
+from shardwise.measure.diagnosis.observe import HostWatch, device_state, gpu_states, observe
+from shardwise.measure.diagnosis.observed import HostUse
+from shardwise.measure.gpu.state import DeviceTrack, GpuTrack
 from shardwise.parallel.group import Ranks, join
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.measure.scaling import WARM_UP, forget, measure_size
-from shardwise.measure.scaling_facts import Mode, Sample
-from shardwise.measure.scaling_plans import plan_at
+from shardwise.measure.scaling.facts import Mode, Sample
+from shardwise.measure.scaling.plans import plan_at
+from shardwise.measure.scaling.run import WARM_UP, forget, measure_size
 from shardwise.parallel.group import join
 from shardwise.parallel.waits import WAITS
 from shardwise.plan.dims import dims_for

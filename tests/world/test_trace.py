@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.measure.trace import StepTrace, summary_file, trace_file
-from shardwise.measure.trace_summary import TraceSummary
-from shardwise.measure.trace_words import words
+from shardwise.measure.trace.steps import StepTrace, summary_file, trace_file
+from shardwise.measure.trace.summary import TraceSummary
+from shardwise.measure.trace.words import words
 from shardwise.parallel.group import join
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan

@@ -190,8 +190,8 @@ def _unwritable(folder: Path) -> list[str]:
 
 def rank_main(request: Request) -> int:
     """One rank; rank 0 shows and keeps what was found."""
-    from shardwise.measure.comm_bench import bench_comm
-    from shardwise.measure.comm_facts import ladder
+    from shardwise.measure.comm.bench import bench_comm
+    from shardwise.measure.comm.facts import ladder
     from shardwise.parallel.group import join, leave
 
     ranks = join(request.plan.device)
@@ -222,7 +222,7 @@ def facts(request: Request, ranks: Ranks) -> dict[str, Any]:
 
     import torch
 
-    from shardwise.measure.comm_bench import backend_of
+    from shardwise.measure.comm.bench import backend_of
 
     on_gpu = ranks.device.type == "cuda"
     backend, versions = backend_of(ranks)

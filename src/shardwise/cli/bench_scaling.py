@@ -24,7 +24,7 @@ from shardwise.cli.train import launch
 from shardwise.cost.calibration import check_calibration, read_calibration
 from shardwise.errors import MachineError, ShardwiseError, UserError
 from shardwise.launch.rank import guarded
-from shardwise.measure.scaling_facts import (
+from shardwise.measure.scaling.facts import (
     MODES,
     LeftOut,
     Mode,
@@ -36,8 +36,8 @@ from shardwise.measure.scaling_facts import (
     rows_of,
     warnings_of,
 )
-from shardwise.measure.scaling_plans import default_sizes, plans_of
-from shardwise.measure.scaling_predict import Curve, curve_of, units_of
+from shardwise.measure.scaling.plans import default_sizes, plans_of
+from shardwise.measure.scaling.predict import Curve, curve_of, units_of
 from shardwise.parallel.environment import rendezvous, visible_devices
 from shardwise.plan.plan import Plan
 from shardwise.report.scaling import print_scaling
@@ -250,7 +250,7 @@ def rank_main() -> int:
 
 def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks, steps: int) -> list[Sample]:
     """Each plan on this world, the same plan only once; samples on rank 0. Collective."""
-    from shardwise.measure.scaling import forget, measure_size
+    from shardwise.measure.scaling.run import forget, measure_size
     from shardwise.train.corpus import open_corpus
     from shardwise.train.model import model_factory
 

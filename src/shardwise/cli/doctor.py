@@ -29,9 +29,9 @@ def run_doctor(*, nproc: int | None, folder: Path, timeout_s: float, as_json: bo
             raise UserError(f"--nproc {nproc}: the launcher has started {place.world_size} ranks already; leave it out")
         guarded(lambda: run_under_launcher(place, folder, timeout_s, as_json))
     from shardwise.cli.doctor_ranks import check_ranks
-    from shardwise.measure.doctor import examine
-    from shardwise.measure.doctor_facts import look_at_host
-    from shardwise.measure.doctor_ranks import check_ranks_test
+    from shardwise.measure.doctor.facts import look_at_host
+    from shardwise.measure.doctor.look import examine
+    from shardwise.measure.doctor.ranks import check_ranks_test
     from shardwise.report.doctor import print_doctor, summary, to_document
 
     facts = look_at_host(nproc, folder)
@@ -52,11 +52,11 @@ def run_doctor(*, nproc: int | None, folder: Path, timeout_s: float, as_json: bo
 
 def run_under_launcher(place: Rendezvous, folder: Path, timeout_s: float, as_json: bool) -> int:
     """This process is a rank: the first of each host looks at it, all are tested, the first that answers speaks."""
-    from shardwise.measure.doctor import examine
-    from shardwise.measure.doctor_check import Check
-    from shardwise.measure.doctor_facts import look_at_host
-    from shardwise.measure.doctor_ranks import check_ranks_test
-    from shardwise.measure.ranks_test import self_test
+    from shardwise.measure.doctor.check import Check
+    from shardwise.measure.doctor.facts import look_at_host
+    from shardwise.measure.doctor.look import examine
+    from shardwise.measure.doctor.ranks import check_ranks_test
+    from shardwise.measure.doctor.ranks_test import self_test
     from shardwise.report.doctor import print_doctor, to_document
 
     facts, note = None, ""

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.errors import Interrupted, ShardwiseError
 from shardwise.launch.rank import guarded
-from shardwise.measure.ranks_test import RankAnswer, RanksTest, judged, process_state
+from shardwise.measure.doctor.ranks_test import RankAnswer, RanksTest, judged, process_state
 
 SLOW_START_S = 30.0
 """Beyond the ranks' own time-outs, for what they load before they can count."""
@@ -55,7 +55,7 @@ def check_ranks(
 ) -> RanksTest:
     """Start ``world_size`` ranks here, and say what came of it. Ends all of them, also those that are stopped.
 
-    Times are those of `shardwise.measure.ranks_test.self_test`; ``module`` is what runs as a rank.
+    Times are those of `shardwise.measure.doctor.ranks_test.self_test`; ``module`` is what runs as a rank.
 
     Raises:
         Interrupted: by the user.
@@ -185,7 +185,7 @@ class _Watch:
 def rank_main(arguments: Sequence[str] | None = None) -> int:
     """One rank: test, and leave what it found in the task's folder."""
     from shardwise.errors import UserError
-    from shardwise.measure.ranks_test import self_test
+    from shardwise.measure.doctor.ranks_test import self_test
     from shardwise.parallel.environment import rendezvous
 
     task = Task.model_validate_json(Path((arguments or sys.argv[1:])[0]).read_text())

@@ -31,7 +31,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.cli.run_watch import RunWatch
     from shardwise.parallel.group import join
     from shardwise.plan.plan import Plan
-    from shardwise.report.environment import write_environment
+    from shardwise.report.page.environment import write_environment
     from shardwise.report.progress import ProgressReporter
     from shardwise.train.corpus import open_corpus
     from shardwise.train.loop import Run
@@ -63,7 +63,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
 def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
     """What the run came to, on rank 0: printed, kept in the run folder, and as the last line for programs."""
     from shardwise.cli.train import SUMMARY, identity, spread_of
-    from shardwise.report.html import write_report
+    from shardwise.report.page.html import write_report
     from shardwise.train.corpus import open_corpus
 
     folder = Path(job.config.train.output)

@@ -11,14 +11,14 @@ from rich.console import Console
 
 from shardwise.cli.job import Job
 from shardwise.measure.attribution import Attribution
-from shardwise.measure.diagnosis import diagnose
-from shardwise.measure.finding import Finding
-from shardwise.measure.gpu_state import GpuSampler
-from shardwise.measure.observe import HostWatch, gpu_states, observe
-from shardwise.measure.observed import DeviceState, HostUse, Save
+from shardwise.measure.diagnosis.causes import diagnose
+from shardwise.measure.diagnosis.finding import Finding
+from shardwise.measure.diagnosis.observe import HostWatch, gpu_states, observe
+from shardwise.measure.diagnosis.observed import DeviceState, HostUse, Save
+from shardwise.measure.gpu.state import GpuSampler
 from shardwise.measure.step_work import WorkProbe
 from shardwise.measure.timing import Timing
-from shardwise.measure.trace import StepTrace
+from shardwise.measure.trace.steps import StepTrace
 from shardwise.measure.utilisation import Utilisation, utilisation
 from shardwise.parallel.group import Ranks, gather_ints
 from shardwise.train.session import Session

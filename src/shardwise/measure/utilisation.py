@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.collectives import wire_share
 from shardwise.cost.flops import PEAK_OF
-from shardwise.measure.trace_words import rate_text
+from shardwise.measure.trace.words import rate_text
 from shardwise.plan.dims import AXES, ParallelDims
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.hardware import GpuSpec, Link

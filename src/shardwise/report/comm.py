@@ -12,9 +12,9 @@ from rich.table import Table
 
 from shardwise.cost.calibration import CalibrationFile, MeasuredLink
 from shardwise.errors import MachineError
-from shardwise.measure.comm_facts import CommFit, CommSamples
-from shardwise.measure.comm_fit import fit
-from shardwise.measure.comm_judge import LinkVerdict, judge, latency_text, rate_text, uneven_groups
+from shardwise.measure.comm.facts import CommFit, CommSamples
+from shardwise.measure.comm.fit import fit
+from shardwise.measure.comm.judge import LinkVerdict, judge, latency_text, rate_text, uneven_groups
 from shardwise.report.comm_plot import draw
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.units import bytes_text

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardwise.measure.doctor_check import Check
-from shardwise.measure.doctor_facts import HostFacts
-from shardwise.measure.ranks_test import RanksTest
+from shardwise.measure.doctor.check import Check
+from shardwise.measure.doctor.facts import HostFacts
+from shardwise.measure.doctor.ranks_test import RanksTest
 from shardwise.spec.topology import Topology, explain_topology
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red", "unknown": "dim"}

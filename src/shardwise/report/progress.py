@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from shardwise.measure.diagnosis import why_nothing
-from shardwise.measure.finding import Finding
+from shardwise.measure.diagnosis.causes import why_nothing
+from shardwise.measure.diagnosis.finding import Finding
 from shardwise.measure.timing import Timing
 from shardwise.measure.utilisation import Utilisation, utilisation_lines
 from shardwise.report.findings import print_findings

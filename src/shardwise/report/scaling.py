@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.measure.scaling_facts import LeftOut, Loss, Row, Scaling, warnings_of
-from shardwise.measure.scaling_predict import Curve, Point
+from shardwise.measure.scaling.facts import LeftOut, Loss, Row, Scaling, warnings_of
+from shardwise.measure.scaling.predict import Curve, Point
 from shardwise.measure.timing import Timing
 from shardwise.units import count_text, seconds_text
 
@@ -103,17 +103,20 @@ def _loss(loss: Loss) -> str:
 
 def last_device_lines(rows: Sequence[Row], price: float | None) -> list[str]:
     """What the devices since the size before have added, in tokens and money."""
-    if len(rows) < 2 or rows[-1].added_tokens_per_s is None or rows[-1].worth is None:
+    if len(rows) < 2:
         return []
     last, before = rows[-1], rows[-2]
+    added = last.added_tokens_per_s
+    if added is None or last.worth is None:
+        return []
     number = last.devices - before.devices
     who = (
         f"the last of {last.devices} devices" if number == 1 else f"each of the last {number} of {last.devices} devices"
     )
-    if last.added_tokens_per_s <= 0:
+    if added <= 0:
         cost = "" if price is None else f", for ${price:.2f} an hour"
-        return [f"{who} takes {_rate(-last.added_tokens_per_s)} tokens/s away{cost}: there are more without"]
-    first = f"{who} adds {_rate(last.added_tokens_per_s)} tokens/s, {last.worth:.0%} of what one of the first adds"
+        return [f"{who} takes {_rate(-added)} tokens/s away{cost}: there are more without"]
+    first = f"{who} adds {_rate(added)} tokens/s, {last.worth:.0%} of what one of the first adds"
     if price is None:
         return [f"{first}; money: unknown, give --price (US dollars for an hour of a device)"]
     return [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.measure.trace_summary import TraceSummary, bound_of
-from shardwise.measure.trace_words import rate_text, short_time, words
+from shardwise.measure.trace.summary import TraceSummary, bound_of
+from shardwise.measure.trace.words import rate_text, short_time, words
 
 
 def print_trace(

@@ -1,0 +1,1 @@
+"""The speed of links: measured, fitted, judged."""

@@ -1,0 +1,1 @@
+"""What a run loses time to, in sentences."""

@@ -1,0 +1,1 @@
+"""What GPUs say of themselves."""

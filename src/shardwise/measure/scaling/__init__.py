@@ -1,0 +1,1 @@
+"""Throughput over devices: measured, taken apart, predicted."""
