@@ -1,7 +1,7 @@
 """README's sessions are run: each ``$`` command of a console block must print what stands under it.
 
 Numbers that depend on the machine (rates, times, memory, the size of this Python's library) are masked on both sides;
-words, the batch equation and the receipts are compared as they are.
+words, the batch equation and the receipts are compared as they are. What stands for ``...`` is not compared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def test_session(command: str, expected: str, tmp_path: Path) -> None:
         timeout=170,
     )
     found = (done.stdout + done.stderr).replace(str(tmp_path / "run"), "runs/readme")
-    assert masked(found) == masked(expected)
+    begin, dots, end = expected.partition("...\n")  # between them the machine is talked about
+    told = masked(found)
+    assert told[: len(masked(begin))] == masked(begin)
+    assert told[len(told) - len(masked(end)) :] == masked(end)
+    assert dots or len(told) == len(masked(begin))
 
 
 def test_readme_has_the_two_commands_and_a_session() -> None:

@@ -399,7 +399,7 @@ def test_sizes_come_together_in_one_file(tmp_path: Path) -> None:
     assert stored(tmp_path / FILE) == whole.merged([], [LeftOut(mode="strong", devices=2, reason="not now")])
     said = console.file.getvalue()  # type: ignore[attr-defined]
     for words in (
-        "2 devices: loses 25.0 ms of a step: gradients and weights between ranks +20.0 ms (+16.0%), backward +5.0 ms",
+        "2 devices: loses 25.0 ms of a step: exposed communication, dp +20.0 ms (+16.0%), backward +5.0 ms",
         "the last of 2 devices adds 768 tokens/s, 60% of what one of the first adds: for $1.50 an hour, $0.54",
         "left out: 2 devices, strong: not now",
         "moved by ",

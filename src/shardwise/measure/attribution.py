@@ -282,11 +282,11 @@ def split_off_waiting(parts: Table, dims: ParallelDims) -> int | None:
     """
     whole = float(parts[:, : len(PARTS)].sum(axis=1).mean())
     for part in WAITS:
-        column = parts[:, _COLUMNS[part]]
-        for group in groups_of(part, dims):
-            least = column[group].min()
-            parts[group, _COLUMNS["slowest_rank"]] += column[group] - least
-            column[group] = least
+        column, group = parts[:, _COLUMNS[part]], _group_numbers(part, dims)
+        least = np.full(len(column), np.inf)
+        np.minimum.at(least, group, column)
+        parts[:, _COLUMNS["slowest_rank"]] += column - least[group]
+        column[:] = least[group]
     waited = parts[:, _COLUMNS["slowest_rank"]]
     if len(waited) < 2 or dims.pp > 1 or waited.max() <= LATE * whole:
         return None
@@ -306,6 +306,15 @@ def groups_of(part: str, dims: ParallelDims) -> list[list[int]]:
         }.get(part, ())
         found.setdefault(key, []).append(rank)
     return list(found.values())
+
+
+@lru_cache(maxsize=64)
+def _group_numbers(part: str, dims: ParallelDims) -> npt.NDArray[np.intp]:
+    """The number of each rank's group, at a cost that does not grow with the number of groups."""
+    numbers = np.zeros(dims.world_size, dtype=np.intp)
+    for number, group in enumerate(groups_of(part, dims)):
+        numbers[group] = number
+    return numbers
 
 
 def spread(seconds: Table) -> Spread:

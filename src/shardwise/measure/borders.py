@@ -9,6 +9,7 @@ by name, and its part is then not told apart. Where gradients are not reduced th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,11 @@ class Borders:
             self._watch_zero1()
         else:
             self._watch_fsdp()
+
+    @property
+    def phase(self) -> str:
+        """What the session is doing."""
+        return self._session.phase
 
     def remove(self) -> None:
         """Take everything away."""
@@ -126,7 +132,7 @@ class _LastGradient:
         self._seen: nn.Parameter | None = None
         self._last: nn.Parameter | None = None
         self._number = 0
-        self._learners = [p.register_post_accumulate_grad_hook(self._learn) for p in parameters]
+        self._learners = [_hook(p, self._learn) for p in parameters]
         self._handle: Any = None
 
     def remove(self) -> None:
@@ -138,7 +144,7 @@ class _LastGradient:
 
     def on_phase(self, phase: str) -> None:
         """Another synchronised backward begins."""
-        if phase != "backward" or not self._outer.require_backward_grad_sync:
+        if not self._reduces():
             return
         self._number += 1
         if self._learners:
@@ -147,7 +153,7 @@ class _LastGradient:
                 self._conclude()
         elif self._number % RECHECK == 0:
             self._seen = None
-            self._learners = [p.register_post_accumulate_grad_hook(self._learn) for p in self._parameters]
+            self._learners = [_hook(p, self._learn) for p in self._parameters]
 
     def _compare(self) -> None:
         """What the backward before has shown; nothing before the first."""
@@ -162,14 +168,35 @@ class _LastGradient:
             handle.remove()
         self._learners = []
         if self._handle is None and self._last is not None:
-            self._handle = self._last.register_post_accumulate_grad_hook(self._arrived)
+            self._handle = _hook(self._last, self._arrived)
+
+    def _reduces(self) -> bool:
+        """Whether this is a step's backward that reduces gradients, and not one of the user's own."""
+        return self._borders.phase == "backward" and self._outer.require_backward_grad_sync
 
     def _learn(self, parameter: nn.Parameter) -> None:
-        self._seen = parameter
+        if self._reduces():
+            self._seen = parameter
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if WAITS.listener is not None and self._outer.require_backward_grad_sync:
+        if WAITS.listener is not None and self._reduces():
             WAITS.listener.enter(self._borders.reduction())  # the end of backward, a new phase, ends it
+
+
+def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:
+    """Tell of each gradient of a parameter.
+
+    Weakly: DDP holds the parameter where Python's collector cannot see it, and a session that nobody closes would keep
+    its model for ever.
+    """
+    weak = weakref.WeakMethod(told)
+
+    def arrived(parameter: nn.Parameter) -> None:
+        found = weak()
+        if found is not None:
+            found(parameter)
+
+    return parameter.register_post_accumulate_grad_hook(arrived)
 
 
 def fsdp_groups(outer: nn.Module) -> Iterator[Any]:

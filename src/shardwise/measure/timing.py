@@ -30,6 +30,26 @@ the optimizer; waiting for a rank that came later; the session's own small messa
 """
 BETWEEN = ("checkpoint", "evaluation", "trace")
 """What happens between two steps and is not in ``step_s``."""
+NAMES = {
+    "data": "waiting for data",
+    "transfer": "host to device",
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "recompute",
+    "exposed_dp": "exposed communication, dp",
+    "exposed_tp": "exposed communication, tp",
+    "exposed_cp": "exposed communication, cp",
+    "pipeline": "pipeline: bubble, sends",
+    "clip": "clipping",
+    "optimizer": "optimizer",
+    "slowest_rank": "waiting for slowest rank",
+    "control": "agreeing on the step",
+    "other": "the loop's own code",
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
+    "trace": "writing a trace",
+}
+"""What a part is called where people read it."""
 WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
 """Parts in which a rank waits for others; what one waits longer than the rank that came last is ``slowest_rank``."""
 

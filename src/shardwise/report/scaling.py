@@ -9,26 +9,10 @@ from rich.table import Table
 
 from shardwise.measure.scaling.facts import LeftOut, Loss, Row, Scaling, warnings_of
 from shardwise.measure.scaling.predict import Curve, Point
-from shardwise.measure.timing import Timing
+from shardwise.measure.timing import NAMES, Timing
 from shardwise.units import count_text, seconds_text
 
-NAMES = {
-    "data": "waiting for data",
-    "transfer": "host to device",
-    "forward": "forward",
-    "backward": "backward",
-    "recompute": "recompute",
-    "exposed_dp": "gradients and weights between ranks",
-    "exposed_tp": "tensor-parallel traffic",
-    "exposed_cp": "context-parallel traffic",
-    "pipeline": "pipeline without work",
-    "clip": "clipping",
-    "optimizer": "optimizer",
-    "slowest_rank": "waiting for the slowest rank",
-    "control": "small messages",
-    "other": "the loop's own code",
-    "untold": "not told apart",
-}
+PART_NAMES = {**NAMES, "untold": "not told apart"}
 """Parts of a step in words."""
 TITLES = {"weak": "weak scaling: a batch for each device", "strong": "strong scaling: one global batch"}
 SHOWN_LOSS = 0.005
@@ -98,7 +82,7 @@ def loss_lines(rows: Sequence[Row], scaling: Scaling) -> list[str]:
 
 
 def _loss(loss: Loss) -> str:
-    return f"{NAMES[loss.part]} {_signed(loss.seconds)} ({loss.share:+.1%})"
+    return f"{PART_NAMES[loss.part]} {_signed(loss.seconds)} ({loss.share:+.1%})"
 
 
 def last_device_lines(rows: Sequence[Row], price: float | None) -> list[str]:

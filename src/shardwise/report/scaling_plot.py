@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.report.scaling import NAMES
+from shardwise.report.scaling import PART_NAMES
 
 DPI = 110
 SETTINGS = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True}
@@ -130,7 +130,7 @@ def _losses(axis: Any, rows: list[Any]) -> None:
         named = [one for one in kept[:SHOWN] if one["part"] != "untold"]
         rest = sum(one["seconds"] for one in kept) - sum(one["seconds"] for one in named)
         for part, seconds in [*((one["part"], one["seconds"]) for one in named), ("rest", rest)]:
-            value, name = seconds * 1e3, NAMES.get(part, "the rest")
+            value, name = seconds * 1e3, PART_NAMES.get(part, "the rest")
             start = right if value >= 0 else left
             colour = LOSS_COLOURS.get(part, "0.6" if part == "rest" else "0.4")
             axis.barh(place, value, left=start, color=colour, height=0.6, label=None if name in labelled else name)

@@ -4,29 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from shardwise.measure.timing import PARTS, Timing
+from shardwise.measure.timing import NAMES, PARTS, Timing
 from shardwise.units import count_text
-
-NAMES = {
-    "data": "waiting for data",
-    "transfer": "host to device",
-    "forward": "forward",
-    "backward": "backward",
-    "recompute": "recompute",
-    "exposed_dp": "exposed communication, dp",
-    "exposed_tp": "exposed communication, tp",
-    "exposed_cp": "exposed communication, cp",
-    "pipeline": "pipeline: bubble and sends",
-    "clip": "clipping",
-    "optimizer": "optimizer",
-    "slowest_rank": "waiting for the slowest rank",
-    "control": "agreeing on the step",
-    "other": "the loop's own code",
-    "checkpoint": "checkpoints",
-    "evaluation": "evaluation",
-    "trace": "writing a trace",
-}
-"""What a part is called where people read it."""
 
 
 def timing_table(timing: Timing) -> Table:
@@ -38,8 +17,8 @@ def timing_table(timing: Timing) -> Table:
         title_justify="left",
         title_style="bold",
     )
-    table.add_column("part")
-    for column in ("a step", "share", "ranks, from", "to", "most on"):
+    table.add_column("part", no_wrap=True)
+    for column in ("a step", "share", "least", "most", "on"):
         table.add_column(column, justify="right")
     for part in PARTS:
         found = timing.parts.get(part)

@@ -12,7 +12,7 @@ from shardwise.measure.diagnosis import links, plan, waits
 from shardwise.measure.diagnosis.finding import Finding
 from shardwise.measure.diagnosis.observed import Observed
 from shardwise.measure.diagnosis.weighing import MIN_STEPS, Case, percent, span
-from shardwise.measure.timing import Timing
+from shardwise.measure.timing import NAMES, Timing
 
 RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     waits.throttling,
@@ -30,17 +30,6 @@ RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
 _LEVELS = ("alarm", "hint", "fine")
 EXPLAINED = 0.5
 """A cause that accounts for this part of another one's seconds is its root."""
-_WORDS = {
-    "data": "waiting for data",
-    "transfer": "host to device",
-    "exposed_dp": "communication of data parallel",
-    "exposed_tp": "communication of tensor parallel",
-    "exposed_cp": "communication of context parallel",
-    "pipeline": "the pipeline's bubble",
-    "slowest_rank": "waiting for the slowest rank",
-    "control": "the session's own message",
-    "other": "the loop's own code",
-}
 _COMPUTE = (*waits.COMPUTE, "transfer")
 
 
@@ -101,7 +90,7 @@ def healthy(case: Case) -> Finding:
     """Nothing is wrong: what the time goes to, and what is the largest rest."""
     timing = case.timing
     compute = sum(timing.seconds(part) for part in _COMPUTE)
-    rest = {name: timing.seconds(part) for part, name in _WORDS.items() if timing.parts.get(part) is not None}
+    rest = {name: timing.seconds(part) for part, name in NAMES.items() if timing.parts.get(part) is not None}
     largest = max(rest, key=lambda name: rest[name], default="")
     text = f"Healthy: {percent(case.share(compute))} of a step of {span(case.whole_s)} is computation"
     if largest and rest[largest] > 0:

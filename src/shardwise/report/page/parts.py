@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.measure.timing import BETWEEN, PARTS, Timing
-from shardwise.report.timing import NAMES
+from shardwise.measure.timing import BETWEEN, NAMES, PARTS, Timing
 
 FAMILIES = {
     "computing": ("forward", "backward", "recompute", "clip", "optimizer"),
     "communication that nothing hides": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
-    "waiting for the slowest rank": ("slowest_rank",),
+    "waiting for slowest rank": ("slowest_rank",),
     "data": ("data", "transfer"),
     "the loop's own code": ("other",),
 }
