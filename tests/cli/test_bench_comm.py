@@ -128,6 +128,7 @@ def words(tmp_path: Path, **changes: Any) -> dict[str, Any]:
         ({"strategy": "ddp+tp3"}, ["tp 3 = 3 does not divide the world size 2"]),
         ({"device": "tpu", "largest": "none"}, ["--device 'tpu' must be one of", "--max-size 'none' is no size"]),
         ({"smallest": "1MiB"}, ["--min-size 1MiB is above --max-size 64KiB"]),
+        ({"seconds": float("inf")}, ["--seconds inf has no end"]),
         ({"smallest": "4"}, ["--min-size '4' is no size of 8 bytes or more"]),
         ({"cluster": "8xH100"}, ["is 1 × 8 × H100-SXM-80GB, and what runs is 1 × 2 × CPU"]),
     ],
@@ -151,7 +152,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_ranks_start(tmp_path: Pa
 def test_sizes_in_words() -> None:
     told = {"1KiB": 1024, "64MiB": 64 * 1024**2, "1e6": 10**6, "512 kB": 512_000, "1.5GiB": 3 * 2**29, "8": 8}
     assert {text: read_size("--max-size", text) for text in told} == told
-    for text in ("", "MiB", "1TiB", "-4KiB", "1e", "1..5MiB"):
+    for text in ("", "MiB", "1TiB", "-4KiB", "1e", "1..5MiB", "1e400"):
         with pytest.raises(UserError, match="is no size"):
             read_size("--max-size", text)
 

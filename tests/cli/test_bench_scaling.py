@@ -125,6 +125,7 @@ def run(config: Path, output: Path, *, overrides: list[str] | None = None, **cha
     ("changes", "says"),
     [
         ({"mode": "other"}, "--mode 'other' is none of weak, strong and both"),
+        ({"price": float("nan")}, "--price nan is no amount"),
         ({"price": -1.0}, "--price -1.0 is below 0"),
         ({"sizes": [3], "mode": "strong"}, r"--size 3: 3 devices are 3 data-parallel ranks, and the global batch 8"),
         ({"sizes": [3], "overrides": ["parallel.strategy=ddp+tp2"]}, r"--size 3: ddp\+tp2"),

@@ -54,6 +54,11 @@ def test_the_document(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_cannot_have_for_ever() -> None:
+    code, _, err = run(DOCTOR, "--timeout", "inf")
+    assert code == 2 and "86400" in err
+
+
 def test_a_limit_that_is_too_low_is_an_error(tmp_path: Path) -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))

@@ -127,36 +127,46 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     assert process.returncode == 130, err
     assert "stopped after step" in err
     assert "Traceback" not in err
+    report = json.loads((broken / "run" / "report.json").read_text())
+    assert report["state"] == "unfinished" and report["timing"] and report["findings"]
     configs.train(config)
     configs.train(configs.write_config(whole, **changes))
     assert configs.losses(broken) == configs.losses(whole)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
+    """A second time there is nothing to do: it tells the same, and the first run's summary stays."""
     config = configs.write_config(tmp_path)
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "shardwise",
-        "train",
-        str(config),
-        "--json",
-    ]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=configs.ROOT,
-        env=configs.environment(),
-        text=True,
-        capture_output=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert document["steps"] == 12
-    assert document["receipts"]["effects"]["ok"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*launcher, "-m", "shardwise", "train", str(config), "--json"],
+            cwd=configs.ROOT,
+            env=configs.environment(),
+            text=True,
+            capture_output=True,
+            timeout=150,
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    assert told[0]["steps"] == 12
+    assert told[0]["receipts"]["effects"]["ok"]
+    assert told[1] == told[0]
+    assert "finished before: all 12 steps are done" in done.stderr
+
+
+def test_the_end_of_a_run_survives_its_folder(tmp_path: Path) -> None:
+    """Nothing can be written there any more, and the folder's name looks like markup: the run is as good as any."""
+    folder = tmp_path / "run[/bold]"
+    for name in ("environment.json", "timing.json", "findings.json", "summary.json", "report.json"):
+        (folder / f"{name}.tmp").mkdir(parents=True)
+    changes = {"steps": 8, "output": str(folder), "eval_samples": 8, "trackers": ["tensorboard"]}
+    config = configs.write_config(tmp_path, train=changes, parallel={"nproc": 1}, checkpoint={"every": 0})
+    out, err = configs.train(config, "--json")
+    assert json.loads(out.splitlines()[-1])["receipts"]["effects"]["ok"]
+    assert err.count("cannot be written") == 4 and "the versions of this run are not kept" in err
+    assert "Traceback" not in err and f"checkpoints are in '{folder}'" in err
 
 
 def test_epochs_end_with_a_partial_window(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,8 @@ class Event:
         return self.stream.passed_ms >= self.at_ms
 
     def elapsed_time(self, end: Event) -> float:
+        if not (self.query() and end.query()):
+            raise RuntimeError("CUDA error: device not ready")
         return end.at_ms - self.at_ms
 
 
@@ -131,6 +134,22 @@ def test_a_devices_time_is_read_when_it_has_passed_and_events_are_used_again(mon
     expected = {"data": 1_000_000, "forward": 2_000_000, "backward": 4_000_000, "exposed_dp": 500_000}
     assert laps == [expected] * 20
     assert Event.made <= 16, "events are used again"
+
+
+def test_a_border_on_a_slower_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    main, side = (SimpleNamespace(device_ms=0.0, passed_ms=0.0) for _ in range(2))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    streams = iter([main, main, side, main])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    one = DeviceClock(torch.device("cpu"))
+    one.phase("forward")
+    side.device_ms = 3.0
+    one.phase("backward")
+    main.device_ms = main.passed_ms = 5.0
+    one.lap()
+    assert one.take() is None, "the other stream is behind"
+    side.passed_ms = 3.0
+    assert lap_of(one) == {"forward": 3_000_000, "backward": 2_000_000}
 
 
 def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
@@ -286,6 +305,18 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
         totals.add(table(8, 0, forward=[5, 5]), own)
     kept = [value for value in vars(totals).values() if isinstance(value, np.ndarray)]
     assert sum(value.nbytes for value in kept) < 1000 and len(totals._periods) == 1000
+
+
+def test_a_step_of_many_ranks_is_added_up_about_as_fast_as_one_of_two():
+    def fastest(ranks: int) -> float:
+        totals, own, took = Totals(), plan("fsdp", ranks), []
+        for _ in range(10):
+            begin = time.perf_counter()
+            totals.add(table(8, 0, forward=[5] * ranks, exposed_dp=list(range(ranks))), own)
+            took.append(time.perf_counter() - begin)
+        return min(took)
+
+    assert fastest(1024) < 50 * fastest(2)
 
 
 def test_code_is_not_compiled_anew_for_who_listens():

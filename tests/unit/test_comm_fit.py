@@ -97,6 +97,20 @@ def test_noise_widens_the_intervals() -> None:
     assert width(rough.bus_interval_bytes_per_s) > 5 * width(calm.bus_interval_bytes_per_s)
 
 
+@pytest.mark.parametrize("rounds", [3, 5, 15])
+def test_intervals_hold_the_truth_in_most_cases(rounds: int) -> None:
+    sizes, random = ladder(KIB, 64 * MIB), np.random.default_rng(rounds)
+    held = []
+    for _ in range(60):
+        scatter = np.exp(0.03 * random.standard_normal((len(sizes), rounds)))
+        rows = [[(2e-4 + size / 1e9) * float(one) for one in row] for size, row in zip(sizes, scatter, strict=True)]
+        found = fit(samples(rows, sizes))
+        assert found.latency_interval_s is not None and found.bus_interval_bytes_per_s is not None
+        held.append(found.latency_interval_s[0] <= 2e-4 <= found.latency_interval_s[1])
+        held.append(found.bus_interval_bytes_per_s[0] <= 1e9 <= found.bus_interval_bytes_per_s[1])
+    assert np.mean(held) >= 0.92  # of 95 %; a plain bootstrap of 3 rounds has 86
+
+
 def test_what_the_sizes_do_not_show_is_unknown() -> None:
     small = ladder(KIB, 16 * KIB)
     latency_only = fit(samples(line(10e-3, 1e9, small), small))

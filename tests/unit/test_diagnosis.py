@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from shardwise.cost.steptime import StepTime
 from shardwise.measure.diagnosis.causes import diagnose, why_nothing
 from shardwise.measure.diagnosis.finding import Finding
-from shardwise.measure.diagnosis.observe import price_of
+from shardwise.measure.diagnosis.observe import _catalogue, price_of
 from shardwise.measure.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
 from shardwise.measure.diagnosis.waits import workers_needed
 from shardwise.measure.diagnosis.weighing import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
@@ -85,6 +86,14 @@ def test_a_clean_run_is_healthy_and_said_to_be(world: int) -> None:
     assert found[0].money is None
 
 
+def test_only_computation_is_called_so() -> None:
+    copied = diagnose(observed(timing({"transfer": 0.2}, {"transfer": 0.2})))[0].text
+    assert "32 % of a step" in copied and "the largest rest is host to device, 200 ms" in copied
+    evaluated = diagnose(observed(timing(between_s={"checkpoint": 0.0, "evaluation": 1.0})))[0].text
+    assert "9 % of a step" in evaluated and "the largest rest is evaluation, 1 s" in evaluated
+    assert "the largest rest is exposed communication, dp, 2 ms" in diagnose(observed(timing()))[0].text
+
+
 def test_too_few_steps_are_not_judged() -> None:
     few = timing({"data": 0.5}, {"data": 0.5}, steps=MIN_STEPS - 1)
     assert diagnose(observed(few)) == ()
@@ -127,6 +136,11 @@ def test_how_many_workers_would_do(waits: float, step: float, have: int, needed:
     assert workers_needed(waits, step, have) == needed
 
 
+def test_a_number_of_workers_that_nobody_can_start_is_no_advice() -> None:
+    fix = only(diagnose(observed(timing({"data": 10.0}, {"data": 10.0}), loader_workers=0))).fix
+    assert "num_workers" not in fix and "beforehand" in fix
+
+
 def test_workers_that_the_cores_cannot_feed_are_said_aloud() -> None:
     host = HostUse(cores=2, machine_cores=2, local_ranks=2, threads=1)
     text = only(diagnose(observed(timing({"data": 0.4}, {"data": 0.4}), loader_workers=0, host=host))).fix
@@ -164,6 +178,12 @@ def test_a_rank_that_is_late_now_and_then_is_a_hint() -> None:
 def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
     plan = Plan(strategy="ddp+pp2", dims=ParallelDims(pp=2), micro_batch=4, grad_accum=8)
     assert alarms(diagnose(observed(late(1, "forward"), plan=plan))) == []
+
+
+def test_stages_without_a_peer_are_not_said_to_be_alike() -> None:
+    plan = Plan(strategy="ddp+pp2", dims=ParallelDims(pp=2), micro_batch=4, grad_accum=8)
+    found = diagnose(observed(timing({"slowest_rank": 0.05}, {"forward": 0.08}), plan=plan))
+    assert "none can be compared" in next(one for one in found if one.kind == "straggler").evidence[0]
 
 
 def test_missing_cores_lead_and_the_late_rank_follows_from_them() -> None:
@@ -249,6 +269,46 @@ def test_a_link_that_is_not_known_to_be_slow_is_not_called_so(what: LinkUse) -> 
     assert "communication" in [finding.kind for finding in found]
 
 
+def test_small_messages_that_wait_as_planned_are_no_slow_link() -> None:
+    plan = Plan(strategy="ddp+tp8", dims=ParallelDims(tp=8), micro_batch=4)
+    sheet = LinkUse(axis="tp", name="the nvlink link", bytes_per_step=1e9, expected=330e9, expected_from="a sheet")
+    waits = timing(*[{"exposed_tp": 0.02}] * 8)
+
+    def kind(predicted: float | None, of: LinkUse = sheet) -> str:
+        time = None if predicted is None else StepTime(step_s=0.1, low_s=0.1, high_s=0.1, exposed_tp_s=predicted)
+        found = diagnose(observed(waits, plan=plan, device="cuda", backend="nccl", links=(of,), predicted=time))
+        return next(one.kind for one in found if one.kind in ("slow-link", "communication"))
+
+    assert [kind(seconds) for seconds in (None, 0.003, 0.015)] == ["slow-link", "slow-link", "communication"]
+    over_a_slow_one = sheet.model_copy(update={"measured": 50e9, "measured_from": "bench comm"})
+    assert kind(0.015, over_a_slow_one) == "slow-link", "planned with the slow link itself"
+
+
+def test_what_a_link_should_carry_is_what_collectives_get_of_it() -> None:
+    plan = Plan(strategy="ddp", dims=ParallelDims(dp_replicate=8), micro_batch=4)
+    mesh, pair = parse_cluster("8xMI300X"), Plan(strategy="ddp", dims=ParallelDims(dp_replicate=2), micro_batch=4)
+    assert mesh.link is not None
+    whole, source = _catalogue(mesh, mesh.link, "dp", plan, 8)
+    two, _ = _catalogue(mesh, mesh.link, "dp", pair, 2)
+    assert whole is not None and two is not None
+    assert two == pytest.approx(whole / 7), "one of seven links"
+    assert whole < mesh.link.bytes_per_s
+    assert source.startswith("what NCCL gets of it: ")
+    nodes = parse_cluster("2x8xH100/ib400")
+    assert nodes.network is not None
+    got, _ = _catalogue(nodes, nodes.network, "tp", Plan(strategy="ddp+tp16", dims=ParallelDims(tp=16)), 8)
+    assert got is not None and got > nodes.network.bytes_per_s, "a group of a whole node has all of its cards"
+    assert _catalogue(None, None, "dp", plan, 8) == (None, "")
+
+
+def test_sharding_inside_a_node_is_advised_only_where_there_are_nodes() -> None:
+    for accum in (1, 4):
+        plan = Plan(strategy="fsdp", dims=ParallelDims(dp_shard=2), micro_batch=4, grad_accum=accum)
+        waits = timing({"exposed_dp": 0.1}, {"exposed_dp": 0.1})
+        advised = ["hsdp" in only(diagnose(observed(waits, plan=plan, nodes=nodes))).fix for nodes in (1, 2)]
+        assert advised == [False, True]
+
+
 def test_gloo_is_not_measured_by_what_it_cannot_reach() -> None:
     def kinds(bytes_per_step: float, **facts: Any) -> list[str]:
         shaped = timing({"exposed_dp": 0.05}, {"exposed_dp": 0.05}, **facts)
@@ -300,6 +360,16 @@ def test_a_plan_that_must_reduce_early_to_fit_is_not_scolded() -> None:
         assert next(f.level for f in found if f.kind == "early-sync") == level
 
 
+def test_reductions_that_come_too_early_are_not_sharding_too() -> None:
+    plan = Plan(strategy="fsdp", dims=ParallelDims(dp_shard=2), micro_batch=4, grad_accum=4, gradient_sync="every")
+    ddp = next(other for kind, other in changes(plan) if kind == "strategy")
+    fitting = Alternative(kind="strategy", plan=ddp, fits=True, memory_bytes=1 << 30, step_s=0.1, now_s=0.15)
+    early = timing({"exposed_dp": 0.1}, {"exposed_dp": 0.1}, early_reduce_s=0.06, early_reduces=3.0)
+    found = {one.kind: one.seconds or 0.0 for one in diagnose(observed(early, plan=plan, alternatives=(fitting,)))}
+    assert found["early-sync"] + found["needless-sharding"] <= 0.1
+    assert found["needless-sharding"] == pytest.approx(0.04 * 7 / 9)  # 8 gathers and a reduction, of which ddp has 2
+
+
 def test_a_bubble_is_weighed_by_its_formula() -> None:
     plan = Plan(strategy="ddp+pp2", dims=ParallelDims(pp=2), micro_batch=4, grad_accum=2)
     found = only(diagnose(observed(timing({"pipeline": 0.06}, {"pipeline": 0.06}), plan=plan)))
@@ -324,7 +394,13 @@ def test_sharding_that_is_not_needed_is_an_alarm() -> None:
     shaped = timing({"exposed_dp": 0.1}, {"exposed_dp": 0.1})
     fitting = Alternative(kind="strategy", plan=ddp, fits=True, memory_bytes=1 << 30, step_s=0.1, now_s=0.15)
     found = diagnose(observed(shaped, plan=plan, alternatives=(fitting,)))
-    assert "needless-sharding" in alarms(found)
+    assert alarms(found) == ["needless-sharding"], "much waiting follows from it, and is no second alarm"
+    assert found[1].kind == "communication" and "follows from the needless sharding" in found[1].evidence[-1]
+    tensor = plan.model_copy(update={"strategy": "fsdp+tp2", "dims": ParallelDims(dp_shard=2, tp=2)})
+    both = timing(*[{"exposed_dp": 0.05, "exposed_tp": 0.2}] * 4)
+    assert len(alarms(diagnose(observed(both, plan=tensor, alternatives=(fitting,))))) == 1, "tp has no such root"
+    slow = link(11e6, 1.25e9)
+    assert alarms(diagnose(observed(shaped, plan=plan, alternatives=(fitting,), links=(slow,)))) == ["slow-link"]
     sharding = next(finding for finding in found if finding.kind == "needless-sharding")
     assert sharding.seconds == pytest.approx(0.1 / 3)  # two parts of three are sent by ddp, too
     slower = fitting.model_copy(update={"step_s": 0.2})
@@ -364,6 +440,14 @@ def test_a_hot_device_is_said_even_where_it_costs_little_so_far() -> None:
     assert [finding.kind for finding in found] == ["healthy", "throttling"]
     capped = (gpu(0, 1400), gpu(1, 1390, power_cap=0.3))
     assert [finding.kind for finding in diagnose(observed(timing(), device="cuda", gpus=capped))] == ["healthy"]
+
+
+def test_hot_devices_of_one_machine_are_one_alarm_with_one_price() -> None:
+    gpus = tuple(gpu(rank, 700 - rank, hardware_thermal_slowdown=0.9) for rank in range(8))
+    found = only(diagnose(observed(timing(*[{}] * 8), device="cuda", gpus=gpus, price=2.0)))
+    assert (found.kind, found.rank) == ("throttling", 7)
+    assert "7 more: ranks 0, 1, 2, 3, 4, 5, 6" in found.evidence[-1]
+    assert found.money is not None and found.money <= 8 * 2.0
 
 
 def test_devices_at_their_power_cap_are_no_alarm() -> None:

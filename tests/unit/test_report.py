@@ -146,6 +146,25 @@ def test_a_damaged_file_is_said_and_never_fatal(tmp_path, file, content):
     make_report(folder)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 99, "loss": "x", "tokens": "y"}',
+        b'{"step": 99, "loss": 1.0, "tokens": 1.5, "checkpoint_bytes": 0.5}',
+        b'{"step": 99, "loss": 1%s}' % (b"0" * 400),
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+    ],
+)
+def test_damaged_metrics_are_never_fatal(tmp_path, line):
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    make_report(folder)
+    (folder / "job.json").write_text("[" * 100_000)
+    assert any("job.json cannot be read" in problem for problem in read_run(folder).missing)
+
+
 def test_a_file_of_another_form_is_said(tmp_path):
     folder = write_run(tmp_path / "run", timing_json={"steps": 3}, findings_json=[{"kind": "ghost"}])
     record = read_run(folder)
@@ -176,6 +195,7 @@ def test_a_run_that_is_held_is_running(tmp_path):
         assert read_run(folder).state == "unfinished"
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run(folder).state == "running"
+        assert read_run(folder, ended=True).state == "unfinished", "the run itself asks at its end"
 
 
 def test_an_older_summary_is_not_taken_for_the_whole(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,3 +335,51 @@ def test_each_of_two_sessions_has_its_own_waits():
     first, second = run_world(two_sessions, 2)[0]
     assert first > 0 and second > 0
     assert max(first, second) < 20 * min(first, second)
+
+
+def own_backward() -> dict[str, Any] | None:
+    """Between two steps the loop takes gradients of its own, and works on."""
+    ranks = join("cpu")
+    plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    attribution = Attribution.attach(session)
+    model = torch.nn.Linear(8, 8)
+    outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(4, 8)
+    for step in session.run_windows(iter([[(batch, torch.zeros(4))]] * STEPS)):
+        step.run(outer, lambda out, labels: out.square().sum())
+        step.update(optimizer)
+        outer(batch).sum().backward()
+        optimizer.zero_grad()
+        time.sleep(SLEEP)
+    attribution.finish()
+    timing = attribution.timing()
+    return None if timing is None else timing.model_dump()
+
+
+def test_gradients_of_the_loops_own_are_its_own_code():
+    timing = Timing(**run_world(own_backward, 2)[0])
+    assert timing.parts["other"].low_s >= SLEEP  # type: ignore[union-attr]
+    assert timing.seconds("exposed_dp") + timing.seconds("slowest_rank") < SLEEP
+
+
+def session_dropped() -> list[bool]:
+    """Train a little, and forget the session without closing it."""
+    ranks = join("cpu")
+    plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session.timekeeper = Attribution.attach(session)
+    model = torch.nn.Linear(8, 8)
+    outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(2, 8)
+    for step in session.run_windows(iter([[(batch, torch.zeros(2))]] * STEPS)):
+        step.run(outer, lambda out, labels: out.square().sum())
+        step.update(optimizer)
+    held = [weakref.ref(one) for one in (session, model, outer)]
+    del session, model, outer, optimizer, step
+    gc.collect()
+    return [one() is None for one in held]
+
+
+def test_a_session_that_nobody_closes_does_not_keep_its_model():
+    assert all(run_world(session_dropped, 2)[0])

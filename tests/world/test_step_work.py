@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.measure import step_work
 from shardwise.measure.step_work import WorkProbe
 from shardwise.measure.utilisation import StepWork, utilisation
 from shardwise.parallel.group import join
@@ -121,3 +122,28 @@ def test_compiled_products_are_not_claimed_to_be_counted() -> None:
     ((work, _),) = run_world(count, 1, "ddp", "none", "sdpa", 1, True)
     assert work.executed_flops is None and "executed FLOPs" in work.unknown
     assert work.model_flops == pytest.approx(model, rel=5e-3), "the attention is that of the configuration"
+
+
+def watched_by_another() -> tuple[int, bool]:
+    """Ten steps under somebody else's counter: how often this one added up, and whether it knows anything."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 1), micro_batch=BATCH)
+    session = Session(ranks=join("cpu"), planner=lambda model, optimizer: plan)
+    probe, sums = WorkProbe(axis_of), []
+    session.observers.append(probe)
+    model: Any = llama("sdpa")
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    ids = torch.randint(VOCAB, (BATCH, LENGTH))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_work, "_whole", lambda *_: sums.append(1))
+        with FlopCounterMode(display=False):
+            for step in session.run_windows([[(ids, ids)]] * 10):
+                step.run(model, token_loss_sum)
+                step.update(optimizer)
+    session.close()
+    return len(sums), probe.work is None
+
+
+def test_what_cannot_be_counted_is_given_up() -> None:
+    assert run_world(watched_by_another, 1) == [(step_work.TRIES, True)]

@@ -118,7 +118,8 @@ def test_steps_that_are_past_are_said(tmp_path: Path) -> None:
 
 
 def test_the_users_own_profiler_goes_first(tmp_path: Path) -> None:
-    ((written, notes, _, _),) = run_world(train, 1, str(tmp_path), "ddp", table(profile="5"), 0, 7, 5)
+    ((written, notes, disturbed, _),) = run_world(train, 1, str(tmp_path), "ddp", table(profile="5"), 0, 7, 5)
+    assert disturbed == [5], "the same as on ranks that have no other profiler, which wait after this step"
     assert written == [] and notes == ["step 5 is not traced: another profiler is on"]
 
 

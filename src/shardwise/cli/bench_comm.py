@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import tempfile
@@ -124,6 +125,8 @@ def read_request(
             problems += error.problems
     if len(bytes_of) == 2 and bytes_of[0] > bytes_of[1]:
         problems.append(f"--min-size {sizes[0]} is above --max-size {sizes[1]}; swap them")
+    if not math.isfinite(seconds):
+        problems.append(f"--seconds {seconds} has no end; give seconds for each collective on each axis, such as 8")
     problems += _unwritable(output)
     if problems or cluster is None or dims is None:
         raise UserError(*problems)
@@ -172,7 +175,7 @@ def read_size(option: str, text: str) -> int:
     found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
     try:
         size = round(float(found[1]) * UNITS[found[2]]) if found is not None else 0
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         size = 0
     if size < LEAST:
         raise UserError(f"{option} '{text}' is no size of {LEAST} bytes or more; write it as 4KiB, 64MiB or 1GB")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import sys
 import tempfile
@@ -119,8 +120,9 @@ def _problems(mode: str, sizes: Sequence[int], price: float | None, *, launched:
     found = []
     if mode not in (*MODES, "both"):
         found.append(f"--mode '{mode}' is none of weak, strong and both")
-    if price is not None and price < 0:
-        found.append(f"--price {price} is below 0; it must be US dollars for an hour of one device")
+    if price is not None and not 0 <= price < math.inf:
+        wrong = "below 0" if price < 0 else "no amount"
+        found.append(f"--price {price} is {wrong}; it must be US dollars for an hour of one device")
     if launched and sizes:
         found.append("--size: under torchrun the size is that of its world; leave it out, and run once for each size")
     return found

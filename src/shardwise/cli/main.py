@@ -171,7 +171,7 @@ def verify(
 def doctor(
     nproc: Annotated[int | None, typer.Option(help="Ranks to check for; a GPU each, or 2 on CPU.", min=1)] = None,
     folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
-    timeout: Annotated[float, typer.Option(help="Seconds that ranks have to answer.", min=1)] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that ranks have to answer.", min=1, max=86400)] = 60.0,
     json: Json = False,
 ) -> None:
     """What is wrong with this machine, and the fix: devices, links, ranks that do not answer, limits, disk, versions.

@@ -6,11 +6,13 @@ Started by ``shardwise train`` as ``python -m shardwise.cli.rank job.json``, or 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import Interrupted
 from shardwise.launch.rank import guarded
 from shardwise.units import seconds_text
 
@@ -38,8 +40,12 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.train.session import Session
 
     ranks = ranks or join(job.plan.device)
+    reporter = ProgressReporter(as_json=job.as_json)
     if ranks.is_main:
-        write_environment(Path(job.config.train.output))
+        try:
+            write_environment(Path(job.config.train.output))
+        except OSError as error:  # the report of the run knows less, and says so
+            reporter.say(f"the versions of this run are not kept: {error.strerror}")
 
     def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
         plan: Plan = job.plan
@@ -48,16 +54,44 @@ def run_job(job: Any, ranks: Any = None) -> int:
     session = Session(ranks=ranks, planner=planner)
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
-    reporter = ProgressReporter(as_json=job.as_json)
     watch = RunWatch(job, session, reporter.say, reporter.console)
     try:
         outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
-        if ranks.is_main:
+        if ranks.is_main and not told_before(job, session, outcome, reporter):
             conclude(job, session, watch, outcome, reporter)
+    except Interrupted:
+        if ranks.is_main:
+            so_far(job, watch, reporter)
+        raise
     finally:
         watch.close()
     session.close()
     return 0
+
+
+def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
+    """Whether this process had nothing to do, and an earlier one has told what the run came to; it stays as it is."""
+    from shardwise.cli.train import loss_text, summary_of
+
+    found = summary_of(job.config)
+    if session.steps_done > session.first_step or found is None or found[0].get("steps") != outcome.steps:
+        return False
+    reporter.say(f"finished before: all {outcome.steps} steps are done ({loss_text(found[0])})")
+    if job.as_json:
+        print(json.dumps(found[0]), flush=True)
+    return True
+
+
+def so_far(job: Any, watch: Any, reporter: Any) -> None:
+    """What an interrupted run has come to, on rank 0: where its time went, and its report."""
+    from shardwise.report.page.html import write_report
+
+    timing = watch.attribution.timing()
+    if timing is not None:
+        watch.write(timing, watch.findings(timing, watch.utilisation(timing)))
+    page = write_report(Path(job.config.train.output), reporter.say)
+    if page is not None:
+        reporter.say(f"report: {page}")
 
 
 def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
@@ -77,8 +111,8 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
         "schema": 1,
         "steps": outcome.steps,
         "tokens": outcome.tokens,
-        "loss": outcome.loss,
-        "heldout_bits_per_byte": outcome.heldout_bits_per_byte,
+        "loss": finite(outcome.loss),
+        "heldout_bits_per_byte": finite(outcome.heldout_bits_per_byte),
         "strategy": job.plan.strategy,
         "step_time_s": step_time,
         "timing": None if timing is None else timing.model_dump(mode="json"),
@@ -91,14 +125,17 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     corpus = open_corpus(job.corpus)
     watch.write(timing, findings)
     facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
-    temporary = folder / f"{SUMMARY}.tmp"
-    temporary.write_text(json.dumps({**document, **facts}))
-    temporary.replace(folder / SUMMARY)
+    watch.keep(SUMMARY, json.dumps({**document, **facts}))
     page = write_report(folder, reporter.say)
     reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
     reporter.time_spent(timing, use, findings, page)
     if job.as_json:
         print(json.dumps(document), flush=True)
+
+
+def finite(value: float | None) -> float | None:
+    """A number as it is; ``None`` for what JSON cannot say."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, float | None]:

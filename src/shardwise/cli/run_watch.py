@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ class RunWatch:
         self.sampler = GpuSampler(uuids=_own_uuids(ranks)) if ranks.device.type == "cuda" else None
         self.trackers: Trackers | None = None
         self.saves: list[Save] = []
+        self._logged = False
         self.host_use: HostUse | None = None
         self.gpus: tuple[DeviceState, ...] = ()
 
@@ -65,6 +67,11 @@ class RunWatch:
 
     def wrote(self, line: dict[str, Any]) -> None:
         """A line of metrics was written, on rank 0; that of a checkpoint is remembered."""
+        if not self._logged and "loss" in line:  # what an earlier part of the run has left does not speak for this one
+            self._logged = True
+            for name in (TIMING, FINDINGS):
+                with contextlib.suppress(OSError):
+                    (Path(self.job.config.train.output) / name).unlink(missing_ok=True)
         if self.trackers is not None:
             self.trackers.log(int(line["step"]), line)
         if "checkpoint_stall_s" in line:
@@ -138,13 +145,24 @@ class RunWatch:
 
     def write(self, timing: Timing | None, findings: tuple[Finding, ...]) -> None:
         """``timing.json`` and ``findings.json`` in the run folder."""
-        folder = Path(self.job.config.train.output)
         if timing is not None:
-            (folder / TIMING).write_text(timing.model_dump_json(indent=1))
-            (folder / FINDINGS).write_text(json.dumps([finding.model_dump() for finding in findings], indent=1))
+            self.keep(TIMING, timing.model_dump_json(indent=1))
+            self.keep(FINDINGS, json.dumps([finding.model_dump() for finding in findings], indent=1))
         if self.trackers is not None:
             texts = [f"{finding.text} {finding.fix}".strip() for finding in findings]
             self.trackers.text(self.session.steps_done, "findings", texts)
+
+    def keep(self, name: str, text: str) -> None:
+        """Put a file into the run folder at once. One that cannot be written is said: the weights are saved already."""
+        file = Path(self.job.config.train.output) / name
+        temporary = file.with_name(f"{name}.tmp")
+        try:
+            temporary.write_text(text)
+            temporary.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            self.say(f"'{file}' cannot be written: {error.strerror}; the run's checkpoints and metrics are untouched")
 
     def close(self) -> None:
         """Let go of trackers and threads, however the run has ended."""

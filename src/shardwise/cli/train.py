@@ -47,7 +47,8 @@ def run_train(
     if done is not None and rendezvous() is None:
         console.print(
             f"finished: all {done['steps']} steps of '{config.train.output}' are done under {done['strategy']} "
-            f"(loss {done['loss']:.4f}{_bits(done)}); raise train.steps to go on, or choose another train.output"
+            f"({loss_text(done)}); raise train.steps to go on, or choose another train.output",
+            markup=False,
         )
         if as_json:
             print(json.dumps(done))
@@ -60,7 +61,11 @@ def run_train(
     check_output(Path(config.train.output))
     with only_run_in(Path(config.train.output)):
         prepared = prepare_job(
-            config, lambda text: console.print(f"data: {text}"), plan=plan, as_json=as_json, calibration=calibration
+            config,
+            lambda text: console.print(f"data: {text}", markup=False),
+            plan=plan,
+            as_json=as_json,
+            calibration=calibration,
         )
         print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
         for note in prepared.notes:
@@ -138,13 +143,10 @@ def finished(config: Config) -> dict[str, Any] | None:
             f"train.output '{config.train.output}' holds a run already and checkpoint.resume is false; "
             "choose another train.output, or set checkpoint.resume=true to go on"
         )
-    try:
-        summary: dict[str, Any] = json.loads((output / SUMMARY).read_text())
-    except (OSError, ValueError):
+    found = summary_of(config)
+    if found is None:
         return None
-    spread, trained_on = summary.pop("spread", {}), summary.pop("corpus", None)
-    if summary.pop("config", None) != identity(config):
-        return None
+    summary, spread, trained_on = found
     wanted = spread_of(config)
     other = [
         f"{key} {value} (not {wanted[key]})" for key, value in spread.items() if wanted[key] not in (value, "auto")
@@ -156,6 +158,16 @@ def finished(config: Config) -> dict[str, Any] | None:
         )
     corpus = prepare_corpus(config.data, output / "data", lambda text: None)
     return summary if corpus.fingerprint == trained_on else None
+
+
+def summary_of(config: Config) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
+    """What this very run came to, how it was spread, and the fingerprint of its data; ``None``: it never ended."""
+    try:
+        summary: dict[str, Any] = json.loads((Path(config.train.output) / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return None
+    spread, trained_on = summary.pop("spread", {}), summary.pop("corpus", None)
+    return (summary, spread, trained_on) if summary.pop("config", None) == identity(config) else None
 
 
 def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
@@ -177,6 +189,8 @@ def identity(config: Config) -> dict[str, Any]:
     return {**{key: document[key] for key in ("model", "data", "optimizer")}, "train": train}
 
 
-def _bits(summary: dict[str, Any]) -> str:
-    bits = summary.get("heldout_bits_per_byte")
-    return "" if bits is None else f", {bits:.3f} held-out bits per byte"
+def loss_text(summary: dict[str, Any]) -> str:
+    """``loss 1.2345, 2.345 held-out bits per byte``, as far as a summary tells them."""
+    loss, bits = summary.get("loss"), summary.get("heldout_bits_per_byte")
+    text = "loss unknown" if loss is None else f"loss {loss:.4f}"
+    return text if bits is None else f"{text}, {bits:.3f} held-out bits per byte"

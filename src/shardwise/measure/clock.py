@@ -133,8 +133,9 @@ class DeviceClock:
         self._marks = [(self._current, border)]
 
     def take(self) -> Lap | None:
-        """The oldest finished lap that was not taken yet; ``None`` while the device has not passed its end."""
-        if not self._laps or not self._laps[0][-1][1].query():
+        """The oldest finished lap that was not taken yet; ``None`` while the device has not passed all of it."""
+        # from the last on, which says it all where there is one stream; a loop with several may pass them in any order
+        if not self._laps or not all(event.query() for _, event in reversed(self._laps[0])):
             return None
         marks = self._laps.popleft()
         spent = [0] * len(COUNTED)

@@ -20,6 +20,8 @@ from shardwise.train.step import Micro, Step
 
 COUNTED_STEP = 1
 """Of a process: the first, which is not timed, and which no receipt looks at."""
+TRIES = 3
+"""Steps that are looked at; where none could be counted the rest runs without."""
 _PHASES = ("forward", "backward", "clip", "optimizer")
 _BACKWARD_OF_FORWARD = 2.5
 """A flash attention's backward has five products where its forward has two (Dao et al., arXiv 2205.14135)."""
@@ -97,7 +99,7 @@ class WorkProbe:
     def on_step_start(self, session: Session, step: Step) -> None:
         """Start to count, unless somebody else watches every operator already."""
         self._seen += 1
-        if self.work is not None or self._seen < COUNTED_STEP or _get_current_dispatch_mode_stack():
+        if not self._looks or _get_current_dispatch_mode_stack():
             return
         self._recorder = WorkRecorder(lambda: session.phase, None if self._axes is None else self._axes(session))
         self._recorder.__enter__()
@@ -108,12 +110,17 @@ class WorkProbe:
     def on_step_end(self, session: Session, step: Step) -> None:
         """Add up what the ranks have counted. Collective."""
         recorder = self._end()
-        if self.work is None and self._seen >= COUNTED_STEP:
+        if self._looks:
             self.work = _whole(session, step, recorder)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """A later step is counted instead."""
         self._end()
+
+    @property
+    def _looks(self) -> bool:
+        """Whether this step is to be counted; the same on every rank."""
+        return self.work is None and COUNTED_STEP <= self._seen < COUNTED_STEP + TRIES
 
     def _end(self) -> WorkRecorder | None:
         recorder, self._recorder = self._recorder, None

@@ -36,8 +36,8 @@ class ProgressReporter:
         self._started = time.perf_counter()
 
     def say(self, text: str) -> None:
-        """One line."""
-        self.console.print(text)
+        """One line, as it is: a folder's name may hold what looks like markup."""
+        self.console.print(text, markup=False)
 
     def begin(self, first: int, total: int) -> None:
         """Open the bar, or be quiet where there is no terminal."""
@@ -100,7 +100,8 @@ class ProgressReporter:
         if len(shown) < len(receipts):
             self.console.print("receipts: not checked, because this process ran fewer than two steps")
         took = seconds_text(time.perf_counter() - self._started)
-        self.console.print(f"done: {outcome.steps} steps in {took}; metrics and checkpoints are in '{output}'")
+        done = f"done: {outcome.steps} steps in {took}; metrics and checkpoints are in '{output}'"
+        self.console.print(done, markup=False)
 
     def time_spent(
         self, timing: Timing | None, use: Utilisation | None, findings: Sequence[Finding], page: Path | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shardwise.verify.receipt import Receipt
@@ -17,7 +18,7 @@ def receipt_table(receipt: Receipt) -> Table:
     table.add_column("found", overflow="fold")
     marks = {True: "[green]✓[/]", False: "[red]✗[/]", None: "·"}
     for line in receipt.lines:
-        table.add_row(marks[line.ok], line.name, line.planned, line.found)
+        table.add_row(marks[line.ok], escape(line.name), escape(line.planned), escape(line.found))
     return table
 
 

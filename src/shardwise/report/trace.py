@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shardwise.measure.trace.summary import TraceSummary, bound_of
@@ -37,8 +38,8 @@ def operations_table(summary: TraceSummary, peak_flops: float | None = None, byt
         table.add_column(name, justify="right", no_wrap=True)
     for one, bound in zip(summary.operations, bounds, strict=True):
         table.add_row(
-            one.name,
-            *((one.operator or "unknown",) if on_device else ()),
+            escape(one.name),
+            *((escape(one.operator or "unknown"),) if on_device else ()),
             str(one.calls),
             short_time(one.self_s),
             f"{one.share:.1%}",

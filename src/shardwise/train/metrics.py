@@ -50,9 +50,9 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a metrics file; a last line that a crash cut short is left out."""
     if not path.exists():
         return
-    with path.open() as lines:
+    with path.open(errors="replace") as lines:
         for line in lines:
             try:
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return

@@ -28,9 +28,9 @@ RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     plan.small_micro_batch,
 )
 _LEVELS = ("alarm", "hint", "fine")
+_SAME_WAIT = (("slow-link", "needless-sharding"), ("needless-sharding", "communication"))
 EXPLAINED = 0.5
 """A cause that accounts for this part of another one's seconds is its root."""
-_COMPUTE = (*waits.COMPUTE, "transfer")
 
 
 def diagnose(observed: Observed) -> tuple[Finding, ...]:
@@ -69,7 +69,13 @@ def _demoted(finding: Finding, all_found: list[Finding], case: Case) -> Finding:
 
 
 def _root(finding: Finding, all_found: list[Finding], case: Case) -> Finding | None:
-    """What a finding follows from: a slow rank from its device or its cores, slow collectives from missing cores."""
+    """What a finding follows from: a slow rank from its device or its cores, slow collectives from missing cores.
+
+    Of sharding that is not needed, a slow link and much waiting, which all weigh the same wait, one leads.
+    """
+    for root in all_found:
+        if root.level == "alarm" and (root.kind, finding.kind) in _SAME_WAIT and links.is_of_dp(root, finding):
+            return root
     needed, waited = EXPLAINED * (finding.seconds or 0.0), case.timing.cpu_wait_s
     for root in all_found:
         if root.level != "alarm" or root.kind not in ("throttling", "cpu-oversubscription"):
@@ -89,14 +95,15 @@ def _root(finding: Finding, all_found: list[Finding], case: Case) -> Finding | N
 def healthy(case: Case) -> Finding:
     """Nothing is wrong: what the time goes to, and what is the largest rest."""
     timing = case.timing
-    compute = sum(timing.seconds(part) for part in _COMPUTE)
-    rest = {name: timing.seconds(part) for part, name in NAMES.items() if timing.parts.get(part) is not None}
+    compute = sum(timing.seconds(part) for part in waits.COMPUTE)
+    spent = {part: timing.seconds(part) for part in timing.parts if timing.parts[part] is not None} | timing.between_s
+    rest = {NAMES[part]: seconds for part, seconds in spent.items() if part not in waits.COMPUTE}
     largest = max(rest, key=lambda name: rest[name], default="")
     text = f"Healthy: {percent(case.share(compute))} of a step of {span(case.whole_s)} is computation"
     if largest and rest[largest] > 0:
         text += f"; the largest rest is {largest}, {span(rest[largest])} ({percent(case.share(rest[largest]))})"
-    waits = f"{timing.steps} steps after {timing.warm_up} of warm-up, {timing.world_size} rank"
-    evidence = [waits + "s" * (timing.world_size > 1)]
+    seen = f"{timing.steps} steps after {timing.warm_up} of warm-up, {timing.world_size} rank"
+    evidence = [seen + "s" * (timing.world_size > 1)]
     if case.observed.mfu is not None:
         evidence.append(f"MFU {percent(case.observed.mfu)}")
     return case.finding("healthy", "fine", text + ".", seconds=None, evidence=evidence)

@@ -38,10 +38,8 @@ SMALL_BYTES = 1 << 20
 
 def communication(case: Case) -> Iterator[Finding]:
     """Each axis whose collectives are waited for with nothing else to do: a slow link, a wrong topology, or much."""
-    for axis, part in EXPOSED.items():
-        seconds = case.timing.seconds(part)
-        if axis == "dp":
-            seconds -= case.timing.early_reduce_s or 0.0
+    for axis in EXPOSED:
+        seconds = waited_s(case, axis)
         if case.level(seconds) is None:
             continue
         link = case.observed.link(axis)
@@ -49,11 +47,18 @@ def communication(case: Case) -> Iterator[Finding]:
         yield found or _much(case, axis, seconds, link)
 
 
+def waited_s(case: Case, axis: str) -> float:
+    """Seconds of a step that an axis is waited for; reductions that come too early are `early_sync`'s."""
+    early = case.timing.early_reduce_s or 0.0
+    return case.timing.seconds(EXPOSED[axis]) - (early if axis == "dp" else 0.0)
+
+
 def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Finding | None:
     """A link that carries far less than it should.
 
     The bytes of a step over the time that was waited is the *most* that the link can have carried: part of it may have
-    gone on behind the computation. So what is called slow is slow.
+    gone on behind the computation. So what is called slow is slow. Where the planner, by the catalogue's link, has
+    many small messages wait nearly as long, their latency is it, and not the link.
     """
     if link is None or link.bytes_per_step is None or link.expected is None or link.bytes_per_step < SMALL_BYTES:
         return None
@@ -65,7 +70,7 @@ def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Findin
         return None
     lost = seconds * (1 - most / should)
     level = case.level(lost)
-    if level is None:
+    if level is None or _as_planned(case, axis, link, whole):
         return None
     evidence = [
         f"{bytes_text(link.bytes_per_step)} a step in {span(whole)} of waiting: at most {rate(most)}, as some of them "
@@ -86,6 +91,20 @@ def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Findin
         fix="measure it alone with `shardwise bench comm`; look at which interface is used (GLOO_SOCKET_IFNAME, "
         f"NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO), at limits set on it, and at `shardwise doctor`; {_less(case, axis)}",
     )
+
+
+def is_of_dp(*found: Finding) -> bool:
+    """Whether all of these findings of this file are about the data-parallel axis; those of other files are."""
+    mine = [finding for finding in found if finding.kind in ("slow-link", "communication")]
+    return all(_WHAT["dp"][1:] in finding.text for finding in mine)
+
+
+def _as_planned(case: Case, axis: str, link: LinkUse, waited: float) -> bool:
+    """Whether the planner had this wait be about as long over a link as it should be, and not over a measured one."""
+    predicted = case.observed.predicted
+    if predicted is None or link.measured is not None:
+        return False
+    return waited * SLOW_LINK <= float(getattr(predicted, f"{EXPOSED[axis]}_s"))
 
 
 def _capital(text: str) -> str:
@@ -145,12 +164,14 @@ def _less(case: Case, axis: str) -> str:
     if axis != "dp":
         return f"a smaller {axis} degree, or longer micro batches for each exchange"
     if plan.parsed.shards_parameters:
+        inside = case.observed.nodes > 1 and plan.parsed.base != "hsdp"
         if plan.grad_accum > 1:
             return (
                 f"weights are gathered for each of {plan.grad_accum} micro batches: make the micro batch larger and "
-                "the accumulation smaller, or shard inside a node only (hsdp)"
+                f"the accumulation smaller{', or shard inside a node only (hsdp)' if inside else ''}"
             )
-        return "a larger batch for each step, hsdp (shards inside a node only), or ddp where the model fits"
+        nearer = ", hsdp (shards inside a node only)," if inside else ""
+        return f"a larger batch for each step{nearer} or ddp where the model fits"
     if plan.parsed.base == "zero1":
         return "a larger batch for each step (train.grad_accum), or ddp, which does not send the weights around"
     return (

@@ -11,11 +11,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from shardwise.cost.collectives import Group, catalogue_bus_bytes_per_s
 from shardwise.cost.steptime import StepTime
 from shardwise.measure.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
 from shardwise.measure.gpu.state import HARMFUL, DeviceTrack, GpuTrack
 from shardwise.measure.timing import Timing
 from shardwise.parallel.group import Ranks, gather_ints, gather_text
+from shardwise.plan.plan import Plan
 from shardwise.search.alternatives import Alternative
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.hardware import Link
@@ -246,12 +248,12 @@ def links_of(
             name, sent = f"the interface {host.nic}", (host.nic_bytes or 0.0) / host.steps
             expected, by = host.nic_speed, "by its driver"
         else:
-            link = _sheet(cluster, crosses)
+            link = None if cluster is None else cluster.network if crosses else cluster.link
             name = (
                 "the network between nodes" if crosses else f"the {link.kind} link" if link else "the node's own link"
             )
             sent = traffic.get(axis)  # type: ignore[assignment]
-            expected, by = (link.bytes_per_s, link.source) if link is not None else (None, "")
+            expected, by = _catalogue(cluster, link, axis, session.plan, inside)
         found.append(
             LinkUse(
                 axis=axis,
@@ -266,10 +268,25 @@ def links_of(
     return found
 
 
-def _sheet(cluster: ClusterSpec | None, crosses: bool) -> Link | None:
-    if cluster is None:
-        return None
-    return cluster.network if crosses else cluster.link
+def _catalogue(
+    cluster: ClusterSpec | None, link: Link | None, axis: str, plan: Plan, inside: int
+) -> tuple[float | None, str]:
+    """Bytes/s that collectives of an axis should get of a link, and who says so.
+
+    Of GPUs what the catalogue expects NCCL's rings to reach, which on PCIe without peer-to-peer, on a mesh or between
+    two devices is far less than the data sheet; of CPUs' networks their speed.
+    """
+    if cluster is None or link is None:
+        return None, ""
+    if cluster.device == "cpu":
+        return link.bytes_per_s, link.source
+    dims = plan.dims
+    ranks = {"tp": dims.tp, "cp": dims.cp, "dp": dims.dp}[axis]
+    closer = {"tp": 1, "cp": dims.tp, "dp": dims.tp * dims.cp}[axis]
+    group = Group(ranks, max(1, min(ranks, inside // closer)))
+    sharing = max(1, inside // group.per_node) if group.per_node < ranks else 1
+    found = catalogue_bus_bytes_per_s("all_gather", group, cluster, sharing=sharing)
+    return found, "" if found is None else f"what NCCL gets of it: {link.source}"
 
 
 def _mostly(host: HostUse, planned: float | None) -> bool:

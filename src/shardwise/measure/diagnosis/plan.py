@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.measure.diagnosis.finding import Finding, Level
+from shardwise.measure.diagnosis.links import waited_s
 from shardwise.measure.diagnosis.weighing import Case, percent, span
 from shardwise.search.alternatives import Alternative
 from shardwise.units import bytes_text
@@ -43,7 +44,7 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
     plan, other = case.observed.plan, _find(case, "strategy")
     if other is None or not other.fits or plan.parsed.base == "ddp":
         return
-    exposed = case.timing.seconds("exposed_dp")
+    exposed = waited_s(case, "dp")
     seconds = exposed * _saved_traffic(case, other)
     level = case.level(seconds)
     if level is None:
@@ -71,7 +72,7 @@ def _saved_traffic(case: Case, other: Alternative) -> float:
     if not plan.parsed.shards_parameters:
         return 1 / 3 if plan.parsed.base == "zero1" else 0.0  # all-reduce is two, the broadcast of weights one
     gathers = plan.grad_accum * (2 if plan.parsed.reshards_after_forward else 1)
-    reduces = plan.grad_accum if plan.syncs_every_micro_batch else 1
+    reduces = 1  # earlier ones are weighed by `early_sync`
     if case.observed.backend == "gloo":
         reduces *= 2  # gloo reduces whole tensors to scatter them
     return max(0.0, 1 - 2 / (gathers + reduces))

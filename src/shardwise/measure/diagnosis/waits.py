@@ -11,12 +11,14 @@ from collections.abc import Iterator
 
 from shardwise.measure.diagnosis.finding import Finding, Level
 from shardwise.measure.diagnosis.observed import DeviceState, HostUse
-from shardwise.measure.diagnosis.weighing import ALARM, CROWD, HINT, STEADY, Case, percent, span
+from shardwise.measure.diagnosis.weighing import ALARM, CROWD, HINT, STEADY, Case, percent, ranks_text, span
 from shardwise.units import bytes_text
 
 WORK = ("data", "transfer", "forward", "backward", "recompute", "clip", "optimizer", "other")
 """The parts of a step in which a rank waits for no other rank."""
 COMPUTE = ("forward", "backward", "recompute", "clip", "optimizer")
+MOST_WORKERS = 64
+"""More loader processes for a rank than this are no advice: the loader itself is too slow."""
 CALM_STALL = 0.02
 """Checkpoints are set so far apart that they take no more than this share."""
 THERMAL = ("thermal", "slowdown", "brake")
@@ -82,12 +84,20 @@ def workers_needed(waits_s: float, step_s: float, workers: int | None) -> int:
 
 def _loader_fix(case: Case, needed: int) -> str:
     host, have = case.observed.host, case.observed.loader_workers
+    if needed > MOST_WORKERS:
+        return (
+            f"making a batch takes so much longer than using it that it would take {needed} processes: prepare samples "
+            "beforehand, read them from a faster disk, or do less for each of them"
+        )
     text = (
         f"make batches in {needed} process{'es' if needed != 1 else ''} beside the rank: "
         f"DataLoader(num_workers={needed}, persistent_workers=True)"
     )
     if have is None:
-        text += "; this loader makes them in the rank itself, so a faster disk or samples prepared beforehand help too"
+        text += (
+            " in a loop of your own; how this loader makes them is not known, and is taken to be in the rank itself: "
+            "a faster disk or samples prepared beforehand help too"
+        )
     if host is not None and needed * host.local_ranks > host.cores:
         text += (
             f"; for {host.local_ranks} rank{'s' * (host.local_ranks > 1)} that is {needed * host.local_ranks} "
@@ -276,13 +286,32 @@ def _taking_turns(case: Case) -> Iterator[Finding]:
         "hint",
         f"The ranks take turns in being late: they wait for the slowest {case.of_step(spread.mean_s)}.",
         seconds=spread.mean_s,
-        evidence=["no rank works longer than the others on average"],
+        evidence=[
+            "no rank works longer than its peers on average"
+            if late_by(case)
+            else "every rank has a stage of the pipeline to itself, so that none can be compared with a peer"
+        ],
         fix="even out what differs from step to step: samples of very different lengths, other processes on the cores",
     )
 
 
 def throttling(case: Case) -> Iterator[Finding]:
-    """Devices that run below their clock for their heat or power."""
+    """Devices that run below their clock, one finding for those that are hot and one for those at their power cap.
+
+    A step waits for the slowest of them, so their seconds do not add up: the worst one stands for all.
+    """
+    for hot in (True, False):
+        found = [finding for was_hot, finding in _throttled(case) if was_hot is hot]
+        if not found:
+            continue
+        worst = max(found, key=lambda one: one.seconds or 0.0)
+        others = [one.rank for one in found if one is not worst and one.rank is not None]
+        more = (f"so do {len(others)} more: {ranks_text(others)}",) if others else ()
+        yield worst.model_copy(update={"evidence": (*worst.evidence, *more)})
+
+
+def _throttled(case: Case) -> Iterator[tuple[bool, Finding]]:
+    """Each device that is held down by enough to be said, and whether it is so for its heat."""
     compute = sum(case.timing.seconds(part) for part in COMPUTE)
     for gpu in case.observed.gpus:
         reference, of_what = _reference(case, gpu)
@@ -296,7 +325,7 @@ def throttling(case: Case) -> Iterator[Finding]:
             if not hot or share < ALARM:
                 continue
             level = "hint"
-        yield case.finding(
+        found = case.finding(
             "throttling",
             level if hot or of_what.startswith("the other") else _at_most_hint(level),
             f"The {gpu.name} of rank {gpu.rank} holds its clock down {'for its heat' if hot else 'for its power'}: "
@@ -306,6 +335,7 @@ def throttling(case: Case) -> Iterator[Finding]:
             fix=_cooling(gpu, hot),
             rank=gpu.rank,
         )
+        yield hot, found
 
 
 def _reference(case: Case, gpu: DeviceState) -> tuple[float | None, str]:

@@ -115,8 +115,7 @@ class StepTrace:
     def _start(self, session: Session) -> None:
         if _torch._profiler_enabled():
             self.notes.append(f"step {session.steps_done + 1} is not traced: another profiler is on")
-            self._steps = range(0)
-            return
+            return  # the steps stay the same as on the other ranks, which wait for this one after them
         activities = [ProfilerActivity.CPU]
         if session.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -36,12 +36,12 @@ LINKS_TEXT = "Bus bandwidth of each collective over the size of a message."
 
 
 def write_report(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """``report.json`` and ``report.html`` in the folder of a run that has just ended; ``None`` where they could not be.
+    """``report.json`` and ``report.html`` of a run whose last step is done, by that run; ``None`` where that fails.
 
     A run is never worse for its report: whatever goes wrong is told through ``say``, and nothing is raised.
     """
     try:
-        return make_report(folder)
+        return make_report(folder, ended=True)
     except ShardwiseError as error:
         say(f"no report: {error}")
     except Exception as error:  # a defect of the report must not cost anyone the run's exit code
@@ -50,9 +50,14 @@ def write_report(folder: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def make_report(
-    folder: Path, *, output: Path | None = None, scaling: Samples | None = None, links: Samples | None = None
+    folder: Path,
+    *,
+    output: Path | None = None,
+    scaling: Samples | None = None,
+    links: Samples | None = None,
+    ended: bool = False,
 ) -> Path:
-    """Write both files and return the page's path; the record lies beside the page.
+    """Write both files and return the page's path; the record lies beside the page. ``ended`` is `read_run`'s.
 
     Raises:
         UserError: ``folder`` holds no run, or ``output`` is no HTML file.
@@ -60,7 +65,7 @@ def make_report(
     """
     if output is not None and output.suffix != ".html":
         raise UserError(f"--output '{output}' must end in .html; the numbers are written beside it, as .json")
-    record = read_run(folder, scaling=scaling, links=links)
+    record = read_run(folder, scaling=scaling, links=links, ended=ended)
     page = output or folder / PAGE
     document = record.to_json()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -116,7 +117,7 @@ class _Files:
             return json.loads(path.read_text(), parse_constant=lambda _: None)
         except FileNotFoundError:
             self.problems.append(f"{name} is not there: {without}")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.problems.append(f"{name} cannot be read ({_one_line(error)}): {without}")
         return None
 
@@ -134,8 +135,12 @@ class _Files:
             return None
 
 
-def read_run(folder: Path, *, scaling: Samples | None = None, links: Samples | None = None) -> Record:
+def read_run(
+    folder: Path, *, scaling: Samples | None = None, links: Samples | None = None, ended: bool = False
+) -> Record:
     """All numbers of the run in ``folder``, which may be finished, going on, or dead.
+
+    ``ended``: the run itself asks, whose last step is done although a process still holds the folder.
 
     Raises:
         UserError: there is no run in it.
@@ -162,7 +167,7 @@ def read_run(folder: Path, *, scaling: Samples | None = None, links: Samples | N
     plan = _plan(files, job)
     saves = tuple(_save(line) for line in lines if "checkpoint_bytes" in line or "checkpoint_stall_s" in line)
     memory = _memory(job, summary)
-    state, text = _state(folder, done, summary, job)
+    state, text = _state(done, summary, job, held=not ended and _held(folder))
     environment = files.document(ENVIRONMENT, "the versions and devices it ran with are unknown")
     return Record(
         name=folder.resolve().name,
@@ -222,7 +227,7 @@ def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[Save], told: _Told
     return Figures(
         steps=done,
         steps_planned=told.job.steps,
-        tokens=steps[-1].get("tokens") if steps else summary.tokens,
+        tokens=_whole(steps[-1].get("tokens")) if steps else summary.tokens,
         first_loss=_finite(steps[0]["loss"]) if steps else None,
         last_loss=_finite(steps[-1]["loss"]) if steps else summary.loss,
         heldout_bits_per_byte=summary.heldout_bits_per_byte,
@@ -288,8 +293,15 @@ def _median(values: Iterable[Any]) -> float | None:
 def _finite(value: Any) -> float | None:
     """A number as it is; ``None`` for anything else."""
     if type(value) is float or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value if math.isfinite(value) else None
+        with contextlib.suppress(OverflowError):  # a whole number that no float can be
+            return value if math.isfinite(value) else None
     return None
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number; ``None`` for anything else."""
+    found = _finite(value)
+    return None if found is None or found != int(found) else int(found)
 
 
 def _step_seconds(steps: Sequence[dict[str, Any]]) -> float | None:
@@ -315,10 +327,9 @@ def _metrics(files: _Files) -> list[dict[str, Any]]:
 
 
 def _save(line: dict[str, Any]) -> Save:
-    size = _finite(line.get("checkpoint_bytes"))
     return Save(
         step=line["step"],
-        num_bytes=None if size is None else int(size),
+        num_bytes=_whole(line.get("checkpoint_bytes")),
         stall_s=_finite(line.get("checkpoint_stall_s")),
         write_s=_finite(line.get("checkpoint_write_s")),
     )
@@ -366,12 +377,12 @@ def _receipts(summary: _Summary) -> dict[str, Receipt | None]:
     return found
 
 
-def _state(folder: Path, done: int, summary: _Summary, job: _Job) -> tuple[State, str]:
+def _state(done: int, summary: _Summary, job: _Job, *, held: bool) -> tuple[State, str]:
     """Whether the run has come to its end, in a word and in a sentence."""
     of = f" of {job.steps}" if job.steps else ""
     if summary.steps is not None and summary.steps >= max(done, job.steps or 0):
         return "finished", f"all {done} steps are done"
-    if _held(folder):
+    if held:
         return "running", f"step {done}{of} is the last one logged, and a process still holds the folder"
     if not job.config and summary.steps is None:
         return "unknown", f"step {done} is the last one logged; how many were planned is not in the folder"
