@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cli import configs
-from tests.cli.test_readme import masked
+from tests.cli.test_readme import fits, masked
 
 PAGE = (configs.ROOT / "docs" / "from-ddp-to-fsdp.md").read_text()
 SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", PAGE)
@@ -52,20 +52,6 @@ if torch.distributed.get_rank() == 0:
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
-
-
-def fits(found: Sequence[str], expected: Sequence[str]) -> str:
-    """Why ``found`` is not ``expected``, in which ``...`` stands for any lines; empty where it is."""
-    rest, free = list(found), False
-    for line in expected:
-        if line == "...":
-            free = True
-            continue
-        if line not in rest or (rest[0] != line and not free):
-            return f"expected {line!r}, found {(rest or ['the end'])[:3]}"
-        rest = rest[rest.index(line) + 1 :]
-        free = False
-    return "" if free or not rest else f"more was found: {rest[:3]}"
 
 
 def test_the_sessions_of_the_page(tmp_path: Path) -> None:

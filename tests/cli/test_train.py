@@ -129,7 +129,11 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     assert "Traceback" not in err
     report = json.loads((broken / "run" / "report.json").read_text())
     assert report["state"] == "unfinished" and report["timing"] and report["findings"]
-    configs.train(config)
+    process = configs.start_train(config)
+    configs.wait_for_step(process, broken, report["figures"]["steps"] + 5)
+    assert not (broken / "run" / "timing.json").exists(), "an earlier part does not speak for this one"
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
     configs.train(configs.write_config(whole, **changes))
     assert configs.losses(broken) == configs.losses(whole)
 

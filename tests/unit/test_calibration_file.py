@@ -192,6 +192,8 @@ def test_what_is_not_covered_is_said() -> None:
         ({"measured": [link("broadcast", ranks=1)]}, ["measured.0.collective", "measured.0.ranks"]),
         ({"measured": [link("send", median_s=(1e-3,))]}, ["3 sizes and 1 medians"]),
         ({"measured": [link("send", sizes_bytes=(1, 1, 2))]}, ["a size is there twice"]),
+        ({"measured": [link("send", latency_s=float("inf"))]}, ["must be finite"]),
+        ({"measured": [link("send", ranks=2, per_node=4)]}, ["4 of 2 ranks in a node"]),
         ({"measured": [link("send", median_s=(0.0, 1.0, 2.0))]}, ["above 0"]),
     ],
 )

@@ -136,6 +136,13 @@ def test_how_many_workers_would_do(waits: float, step: float, have: int, needed:
     assert workers_needed(waits, step, have) == needed
 
 
+def test_one_rank_that_is_fed_hides_no_slow_loader() -> None:
+    found = only(diagnose(observed(timing({"slowest_rank": 0.05}, *[{"data": 0.05}] * 7))))
+    assert found.kind == "data-loader"
+    half = timing(*[{"slowest_rank": 0.1}] * 2, *[{"data": 0.1}] * 2, late_rank=2, late_share=0.9)
+    assert alarms(diagnose(observed(half))) == ["straggler"]
+
+
 def test_a_number_of_workers_that_nobody_can_start_is_no_advice() -> None:
     fix = only(diagnose(observed(timing({"data": 10.0}, {"data": 10.0}), loader_workers=0))).fix
     assert "num_workers" not in fix and "beforehand" in fix
@@ -237,6 +244,7 @@ def test_a_save_that_stalls_is_found_with_the_interval_that_would_do() -> None:
     assert found.kind == "checkpoint-stall"
     assert found.share == pytest.approx(0.1 / 0.199)
     assert "async_save=true" in found.fix
+    assert "checkpoint.every is 5" in found.evidence
     assert "checkpoint.every=253 " in found.fix  # 0.5 s / (0.02 × 0.099 s)
     assert "200 MB/s" in found.evidence[1]
     behind = tuple(save.model_copy(update={"background": True}) for save in saves)
@@ -375,6 +383,10 @@ def test_a_bubble_is_weighed_by_its_formula() -> None:
     found = only(diagnose(observed(timing({"pipeline": 0.06}, {"pipeline": 0.06}), plan=plan)))
     assert found.kind == "pipeline-bubble"
     assert "train.grad_accum=9" in found.fix
+    facts: dict[str, Any] = {"micro_batch": 4, "grad_accum": 4, "pipeline_schedule": "interleaved-1f1b"}
+    wide = Plan(strategy="ddp+pp4", dims=ParallelDims(pp=4), virtual_stages=2, **facts)
+    rounds = only(diagnose(observed(timing(*[{"pipeline": 0.06}] * 4), plan=wide)))
+    assert "train.grad_accum=16" in rounds.fix, "14 are enough, and are no whole rounds of 4"
 
 
 @pytest.mark.parametrize(("fits", "expected"), [(True, ["recompute"]), (False, []), (None, [])])

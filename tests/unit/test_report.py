@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.rank import finite
+from shardwise.cli.train import loss_text
 from shardwise.errors import MachineError, UserError
 from shardwise.measure.comm.facts import bus_factor
 from shardwise.measure.diagnosis.finding import Finding
@@ -531,3 +534,9 @@ def test_healthy_is_said_too(tmp_path):
 def test_no_findings_are_no_praise(tmp_path):
     folder = write_run(tmp_path / "run", findings_json=[])
     assert "No verdict: 115 steps are too few to judge what this run loses time to." in page_of(folder).text
+
+
+def test_the_last_line_of_a_run_is_json_whatever_its_loss():
+    assert [finite(value) for value in (1.5, math.nan, math.inf, None)] == [1.5, None, None, None]
+    assert loss_text({"loss": None}) == "loss unknown"
+    assert loss_text({"loss": 1.5, "heldout_bits_per_byte": 2.0}) == "loss 1.5000, 2.000 held-out bits per byte"

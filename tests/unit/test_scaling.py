@@ -306,6 +306,28 @@ def test_strong_scaling_leaves_a_rank_with_less_work() -> None:
     assert predict(base, UNITS, plan, links(plan, 4)).own_s == pytest.approx(1.8 / 4 + 0.2)
 
 
+def test_a_bubble_is_as_long_with_fewer_micro_batches() -> None:
+    reference = plan_for("ddp+pp2", 2, micro_batch=2, grad_accum=8)
+    base = sample("strong", reference, 0.1, backward=0.05, pipeline=0.02)
+    for devices, work in ((4, 1 / 2), (8, 1 / 4), (32, 1 / 16)):
+        plan = plan_at(reference, devices, "strong")
+        bubble = 0.02 * (plan.micro_batch or 0) / 2
+        assert predict(base, UNITS, plan, links(plan, devices)).own_s == pytest.approx(0.08 * work + bubble)
+    assert plan_at(reference, 32, "strong").micro_batch == 1, "the last of them has smaller micro batches"
+
+
+def test_no_size_is_predicted_to_do_better_than_the_best_that_was_measured() -> None:
+    reference = plan_for("zero1", 2)
+    one = sample("weak", plan_at(reference, 1, "weak"), 10.0, jitter=0.02, backward=1.0, optimizer=8.5)
+    pair = sample("weak", reference, 9.5, jitter=0.02, backward=1.0, optimizer=4.25)
+    points = curve_of(scaling(one, pair, reference=reference, units=UNITS), "weak", 64).points
+    for point in points:
+        assert point.step_s and point.low_s and point.high_s and point.efficiency and point.low and point.high
+        assert point.low <= point.efficiency <= point.high and point.low_s <= point.step_s <= point.high_s
+        assert point.efficiency * point.step_s == pytest.approx(10.0)
+        assert point.devices <= 2 or point.efficiency < 1.10, "a shard of the optimizer that shrinks on and on"
+
+
 def test_a_base_of_two_ranks_has_its_own_traffic_taken_out() -> None:
     base = sample("weak", plan_at(plan_for(), 2, "weak"), 2.0, backward=1.2, exposed_dp=0.3, slowest_rank=0.1)
     plan = plan_at(plan_for(), 4, "weak")

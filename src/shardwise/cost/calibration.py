@@ -7,6 +7,7 @@ container. What is not told apart: driver and NCCL of another version, a cable t
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -150,6 +151,10 @@ def _wrong(link: MeasuredLink) -> str:
         return "a size is there twice"
     if min(link.sizes_bytes) <= 0 or not all(0 < seconds < float("inf") for seconds in link.median_s):
         return "sizes and seconds must be above 0"
+    if math.inf in (link.latency_s, link.bus_bytes_per_s):
+        return "latency and bandwidth must be finite"
+    if link.per_node > link.ranks:
+        return f"{link.per_node} of {link.ranks} ranks in a node"
     return ""
 
 

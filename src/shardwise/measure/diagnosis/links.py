@@ -231,6 +231,8 @@ def pipeline_bubble(case: Case) -> Iterator[Finding]:
     stages, micros, virtual = plan.dims.pp, plan.grad_accum, plan.virtual_stages
     formula = bubble_fraction(stages, micros, virtual)
     enough = math.ceil((stages - 1) * (1 - ALARM) / (ALARM * virtual))
+    if virtual > 1:
+        enough = math.ceil(enough / stages) * stages  # interleaved rounds are whole
     evidence = [
         f"{stages} stages and {micros} micro batches: equal stages would be without work {percent(formula)} of the time"
     ]

@@ -33,8 +33,6 @@ STEADY = 0.6
 """A rank that came last in this share of the steps is late by habit, not by chance."""
 MIN_STEPS = 5
 """Fewer steps than this after the warm-up are not judged."""
-ROOM = 0.9
-"""What of a device's memory may be planned with, where its peak was measured."""
 
 
 @dataclass(frozen=True)

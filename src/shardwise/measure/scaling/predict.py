@@ -13,7 +13,7 @@ is what more data-parallel ranks add:
   were late by chance and each on its own.
 
 Left out: networks of several layers and their congestion, products that become slower as strong scaling makes micro
-batches smaller, and bubbles that change with accumulation. What of it a measured size shows is kept: the curve goes
+batches smaller, and what stages of a pipeline send each other. What of it a measured size shows is kept: the curve goes
 through the largest size that had cores or GPUs of its own. How far off it is: docs/scaling.md. No torch here.
 """
 
@@ -204,6 +204,8 @@ def _factor(part: str, base: Sample, plan: Plan, work: float) -> float:
     alone = base.plan.dims.dp * base.plan.dims.cp == 1
     if part in TALK:
         return 1.0 if alone and part == "control" else 0.0
+    if part == "pipeline":  # p − 1 micro batches at the ends of a step, however many there are
+        return (plan.micro_batch or 1) / (base.plan.micro_batch or 1)
     if part not in FIXED:
         return work
     parsed = plan.parsed
@@ -402,10 +404,17 @@ def _no_better(point: Point, base: Sample, anchor: Sample) -> Point:
     if point.step_s is None or point.low_s is None or point.efficiency is None or point.high is None:
         return point
     each = anchor.tokens_per_s / anchor.devices / (base.tokens_per_s / base.devices)
-    best = each * (1 + math.hypot(base.deviation, anchor.deviation) * Z)
-    if point.high <= best or point.efficiency >= best:
+    error = math.hypot(base.deviation, anchor.deviation) * Z
+    best = each * (1 + error)
+    if point.high <= best:
         return point
-    return point.model_copy(update={"high": best, "low_s": point.low_s * point.high / best})
+    held: dict[str, float] = {"high": best, "low_s": point.low_s * point.high / best}
+    if point.efficiency > best and point.low is not None and point.tokens_per_s is not None:
+        ideal, low = point.efficiency * point.step_s, min(point.low, each * (1 - error))
+        tokens = point.tokens_per_s * best / point.efficiency
+        held = {"high": best, "efficiency": best, "low": low, "tokens_per_s": tokens}
+        held |= {"low_s": ideal / best, "step_s": ideal / best, "high_s": ideal / low}
+    return point.model_copy(update=held)
 
 
 def _busy(base: Sample, cluster: ClusterSpec) -> bool:
