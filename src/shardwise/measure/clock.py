@@ -8,9 +8,10 @@ device spent there, idle or not. Nothing waits for the device; a lap is read whe
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,35 +27,13 @@ Lap = list[int]
 """Nanoseconds of each of `COUNTED` between two borders of steps."""
 
 
-class Clock(Protocol):
+class Clock(ABC):
     """Tells the parts of a rank's time. ``enter`` and ``leave`` nest inside of a phase; a new phase ends them all."""
-
-    def phase(self, part: str) -> None:
-        """From now on it is ``part``, whatever was open."""
-
-    def enter(self, part: str) -> None:
-        """``part`` begins inside of what goes on."""
-
-    def leave(self) -> None:
-        """What was entered last ends."""
-
-    def lap(self) -> None:
-        """A step ends here."""
-
-    def take(self) -> Lap | None:
-        """The oldest finished lap that was not taken yet; ``None`` where there is none (so far)."""
-
-
-class HostClock:
-    """The clock of a rank that computes on its CPU."""
 
     def __init__(self) -> None:
         self._current = _INDEX["other"]
         self._open: list[int] = []
         self._frozen = False
-        self._since = time.perf_counter_ns()
-        self._spent = [0] * len(COUNTED)
-        self._laps: deque[Lap] = deque()
 
     def phase(self, part: str) -> None:
         """From now on it is ``part``, whatever was open."""
@@ -71,6 +50,28 @@ class HostClock:
         """What was entered last ends; nothing where a new phase has ended it already."""
         if self._open:
             self._turn(self._open.pop())
+
+    @abstractmethod
+    def _turn(self, part: int) -> None:
+        """A border: from now on it is ``part``."""
+
+    @abstractmethod
+    def lap(self) -> None:
+        """A step ends here."""
+
+    @abstractmethod
+    def take(self) -> Lap | None:
+        """The oldest finished lap that was not taken yet; ``None`` where there is none (so far)."""
+
+
+class HostClock(Clock):
+    """The clock of a rank that computes on its CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = time.perf_counter_ns()
+        self._spent = [0] * len(COUNTED)
+        self._laps: deque[Lap] = deque()
 
     def _turn(self, part: int) -> None:
         now = time.perf_counter_ns()
@@ -88,33 +89,15 @@ class HostClock:
         return self._laps.popleft() if self._laps else None
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """The clock of a rank that computes on a GPU: events on the stream that is current at a border."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._current = _INDEX["other"]
-        self._open: list[int] = []
-        self._frozen = False
         self._spare: list[Any] = []
         self._marks: list[tuple[int, Any]] = [(self._current, self._event())]
         self._laps: deque[list[tuple[int, Any]]] = deque()
-
-    def phase(self, part: str) -> None:
-        """From now on it is ``part``, whatever was open."""
-        self._frozen = part in BETWEEN
-        self._open.clear()
-        self._turn(_INDEX[part])
-
-    def enter(self, part: str) -> None:
-        """``part`` begins inside of what goes on; not told apart in what lies between steps."""
-        self._open.append(self._current)
-        self._turn(self._current if self._frozen else _INDEX[part])
-
-    def leave(self) -> None:
-        """What was entered last ends; nothing where a new phase has ended it already."""
-        if self._open:
-            self._turn(self._open.pop())
 
     def _event(self) -> Any:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
