@@ -157,7 +157,7 @@ def sabotage_same_samples(strategy: str) -> list[str]:
 
 
 def sabotage_recompute(strategy: str) -> list[str]:
-    apply_module.apply_recompute = lambda module, mode, blocks: [module.get_submodule(name) for name in blocks]
+    apply_module.apply_recompute = lambda module, mode, blocks, **_: [module.get_submodule(name) for name in blocks]
     return run(strategy, 1, "recompute")
 
 

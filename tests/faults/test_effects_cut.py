@@ -177,7 +177,7 @@ def tensor_ranks_differ() -> Alarms:
 
 
 def no_recompute() -> Alarms:
-    split_module.apply_recompute = lambda module, mode, blocks: [module.get_submodule(name) for name in blocks]
+    split_module.apply_recompute = lambda module, mode, blocks, **_: [module.get_submodule(name) for name in blocks]
     return run("ddp+tp2", options={"recompute": "full"})
 
 
