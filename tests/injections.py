@@ -377,7 +377,7 @@ def _busy_process() -> Iterator[None]:
 def _shaped(rate: str) -> Iterator[None]:
     """What this host sends is limited to ``rate``: run inside of its namespace (`tests.netns`)."""
     device = os.environ["GLOO_SOCKET_IFNAME"]
-    burst = str(max(4000, int(bits_per_s(rate) / 8 * 2e-4)))
+    burst = str(max(4000, int(bits_per_s(rate) / 8 * 1e-3)))  # less loses much of the rate
     limits = ["burst", burst, "limit", str(64 << 20)]
     subprocess.run(["tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *limits], check=True)
     try:
@@ -396,6 +396,9 @@ def main() -> None:
     if result is not None:
         Path(sys.argv[2]).write_text(result.model_dump_json())
     leave(ranks)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's own exit races with gloo's threads
 
 
 if __name__ == "__main__":

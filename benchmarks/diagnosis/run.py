@@ -81,7 +81,11 @@ def main() -> None:
     os.environ["SHARDWISE_HISTORY"] = "off"
     results = []
     for case in wanted(options.repeat, options.only):
-        found = run(case)
+        try:
+            found = run(case)
+        except RuntimeError as error:  # a rank died: that is no verdict, and is said
+            print(f"failed: {case.name}: {str(error)[-300:]}", flush=True)
+            continue
         if found is None:
             print(f"left out: {case.name}: {why_not()}", flush=True)
             continue
