@@ -192,17 +192,14 @@ def rank_main() -> int:
 
 
 def windows(job: Job, corpus: Any, plan: Plan, ranks: Any) -> Any:
-    """This rank's micro batches of each step, which ranks that work on the same samples have in common."""
-    from shardwise.train.order import Order, rank_ids
-    from shardwise.train.samples import samples_for
+    """This rank's micro batches of each step on its device: hand-written loops move nothing."""
+    from shardwise.train.order import Order
+    from shardwise.train.samples import samples_for, step_batches
 
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
-    place, micro, position = plan.dims.place(ranks.rank), plan.micro_batch or 1, 0
-    while True:
-        rows = rank_ids(order, position, plan.dims.dp, place.dp, micro, plan.grad_accum)
-        yield [tuple(part.to(ranks.device) for part in data.batch(row)) for row in rows]
-        position += micro * plan.grad_accum * plan.dims.dp
+    for batches in step_batches(data, order, plan, ranks.rank):
+        yield [tuple(part.to(ranks.device) for part in batch) for batch in batches]
 
 
 def facts(job: Job, ranks: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rich.console import Console
 from shardwise.cli.job import Job, Prepared, check_output, prepare_job, traced_profile
 from shardwise.cli.train import launch
 from shardwise.cost.calibration import check_calibration, read_calibration
-from shardwise.errors import MachineError, ShardwiseError, UserError
+from shardwise.errors import MachineError, UserError
 from shardwise.launch.rank import guarded
 from shardwise.measure.scaling.facts import (
     MODES,
@@ -255,34 +255,24 @@ def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks,
     from shardwise.measure.scaling.run import forget, measure_size
     from shardwise.train.corpus import open_corpus
     from shardwise.train.model import model_factory
+    from shardwise.train.order import Order
+    from shardwise.train.samples import samples_for, step_batches
 
     opened = open_corpus(corpus)
     factory = model_factory(config, opened.vocab_size)
+    data = samples_for(opened.train, config.data, opened.separator)
+    order = Order(len(data), config.train.seed, config.data.shuffle)
     known: dict[str, Sample | None] = {}  # None on ranks that do not report
     found: list[Sample] = []
     for mode, plan in plans.items():
         if plan.fingerprint not in known:
-            feed = windows(config, opened, plan, ranks)
+            feed = step_batches(data, order, plan, ranks.rank)
             known[plan.fingerprint] = measure_size(config, plan, mode, factory, feed, ranks, steps)
             forget(ranks)
         sample = known[plan.fingerprint]
         if sample is not None:
             found.append(sample.model_copy(update={"mode": mode}))
     return found
-
-
-def windows(config: Config, corpus: Any, plan: Plan, ranks: Ranks) -> Iterator[list[Any]]:
-    """This rank's micro batches of each step, in the order in which ``train`` has them."""
-    from shardwise.train.order import Order, rank_ids
-    from shardwise.train.samples import samples_for
-
-    data = samples_for(corpus.train, config.data, corpus.separator)
-    order = Order(len(data), config.train.seed, config.data.shuffle)
-    place, micro, position = plan.dims.place(ranks.rank), plan.micro_batch or 1, 0
-    while True:
-        rows = rank_ids(order, position, plan.dims.dp, place.dp, micro, plan.grad_accum)
-        yield [data.batch(row) for row in rows]
-        position += micro * plan.grad_accum * plan.dims.dp
 
 
 # under torchrun, Slurm and the like
@@ -292,29 +282,22 @@ def _under_launcher(config: Config, request: Request, console: Console, *, as_js
     """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
 
     def inner() -> int:
-        from shardwise.parallel.group import broadcast_text, join, leave
+        from shardwise.parallel.group import join, leave, prepared_by_main
 
         ranks = join(config.parallel.device)
         if config.parallel.threads is not None and ranks.device.type == "cpu":
             _set_threads(config.parallel.threads)
-        text, failure, scaling = "", None, None
-        left_out: list[LeftOut] = []
-        if ranks.is_main:
-            try:
-                scaling, plans, left_out, corpus = _prepared_here(config, request, ranks, console)
-                work = {"corpus": str(corpus), "plans": {mode: dumped(plan) for mode, plan in plans.items()}}
-                text = json.dumps(work)
-            except ShardwiseError as error:
-                failure = error
-        text = broadcast_text(text, ranks)
-        if failure is not None:
-            raise failure
-        if not text:
-            raise UserError("rank 0 could not prepare the measurement; its message says why")
-        work = json.loads(text)
+        mine: list[tuple[Scaling, list[LeftOut]]] = []  # of rank 0
+
+        def prepare() -> str:
+            scaling, plans, left_out, corpus = _prepared_here(config, request, ranks, console)
+            mine.append((scaling, left_out))
+            return json.dumps({"corpus": str(corpus), "plans": {mode: dumped(plan) for mode, plan in plans.items()}})
+
+        work = json.loads(prepared_by_main(prepare, ranks, "the measurement"))
         plans = {mode: Plan.model_validate(item) for mode, item in work["plans"].items()}
         samples = measure(config, Path(work["corpus"]), plans, ranks, request.steps)
-        if scaling is not None:
+        for scaling, left_out in mine:
             document = finish(scaling, samples, left_out, request, console)
             if as_json:
                 print(json.dumps(document), flush=True)

@@ -174,28 +174,20 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
     def inner() -> int:
         from shardwise.cli.job import Job, prepare_job
         from shardwise.cli.train import keep_job
-        from shardwise.errors import ShardwiseError, UserError
-        from shardwise.parallel.group import broadcast_text, join
+        from shardwise.parallel.group import join, prepared_by_main
 
         ranks = join(config.parallel.device)
         local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
         here = config.model_copy(update={"parallel": local})
-        text, failure = "", None
-        if ranks.is_main:
-            try:
-                nodes = max(1, ranks.world_size // ranks.local_world_size)
-                prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
-                text = prepared.job.to_json()
-                keep_job(prepared.job)
-                _print_plan(prepared, as_json)
-            except ShardwiseError as error:
-                failure = error
-        text = broadcast_text(text, ranks)
-        if failure is not None:
-            raise failure
-        if not text:
-            raise UserError("rank 0 could not prepare the run; its message says why")
-        return run_job(Job.model_validate_json(text), ranks)
+
+        def prepare() -> str:
+            nodes = max(1, ranks.world_size // ranks.local_world_size)
+            prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
+            keep_job(prepared.job)
+            _print_plan(prepared, as_json)
+            return prepared.job.to_json()
+
+        return run_job(Job.model_validate_json(prepared_by_main(prepare, ranks, "the run")), ranks)
 
     guarded(inner)
 

@@ -88,10 +88,8 @@ class RunWatch:
         """A step is over, and the next has not begun: a trace that is complete is written."""
         if not self.trace.disturbs(session.steps_done):
             return
-        session.phase = "trace"
         summary = self.trace.write()
-        gather_ints([0], session.ranks)  # the others wait here, and not in a step
-        session.phase = "other"
+        gather_ints([0], session.ranks)  # the others wait here, in a step that is left out, and not in the next one
         if session.ranks.is_main:
             from shardwise.report.trace import print_trace
 

@@ -28,7 +28,7 @@ PARTS = (
 backward; waiting for a collective of each axis with nothing else to do; a stage without work (bubble, sends); clipping;
 the optimizer; waiting for a rank that came later; the session's own small message; the caller's own code.
 """
-BETWEEN = ("checkpoint", "evaluation", "trace")
+BETWEEN = ("checkpoint", "evaluation")
 """What happens between two steps and is not in ``step_s``."""
 NAMES = {
     "data": "waiting for data",
@@ -47,7 +47,6 @@ NAMES = {
     "other": "the loop's own code",
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
-    "trace": "writing a trace",
 }
 """What a part is called where people read it."""
 WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")

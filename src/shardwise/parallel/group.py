@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from shardwise.errors import MachineError, UserError
+from shardwise.errors import MachineError, ShardwiseError, UserError
 from shardwise.parallel.environment import Rendezvous, rendezvous
 
 
@@ -127,6 +128,27 @@ def gather_text(text: str, ranks: Ranks) -> list[str]:
     rows = [torch.empty_like(padded) for _ in range(ranks.world_size)]
     dist.all_gather(rows, padded, group=ranks.control)
     return [bytes(row[:n].tolist()).decode().strip() for row, n in zip(rows, lengths, strict=True)]
+
+
+def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str:
+    """What ``prepare`` returns on rank 0, the only one that calls it, on every rank. Collective.
+
+    Raises:
+        ShardwiseError: on rank 0 what ``prepare`` has raised.
+        UserError: on the others, that rank 0 could not prepare ``what``.
+    """
+    text, failure = "", None
+    if ranks.is_main:
+        try:
+            text = prepare()
+        except ShardwiseError as error:
+            failure = error
+    text = broadcast_text(text, ranks)
+    if failure is not None:
+        raise failure
+    if not text:
+        raise UserError(f"rank 0 could not prepare {what}; its message says why")
+    return text
 
 
 def broadcast_text(text: str, ranks: Ranks) -> str:

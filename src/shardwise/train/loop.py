@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,9 +32,9 @@ from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
 from shardwise.train.optimizer import build_optimizer, learning_rate
-from shardwise.train.order import Order, rank_ids
+from shardwise.train.order import Order
 from shardwise.train.randomness import random_states, rank_to_follow, restore_random_states, seed_everything
-from shardwise.train.samples import Samples, samples_for
+from shardwise.train.samples import Samples, samples_for, step_batches
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
 
@@ -195,7 +194,8 @@ class Run:
         rate = learning_rate(config.optimizer, self.total)
         clock = time.perf_counter()
         since, tokens_since = session.steps_done, 0
-        for step in session.run_windows(self._windows(), limit=self.total - session.steps_done):
+        batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)
+        for step in session.run_windows(batches, limit=self.total - session.steps_done):
             step.run(model, token_loss_sum)
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
@@ -225,14 +225,6 @@ class Run:
         if self.config.checkpoint.every and number % self.config.checkpoint.every == 0:
             check_finite(result, scaled=self.session.scaler is not None)  # no checkpoint of weights that are NaN
             self._save(metrics)
-
-    def _windows(self) -> Iterator[list[Any]]:
-        """This rank's micro batches of each step, from the data position on."""
-        position, dp = self.position, self.plan.dims.dp
-        while True:
-            ids = rank_ids(self.order, position, dp, self.session.place.dp, self.micro_batch, self.plan.grad_accum)
-            yield [self.samples.batch(row) for row in ids]
-            position += self.global_batch
 
     def _log(self, metrics: MetricsFile | None, result: StepResult, rate: float, window: StepWindow) -> None:
         if metrics is None:

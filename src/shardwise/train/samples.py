@@ -7,6 +7,7 @@ counts in the loss and stands for 0 bytes, so bits per byte include the cost of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.errors import DataError
+from shardwise.plan.plan import Plan
 from shardwise.train.config import DataTable
 from shardwise.train.corpus import Tokens
+from shardwise.train.order import Order, rank_ids
 
 IGNORED = -100
 
@@ -163,3 +166,17 @@ def samples_for(tokens: Tokens, table: DataTable, separator: int) -> Samples:
     if table.pack:
         return PackedSamples(tokens, table.seq_len, separator, table.mask_borders)
     return DocumentSamples(tokens, table.seq_len, separator)
+
+
+def step_batches(
+    samples: Samples, order: Order, plan: Plan, rank: int, position: int = 0
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The micro batches of ``rank`` for each step from the data position on, without end where ``order`` has none.
+
+    Ranks that work on the same samples together have them in common.
+    """
+    dims, micro = plan.dims, plan.micro_batch or 1
+    while True:
+        ids = rank_ids(order, position, dims.dp, dims.place(rank).dp, micro, plan.grad_accum)
+        yield [samples.batch(row) for row in ids]
+        position += micro * plan.grad_accum * dims.dp

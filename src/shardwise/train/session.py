@@ -83,12 +83,6 @@ class Timekeeper(Protocol):
     def timing(self) -> Any:
         """`shardwise.measure.timing.Timing` of the steps so far; ``None`` before the second, and off rank 0."""
 
-    def told(self) -> dict[str, Any]:
-        """More values for a logged line, on rank 0."""
-
-    def finish(self) -> None:
-        """The last step is done. Collective."""
-
     def detach(self) -> None:
         """Nothing is to be timed any more; what is known stays."""
 
