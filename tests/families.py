@@ -29,7 +29,10 @@ FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma", "bert", "own")
 
 
 def family(name: str, *, layers: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model that takes token ids [samples, length] and gives logits (as ``.logits``, or alone for ``own``)."""
+    """A model that takes token ids [samples, length] and gives logits (as ``.logits``, or alone for ``own``).
+
+    ``wide-llama`` has rows of 64 and 128, which can be packed in blocks of 64.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = _Own(layers) if name == "own" else _transformers(name, layers)
@@ -74,6 +77,9 @@ def configuration(name: str, layers: int) -> Any:
         "mistral": transformers.MistralConfig,
         "gemma": transformers.GemmaConfig,
     }
+    if name == "wide-llama":
+        wide = {**_LLAMA_LIKE, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+        return transformers.LlamaConfig(**wide, num_hidden_layers=layers, tie_word_embeddings=False, use_cache=False)
     tied = name in ("gemma", "qwen3")
     return kinds[name](**_LLAMA_LIKE, num_hidden_layers=layers, tie_word_embeddings=tied, use_cache=False)
 

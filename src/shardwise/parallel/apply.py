@@ -1,7 +1,8 @@
 """Apply a plan to a live module: the whole order on this one page.
 
-check → meshes → batch norm → [stages → tensor parallel] → context → recompute → compile → precision → weights →
-shard or replicate → optimizer. What is in brackets is `parallel.split`'s, for plans that cut the model itself.
+adapters → check → meshes → batch norm → [stages → tensor parallel] → context → loss chunks → recompute → compile → precision →
+weights (→ packed) → shard or replicate → optimizer. What is in square brackets is `parallel.split`'s, for plans that
+cut the model itself.
 
 What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -20,12 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.errors import ModelError, UserError
+from shardwise.parallel.adapters import Adapters, adapters_of, add_adapters, packed_spec
 from shardwise.parallel.compiled import apply_compile, check_options
 from shardwise.parallel.compiled_look import check_compile
 from shardwise.parallel.context import apply_context, check_context
 from shardwise.parallel.context_look import ContextLayout
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.home import home_of
-from shardwise.parallel.materialize import materialize
+from shardwise.parallel.loss_chunks import OutputHead, apply_loss_chunks, find_head
+from shardwise.parallel.materialize import Fill, settle
 from shardwise.parallel.mesh import Meshes, build_mesh
 from shardwise.parallel.pipeline import Pipeline, check_pipeline
 from shardwise.parallel.precision import apply_autocast
@@ -53,20 +57,25 @@ class Applied:
     pipeline: Pipeline | None = None
     warnings: tuple[str, ...] = ()
     decision: Decision | None = None
+    engine: Engine | None = None
 
 
-def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None) -> Applied:
+def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None, fill: Fill | None = None) -> Applied:
     """Put ``module`` under ``plan`` on this rank. Collective: every rank calls it with the same structure.
 
     ``sample`` is what the model takes for one micro batch (a tensor, a tuple or a dict; values do not matter). Plans
     that cut the model itself look at one forward of it under fake tensors; token ids [1, length] if left out.
+    Adapters are added where the plan has them and the module does not; ``fill`` then gives a unit (a block, then the
+    rest) its frozen weights, before it is packed and cut. Without it they are rank 0's.
 
     Raises:
         ModelError: the model has nothing to train, or does not allow what the plan asks for.
     """
     if getattr(module, _MARK, False):
         raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+    adapters = _adapters(module, plan)
     spec = read_model(module)
+    spec = spec if adapters is None else packed_spec(spec, adapters.packed)
     check(spec, plan)
     decision = check_cut(module, spec, plan, sample)
     meshes = build_mesh(plan, dist.get_world_size())
@@ -80,15 +89,29 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         return Applied(split.outer, split.module, split.blocks, spec, meshes, split.pipeline, notes, decision)
     if meshes is not None and meshes.cp is not None and decision.context is not None:
         apply_context(module, decision.context, meshes.cp)
+    if decision.head is not None:
+        apply_loss_chunks(module, decision.head, plan.loss_chunks)
     blocks = apply_recompute(module, plan.recompute, spec.blocks, compiled=plan.compile)
     apply_compile(blocks, plan)
     if meshes is not None and plan.parsed.shards_parameters:
-        outer = apply_shard(module, blocks, plan, meshes.data, device)
+        outer = apply_shard(module, blocks, plan, meshes.data, device, fill)
     else:
         apply_autocast(module, plan)
-        materialize(module, device, broadcast=False)  # DDP sends rank 0's weights itself
+        for block in () if adapters is None else blocks:
+            settle(block, device, fill)
+        settle(module, device, fill, broadcast=False)  # DDP sends rank 0's weights itself
         outer = apply_replicate(module, spec, dist.get_world_size(), device)
     return Applied(outer, module, tuple(blocks), spec, meshes, None, notes, decision)
+
+
+def _adapters(module: nn.Module, plan: Plan) -> Adapters | None:
+    """The adapters of ``module``, which the plan must have too; added where they are missing."""
+    found, kind = adapters_of(module), plan.parsed.adapter
+    if kind == "none" and found is not None:
+        raise ModelError(f"the model has adapters, and {plan.strategy} has none; add +{found.kind} to the strategy")
+    if kind == "none" or found is not None:
+        return found
+    return add_adapters(module, plan, real=dist.get_rank() == 0)
 
 
 def check(spec: ModelSpec, plan: Plan) -> None:
@@ -107,9 +130,11 @@ def check(spec: ModelSpec, plan: Plan) -> None:
     else:
         units = [[p for p in spec.parameters if p.trainable]] if plan.parsed.base == "zero1" else []
     for unit in units:
-        kinds = sorted({p.dtype for p in unit})
+        kinds = sorted({p.dtype for p in unit if p.trainable})  # what is frozen may rest in any
         if len(kinds) > 1:
-            examples = " and ".join(f"'{next(p.name for p in unit if p.dtype == kind)}' {kind}" for kind in kinds)
+            examples = " and ".join(
+                f"'{next(p.name for p in unit if p.trainable and p.dtype == kind)}' {kind}" for kind in kinds
+            )
             problems.append(f"{plan.strategy} needs one dtype for what it handles together, got {examples}; cast one")
             break
     if problems:
@@ -126,6 +151,7 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
     """
     problems: list[str] = []
     attention: list[ContextLayout] = []
+    heads: list[OutputHead] = []
     checks: list[Callable[[], object]] = [lambda: check_options(plan)]
     if plan.dims.pp > 1:
         checks.append(lambda: check_pipeline(plan, len(spec.blocks)))
@@ -133,6 +159,8 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
         checks.append(lambda: attention.append(check_context(module, spec, plan, sample)))
     if plan.compile:
         checks.append(lambda: check_compile(module, spec, plan, sample))
+    if plan.loss_chunks > 1:
+        checks.append(lambda: heads.append(find_head(module, spec, plan, sample)))
     checks.append(lambda: decide(module, spec, plan, sample))
     found: object = None
     for look in checks:
@@ -142,7 +170,7 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
             problems += [problem for problem in error.problems if problem not in problems]
     if problems or not isinstance(found, Decision):
         raise ModelError(*problems)
-    return replace(found, context=attention[0]) if attention else found
+    return replace(found, context=next(iter(attention), None), head=next(iter(heads), None))
 
 
 def stop_caching(module: nn.Module) -> tuple[str, ...]:
@@ -193,7 +221,7 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
     home = home_of(applied.module)
     if home is not None:  # a stage knows a tied parameter by the name that is used there
         live |= {home.canonical(name): p for name, p in live.items()}
-    strangers = 0
+    strangers, adopted = 0, _adopted(optimizer, names, applied.module)
     for group in optimizer.param_groups:
         strangers += sum(id(p) not in names for p in group["params"])
         here = [p for p in group["params"] if id(p) not in names or home is None or names[id(p)] in live]
@@ -203,7 +231,25 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
             f"the optimizer holds {strangers} parameters that are not the model's; "
             "build it from the parameters of the model that you pass to session.prepare"
         )
-    return shard_optimizer(optimizer) if plan.parsed.base == "zero1" else optimizer
+    for group, fresh in zip(optimizer.param_groups, adopted, strict=True):
+        group["params"] = [*(p for p in group["params"] if p.requires_grad), *fresh] if fresh else group["params"]
+    if any(adopted):
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    cuts_state = plan.parsed.base == "zero1" and plan.parsed.engine == "torch"
+    return shard_optimizer(optimizer) if cuts_state else optimizer
+
+
+def _adopted(optimizer: Optimizer, names: dict[int, str], module: nn.Module) -> list[list[nn.Parameter]]:
+    """Adapters that the optimizer, built before them, does not hold: each goes to the group of the weight beside it."""
+    found: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    if adapters_of(module) is None:
+        return found
+    groups = {names.get(id(p)): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for name, parameter in module.named_parameters():
+        name = clean_name(name)
+        if parameter.requires_grad and name not in groups and name not in names.values():
+            found[groups.get(f"{name.partition('.lora_')[0]}.weight", 0)].append(parameter)
+    return found
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

@@ -55,10 +55,30 @@ def build(factory: Callable[[], nn.Module], seed: int, *, real: bool) -> nn.Modu
     return module
 
 
-def materialize(unit: nn.Module, device: torch.device, *, broadcast: bool) -> None:
+Fill = Callable[[nn.Module], None]
+"""Gives a unit, whose parameters have memory, its frozen weights."""
+
+
+def settle(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcast: bool = True) -> None:
+    """`materialize` for a unit with adapters or without: its base is filled and packed before anything is cut."""
+    from shardwise.parallel.adapters import set_magnitudes
+
+    materialize(unit, device, broadcast=broadcast or fill is not None, frozen=fill is None)
+    if fill is not None:
+        fill(unit)
+    if any(type(child).__name__ == "Linear4bit" for child in unit.modules()):
+        from shardwise.parallel.quantise import pack
+
+        pack(unit)
+    if any(hasattr(child, "lora_magnitude_vector") for child in unit.modules()):
+        set_magnitudes(unit)
+
+
+def materialize(unit: nn.Module, device: torch.device, *, broadcast: bool, frozen: bool = True) -> None:
     """Give every plain parameter and buffer of ``unit`` memory on ``device``; ties inside the unit are kept.
 
-    A parameter on the meta device gets uninitialised memory. With ``broadcast`` all ranks then take rank 0's values.
+    A parameter on the meta device gets uninitialised memory. With ``broadcast`` all ranks then take rank 0's values,
+    without ``frozen`` only those of parameters that are trained.
     Parameters that are sharded already (DTensors) are left alone.
     """
     made: dict[int, nn.Parameter] = {}
@@ -72,7 +92,8 @@ def materialize(unit: nn.Module, device: torch.device, *, broadcast: bool) -> No
     move_buffers(unit, device)
     if broadcast and dist.get_world_size() > 1:
         for parameter in made.values():
-            dist.broadcast(parameter.detach(), src=0)
+            if frozen or parameter.requires_grad:
+                dist.broadcast(parameter.detach(), src=0)
 
 
 def _placed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

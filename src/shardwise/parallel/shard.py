@@ -9,17 +9,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from shardwise.parallel.materialize import broadcast_buffers, materialize
+from shardwise.parallel.materialize import Fill, broadcast_buffers, settle
 from shardwise.parallel.precision import mixed_precision_policy
 from shardwise.plan.plan import Plan
 
 
 def apply_shard(
-    module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    fill: Fill | None = None,
 ) -> nn.Module:
     """Shard ``module`` in place: every block is a unit, everything outside the blocks is the root's unit.
 
-    A unit gets real weights (rank 0's) just before it is cut, so the peak is the shards plus one whole unit.
+    A unit gets real weights (rank 0's, or by ``fill``) just before it is packed and cut, so the peak is the shards plus
+    one whole unit.
 
     Tied parameters stay tied because they are left to the root together. The root stays gathered from forward to
     backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``.
@@ -28,10 +34,10 @@ def apply_shard(
     reshard = strategy.reshards_after_forward
     offload = CPUOffloadPolicy(pin_memory=plan.device == "cuda") if strategy.offload else OffloadPolicy()
     for block in blocks:
-        materialize(block, device, broadcast=True)
+        settle(block, device, fill)
         policy = mixed_precision_policy(plan, is_root=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-    materialize(module, device, broadcast=True)
+    settle(module, device, fill)
     broadcast_buffers(module)
     policy = mixed_precision_policy(plan, is_root=True)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)

@@ -18,11 +18,14 @@ CHECKPOINT_WRAPPER_PART = "_checkpoint_wrapped_module."
 COMPILED_PART = "_orig_mod."
 STAGE = "_stage_"  # a pipeline stage is a child of this name and its number, and holds the model under the user's names
 _STAGE_PART = re.compile(rf"^{STAGE}\d+\.?")
+_BASE_PART = "base_layer."  # where peft keeps the layer that an adapter stands beside
+_ADAPTER_PART = re.compile(r"(\.lora_(?:A|B|magnitude_vector))\.default\b")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what recompute, ``torch.compile`` and pipeline stages add to it."""
-    name = name.replace(CHECKPOINT_WRAPPER_PART, "").replace(COMPILED_PART, "")
+    """A parameter's name without what recompute, ``torch.compile``, adapters and pipeline stages add to it."""
+    name = name.replace(CHECKPOINT_WRAPPER_PART, "").replace(COMPILED_PART, "").replace(_BASE_PART, "")
+    name = _ADAPTER_PART.sub(r"\1", name) if ".lora_" in name else name
     return _STAGE_PART.sub("", name) if name.startswith(STAGE) else name
 
 

@@ -17,9 +17,12 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.group import gather_ints, gather_text
 from shardwise.parallel.home import home_of
 from shardwise.parallel.shard import reshard
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
+from shardwise.verify.adapters import adapter_lines
 from shardwise.verify.options import option_lines
 from shardwise.verify.part import shard_dim_of, shard_rank, used_spec
 from shardwise.verify.receipt import Line, Receipt
@@ -129,6 +132,7 @@ def effects_lines(session: Session, step: Step, watch: StepWatch) -> list[Line]:
         *structure_lines(session, step, watch.block_calls),
         *option_lines(session, step, watch),
         *offload_lines(session),
+        *adapter_lines(session),
     ]
 
 
@@ -149,7 +153,7 @@ def _dtype_lines(session: Session, recorder: CollectiveRecorder) -> Iterator[Lin
     yield _same("parameter dtype", own, state.dtypes(module.parameters()))
     if recorder.matmul_dtypes:
         found = ", ".join(sorted(recorder.matmul_dtypes))
-        yield _same("compute dtype", _COMPUTE.get(plan.precision, own), found)
+        yield _same("compute dtype", _COMPUTE.get(plan.precision, _computed(plan, spec)), found)
     yield _same("gradient dtype", trained, state.dtypes(state.gradients(module)))
     reducing = {item.dtype for item in recorder.collectives if is_reduction(session, item)}
     if plan.dims.dp * plan.dims.cp > 1:
@@ -157,6 +161,12 @@ def _dtype_lines(session: Session, recorder: CollectiveRecorder) -> Iterator[Lin
     states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
     if states:
         yield _same("optimizer state dtype", trained, state.dtypes(states))
+
+
+def _computed(plan: Plan, spec: ModelSpec) -> str:
+    """The dtypes that a plan without a narrower one multiplies in: those of its weights, and fp32 where they are packed."""
+    kinds = {p.dtype for p in spec.parameters if p.dtype != "uint8"}
+    return ", ".join(sorted(kinds | {"float32"} if plan.parsed.adapter == "qlora" else kinds))
 
 
 def _share_lines(session: Session) -> Iterator[Line]:

@@ -1,0 +1,245 @@
+"""Low-rank adapters beside a model's linear layers, by peft, in place: the base frozen, the adapters trained.
+
+What a parameter of the base is called does not change (`clean_name` hides what peft puts in between); an adapter's two
+are ``X.lora_A.weight`` and ``X.lora_B.weight``, DoRA's is ``X.lora_magnitude_vector.weight``. The base rests in the
+dtype that the plan computes in, the adapters in the dtype that the base was built in (fp32).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ConfigError, ModelError, did_you_mean
+from shardwise.parallel.materialize import parameters_on_meta
+from shardwise.parallel.precision import DTYPES
+from shardwise.plan.adapter import ROLES, AdapterOptions
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name, dtype_name, find_blocks
+
+NAME = "default"  # what peft calls the one adapter
+_MARK = "_shardwise_adapters"
+_PARTS = {"attention": re.compile(r"attn|attention", re.I), "mlp": re.compile(r"mlp|ffn|feed_?forward|expert", re.I)}
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What was put into a module: the kind, the options, the layers that have an adapter and those that are packed."""
+
+    kind: str
+    options: AdapterOptions
+    targets: tuple[str, ...]
+    packed: tuple[str, ...]
+
+    def facts(self) -> dict[str, object]:
+        """For a checkpoint's manifest."""
+        return {"kind": self.kind, "options": self.options.model_dump(mode="json"), "targets": list(self.targets)}
+
+
+def adapters_of(module: nn.Module) -> Adapters | None:
+    """What `add_adapters` has put into ``module`` (or into what DDP holds); ``None`` where nothing was."""
+    found: Adapters | None = getattr(module, _MARK, None)
+    return found
+
+
+def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapters:
+    """Freeze ``module`` and put the plan's adapters beside its linear layers, in place.
+
+    Without ``real`` the adapters' weights go to the meta device; else they are drawn from torch's generator, A as peft
+    does and B zero. The base may be on the meta device either way. With ``+qlora`` the linear layers of the blocks
+    become bitsandbytes' ``Linear4bit`` whose weights are packed later, by `quantise.pack`.
+
+    Raises:
+        ModelError: a target that is not there, or a layer that cannot have an adapter or be packed; all of them.
+        ConfigError: peft or bitsandbytes is missing.
+    """
+    options, kind = plan.adapter or AdapterOptions(), plan.parsed.adapter
+    if adapters_of(module) is not None:
+        raise ModelError("the model has adapters already; build it anew")
+    if any(clean_name(name) != name or ".lora_" in name for name, _ in module.named_parameters()):
+        raise ModelError(
+            f"the model has peft's adapters already, and {plan.strategy} would add more; take +{kind} out of the "
+            "strategy, which trains what is not frozen"
+        )
+    layers = linear_layers(module)
+    targets = chosen(layers, options.targets, module)
+    _refuse_kinds(layers, targets, kind)
+    wide = {id(layers[name].weight): layers[name].weight.dtype for name in targets}
+    module.requires_grad_(False)
+    with nullcontext() if real else parameters_on_meta():
+        _inject(module, options, targets)
+    _draw(module, real=real, dtypes=set(wide.values()))
+    packed: tuple[str, ...] = ()
+    if kind == "qlora":
+        from shardwise.parallel.quantise import prepare_packing
+
+        packed = prepare_packing(module, layers, options, DTYPES[plan.precision])
+    _narrow(module, plan)
+    found = Adapters(kind, options, tuple(targets), packed)
+    object.__setattr__(module, _MARK, found)
+    return found
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers of the repeated blocks that have a weight matrix of their own, by name; ties are left out."""
+    found: dict[str, nn.Module] = {}
+    for block in find_blocks(module):
+        for name, child in module.get_submodule(block).named_modules():
+            if type(child) is nn.Linear or _is_conv1d(child):
+                found[f"{block}.{name}" if name else block] = child
+    return found
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' transposed linear layer, which GPT-2 is made of."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) -> list[str]:
+    """The layers that ``wanted`` names, by role or by the end of their name.
+
+    Raises:
+        ModelError: a name that matches nothing, each with the nearest one.
+    """
+    if not layers:
+        raise ModelError(
+            "the model has no torch.nn.Linear in repeated blocks, so adapters have nowhere to stand; train the whole "
+            "model, with a strategy without +lora and +qlora"
+        )
+    found: dict[str, None] = {}
+    problems = []
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    others = {name for name, _ in module.named_modules()}
+    for want in wanted:
+        part = _PARTS.get(want)
+        matches = [n for n in layers if part.search(n)] if part else [n for n in layers if n == want or _ends(n, want)]
+        matches = list(layers) if want == "all-linear" else matches
+        if matches:
+            found.update(dict.fromkeys(matches))
+            continue
+        if part:
+            problems.append(
+                f"lora.targets: no linear layer is known as {want} by its name; name some of {', '.join(ends)}"
+            )
+            continue
+        odd = next((name for name in sorted(others) if name == want or _ends(name, want)), None)
+        if odd is not None:
+            kind = type(module.get_submodule(odd)).__name__
+            problems.append(
+                f"lora.targets: '{want}' is '{odd}', a {kind}; adapters stand beside the linear layers of the blocks: "
+                f"{', '.join(ends)}"
+            )
+            continue
+        hint = did_you_mean(want, [*ends, *ROLES])
+        problems.append(f"lora.targets: '{want}' is no linear layer of the blocks{hint}; there are {', '.join(ends)}")
+    if problems:
+        raise ModelError(*problems)
+    return list(found)
+
+
+def _ends(name: str, want: str) -> bool:
+    return name.endswith(f".{want}")
+
+
+def _refuse_kinds(layers: dict[str, nn.Module], targets: Iterable[str], kind: str) -> None:
+    if kind != "qlora":
+        return
+    odd = [name for name, layer in layers.items() if type(layer) is not nn.Linear]
+    if odd:
+        raise ModelError(
+            f"+qlora packs torch.nn.Linear, and '{odd[0]}' is a {type(layers[odd[0]]).__name__} "
+            f"({len(odd)} such layers); use +lora"
+        )
+
+
+def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ConfigError("adapters need peft; install it with: pip install 'shardwise[hf]'") from None
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # any number does
+        lora_dropout=options.dropout,
+        use_rslora=options.rslora,
+        use_dora=options.dora,
+        target_modules=list(targets),
+        fan_in_fan_out=any(_is_conv1d(module.get_submodule(name)) for name in targets),
+        init_lora_weights=True,
+    )
+    inject_adapter_in_model(config, module, NAME, low_cpu_mem_usage=True)
+
+
+def adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """peft's layers in ``module``, by the name of the layer that each stands for."""
+    from peft.tuners.lora import LoraLayer
+
+    return {clean_name(name): child for name, child in module.named_modules() if isinstance(child, LoraLayer)}
+
+
+def _draw(module: nn.Module, *, real: bool, dtypes: set[torch.dtype]) -> None:
+    """Give the adapters, which are on the meta device, weights in the base's first dtype."""
+    dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+    for layer in adapted_layers(module).values():
+        parts = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
+        for part in parts:
+            part.to(dtype)
+            part.requires_grad_(True)
+            if real:
+                part.to_empty(device="cpu")
+        if real:
+            layer.reset_lora_parameters(NAME, True)  # type: ignore[operator]
+
+
+def _narrow(module: nn.Module, plan: Plan) -> None:
+    """The frozen base rests in the dtype that is computed in; adapters and buffers stay as they are."""
+    dtype = DTYPES[plan.precision]
+    if plan.precision == "fp32":
+        return
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def set_magnitudes(unit: nn.Module) -> None:
+    """DoRA's magnitudes of the layers of ``unit``, from its base as it is: the norm of the weights of each output.
+
+    Of packed weights what is unpacked again counts. Layers that are sharded already are left alone.
+    """
+    for layer in adapted_layers(unit).values():
+        if NAME not in layer.lora_magnitude_vector:
+            continue
+        base, vector = layer.get_base_layer(), layer.lora_magnitude_vector[NAME].weight
+        if isinstance(vector, DTensor):
+            continue
+        weight = base.weight.detach()
+        if getattr(base, "quant_state", None) is not None:
+            from shardwise.parallel.quantise import unpacked
+
+            weight = unpacked(base)
+        with torch.no_grad():
+            vector.copy_(torch.linalg.norm(weight.to(vector.dtype), dim=0 if layer.fan_in_fan_out else 1))
+
+
+def packed_spec(spec: ModelSpec, packed: Collection[str]) -> ModelSpec:
+    """``spec`` with the weights of the ``packed`` layers as they rest: two values in a byte, one column."""
+    names = {f"{name}.weight" for name in packed}
+    return spec.model_copy(
+        update={
+            "parameters": tuple(
+                p.model_copy(
+                    update={"shape": ((p.num_elements + 1) // 2, 1), "itemsize": 1, "dtype": dtype_name(torch.uint8)}
+                )
+                if p.name in names
+                else p
+                for p in spec.parameters
+            )
+        }
+    )
