@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 $(TOOLS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,ui,trackers,dev,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,qlora,ui,trackers,dev,peers]'
 	@touch $(TOOLS)
 
 setup: $(TOOLS)  ## make .venv and install what is pinned in constraints.txt, with all that tests and benchmarks need

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
 from shardwise.errors import CheckpointError, ModelError
+from shardwise.parallel.adapters import adapters_of
 from shardwise.parallel.home import Home, home_of
 from shardwise.spec.read import clean_name
 
@@ -80,6 +81,7 @@ def ranks_of(home: Home | None) -> tuple[int, ...]:
 def slots_of(model: nn.Module) -> list[Slot]:
     """Parameters, then persistent buffers, tied ones once; the model is put in its sharded state first.
 
+    Of a model with adapters the frozen base is left out: it is no part of a checkpoint.
     Of a model that is spread over ranks in parts, these are the ones that are here.
 
     Raises:
@@ -93,14 +95,15 @@ def slots_of(model: nn.Module) -> list[Slot]:
     if extra:
         raise ModelError(f"modules with get_extra_state cannot be checkpointed: {', '.join(extra)}; use buffers")
     slots: list[Slot] = []
-    names_of = _Names(home_of(model))
+    names_of, adapted = _Names(home_of(model)), adapters_of(model) is not None
     parameters = model.named_parameters(remove_duplicate=False)
     for is_buffer, named in ((False, parameters), (True, _persistent_buffers(model))):
         names: dict[int, list[str]] = defaultdict(list)
         tensors: dict[int, torch.Tensor] = {}
         for name, tensor in named:
-            names[id(tensor)].append(clean_name(name).replace(_COMPILED_PART, ""))
-            tensors[id(tensor)] = tensor
+            if is_buffer or not adapted or tensor.requires_grad:
+                names[id(tensor)].append(clean_name(name).replace(_COMPILED_PART, ""))
+                tensors[id(tensor)] = tensor
         slots += [Slot(*names_of(names[key]), t, is_buffer) for key, t in tensors.items()]
     empty = [slot.name for slot in slots if slot.tensor.device.type == "meta"]
     if empty:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 
 import torch
+import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, part_of, slots_of, transient_names
 from shardwise.checkpoint.shards import BUFFER, in_threads
@@ -14,6 +17,7 @@ from shardwise.checkpoint.sources.detect import open_source
 from shardwise.checkpoint.sources.source import Source
 from shardwise.checkpoint.storage import Folder
 from shardwise.errors import ModelError, did_you_mean
+from shardwise.spec.read import clean_name
 
 _PREFIX = "model/"
 
@@ -42,14 +46,15 @@ def load_weights(model: nn.Module, source: str | Folder | Source) -> None:
 
 def _match(model: nn.Module, source: Source) -> list[tuple[Slot, str]]:
     """Each slot with the name that it is read by."""
-    slots = slots_of(model)
+    home = part_of(model)
+    others = set() if home is None else {*home.names, *home.aliases}
+    return _matched(slots_of(model), source, transient_names(model), others)
+
+
+def _matched(slots: list[Slot], source: Source, skipped: set[str], others: set[str]) -> list[tuple[Slot, str]]:
     where = {name.removeprefix(_PREFIX): name for name in source.tensors if name.startswith(_PREFIX)}
     where |= {name.removeprefix(_PREFIX): kept for name, kept in source.aliases.items() if name.startswith(_PREFIX)}
-    skipped = transient_names(model)
-    home = part_of(model)
-    known = {name for slot in slots for name in slot.names}
-    if home is not None:
-        known |= {*home.names, *home.aliases}
+    known = others | {name for slot in slots for name in slot.names}
     problems: list[str] = []
     jobs: list[tuple[Slot, str]] = []
     for slot in slots:
@@ -91,3 +96,75 @@ def row_blocks(box: Box, itemsize: int) -> Iterator[tuple[Box, slice | tuple[()]
         count = min(rows, box.lengths[0] - begin)
         part = Box((box.offsets[0] + begin, *box.offsets[1:]), (count, *box.lengths[1:]))
         yield part, slice(begin, begin + count)
+
+
+class BaseWeights:
+    """Gives the units of a model its frozen weights from anybody's checkpoint, one unit at a time, as whole tensors.
+
+    For a base that is packed or cut right after. All names and shapes are matched at once, when the model stands on the
+    meta device; what is trained (adapters) is left alone.
+
+    Raises:
+        ModelError, UserError, CheckpointError: as `load_weights`.
+    """
+
+    def __init__(self, model: nn.Module, source: str | Folder) -> None:
+        self._open = ExitStack()
+        self._source = self._open.enter_context(open_source(source))
+        self._places: dict[tuple[int, str], str] = {}
+        names: dict[int, list[str]] = defaultdict(list)
+        where: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        slots: dict[int, torch.Tensor] = {}
+        for owner_name, owner in model.named_modules():
+            kept = {k: b for k, b in owner._buffers.items() if k not in owner._non_persistent_buffers_set}
+            frozen = {k: p for k, p in owner._parameters.items() if p is not None and not p.requires_grad}
+            for local, tensor in (*frozen.items(), *kept.items()):
+                if tensor is not None:
+                    names[id(tensor)].append(clean_name(f"{owner_name}.{local}" if owner_name else local))
+                    where[id(tensor)].append((id(owner), local))
+                    slots[id(tensor)] = tensor
+        listed = [Slot(found[0], tuple(found[1:]), slots[key], False) for key, found in names.items()]
+        try:
+            jobs = _matched(listed, self._source, transient_names(model), set())
+        except BaseException:
+            self._open.close()
+            raise
+        for slot, name in jobs:
+            self._places.update(dict.fromkeys(where[id(slot.tensor)], name))
+        self.digest = base_digest(self._source, [name for _, name in jobs])
+
+    def __call__(self, unit: nn.Module) -> None:
+        """Fill what is frozen in ``unit`` and whole here."""
+        jobs = []
+        for owner in unit.modules():
+            for held in (owner._parameters, owner._buffers):
+                for local, tensor in held.items():
+                    name = self._places.pop((id(owner), local), None)
+                    if name is not None and tensor is not None and not isinstance(tensor, DTensor):
+                        jobs.append((tensor, name))
+        in_threads(lambda job: _fill(job[0], job[1], self._source), jobs)
+
+    def close(self) -> None:
+        """The source is not needed any more."""
+        self._open.close()
+
+
+_SAMPLED = 1024
+
+
+def base_digest(source: Source, names: Sequence[str]) -> str:
+    """Sixteen hex digits over names, shapes, dtypes and about a kilobyte from the middle of each tensor.
+
+    It tells another base from this one, also one that was trained further; not one with a single changed value.
+    """
+    digest = xxhash.xxh3_64()
+    for name in sorted(names):
+        entry = source.tensors[name]
+        digest.update(f"{name.removeprefix(_PREFIX)} {tuple(entry.shape)} {entry.dtype}".encode())
+        if not all(entry.shape):
+            continue
+        lengths = [1] * (len(entry.shape) - 1) + [min(_SAMPLED // entry.dtype.itemsize, entry.shape[-1])]
+        lengths = lengths if entry.shape else []
+        box = Box(tuple((size - n) // 2 for size, n in zip(entry.shape, lengths, strict=True)), tuple(lengths))
+        digest.update(source.read(name, box).contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ConfigError, ModelError, did_you_mean
 from shardwise.parallel.materialize import parameters_on_meta
 from shardwise.parallel.precision import DTYPES
+from shardwise.parallel.quantise import prepare_packing, quiet
 from shardwise.plan.adapter import ROLES, AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -71,15 +73,13 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
     layers = linear_layers(module)
     targets = chosen(layers, options.targets, module)
     _refuse_kinds(layers, targets, kind)
-    wide = {id(layers[name].weight): layers[name].weight.dtype for name in targets}
+    wide: set[torch.dtype] = {layers[name].weight.dtype for name in targets}
     module.requires_grad_(False)
     with nullcontext() if real else parameters_on_meta():
         _inject(module, options, targets)
-    _draw(module, real=real, dtypes=set(wide.values()))
+    _draw(module, real=real, dtypes=wide)
     packed: tuple[str, ...] = ()
     if kind == "qlora":
-        from shardwise.parallel.quantise import prepare_packing
-
         packed = prepare_packing(module, layers, options, DTYPES[plan.precision])
     _narrow(module, plan)
     found = Adapters(kind, options, tuple(targets), packed)
@@ -87,9 +87,9 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
     return found
 
 
-def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+def linear_layers(module: nn.Module) -> dict[str, Any]:
     """The layers of the repeated blocks that have a weight matrix of their own, by name; ties are left out."""
-    found: dict[str, nn.Module] = {}
+    found: dict[str, Any] = {}
     for block in find_blocks(module):
         for name, child in module.get_submodule(block).named_modules():
             if type(child) is nn.Linear or _is_conv1d(child):
@@ -160,13 +160,14 @@ def _refuse_kinds(layers: dict[str, nn.Module], targets: Iterable[str], kind: st
 
 
 def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) -> None:
+    quiet()  # peft imports bitsandbytes where there is one
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError("adapters need peft; install it with: pip install 'shardwise[hf]'") from None
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # any number does
+        lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         use_rslora=options.rslora,
         use_dora=options.dora,
@@ -177,7 +178,7 @@ def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) 
     inject_adapter_in_model(config, module, NAME, low_cpu_mem_usage=True)
 
 
-def adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
     """peft's layers in ``module``, by the name of the layer that each stands for."""
     from peft.tuners.lora import LoraLayer
 
@@ -195,7 +196,7 @@ def _draw(module: nn.Module, *, real: bool, dtypes: set[torch.dtype]) -> None:
             if real:
                 part.to_empty(device="cpu")
         if real:
-            layer.reset_lora_parameters(NAME, True)  # type: ignore[operator]
+            layer.reset_lora_parameters(NAME, True)
 
 
 def _narrow(module: nn.Module, plan: Plan) -> None:

@@ -6,6 +6,7 @@ tensor that FSDP2 shards by rows, and peft knows its layer (docs/decisions).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +22,18 @@ WIDEST = {"nf4": 0.18, "fp4": 0.2}
 """Half the widest step between two values (0.152 of nf4, 0.167 of fp4), and room for scales that are packed, too."""
 
 
+def quiet() -> None:
+    """Keep bitsandbytes from saying at each import, in each rank, that it has no faster kernel for CPUs."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
 def bitsandbytes() -> Any:
     """The package.
 
     Raises:
         ConfigError: it is not installed.
     """
+    quiet()
     try:
         import bitsandbytes as found
     except ImportError:
@@ -42,6 +49,7 @@ def prepare_packing(
     A layer with an adapter is replaced inside of it: peft's layer asks the one that it stands for, whatever that is.
     """
     package = bitsandbytes()
+    layer: Any
     for name, layer in layers.items():
         found = package.nn.Linear4bit(
             layer.in_features,

@@ -68,12 +68,18 @@ class Strategy(BaseModel):
     @property
     def not_runnable(self) -> tuple[str, ...]:
         """The words of this strategy that this version plans and costs but does not run; empty if it runs."""
-        words = ["+nvme"] if self.nvme else []
-        words += [f"+{self.adapter}"] if self.adapter != "none" else []
-        words += ["deepspeed"] if self.engine == "deepspeed" else []
+        words = [f"+{self.adapter} with {other}" for other in self._beside_adapters] if self.adapter != "none" else []
+        if self.engine == "deepspeed":
+            words += [f"deepspeed with +{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
         if self.base == "zero1":  # PyTorch's ZeroRedundancyOptimizer holds plain tensors that all its ranks share
             words += [f"zero1 with +{name}{getattr(self, name)}" for name in ("tp", "pp") if getattr(self, name) > 1]
         return tuple(words)
+
+    @property
+    def _beside_adapters(self) -> list[str]:
+        """What a model with adapters is not run with by this version."""
+        words = [f"+{name}{getattr(self, name)}" for name in ("tp", "pp") if getattr(self, name) > 1]
+        return [*words, "deepspeed"] if self.engine == "deepspeed" else words
 
     @property
     def splits_model(self) -> bool:

@@ -19,8 +19,9 @@ from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
-from shardwise.checkpoint.weights import load_weights
+from shardwise.checkpoint.weights import BaseWeights, load_weights
 from shardwise.errors import ConfigError, Interrupted
+from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.context import sequence_share
 from shardwise.parallel.materialize import build
 from shardwise.plan.plan import Plan
@@ -126,6 +127,7 @@ class Run:
         self.tokens = 0
         self.last_loss = math.nan
         self.heldout_bits: float | None = None
+        self.adapter_facts: dict[str, Any] = {}
 
     @property
     def is_main(self) -> bool:
@@ -182,12 +184,29 @@ class Run:
         config = self.config
         factory = model_factory(config, self.corpus.vocab_size)
         model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
+        base = self._adapt(model)
         sample = torch.zeros(self.micro_batch, config.data.seq_len, dtype=torch.int64)
-        model, _ = self.session.prepare(model, build_optimizer(model.parameters(), config.optimizer), sample)
-        if config.model.weights is not None:
+        optimizer = build_optimizer(model.parameters(), config.optimizer)
+        model, _ = self.session.prepare(model, optimizer, sample, base)
+        if base is not None:
+            base.close()
+        elif config.model.weights is not None:
             load_weights(self.session.module, config.model.weights)
         seed_everything(config.train.seed, self._luck)
         return model
+
+    def _adapt(self, model: nn.Module) -> BaseWeights | None:
+        """Put the plan's adapters into ``model``; the weights of its base, where they are to be read from somewhere."""
+        if self.plan.parsed.adapter == "none":
+            return None
+        weights, seed = self.config.model.weights, self.config.train.seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapters = add_adapters(model, self.plan, real=self.is_main)
+        base = None if weights is None else BaseWeights(model, weights)
+        origin = {"weights": weights, "seed": seed} if base is None else {"weights": weights, "digest": base.digest}
+        self.adapter_facts = {"adapter": adapters.facts(), "base": origin}
+        return base
 
     def _steps(self, model: nn.Module, metrics: MetricsFile | None) -> None:
         config, session, optimizer = self.config, self.session, self.session.optimizer
@@ -196,8 +215,8 @@ class Run:
         since, tokens_since = session.steps_done, 0
         batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)
         for step in session.run_windows(batches, limit=self.total - session.steps_done):
+            set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
             step.run(model, token_loss_sum)
-            set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             self.tokens += result.tokens
@@ -274,7 +293,7 @@ class Run:
             plan=self.plan,
             state=state,
             rng=random_states(self.session.device),
-            model_facts=model_facts(self.config),
+            model_facts={**model_facts(self.config), **self.adapter_facts},
         )
         self.session.phase = "other"
         self._log_saves(metrics)
@@ -336,6 +355,7 @@ class Run:
         with resume.advice(path, earlier):
             manifest = exchange.together(lambda: read_manifest(path))
         resume.refuse_other_samples(manifest, path, self._order_facts())
+        resume.refuse_other_base(manifest, path, self.adapter_facts)
         resume.refuse_fewer(manifest, config, len(self.samples))
         made = resume.options_of(session.optimizer)
         if manifest.step:

@@ -92,6 +92,35 @@ def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, A
         )
 
 
+def refuse_other_base(manifest: Manifest, path: Folder, facts: Mapping[str, Any]) -> None:
+    """``facts`` are those of this run's adapters and their base, empty where there are none.
+
+    Raises:
+        ConfigError: the checkpoint has adapters and the run has none, or the other way, or they are others.
+    """
+    saved = manifest.model or {}
+    then, now = saved.get("adapter"), facts.get("adapter")
+    if then is None and now is None:
+        return
+    problems = []
+    if then is None or now is None:
+        words = {True: "no adapters", False: "adapters only"}
+        problems.append(f"it holds {words[then is None]}, and this run trains {words[now is None]}")
+    else:
+        old, new = ({"kind": one["kind"], **one["options"]} for one in (then, now))
+        problems += [f"{key} was {old.get(key)}, is {value}" for key, value in new.items() if old.get(key) != value]
+        base, here = saved.get("base", {}), facts.get("base", {})
+        mark = "digest" if "digest" in here else "seed"
+        if base.get(mark) != here.get(mark):
+            texts = [f"model.weights = {one.get('weights')} ({mark} {one.get(mark)})" for one in (base, here)]
+            problems.append(f"its base was {texts[0]}, is {texts[1]}")
+    if problems:
+        raise ConfigError(
+            f"'{path}' does not go with this run's adapters: {'; '.join(problems)}; undo the change or choose another "
+            "train.output"
+        )
+
+
 def steps_in_all(config: Config, num_samples: int, global_batch: int, step: int = 0, position: int = 0) -> int:
     """Optimizer steps of the whole run, of which ``step`` are done and took the samples before ``position``."""
     if config.train.steps is not None:
