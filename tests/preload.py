@@ -2,6 +2,7 @@
 
 import importlib
 
+import bitsandbytes  # noqa: F401 seconds for each rank
 import torch._dynamo  # noqa: F401 every optimizer imports it: a second for each rank
 
 import shardwise.cli.job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from shardwise.cost.held import Stack
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.adapters import with_adapters
+from shardwise.search.adapting import adapted
+from shardwise.spec.adapters import AdapterFacts, with_adapters
 from shardwise.spec.architecture import Architecture
 from shardwise.spec.catalogue import find_architecture
 from shardwise.spec.cluster import ClusterSpec, parse_cluster
@@ -36,14 +37,31 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
+# What the programs that were measured put beside the base, from the code and configurations that their pages name
+# (data/README.md has the addresses). ``--lora-rank`` and ``--lora-targets`` can say the first two; the rest is told.
+ADAPTERS: dict[str, AdapterFacts] = {
+    "litgpt": AdapterFacts(rank=8, targets=("q", "v", "qkv"), dropout=True, adapter_bytes=2.0, keeps_inputs=True),
+    "torchtune": AdapterFacts(rank=8, targets=("q", "v", "o", "mlp"), adapter_bytes=2.0),
+    "torchtune llama3.1-70b": AdapterFacts(rank=16, targets=("q", "v", "o", "mlp"), adapter_bytes=2.0),
+    "answerai_fsdp_qlora": AdapterFacts(
+        rank=64, targets=("q", "k", "v", "gate", "up", "down"), dropout=True, adapter_bytes=2.0, keeps_inputs=True
+    ),
+}
+OTHER_ADAPTERS = AdapterFacts()
+
+
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``memory_bytes`` is of ``memory_kind``; ``reserved_bytes`` where the source has both."""
+    """One measurement. ``memory_bytes`` is of ``memory_kind``; ``reserved_bytes`` where the source has both.
+
+    ``profile`` has what the command's options can say of adapters, ``told_profile`` what their program does besides.
+    """
 
     source: str
     model: str
     framework: str
     profile: ModelProfile
+    told_profile: ModelProfile
     plan: Plan
     workload: Workload
     cluster: ClusterSpec
@@ -111,8 +129,11 @@ def _row(record: dict[str, str]) -> Row | None:
             "recompute": record["recompute"],
             "loss_parallel": strategy.tp > 1,
             "device": "cuda",
-            # published sharded runs reduce after each micro batch, but for those in a pipeline
-            "gradient_sync": "every" if strategy.shards_parameters and strategy.pp == 1 else "last",
+            # published sharded runs reduce after each micro batch, but for those in a pipeline and for litgpt's, which
+            # accumulates under ``no_backward_sync``
+            "gradient_sync": "every"
+            if strategy.shards_parameters and strategy.pp == 1 and record["source"] != "litgpt"
+            else "last",
         }
     )
     workload = Workload.model_validate(
@@ -121,14 +142,17 @@ def _row(record: dict[str, str]) -> Row | None:
             "seq_len": seq_len,
             "global_batch": plan.global_batch,
             "compiled": compiled,
-            "lora_rank": 8 if record["source"] in ("litgpt", "torchtune") else 64,
         }
     )
+    told = _adapters(record, architecture)
+    workload = workload.model_copy(update={"lora_rank": told.rank, "lora_targets": told.targets})
+    plain = _profile(architecture, seq_len)
     return Row(
         source=record["source"],
         model=record["model"],
         framework=record["framework"],
-        profile=_profile(architecture, seq_len, strategy.adapter, workload.lora_rank),
+        profile=plain if strategy.adapter == "none" else adapted(plain, strategy, workload, plan.precision),
+        told_profile=with_adapters(plain, strategy.adapter, facts=told),
         plan=plan,
         workload=workload,
         cluster=_cluster(record["gpu"], gpus, per_node, record["network_gbit_per_node"]),
@@ -159,10 +183,18 @@ def _architecture(record: dict[str, str]) -> Architecture | None:
     )
 
 
+def _adapters(record: dict[str, str], architecture: Architecture) -> AdapterFacts:
+    """What stands beside this row's base; a model has either a fused projection or three."""
+    found = ADAPTERS.get(record["source"], OTHER_ADAPTERS)
+    found = ADAPTERS.get(f"{record['source']} {record['model']}", found)
+    left_out = ("q", "k", "v") if architecture.fused_qkv else ("qkv",)
+    targets = tuple(name for name in found.targets if name not in left_out)
+    return replace(found, targets=targets, double_quant="nf4 without" not in record["framework"])
+
+
 @lru_cache(maxsize=512)
-def _profile(architecture: Architecture, seq_len: int, adapter: str, rank: int) -> ModelProfile:
-    profile = profile_of(architecture, seq_len)
-    return profile if adapter == "none" else with_adapters(profile, adapter, rank=rank)
+def _profile(architecture: Architecture, seq_len: int) -> ModelProfile:
+    return profile_of(architecture, seq_len)
 
 
 @lru_cache(maxsize=256)

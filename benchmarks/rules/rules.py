@@ -218,6 +218,79 @@ def left_out() -> str:
     )
 
 
+def fine_tuning() -> str:
+    """All weights, adapters, adapters on 4-bit weights: what a device holds, and a step."""
+    lines = []
+    for name, cluster, batch in (
+        ("llama-3.1-8b", "1xRTX-4090", 8),
+        ("llama-3.1-8b", "8xA100-SXM-40GB", 16),
+        ("llama-3.1-70b", "2xRTX-3090", 4),
+        ("llama-3.1-70b", "8xA100-SXM-80GB", 16),
+    ):
+        cells = []
+        for adapter in ("", "+lora", "+qlora"):
+            found = [_tuned(name, cluster, f"{base}{adapter}", batch) for base in TUNED]
+            fitting = [c for c in found if c is not None and c.fits]
+            best = min(fitting, key=_step_s, default=None)
+            cells.append("does not fit" if best is None else f"{best.plan.strategy}, {gib(best):.0f} GiB, {_s(best)}")
+        lines.append([f"{name} on {cluster}", *cells])
+    return rows(("2048 tokens a sample", "all weights", "LoRA", "QLoRA"), lines)
+
+
+TUNED = ("ddp", "fsdp", "fsdp+offload")
+
+
+def _tuned(name: str, cluster: str, strategy: str, batch: int) -> Candidate | None:
+    parsed = parse_strategy(strategy)
+    question = Workload(seq_len=2048, global_batch=batch)
+    pins = Pins(strategy=parsed, options={"loss_chunks": 8})
+    result = search(profile(name, 2048), question, parse_cluster(cluster), pins)
+    return None if result.recommended is None else result.candidates[result.recommended]
+
+
+def _s(candidate: Candidate) -> str:
+    return f"{_step_s(candidate):.2g} s" if _step_s(candidate) < 10 else f"{_step_s(candidate):.0f} s"
+
+
+def lean() -> str:
+    """What spares memory and leaves the weights that are trained: Llama-3.1-8B under ``fsdp``."""
+    cluster, lines = parse_cluster("8xA100-SXM-40GB"), []
+    for label, optimizer, options in (
+        ("AdamW", "adamw", {}),
+        ("AdamW, the loss in 8 chunks", "adamw", {"loss_chunks": 8}),
+        ("AdamW, in the backward", "adamw", {"optimizer_in_backward": True}),
+        ("8-bit AdamW", "adamw8bit", {}),
+        ("Adafactor", "adafactor", {}),
+        ("Adafactor, 8 chunks, in the backward", "adafactor", {"loss_chunks": 8, "optimizer_in_backward": True}),
+    ):
+        states = {"optimizer_states": 0, "optimizer_temporaries": 0, "loop_temporaries": 2}
+        more = states if optimizer == "adafactor" else {}
+        question = Workload.model_validate({"seq_len": LENGTH, "global_batch": 8, "optimizer": optimizer} | more)
+        pins = Pins(strategy=parse_strategy("fsdp"), recompute="full", options=options)
+        found = search(profile("llama-3.1-8b"), question, cluster, pins).candidates[0]
+        memory = found.memory
+        parts = (memory.gradients, memory.optimizer or 0, memory.logits or 0, memory.device_bytes)
+        lines.append([label, *(f"{n / 2**30:.1f}" for n in parts), _s(found)])
+    return rows(("fsdp, GiB a device", "gradients", "state", "logits", "in all", "a step"), lines)
+
+
+def offloading() -> str:
+    """Where a step's time goes when weights and state rest in host memory or on its drives: eight A100-80GB."""
+    cluster = parse_cluster("8xA100-SXM-80GB").model_copy(update={"nvme_bytes_per_s": 12e9})
+    lines = []
+    for strategy in ("fsdp", "fsdp+offload", "deepspeed-zero3+offload", "deepspeed-zero3+nvme"):
+        line = [strategy]
+        for batch in (8, 64):
+            question = Workload(seq_len=LENGTH, global_batch=batch)
+            pins = Pins(strategy=parse_strategy(strategy), recompute="full", grad_accum=1)
+            found = search(profile("llama-3.1-8b"), question, cluster, pins).candidates[0]
+            away = found.time.offload_s if found.time is not None else 0.0
+            line += [f"{gib(found):.0f}", f"{_s(found)}", f"{away / _step_s(found):.0%}"]
+        lines.append(line)
+    header = ("one sample a device, or eight", *("GiB", "a step", "of it the way to the host") * 2)
+    return rows(header, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "sixteen": sixteen,
     "zero": zero,
@@ -227,6 +300,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "nodes": nodes,
     "recompute": recompute,
     "sent": sent,
+    "fine-tuning": fine_tuning,
+    "lean": lean,
+    "offloading": offloading,
 }
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.spec.cluster import ClusterSpec as ClusterSpec
     from shardwise.spec.model import ModelSpec as ModelSpec
     from shardwise.spec.workload import Workload as Workload
+    from shardwise.train.loss import token_loss_sum as token_loss_sum
     from shardwise.train.session import Session as Session
     from shardwise.verify.receipt import Receipt as Receipt
 
@@ -26,6 +27,7 @@ _HOMES = {
     "Receipt": "shardwise.verify.receipt",
     "Workload": "shardwise.spec.workload",
     "Session": "shardwise.train.session",
+    "token_loss_sum": "shardwise.train.loss",
     "start": "shardwise.cli.own_loop",
     "ParallelDims": "shardwise.plan.dims",
     "Plan": "shardwise.plan.plan",

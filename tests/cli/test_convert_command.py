@@ -220,7 +220,7 @@ class TestSabotage:
 
     def test_a_row_that_no_input_touches(self, tmp_path, capsys, monkeypatch):
         folder = published(tmp_path / "hf", LLAMA, tie_word_embeddings=False)
-        used = set(forward._inputs(model_of(LLAMA))[0].flatten().tolist())
+        used = set(forward.fixed_inputs(model_of(LLAMA))[0].flatten().tolist())
         unused = next(row for row in range(300) if row not in used)
         self.plant(monkeypatch, "model/model.embed_tokens.weight", unused)
         with pytest.raises(ReceiptError, match=r"model\.embed_tokens\.weight"):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise.parallel.apply as apply_module
+import shardwise.parallel.loss_chunks as loss_chunks_module
 import shardwise.parallel.shard as shard_module
 import shardwise.train.session as session_module
 import shardwise.train.stream as stream_module
@@ -179,6 +180,22 @@ def sabotage_resharding(strategy: str) -> list[str]:
     return run(strategy, 1, "plain", stay)
 
 
+def sabotage_chunks(strategy: str) -> list[str]:
+    """The loss was to be computed in chunks, and the head makes all logits at once."""
+    apply_module.apply_loss_chunks = lambda module, head, chunks: None
+    return run(chunked(strategy), 1, "tied")
+
+
+def sabotage_one_chunk(strategy: str) -> list[str]:
+    """The loss makes its logits itself, and all at once."""
+    loss_chunks_module.chunk_rows = lambda tokens, chunks: tokens
+    return run(chunked(strategy), 1, "plain")
+
+
+def chunked(strategy: str) -> Plan:
+    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), loss_chunks=3)
+
+
 SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_no_sync, "ddp", "all_reduce per step"),
     (sabotage_no_sync, "zero1", "all_reduce per step"),
@@ -205,7 +222,19 @@ SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_recompute, "fsdp", "block forwards per step"),
     (sabotage_offload, "fsdp+offload", "state lives on"),
     (sabotage_resharding, "fsdp", "all_gather per step"),
+    (sabotage_chunks, "ddp", "logits at once"),
+    (sabotage_chunks, "fsdp", "logits at once"),
+    (sabotage_one_chunk, "zero2", "logits at once"),
 ]
+
+
+def clean_chunks(strategy: str) -> tuple[list[str], int]:
+    return run(chunked(strategy), 1, "tied"), dist.get_world_size()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "hsdp"])
+def test_no_alarm_where_the_loss_is_in_chunks(strategy: str) -> None:
+    assert run_world(clean_chunks, 2, strategy) == [([], 2)] * 2
 
 
 @pytest.mark.parametrize(("sabotage", "strategy", "line"), SABOTAGES)

@@ -191,7 +191,25 @@ PLANS = {
     "plan that does not fit": ["llama-3.1-8b", "--cluster", "1xA100-80GB", "--strategy", "ddp", *PLAN[2:]],
     "proof of a plan that is not run": ["gpt2", *PLAN, "--strategy", "zero1+tp2", "--prove"],
 }
+RECORDED = ROOT / "tests" / "recorded" / "deepspeed"
+IMPORTS = {
+    "import of a file that is missing": ["nowhere.json"],
+    "import of auto values": [str(RECORDED / "hf-auto.json"), "--nproc", "2"],
+    "import of what is not run": [str(RECORDED / "not-run.json"), "--nproc", "4"],
+    "import of a batch that does not divide": [str(RECORDED / "zero2-bf16.json"), "--nproc", "3"],
+    "import that does not say how many ranks": [str(RECORDED / "zero3-nvme.json")],
+    "import with words that are no choice": [
+        str(RECORDED / "zero2-bf16.json"),
+        "--engine",
+        "torhc",
+        "--recompute",
+        "ful",
+    ],
+}
 WORDS = {
+    **{name: ["import", *words] for name, words in IMPORTS.items()},
+    "export to what is not written": ["export", "nowhere.toml", "--to", "torchtitan"],
+    "export to a target that is misspelt": ["export", "nowhere.toml", "--to", "depspeed"],
     **{name: ["plan", *words] for name, words in PLANS.items()},
     "explain a file that is missing": ["explain", "nowhere.toml"],
     "config is missing": ["train", "nowhere.toml"],

@@ -160,8 +160,9 @@ def row_boxes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box
 
 
 def pace(*sources: Source) -> tuple[int, int]:
-    """Bytes of a block, and threads, to read these with."""
-    return REMOTE if any("://" in source.place for source in sources) else LOCAL
+    """Bytes of a block, and threads, to read these with; a source may say that it wants fewer threads."""
+    block, threads = REMOTE if any("://" in source.place for source in sources) else LOCAL
+    return block, min(int(getattr(source, "threads", threads)) for source in sources)
 
 
 def read_back(source: Source, selection: Selection, written: Source, progress: Progress) -> list[Deviation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
+from shardwise.checkpoint.blocks import Regrouping, regrouping, room_for_scales
 from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
 from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, part_of, slots_of
 from shardwise.checkpoint.parts import is_in_parts, joined
@@ -27,6 +29,7 @@ from shardwise.checkpoint.shards import (
 from shardwise.checkpoint.storage import Folder
 from shardwise.errors import CheckpointError, CheckpointMismatch
 from shardwise.parallel.home import Home
+from shardwise.parallel.local import empty_beside
 
 # how an optimizer computes, not what: these stay as the live optimizer has them
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -47,6 +50,7 @@ class _Work:
     jobs: list[tuple[torch.Tensor, list[tuple[Shard, Box]]]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
+    moved: list[tuple[str, Regrouping]] = field(default_factory=list)
 
 
 def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | None, verify: bool = True) -> Manifest:
@@ -54,7 +58,8 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
 
     Collective over the default group. Strategy and world size may differ from those that saved. Each rank reads
     only what it holds, straight into its tensors; the values are bit-equal. Optimizer state is created as needed, on
-    the parameter's device and in its layout; hyperparameters are restored by parameter names, except how the optimizer
+    the parameter's device and in its layout (8-bit state in another layout of blocks is quantised anew, and that is
+    said); hyperparameters are restored by parameter names, except how the optimizer
     computes (``foreach``, ``fused``, ``capturable``, ``differentiable``). ``optimizer=None`` leaves its state unread.
     With ``verify`` the hashes of all the shards that any rank needs are compared: of those that a rank reads as a
     whole on the way, of the others by one rank each. No tensor is changed before all names and shapes were found to
@@ -70,7 +75,19 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
     exchange.together(lambda: _choose_options(path, work))
     rest = _unseen(work) if verify else []
     exchange.together(lambda: _fill(path, optimizer, work, rest, verify))
+    _tell_inexact(work)
     return work.manifest
+
+
+def _tell_inexact(work: _Work) -> None:
+    """Say on rank 0 that 8-bit state is not bit for bit what was saved, where it is not."""
+    names = [name for name, moved in work.moved if not moved.is_exact]
+    if names and exchange.rank() == 0:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        logging.getLogger("shardwise").warning(
+            f"8-bit optimizer state of {names[0]}{more} was quantised anew: parts begin elsewhere than when it was "
+            "saved, not at a multiple of 256 elements; it is within half a code of what was saved"
+        )
 
 
 def newest_of_all(folder: Folder) -> Folder | None:
@@ -167,6 +184,8 @@ def _fill(path: Folder, optimizer: Optimizer | None, work: _Work, rest: list[Sha
             raise CheckpointError(wrong_bytes(wrong, _FIX))
         largest_first = sorted(work.jobs, key=lambda job: -job[0].numel())
         in_threads(lambda job: fill(*job, reader, check=verify), largest_first)
+    for _, moved in work.moved:
+        moved.finish()
     if optimizer is not None:
         _set_optimizer(optimizer, work)
 
@@ -242,10 +261,20 @@ def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
             if keys and here and keys != here:
                 work.problems.append(f"optimizer/{name}: keys {sorted(keys)} in the checkpoint, {sorted(here)} here")
                 continue
+            try:
+                moved = regrouping(engine, parameter, saved, values)
+            except ValueError as error:
+                work.problems.append(f"optimizer/{name}: {error}")
+                continue
+            rooms = {} if moved is None else moved.saved
             for key, entry in saved.items():
-                values[key] = _empty_state(parameter, key, entry, group)
-                work.jobs.append((values[key], touched(values[key], entry.shards)))
+                values[key] = room_for_scales(engine, parameter, key)
+                if values[key] is None:
+                    values[key] = _empty_state(parameter, key, entry, group)
+                room = rooms.get(key, values[key])
+                work.jobs.append((room, touched(room, entry.shards)))
             work.states.append((parameter, values))
+            work.moved += [] if moved is None else [(name, moved)]
 
 
 def _with_state(manifest: Manifest) -> set[str]:
@@ -272,7 +301,7 @@ def _empty_state(parameter: torch.Tensor, key: str, entry: TensorEntry, group: d
             return torch.empty((), dtype=dtype, device=local_of(parameter).device if on_device else "cpu")
         if entry.shape == tuple(parameter.shape):
             return torch.empty_like(parameter.detach(), dtype=dtype)
-        return parameter.detach().new_empty(entry.shape, dtype=dtype)
+        return empty_beside(parameter, entry.shape, dtype)
 
 
 def _set_optimizer(optimizer: Optimizer, work: _Work) -> None:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.commit import FolderLock, abandon, begin, commit, move_latest, prune, take_away
 from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
+from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
 from shardwise.checkpoint.report import Head, failure_of, fault_of, merged, write_share
@@ -151,6 +152,9 @@ class Saver:
         working = self._begin(step, target)
         if working is None:
             return target
+        shadow = shadow_of(model, filled=True)
+        if shadow is not None:
+            model, optimizer = shadow.model, shadow.optimizer
         home = part_of(model)
         make_head = partial(
             Head.of, step, plan, state, optimizer, model_facts, names=() if home is None else home.names

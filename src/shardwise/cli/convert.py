@@ -7,7 +7,7 @@ import ctypes
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -199,7 +199,7 @@ def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tupl
     if asked.to == "shardwise" and source.step is None:
         answer.note("the source does not say how many steps were done; the checkpoint is one of step 0")
     extras = _extras(source, asked, known, selection, answer)
-    with _Bar(answer.console) as bar:
+    with Bar(answer.console) as bar:
         if asked.verify and isinstance(source, OwnSource):
             bar.begin("checking the source", sum(info.num_bytes for info in source.tensors.values()))
             source.check(bar.tick)
@@ -241,18 +241,25 @@ def _extras(source: Source, asked: _Asked, known: KnownModel | str, selection: S
         config = source.config
     if folder is None and isinstance(source, HuggingFaceSource):
         folder = source.folder
+    return hugging_face_extras(config, folder, selection, answer.note)
+
+
+def hugging_face_extras(
+    config: Mapping[str, Any] | None, folder: Folder | None, selection: Selection, note: Callable[[str], None]
+) -> Extras:
+    """``config.json`` with the dtype of what is written, and the files of the tokenizer in ``folder``."""
     if config is None:
-        answer.note(f"no {CONFIG} is written, as no configuration is known; give --model FOLDER for one")
+        note(f"no {CONFIG} is written, as no configuration is known; give --model FOLDER for one")
         return Extras()
     stored = str(widest(i.info.dtype for i in selection.items if i.name.startswith(MODEL))).removeprefix("torch.")
     files = _beside(folder) if folder is not None else []
     if files:
-        answer.note(f"copied from '{folder}': {', '.join(file.name for file in files)}")
+        note(f"copied from '{folder}': {', '.join(file.name for file in files)}")
     elif folder is None:
-        answer.note("no tokenizer is written, as none is known; give --model FOLDER to copy its files")
+        note("no tokenizer is written, as none is known; give --model FOLDER to copy its files")
     before = config.get("dtype") or config.get("torch_dtype")
     if before not in (None, stored):
-        answer.note(f"{CONFIG}: dtype is {stored}, as the weights are (it was {before})")
+        note(f"{CONFIG}: dtype is {stored}, as the weights are (it was {before})")
     return Extras(config=_with_dtype(config, stored), files=files)
 
 
@@ -332,7 +339,7 @@ def _content(source: Source) -> str:
     return f"{len(source.tensors)} tensors, {size}{step}"
 
 
-class _Bar:
+class Bar:
     """Progress with rate and time left on a terminal; nothing elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -349,7 +356,7 @@ class _Bar:
                 transient=True,
             )
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Bar:
         if self._bar is not None:
             self._bar.start()
         return self

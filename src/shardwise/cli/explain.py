@@ -11,6 +11,7 @@ from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan, read_plan
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.report.candidates import print_explanation, print_facts
+from shardwise.search.adapting import with_plan
 from shardwise.search.axes import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.explain import against, why_not
@@ -38,7 +39,7 @@ def run_explain(
     pins = asked.pins.model_copy(update={"precision": plan.precision})
     costs = corrected_costs(asked.cluster, asked.calibration)
     own = pins.model_copy(update={"strategy": plan.parsed})
-    question = ask(profile, asked.workload, asked.cluster, own, costs=costs)
+    question = ask(profile, with_plan(asked.workload, plan), asked.cluster, own, costs=costs)
     best = cost_of(question, plan)
     print_facts(question.profile, asked.cluster, console)
     print_explanation(question.profile, asked.cluster, best, console)

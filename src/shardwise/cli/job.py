@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,11 +16,14 @@ from shardwise.cli.calibration import corrected_costs, read_links
 from shardwise.cost.calibration import CalibrationFile
 from shardwise.cost.estimate import Estimate
 from shardwise.cost.memory import Parts
+from shardwise.cost.optimizer_state import LEAN
 from shardwise.cost.steptime import StepTime
 from shardwise.errors import ConfigError, DataError, ModelError, PlanError, ShardwiseError
 from shardwise.parallel.environment import visible_devices
-from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute, split_batch, stages_of
+from shardwise.plan.adapter import AdapterOptions
+from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute, axis_problems, split_batch, stages_of
 from shardwise.plan.strategy import parse_strategy
+from shardwise.search.adapting import with_plan
 from shardwise.search.alternatives import Alternative, alternatives
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, check_degrees, choose, choose_profiled, exact
@@ -30,7 +34,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.read import read_model
 from shardwise.spec.workload import Workload
-from shardwise.train.config import Config, OptimizerTable
+from shardwise.train.config import Config, OptimizerTable, optimizer_problems
 from shardwise.train.corpus import Corpus, prepare_corpus
 from shardwise.train.trackers import check_trackers
 
@@ -108,12 +112,18 @@ def prepare_job(
     """
     check_output(Path(config.train.output))
     check_trackers(config.train.trackers)
+    if config.optimizer.factory is None and config.optimizer.name == "adamw8bit":
+        from shardwise.parallel.adamw8bit import require_bitsandbytes
+
+        require_bitsandbytes()
     nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
     cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
     links, told = (None, []) if calibration is None else read_links(calibration, cluster)
     check_model_path(config)
     draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
+    check_packages(draft.parsed.adapter if plan is not None else adapter_of(config))
+    check_engine(config, plan, say)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
     check_samples(config, corpus)
     choice, spec, asked = choose_plan(config, draft, cluster, corpus, fixed=plan is not None, links=links)
@@ -162,7 +172,13 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         "train.global_batch": (config.train.global_batch, plan.global_batch),
         "train.micro_batch": (config.train.micro_batch, plan.micro_batch),
         "train.grad_accum": (config.train.grad_accum, plan.grad_accum),
+        "train.loss_chunks": (config.train.loss_chunks, plan.loss_chunks),
+        "parallel.nvme_path": (config.parallel.nvme_path, plan.nvme_path),
+        "optimizer.in_backward": (config.optimizer.in_backward, plan.optimizer_in_backward),
     }
+    if plan.parsed.adapter != "none":
+        adapter = plan.adapter or AdapterOptions()
+        given |= {f"lora.{key}": (getattr(config.lora.options, key), value) for key, value in adapter}
     for key, (asked, planned) in given.items():
         table, _, name = key.partition(".")
         if (
@@ -171,6 +187,11 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             and asked not in (planned, None, "auto")
         ):
             problems.append(f"{key} is {asked}, but the plan says {planned}; take the key out or make a new plan")
+    if plan.optimizer_in_backward and config.optimizer.clip_norm is not None:
+        problems.append(
+            "the plan steps the optimizer in the backward, before the norm of all gradients is known, and "
+            f'optimizer.clip_norm is {config.optimizer.clip_norm:g}; set optimizer.clip_norm="none" or make a new plan'
+        )
     if plan.seq_len not in (None, config.data.seq_len):
         problems.append(
             f"the plan is for samples of {plan.seq_len} tokens, but data.seq_len is {config.data.seq_len}; "
@@ -178,6 +199,35 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         )
     if problems:
         raise PlanError(*problems)
+
+
+def check_packages(adapter: str) -> None:
+    """Whether what adapters need is installed, before the data is read.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if adapter == "none":
+        return
+    if find_spec("peft") is None:
+        raise ConfigError("adapters need peft; install it with: pip install 'shardwise[hf]'")
+    if adapter == "qlora" and find_spec("bitsandbytes") is None:
+        raise ConfigError("+qlora needs bitsandbytes; install it with: pip install 'shardwise[qlora]'")
+
+
+def check_engine(config: Config, plan: Plan | None, say: Callable[[str], None]) -> None:
+    """Whether the engine that a strategy names is installed and can run it, before the data is read.
+
+    Raises:
+        UserError: all that is in the way.
+    """
+    named = config.parallel.strategy if plan is None else plan.strategy
+    strategy = None if named == "auto" else parse_strategy(named)
+    if strategy is not None and strategy.engine == "deepspeed":
+        from shardwise.parallel.deepspeed_ready import check_ready
+
+        path = config.parallel.nvme_path if plan is None else config.parallel.nvme_path or plan.nvme_path
+        check_ready(nvme=strategy.nvme, nvme_path=path, say=say)
 
 
 def completed(plan: Plan, config: Config) -> Plan:
@@ -239,8 +289,31 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
         seq_len=config.data.seq_len,
         precision=parallel.precision,
         recompute=parallel.recompute,
+        loss_chunks=train.loss_chunks,
+        optimizer_in_backward=config.optimizer.in_backward,
         device=cluster.device,
+        adapter=None if adapter_of(config) == "none" else config.lora.options,
     )
+
+
+def adapter_of(config: Config) -> str:
+    """``lora``, ``qlora`` or ``none``: what the named strategy says."""
+    named = config.parallel.strategy
+    return "none" if named == "auto" else parse_strategy(named).adapter
+
+
+def with_adapters(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
+    """``factory`` with the plan's adapters in what it makes, and nothing packed: so it runs on fake tensors."""
+    from shardwise.parallel.adapters import add_adapters
+
+    unpacked = Plan(strategy="ddp+lora", adapter=plan.adapter, precision=plan.precision)
+
+    def adapted() -> nn.Module:
+        module = factory()
+        add_adapters(module, unpacked)
+        return module
+
+    return adapted
 
 
 def data_ranks(config: Config, cluster: ClusterSpec) -> int:
@@ -264,9 +337,13 @@ def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
 
 
 def with_options(plan: Plan, config: Config) -> Plan:
-    """A plan that was chosen, with what ``[parallel]`` says about how its axes are run."""
+    """A plan that was chosen, with what ``[parallel]`` says about how its axes are run, and the loss's chunks."""
     parallel, dims = config.parallel, plan.dims
-    update: dict[str, Any] = {"compile": parallel.compile}
+    update: dict[str, Any] = {
+        "compile": parallel.compile,
+        "loss_chunks": config.train.loss_chunks,
+        "optimizer_in_backward": config.optimizer.in_backward,
+    }
     if dims.tp > 1:
         keys = ("sequence_parallel", "loss_parallel", "tp_styles", "async_tp")
         update |= {key: getattr(parallel, key) for key in keys}
@@ -275,6 +352,8 @@ def with_options(plan: Plan, config: Config) -> Plan:
         update |= {"pipeline_schedule": schedule, "virtual_stages": parallel.virtual_stages or stages_of(schedule)}
     if plan.parsed.shards_parameters:
         update["prefetch"] = parallel.prefetch
+    if plan.parsed.nvme:
+        update["nvme_path"] = parallel.nvme_path
     return plan.model_copy(update=update)
 
 
@@ -290,6 +369,7 @@ def choose_plan(
     """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
     import torch
 
+    from shardwise.parallel.adapters import check_adapters, linear_layers, packed_spec
     from shardwise.parallel.apply import check, check_cut
     from shardwise.parallel.materialize import build
     from shardwise.parallel.split import parts_of
@@ -297,16 +377,24 @@ def choose_plan(
 
     factory = model_factory(config, corpus.vocab_size)
     with users_code(_key("model", config.model.factory, config.model.config)):
-        module = build(factory, config.train.seed, real=False)
+        base = module = build(factory, config.train.seed, real=False)
+        kind = draft.parsed.adapter if fixed else adapter_of(config)
+        if kind != "none":
+            draft = draft.model_copy(update={"adapter": draft.adapter or AdapterOptions()})
+            check_adapters(base, draft.adapter or AdapterOptions(), kind, draft.device)
+            factory = with_adapters(factory, draft)
+            module = build(factory, config.train.seed, real=False)
     spec = read_model(module)
+    if kind == "qlora":
+        spec = packed_spec(spec, linear_layers(base))
     check(spec, draft)
     workload = workload_for(module, config.optimizer, draft.device)
     told = _activations(config, draft, spec, factory, corpus.vocab_size)
     batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else data_ranks(config, cluster))
     facts = {"seq_len": config.data.seq_len, "global_batch": batch}
-    workload = workload.model_copy(update={**told, **facts})
-    profile = traced_profile(
-        module, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
+    workload = with_plan(workload.model_copy(update={**told, **facts}), draft)
+    profile = traced_profile(  # the planner adds the adapters itself
+        base, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
     )
 
     def cut(plan: Plan) -> Parts:
@@ -334,6 +422,8 @@ def choose_plan(
     if not fixed:
         choice = replace(choice, plan=with_options(choice.plan, config))
     check(spec, choice.plan)
+    if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
+        raise PlanError(*unfit)
     if not choice.plan.dims.splits_model:
         cut(choice.plan)  # its options; a plan that cuts the model was looked at when it was chosen
     return choice, spec, (profile, workload)
@@ -419,7 +509,8 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
 
     with users_code(_key("optimizer", table.factory, table.name)):
         workload = workload_of(build_optimizer(module.parameters(), table), parameter_names(module), device=device)
-    return workload.model_copy(update={"optimizer": table.name if table.factory is None else None})
+    known = workload.optimizer if workload.optimizer in LEAN else None
+    return workload.model_copy(update={"optimizer": table.name if table.factory is None else known})
 
 
 def traced_profile(
@@ -453,11 +544,13 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
 
 
 def _given_options(config: Config) -> dict[str, Any]:
-    """The options of the plan's axes that the config names."""
+    """The options of the plan's axes that the config names, and the loss's chunks."""
     parallel = config.parallel
     named = {key: getattr(parallel, key) for key in _OPTIONS if key in parallel.model_fields_set}
     if "pipeline_schedule" in named:
         named["virtual_stages"] = parallel.virtual_stages or stages_of(parallel.pipeline_schedule)
+    named["loss_chunks"] = config.train.loss_chunks
+    named["optimizer_in_backward"] = config.optimizer.in_backward
     return {key: value for key, value in named.items() if value is not None}
 
 

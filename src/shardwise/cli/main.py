@@ -83,8 +83,16 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help="Pin it: none, selective or full.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; bf16 where the GPU has it.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd or adafactor.")] = "adamw",
+    optimizer_in_backward: Annotated[
+        bool, typer.Option("--optimizer-in-backward", help="Step each weight as its gradient is done; no accumulation.")
+    ] = False,
+    lora_rank: Annotated[int | None, typer.Option(help="Of +lora and +qlora; else 16.", min=1)] = None,
+    lora_targets: Annotated[
+        str | None, typer.Option(help="all-linear, attention, mlp, or names such as q_proj,v_proj; else all-linear.")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks run under torch.compile.")] = False,
     loss: Annotated[str, typer.Option(help="plain or fused: a fused loss keeps logits narrow.")] = "plain",
+    loss_chunks: Annotated[int, typer.Option(help="Parts in which logits and their loss are made.", min=1)] = 1,
     framework_overhead: Annotated[str, typer.Option(help="Context, communicators, host time: on, off.")] = "on",
     price: Annotated[Path | None, typer.Option(help="TOML file of your own prices: A100-80GB = 1.89 ($/h).")] = None,
     calibration: Calibration = None,
@@ -118,8 +126,12 @@ def plan(
         recompute=recompute,
         precision=precision,
         optimizer=optimizer,
+        optimizer_in_backward=optimizer_in_backward,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
         compiled=compiled,
         loss=loss,
+        loss_chunks=loss_chunks,
         framework_overhead=framework_overhead,
         price=price,
         calibration=calibration,
@@ -143,6 +155,52 @@ def explain(
     from shardwise.cli.explain import run_explain
 
     run_explain(plan_file, not_this=why_not, as_json=json, loss=loss, calibration=calibration)
+
+
+@app.command("export")
+def export_plan(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
+    to: Annotated[str, typer.Option(help="deepspeed: the configuration of deepspeed.initialize.")],
+    clip_norm: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 is no limit.", min=0)] = 1.0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; else stdout.")] = None,
+    json: Json = False,
+) -> None:
+    """A plan as another tool's configuration; what that cannot say is said.
+
+    Example: shardwise export plan.toml --to deepspeed -o ds_config.json
+    """
+    from shardwise.cli.exchange import run_export
+
+    run_export(plan_file, to=to, clip_norm=clip_norm, output=output, as_json=json)
+
+
+@app.command("import")
+def import_plan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed configuration.", show_default=False)],
+    nproc: Annotated[int | None, typer.Option(help="Ranks; else the batch keys must say it.", min=1)] = None,
+    cluster: Annotated[str | None, typer.Option(help="Instead of --nproc: 8xA100-80GB, 2xcpu, or a file.")] = None,
+    engine: Annotated[str | None, typer.Option(help="deepspeed, or torch for the twin on PyTorch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample; the file has no key for it.", min=1)] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full; the file has no key for it.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+    json: Json = False,
+) -> None:
+    """A DeepSpeed configuration as a plan; each key is taken over, or listed with the reason why not.
+
+    Example: shardwise import ds_config.json --nproc 8 -o plan.toml
+    """
+    from shardwise.cli.exchange import run_import
+
+    run_import(
+        file,
+        nproc=nproc,
+        cluster=cluster,
+        engine=engine,
+        seq_len=seq_len,
+        recompute=recompute,
+        output=output,
+        as_json=json,
+    )
 
 
 @app.command()
@@ -412,6 +470,39 @@ def convert_checkpoint(
         model=model,
         verify=verify,
         optimizer=optimizer,
+        as_json=json,
+    )
+
+
+@checkpoints.command("merge-lora")
+def merge_lora(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path or URL: a run with +lora or +qlora.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Path or URL of a folder to make.")],
+    base: Annotated[str | None, typer.Option(help="Where the base is now; else where the run had it from.")] = None,
+    onto: Annotated[str | None, typer.Option(help="+qlora: unpacked (what was trained) or original weights.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A folder with config.json, that file, or package.module:factory.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; else what the base has.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Bytes of a file at most: 5GB, 500MiB.")] = None,
+    check: Annotated[bool, typer.Option(help="Compare outputs with base and adapters, and every tensor.")] = True,
+    json: Json = False,
+) -> None:
+    """Put the adapters of a run into the weights of their base: a Hugging Face folder, and show that it is the same.
+
+    Example: shardwise checkpoint merge-lora runs/lora -o my-model
+    """
+    from shardwise.cli.merge import run_merge
+
+    run_merge(
+        source,
+        output,
+        base=base,
+        onto=onto,
+        model=model,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        check=check,
         as_json=json,
     )
 

@@ -42,6 +42,7 @@ def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
         asked.pins,
         costs=corrected_costs(asked.cluster, asked.calibration),
         shorter=shorter if profile.seq_len else None,
+        command=asked.command,
     )
     print_candidates(profile, asked.cluster, result, console)
     print_recommendation(profile, asked.cluster, result, prices, console)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +27,8 @@ from shardwise.spec.workload import OptimizerName, Workload
 USUAL_LENGTH = 4096
 SHORTER = (2048, 1024, 512, 128)
 LOSSES = ("plain", "fused")
+THIS_MACHINE = "this machine"
+DEFAULT_RANK = 16
 STATES: dict[str, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 1, "adafactor": 0}  # parameter-shaped; sgd with momentum
 
 
@@ -40,8 +44,12 @@ class Asked(BaseModel):
     global_batch: int = Field(ge=1)
     tokens: float | None = None
     optimizer: OptimizerName = "adamw"
+    optimizer_in_backward: bool = False
+    lora_rank: int = Field(default=16, ge=1)
+    lora_targets: tuple[str, ...] = ()
     compiled: bool = False
     fused_loss: bool = False
+    loss_chunks: int = Field(default=1, ge=1)
     framework_overhead: bool = True
     strategy: str | None = None
     micro_batch: int | None = None
@@ -56,6 +64,10 @@ class Asked(BaseModel):
             optimizer=self.optimizer,
             optimizer_states=STATES[self.optimizer],
             scalar_states=0 if self.optimizer == "sgd" else 1,
+            optimizer_temporaries=0.0 if self.optimizer == "adafactor" else 1.0,
+            loop_temporaries=2.0 if self.optimizer == "adafactor" else 0.0,
+            lora_rank=self.lora_rank,
+            lora_targets=self.lora_targets,
             seq_len=self.seq_len,
             global_batch=self.global_batch,
             tokens=self.tokens,
@@ -72,7 +84,41 @@ class Asked(BaseModel):
             micro_batch=self.micro_batch,
             recompute=self.recompute,
             precision=self.precision,
+            options=self._options,
         )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        chunks = {"loss_chunks": self.loss_chunks} if self.loss_chunks > 1 else {}
+        return chunks | ({"optimizer_in_backward": True} if self.optimizer_in_backward else {})
+
+    def command(self, changes: Mapping[str, str | None]) -> str:
+        """The command line that asks this with ``changes``: options and their values, ``None`` for a flag."""
+        given: dict[str, str | None] = {
+            "--cluster": None if self.cluster_text == THIS_MACHINE else self.cluster_text,
+            "--seq-len": _text(self.seq_len),
+            "--global-batch": str(self.global_batch),
+            "--tokens": None if self.tokens is None else f"{self.tokens:g}",
+            "--strategy": self.strategy,
+            "--micro-batch": _text(self.micro_batch),
+            "--recompute": self.recompute,
+            "--precision": self.precision,
+            "--optimizer": None if self.optimizer == "adamw" else self.optimizer,
+            "--lora-rank": None if self.lora_rank == DEFAULT_RANK else str(self.lora_rank),
+            "--lora-targets": ",".join(self.lora_targets) or None,
+            "--loss": "fused" if self.fused_loss else None,
+            "--loss-chunks": None if self.loss_chunks == 1 else str(self.loss_chunks),
+            "--framework-overhead": None if self.framework_overhead else "off",
+        }
+        flags = {"--compile": self.compiled, "--optimizer-in-backward": self.optimizer_in_backward}
+        values = {**given, **{name: value for name, value in changes.items() if value is not None}}
+        words = [word for name, value in values.items() if value is not None for word in (name, value)]
+        words += [name for name, there in flags.items() if there or name in changes]
+        return shlex.join(["shardwise", "plan", self.model, *words])
+
+
+def _text(value: int | None) -> str | None:
+    return None if value is None else str(value)
 
 
 class Words(BaseModel):
@@ -90,8 +136,12 @@ class Words(BaseModel):
     recompute: str | None = None
     precision: str | None = None
     optimizer: str = "adamw"
+    optimizer_in_backward: bool = False
+    lora_rank: int | None = None
+    lora_targets: str | None = None
     compiled: bool = False
     loss: str = "plain"
+    loss_chunks: int = 1
     framework_overhead: str = "on"
     price: Path | None = None
     calibration: Path | None = None
@@ -105,7 +155,7 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
         UserError: every word that cannot be, at once.
     """
     problems = _bad_choices(words) + _unwritable(words.output)
-    tokens, cluster, prices, profile = None, None, Prices(), None
+    tokens, cluster, prices, profile, strategy = None, None, Prices(), None, None
     try:
         tokens = None if words.tokens is None else read_count(words.tokens)
     except UserError as error:
@@ -127,6 +177,9 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
         profile, told = _profile(words)
     except UserError as error:
         problems += error.problems
+    targets = tuple(part.strip() for part in (words.lora_targets or "").split(",") if part.strip())
+    if profile is not None and strategy is not None:
+        problems += _adapter_problems(profile, strategy, targets)
     links = None
     if words.calibration is not None and cluster is not None:
         try:
@@ -145,9 +198,11 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
         told.append(f"--global-batch was not given: {batch}, {words.micro_batch or 1} for each device")
     asked = Asked.model_validate(
         {
-            **words.model_dump(include={"model", "micro_batch", "recompute", "precision", "optimizer", "compiled"}),
+            **words.model_dump(include=_KEPT),
+            "lora_rank": words.lora_rank or DEFAULT_RANK,
+            "lora_targets": targets,
             "cluster": cluster,
-            "cluster_text": words.cluster or "this machine",
+            "cluster_text": words.cluster or THIS_MACHINE,
             "seq_len": profile.seq_len,
             "global_batch": batch,
             "tokens": tokens,
@@ -158,6 +213,22 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
         }
     )
     return asked, profile, prices, told
+
+
+_KEPT = {"model", "micro_batch", "recompute", "precision", "optimizer", "optimizer_in_backward", "compiled"} | {
+    "loss_chunks"
+}
+
+
+def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, ...]) -> list[str]:
+    """What is wrong with the adapters that were asked for."""
+    from shardwise.spec.adapters import with_adapters
+
+    try:
+        with_adapters(profile, parse_strategy(strategy).adapter, targets=targets)
+    except PlanError as error:
+        return list(error.problems)
+    return []
 
 
 def _bad_choices(words: Words) -> list[str]:
@@ -183,6 +254,10 @@ def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> l
 def _left_out(words: Words, profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None) -> list[str]:
     """What was given and has no effect, or whose effect is not known."""
     told = []
+    adapters = {"--lora-rank": words.lora_rank, "--lora-targets": words.lora_targets}
+    if words.strategy is None or "lora" not in words.strategy:
+        given_to = [f"{option} {value}" for option, value in adapters.items() if value is not None]
+        told += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
     if profile.seq_len is None:
         given = {"--seq-len": words.seq_len, "--tokens": words.tokens}
         unread = [f"{option} {value}" for option, value in given.items() if value is not None]

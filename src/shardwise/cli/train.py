@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shardwise.checkpoint.format import saved_steps
 from shardwise.checkpoint.storage import folder_of
-from shardwise.cli.job import Job, check_output, prepare_job
+from shardwise.cli.job import Job, adapter_of, check_output, prepare_job
 from shardwise.errors import ConfigError, MachineError, PlanError
 from shardwise.parallel.environment import rendezvous
 from shardwise.plan.plan import Plan, read_plan, runnable
@@ -186,7 +186,8 @@ def identity(config: Config) -> dict[str, Any]:
     document = config.model_dump(mode="json")
     told = ("log_every", "output", "profile", "profile_ranks", "trackers")
     train = {key: value for key, value in document["train"].items() if key not in told}
-    return {**{key: document[key] for key in ("model", "data", "optimizer")}, "train": train}
+    tables = ["model", "data", "optimizer", *(["lora"] if adapter_of(config) != "none" else [])]
+    return {**{key: document[key] for key in tables}, "train": train}
 
 
 def loss_text(summary: dict[str, Any]) -> str:

@@ -58,6 +58,7 @@ class Layout:
     virtual: int = 1  # stages of a rank
     sequence: bool = True  # what lies between tensor-parallel regions is cut along the sequence
     vocab: bool = True  # logits stay cut over the vocabulary
+    flat: bool = False  # FSDP1: a unit is one flat parameter with one gradient
 
     @property
     def shards(self) -> bool:
@@ -284,7 +285,7 @@ def micro_batches_held(layout: Layout, rank: int, grad_accum: int) -> int:
 def unit_weights(unit: Unit, layout: Layout) -> UnitWeights:
     """Bytes of one of ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
-    return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters)
+    return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
 
 
 class SameProfile:
@@ -318,7 +319,8 @@ class Same:
 
 
 @lru_cache(maxsize=4096)
-def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, masters: bool) -> UnitWeights:
+def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, masters: bool, flat: bool) -> UnitWeights:
+    """With ``flat`` a gradient is as large as the unit where any of it trains, and as wide as its weights."""
     weights = same.unit.weights
     if masters:
         weights = tuple(replace(w, itemsize=min(w.itemsize, wide)) for w in weights)
@@ -327,24 +329,27 @@ def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, mast
     at_rest = [rest_elements(shape, ranks) for shape in shapes]
     both = [(w, n, rest, rest * ranks) for w, n, rest in zip(weights, local, at_rest, strict=True)]
     trained = [row for row in both if row[0].trainable]
-    sent = [math.ceil(padded * min(w.itemsize, wide)) for w, _, _, padded in both]
+    carried = both if flat and trained else trained
+    reduced = wide if flat else FP32
+    sent = [math.ceil(padded * min(w.itemsize - w.scales, wide)) for w, _, _, padded in both]
+    scales = sum(math.ceil(n * w.scales) for w, n, _, _ in both) if any(w.scales for w in weights) else 0
     cast = not shards and wide < FP32 and same.unit.kind != "embedding"
     read = sum(op.k * op.n for op in same.unit.ops if op.kind == "matmul" and op.weight)
     tied = max(0, read - sum(w.num_elements for w in weights)) if same.unit.kind == "head" else 0
     return UnitWeights(
-        parameters=sum(math.ceil(rest * w.itemsize) for w, _, rest, _ in both),
-        gradients=sum(math.ceil(rest * (FP32 if masters else max(w.itemsize, wide))) for w, _, rest, _ in trained),
+        parameters=sum(math.ceil(rest * (w.itemsize - w.scales)) for w, _, rest, _ in both) + scales,
+        gradients=sum(math.ceil(rest * (FP32 if masters else max(w.itemsize, wide))) for w, _, rest, _ in carried),
         trained=sum(rest for _, _, rest, _ in trained),
         largest=max((rest for _, _, rest, _ in trained), default=0),
         whole=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
         gathered=_merged(sent),
         sent=sum(sent),
         shard_sent=sum(sent) // ranks,
-        whole_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in trained),
+        whole_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in carried),
         last_gradient=trained[-1][1] * wide if trained and shards and ranks > 1 else 0,
-        waiting=sum(n * FP32 for _, n, _, _ in trained),
-        reduce_in=sum(padded * FP32 for _, _, _, padded in trained),
-        reduce_out=sum(rest * FP32 for _, _, rest, _ in trained),
+        waiting=sum(n * reduced for _, n, _, _ in carried),
+        reduce_in=sum(padded * reduced for _, _, _, padded in carried),
+        reduce_out=sum(rest * reduced for _, _, rest, _ in carried),
         copies=(sum(n for w, n, _, _ in both if len(w.shape) > 1 and w.itemsize > wide) + tied) * wide if cast else 0,
         exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.unit, tp) * wide,
         widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
@@ -419,7 +424,10 @@ def optimizer_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workloa
     master = FP32 if layout.masters else 0
     return sum(
         piece.count
-        * (_state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload) + master * _elements(w, piece, layout))
+        * (
+            _state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload, w)
+            + master * _elements(w, piece, layout)
+        )
         for piece in pieces
         for w in piece.unit.weights
         if w.trainable
@@ -432,7 +440,7 @@ def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Wo
         return None
     master = FP32 if layout.masters else 0
     whole = sum(
-        p.count * (_state_bytes(_local(w, p, layout), workload) + master * _elements(w, p, layout))
+        p.count * (_state_bytes(_local(w, p, layout), workload, w) + master * _elements(w, p, layout))
         for p in pieces
         for w in p.unit.weights
         if w.trainable
@@ -455,7 +463,7 @@ def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 def _fullest_share(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int:
     """ZeroRedundancyOptimizer's partition, as `cost.memory.zero1_shares`, kept as sums on a heap."""
     shapes = [
-        _local(w, piece, layout)
+        (_local(w, piece, layout), w)
         for piece in pieces
         for _ in range(piece.count)
         for w in piece.unit.weights
@@ -463,10 +471,10 @@ def _fullest_share(pieces: tuple[Piece, ...], layout: Layout, workload: Workload
     ]
     loads = [(0, rank) for rank in range(layout.replicas)]
     states = [0] * layout.replicas
-    for shape in sorted(shapes, key=math.prod, reverse=True):
+    for shape, weight in sorted(shapes, key=lambda one: math.prod(one[0]), reverse=True):
         load, rank = heapq.heappop(loads)
         heapq.heappush(loads, (load + math.prod(shape), rank))
-        states[rank] += _state_bytes(shape, workload)
+        states[rank] += _state_bytes(shape, workload, weight)
     return max(states)
 
 
@@ -478,13 +486,14 @@ def _counts(optimizer: str | None, states: int | None, scalars: int) -> tuple[in
     return (2 if states is None else states), scalars
 
 
-def _state_bytes(shape: tuple[int, ...], workload: Workload) -> int:
-    elements = math.prod(shape)
+def _state_bytes(shape: tuple[int, ...], workload: Workload, weight: Weight) -> int:
+    """State is as wide as the weight that it belongs to; factors, counters and scales are fp32."""
+    elements, width = math.prod(shape), math.ceil(weight.itemsize)
     states, scalars = _counts(workload.optimizer, workload.optimizer_states, workload.scalar_states)
     fixed = scalars * STATE_ITEMSIZE
     if workload.optimizer == "adafactor":
         held = math.prod(shape[:-1]) + elements // max(1, shape[-2]) if len(shape) > 1 else elements
         return held * STATE_ITEMSIZE + fixed
-    if workload.optimizer == "adamw8bit" and elements >= QUANTISED_FROM:
+    if workload.optimizer == "adamw8bit" and weight.num_elements >= QUANTISED_FROM:
         return states * (elements + math.ceil(elements / QUANTISED_BLOCK) * STATE_ITEMSIZE) + fixed
-    return states * elements * STATE_ITEMSIZE + fixed
+    return states * elements * width + fixed

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.cost.context import context_bytes
 from shardwise.cost.estimate import CATEGORIES, Estimate
 from shardwise.cost.held import Layout, Stack, layout_of
+from shardwise.cost.optimizer_state import LEAN, lean_state_bytes
 from shardwise.cost.program import write_program
 from shardwise.cost.replay import Played, fullest, replay, settings_of
 from shardwise.cost.screen import screen
@@ -32,6 +33,7 @@ __all__ = [
     "estimate",
     "estimate_memory",
     "held_elements",
+    "held_shape",
     "screen",
     "stepped_groups",
     "unit_elements",
@@ -65,6 +67,7 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Part
     states = [one[2] for one in each if one[2] is not None]
     optimizer = max(states) if states else None
     saved = workload.activation_bytes.get(plan.recompute)
+    logits, chunked = workload.logits_bytes, plan.loss_chunks > 1  # the log-probabilities are not kept then
     micro = plan.micro_batch or 1
     makes_room = plan.parsed.offload and plan.device != "cpu"  # a CPU's own memory is the host's
     offloaded = parameters + gradients + (optimizer or 0) if makes_room else 0
@@ -72,8 +75,8 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Part
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=None if saved is None else saved * micro,
-        logits=None if workload.logits_bytes is None else workload.logits_bytes * micro,
+        activations=None if saved is None else (saved - (logits or 0) * chunked) * micro,
+        logits=None if logits is None else math.ceil(logits * micro / plan.loss_chunks),
         buffers=_gather_bytes(spec, plan),
         offloaded_bytes=offloaded,
     )
@@ -82,7 +85,14 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Part
 def held_elements(
     parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
 ) -> int:
-    """Elements of ``parameter`` at rest on a rank of the sharding axis, which counts context-parallel ranks, too.
+    """Elements of ``parameter`` at rest on a rank; see `held_shape`."""
+    return math.prod(held_shape(parameter, plan, rank, shard_dim=shard_dim, tp_rank=tp_rank))
+
+
+def held_shape(
+    parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
+) -> tuple[int, ...]:
+    """Shape of ``parameter`` at rest on a rank of the sharding axis, which counts context-parallel ranks, too.
 
     Tensor parallel cuts ``shard_dim`` first, then FSDP2 dim 0 of what is left, each into chunks of
     ``ceil(size / ranks)``; the last ranks may hold less or nothing.
@@ -92,7 +102,7 @@ def held_elements(
         shape[shard_dim] = _chunk(shape[shard_dim], plan.dims.tp, tp_rank)
     if plan.parsed.shards_parameters and shape:
         shape[0] = _chunk(shape[0], plan.dims.dp_shard * plan.dims.cp, rank)
-    return math.prod(shape)
+    return tuple(shape)
 
 
 def _chunk(size: int, ranks: int, rank: int) -> int:
@@ -136,17 +146,25 @@ def _held(
 
     sizes = {p.name: held(p) for p in spec.parameters if is_here(p)}
     gradients = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
+    gradients = 0 if plan.optimizer_in_backward else gradients  # freed as soon as each is stepped
     if workload.optimizer_states is None:
         return sum(sizes.values()), gradients, None
     groups = [[p for p in group if p.name in sizes] for group in stepped_groups(spec, workload)]
     ranks = plan.dims.dp * plan.dims.cp
     shares = zero1_shares(groups, ranks) if plan.parsed.base == "zero1" else [[p for group in groups for p in group]]
     state = max(
-        sum(sizes[p.name] for p in share) * workload.optimizer_states
-        + len(share) * workload.scalar_states * STATE_ITEMSIZE
+        sum(_state(p, plan, workload, parts, sizes[p.name]) + workload.scalar_states * STATE_ITEMSIZE for p in share)
         for share in shares
     )
     return sum(sizes.values()), gradients, state
+
+
+def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Parts, size: int) -> int:
+    """Bytes of a parameter's state with dimensions, of which ``size`` bytes are on the fullest rank."""
+    if workload.optimizer not in LEAN:
+        return size * (workload.optimizer_states or 0)
+    here = held_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
+    return lean_state_bytes(parameter.shape, here, here, parameter.itemsize, workload)
 
 
 def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
@@ -183,6 +201,7 @@ def estimate(
     expandable: bool = True,
     fused_loss: bool | None = None,
     buckets_add: bool = False,
+    flat: bool = False,
     stack: Stack | None = None,
 ) -> Estimate:
     """Bytes on the fullest rank under ``plan``, by category and phase; `shardwise.cost.program` says what is left out.
@@ -191,18 +210,20 @@ def estimate(
     other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth
     more. ``fused_loss`` takes the place of the workload's.
     ``buckets_add`` accumulates in the buckets of whole gradients; DDP's ``no_sync`` keeps a second copy beside them.
-    ``stack`` is whose program runs where an axis cuts the model.
+    ``flat`` is FSDP1 over whole blocks: a gradient is that of the whole flat parameter where any of it trains (so
+    PyTorch's documentation of ``use_orig_params``). ``stack`` is whose program runs where an axis cuts the model.
     ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it is ``allocated``.
     ``phases``: ``load`` of random weights (rank 0's; others' are the same), ``first_step`` (all of it, without state
     before its end), ``forward``, ``backward`` and ``optimizer`` of later steps, ``save`` and ``resume``, which copy one
     tensor at a time through the host. Of a pipeline each figure is of the stage that holds most of it.
     """
-    layout = layout_of(plan, stack)
+    layout = replace(layout_of(plan, stack), flat=flat)
     micro = plan.micro_batch or 1
     written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
     fused_loss = workload.fused_loss if fused_loss is None else fused_loss
     waits, adds = plan.gradient_sync == "last", buckets_add or layout.masters
-    program = Program(plan.grad_accum, plan.recompute, waits, adds, fused_loss, written)
+    early = plan.optimizer_in_backward
+    program = Program(plan.grad_accum, plan.recompute, waits, adds, fused_loss, plan.loss_chunks, written, early)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0
@@ -216,6 +237,8 @@ def estimate(
 
     parameters = max(at_rest(setting, "parameters") for setting in ranks)
     gradients = max(at_rest(setting, "gradients") for setting in ranks)
+    if early:
+        gradients = max(weights.gradients for setting in ranks for weights in setting.weights)
     known = workload.optimizer is not None or workload.optimizer_states is not None
     state = max(setting.optimizer for setting in ranks) if known else None
     offloaded = parameters + gradients + (state or 0) if layout.offloads else 0
@@ -267,11 +290,11 @@ def _squeezed(
 def _host_bytes(profile: ModelProfile, layout: Layout, cluster: ClusterSpec, offloaded: int) -> int:
     """Host RAM of the fullest node: what is offloaded there, and rank 0's whole model while it is built.
 
-    On a CPU the ranks' own memory is not repeated here. Python, libraries and the data loader are not counted.
+    What is swapped to a drive passes through buffers here, which are not counted. On a CPU the ranks' own memory is not repeated here. Python, libraries and the data loader are not counted.
     """
     ranks = min(cluster.devices_per_node, layout.replicas * layout.tp * layout.pp)
     whole = sum(math.ceil(w.num_elements * w.itemsize) * u.count for u in profile.units for w in u.weights)
-    return whole + offloaded * ranks
+    return whole + (0 if layout.strategy.nvme else offloaded * ranks)
 
 
 def _notes(

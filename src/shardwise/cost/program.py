@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.activations import OpBytes, UnitBytes
 from shardwise.cost.held import FP32, UnitWeights
+from shardwise.cost.program_loss import LossWriter
 from shardwise.cost.setting import Setting
 from shardwise.cost.tape import (
     ACTIVATIONS,
@@ -65,24 +66,20 @@ def write_program(setting: Setting) -> Tape:
     return writer.tape
 
 
-class _Writer:
+class _Writer(LossWriter):
     """Keeps the handles of what lives while the program is written."""
 
     def __init__(self, setting: Setting) -> None:
-        self.s = setting
-        self.tape = Tape()
+        super().__init__(setting)
         self.visits = list(_visits(setting))
         self.root = [i for i, piece in enumerate(setting.pieces) if not piece.is_block]
         self.root_gathered: list[int] = []
         self.root_gradients: list[int] = []
         self.gradients: list[int] = []
         self.waiting: dict[tuple[int, int], int] = {}
-        self.last_gather = -1
         self.last_reduce = -1
         self.fetched: list[int] = []
         self.summed: list[int] = []
-        self.late: list[int] = []
-        self.log_probabilities = -1
         self.made = -1
         self.adds = self.reduces = False
 
@@ -112,6 +109,8 @@ class _Writer:
     def step(self, *, first: bool) -> None:
         """Micro batches, the optimizer, and the gradients' end."""
         s, tape = self.s, self.tape
+        if first and s.program.steps_early and not s.layout.offloads:  # grows while the first backward runs
+            tape.alloc(s.optimizer, OPTIMIZER)
         always = s.layout.shards and not s.waits
         turns = self._turns()
         for index, others in enumerate(turns):
@@ -132,7 +131,7 @@ class _Writer:
         if not first:
             tape.phase("optimizer")
         if not s.layout.offloads:
-            if first:
+            if first and not s.program.steps_early:
                 tape.alloc(s.optimizer, OPTIMIZER)
             tape.free(tape.alloc(s.temporaries, TEMPORARIES))
         tape.free(*self.gradients)
@@ -181,12 +180,15 @@ class _Writer:
             if is_block and not self.s.layout.keeps_weights:
                 tape.free(*visit.gathered)
                 visit.gathered = []
-        logits = max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro
+        logits = self.logits()
         self.made = tape.alloc(self.s.sent * self.s.micro, ACTIVATIONS)
+        if self.s.program.loss_chunks > 1 and logits:
+            self.chunked_loss(logits)
+            return
         narrow = tape.alloc(logits * self.s.layout.width, LOGITS)
         tape.free(*self.late)
         self.late = []
-        self._loss(narrow, logits)
+        self.loss(narrow, logits)
 
     def _copies(self, visit: _Visit, number: int) -> None:
         """Autocast's narrow weights: kept by backward, or under recompute by autocast's cache until forward ends."""
@@ -236,31 +238,13 @@ class _Writer:
             before = here
         self.tape.free(before, stream)
 
-    def _loss(self, narrow: int, elements: float) -> None:
-        """Narrow logits, their fp32 copy, log-probabilities; then the gradients of both in backward."""
-        tape = self.tape
-        widens = self.s.layout.width < FP32 and not self.s.program.fused_loss
-        wide = tape.alloc(elements * FP32, LOGITS) if widens else narrow
-        tape.free(self.last_gather)  # ``FSDPState._post_forward`` holds it while it widens what goes out
-        self.last_gather = -1
-        if self.s.program.fused_loss:
-            self.log_probabilities = narrow
-            return
-        if wide != narrow:
-            tape.free(narrow)
-        if self.s.layout.masters:  # its softmax in place
-            self.log_probabilities = wide
-            return
-        self.log_probabilities = tape.alloc(elements * FP32, LOGITS)
-        tape.free(wide)
-
     # backward
 
     def backward(self, *, last: bool, again: bool = False) -> None:
         """One micro batch back to its inputs; ``last`` reduces gradients, ``again`` adds them to those of before."""
         tape, s = self.tape, self.s
         self.adds, self.reduces = again, last
-        incoming = self._loss_gradient() if self.made < 0 else tape.alloc(s.sent * s.micro, ACTIVATIONS)
+        incoming = self.loss_gradient() if self.made < 0 else tape.alloc(s.sent * s.micro, ACTIVATIONS)
         tape.free(self.made)
         self.made = -1
         for position in range(len(self.visits) - 1, -1, -1):
@@ -281,23 +265,6 @@ class _Writer:
             self._finish_root(last=last)
         tape.free(*self.summed)
         self.summed = []
-
-    def _loss_gradient(self) -> int:
-        """The gradient of the logits, at compute width."""
-        tape, s = self.tape, self.s
-        if s.program.fused_loss:
-            return self.log_probabilities
-        elements = max((b.logits for b in s.bytes), default=0.0) * s.micro
-        copies = max((b.loss_copies for b in s.bytes), default=0)
-        outer = [tape.alloc(elements * FP32, LOGITS) for _ in range(copies - 2)]
-        inner = self.log_probabilities if s.layout.masters else tape.alloc(elements * FP32, LOGITS)
-        if not s.layout.masters:
-            tape.free(self.log_probabilities, *outer)
-        if s.layout.width == FP32:
-            return inner
-        incoming = tape.alloc(elements * s.layout.width, LOGITS)
-        tape.free(inner)
-        return incoming
 
     def _backward_unit(self, visit: _Visit, incoming: int) -> tuple[int, list[int]]:
         """Returns the handle of the gradient that goes on, and those of whole weight gradients."""
@@ -373,6 +340,10 @@ class _Writer:
             self.tape.free(self.waiting.pop(key, -1))
         elif key not in self.waiting:
             total = self.s.weights[visit.piece].gradients * visit.number
+            if self.s.program.steps_early:
+                gradient = self.tape.alloc(total // visit.number, GRADIENTS)
+                self.tape.free(self.tape.alloc(self.s.temporaries, TEMPORARIES), gradient)
+                return
             self.waiting[key] = self.tape.alloc(total, BUFFERS if self.s.has_buckets else GRADIENTS)
             self.gradients += [] if self.s.has_buckets else [self.waiting[key]]
 
@@ -484,6 +455,9 @@ class _Writer:
             self.summed.append(self.tape.alloc(size, BUFFERS, REDUCE))
         elif self.s.layout.offloads or self.adds:
             self.tape.free(self.tape.alloc(size // number, BUFFERS, REDUCE))
+        elif self.s.program.steps_early:  # stepped and freed before the next unit's is reduced
+            gradient = self.tape.alloc(size // number, GRADIENTS, REDUCE)
+            self.tape.free(self.tape.alloc(self.s.temporaries, TEMPORARIES), gradient)
         else:
             self.gradients.append(self.tape.alloc(size, GRADIENTS, REDUCE))
         if not self.s.layout.is_cuda and self.s.layout.shard_ranks > 1:

@@ -62,7 +62,7 @@ def settings_of(
             micro=micro,
             held=micro_batches_held(layout, stage, program.grad_accum),
             optimizer=state,
-            temporaries=_temporaries(pieces, layout, workload, state),
+            temporaries=_temporaries(pieces, layout, workload, state, early=program.steps_early),
             sent=sent,
             received=2 * sent * program.grad_accum if layout.stack == "torchtitan" else 0.0,
         )
@@ -76,19 +76,25 @@ def sent_bytes(profile: ModelProfile, layout: Layout, rank: int, recompute: Reco
     return unit_bytes(block, layout, recompute, compiled).input
 
 
-def _temporaries(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, state: int) -> int:
-    """What lives only while the optimizer steps. 8-bit Adam works tensor by tensor, in place.
+def _temporaries(
+    pieces: tuple[Piece, ...], layout: Layout, workload: Workload, state: int, *, early: bool = False
+) -> int:
+    """What lives only while the optimizer steps. 8-bit Adam works tensor by tensor, on GPUs in place.
 
     ``torch.optim`` with foreach makes one tensor for each weight (``_multi_tensor_adam``: the root of the second
     moment); fused makes none, and those that keep fp32 masters are fused. The plain loop makes some for one weight at a
-    time. Under zero1 only for this rank's share, which is as its state.
+    time. Under zero1 only for this rank's share, which is as its state. ``early`` steps one weight at a time.
     """
-    if workload.optimizer == "adamw8bit" or layout.masters:
+    largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * FP32
+    if workload.optimizer == "adamw8bit":
+        return int(largest * workload.loop_temporaries)
+    if layout.masters:
         return 0
     trained = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * FP32
     if layout.strategy.base == "zero1" and layout.replicas > 1 and workload.optimizer_states:
         trained = min(trained, state // workload.optimizer_states)
-    largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * FP32
+    if early:
+        return int(largest * max(workload.optimizer_temporaries, workload.loop_temporaries))
     return int(trained * workload.optimizer_temporaries + largest * workload.loop_temporaries)
 
 

@@ -56,6 +56,8 @@ class _Key:
             plan.gradient_sync,
             plan.sequence_parallel,
             plan.loss_parallel,
+            plan.loss_chunks,
+            plan.optimizer_in_backward,
             plan.pipeline_schedule,
             plan.virtual_stages,
             plan.device,
@@ -100,13 +102,17 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, workload.compiled)) for p in pieces]
     parameters = sum(w.parameters * p.count for p, w, _ in rows)
     gradients = sum(w.gradients * p.count for p, w, _ in rows)
+    if plan.optimizer_in_backward:
+        gradients = max(w.gradients for _, w, _ in rows)
     shares = layout.strategy.base == "zero1" and layout.replicas > 1
     state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
     rest = 0 if layout.offloads else parameters + state
     temporaries = 0.0
     if workload.optimizer != "adamw8bit" and not shares and not layout.masters:
+        largest = max((w.largest for _, w, _ in rows), default=0) * FP32
         temporaries = sum(w.trained * p.count for p, w, _ in rows) * FP32 * workload.optimizer_temporaries
-        temporaries += max((w.largest for _, w, _ in rows), default=0) * FP32 * workload.loop_temporaries
+        temporaries += largest * workload.loop_temporaries
+        temporaries = min(temporaries, largest) if plan.optimizer_in_backward else temporaries
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
     if layout.autocasts:
         copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")
@@ -120,6 +126,9 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
         here = 0 if layout.offloads or layout.masters else gradients
         waits = sum(w.waiting * p.count for p, w, _ in rows) if whole else here
     wide = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
+    if plan.loss_chunks > 1:
+        each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
+        wide = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
     logits = max(wide, default=0.0)
     again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
     own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)

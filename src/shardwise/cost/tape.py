@@ -19,7 +19,8 @@ class Program:
     Under ``gradients_wait`` only the last micro batch reduces sharded gradients (``set_requires_gradient_sync``), and
     whole fp32 ones wait until then; otherwise shards add up. Whole gradients wait beside DDP's buckets (``no_sync``),
     unless ``buckets_add``. ``fused_loss`` is one kernel that reads narrow logits and writes their gradient in their
-    place. ``written`` blocks of a row are written op by op.
+    place. ``loss_chunks`` above 1 makes logits in parts, and their gradients with them. ``written`` blocks of a row are
+    written op by op. ``steps_early`` steps each parameter as soon as its gradient is final, and frees that.
     """
 
     grad_accum: int = 1
@@ -27,7 +28,9 @@ class Program:
     gradients_wait: bool = True
     buckets_add: bool = False
     fused_loss: bool = False
+    loss_chunks: int = 1
     written: int = WRITTEN
+    steps_early: bool = False
 
 
 class Tape:

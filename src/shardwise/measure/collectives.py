@@ -78,6 +78,7 @@ class CollectiveRecorder(TorchDispatchMode):
         super().__init__()
         self.collectives: list[Collective] = []
         self.matmul_dtypes: set[str] = set()
+        self.looker: Callable[[Any, Any], None] | None = None  # told each operator and what it has made
         self._phase = phase
         self._axes = axes
 
@@ -101,7 +102,10 @@ class CollectiveRecorder(TorchDispatchMode):
             self._note(field, _tensors(args[0]), lambda: _named_group(args), _degree(args) if is_part else 1)
         elif func.namespace == "aten" and name in _MATMULS and self._phase() in ("forward", "backward"):
             self.matmul_dtypes.add(dtype_name(args[-1].dtype))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if self.looker is not None:
+            self.looker(func, made)
+        return made
 
     def _note(self, field: str, tensors: list[torch.Tensor], group: Callable[[], tuple[int, ...]], times: int) -> None:
         if not tensors:

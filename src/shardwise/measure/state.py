@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.parallel.engine import Engine
 from shardwise.spec.read import dtype_name
 
 
@@ -94,6 +95,20 @@ def measure_state(module: nn.Module, optimizer: Optimizer) -> Measurement:
         parameters=local_bytes(module.parameters()),
         gradients=local_bytes(gradients(module)),
         optimizer=local_bytes(optimizer_tensors(optimizer)),
+        process_peak=_process_peak(),
+    )
+
+
+def measure_engine(engine: Engine, gradients: int) -> Measurement:
+    """Bytes at rest on this rank under an engine: its fp32 weights count as the optimizer's.
+
+    ``gradients`` are the bytes that there were of them before the update.
+    """
+    held = engine.held()
+    return Measurement(
+        parameters=local_bytes(held.parameters),
+        gradients=gradients,
+        optimizer=local_bytes(held.masters) + local_bytes(held.states),
         process_peak=_process_peak(),
     )
 

@@ -2,7 +2,8 @@
 
 What a parameter of the base is called does not change (`clean_name` hides what peft puts in between); an adapter's two
 are ``X.lora_A.weight`` and ``X.lora_B.weight``, DoRA's is ``X.lora_magnitude_vector.weight``. The base rests in the
-dtype that the plan computes in, the adapters in the dtype that the base was built in (fp32).
+dtype that the plan computes in, the adapters in the dtype that the base was built in, where that has 16 bits in fp32:
+small updates would be rounded away.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ConfigError, ModelError, did_you_mean
 from shardwise.parallel.materialize import parameters_on_meta
 from shardwise.parallel.precision import DTYPES
-from shardwise.parallel.quantise import prepare_packing, quiet
+from shardwise.parallel.quantise import BLOCK, prepare_packing, quiet
 from shardwise.plan.adapter import ROLES, AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -70,10 +71,9 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
             f"the model has peft's adapters already, and {plan.strategy} would add more; take +{kind} out of the "
             "strategy, which trains what is not frozen"
         )
-    layers = linear_layers(module)
-    targets = chosen(layers, options.targets, module)
-    _refuse_kinds(layers, targets, kind)
+    layers, targets = check_adapters(module, options, kind, plan.device)
     wide: set[torch.dtype] = {layers[name].weight.dtype for name in targets}
+    _run_every_layer(module)
     module.requires_grad_(False)
     with nullcontext() if real else parameters_on_meta():
         _inject(module, options, targets)
@@ -85,6 +85,23 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
     found = Adapters(kind, options, tuple(targets), packed)
     object.__setattr__(module, _MARK, found)
     return found
+
+
+def check_adapters(
+    module: nn.Module, options: AdapterOptions, kind: str, device: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The linear layers of the blocks of ``module``, and which get an adapter. Nothing is changed.
+
+    Raises:
+        ModelError: a target that is not there, or a layer that cannot have an adapter or be packed; all of them.
+    """
+    layers = linear_layers(module)
+    targets = chosen(layers, options.targets, module)
+    problems = _too_narrow(layers, targets, options.rank)
+    problems += _not_packable(layers, device) if kind == "qlora" else []
+    if problems:
+        raise ModelError(*problems)
+    return layers, targets
 
 
 def linear_layers(module: nn.Module) -> dict[str, Any]:
@@ -148,15 +165,43 @@ def _ends(name: str, want: str) -> bool:
     return name.endswith(f".{want}")
 
 
-def _refuse_kinds(layers: dict[str, nn.Module], targets: Iterable[str], kind: str) -> None:
-    if kind != "qlora":
-        return
+def _too_narrow(layers: dict[str, Any], targets: Iterable[str], rank: int) -> list[str]:
+    """A rank that no product with the layer's weight has room for."""
+    narrow = {name: min(layers[name].weight.shape) for name in targets if min(layers[name].weight.shape) < rank}
+    if not narrow:
+        return []
+    least = min(narrow, key=lambda name: narrow[name])
+    return [
+        f"lora.rank {rank} is more than '{least}' can use, whose weight is "
+        f"{' × '.join(map(str, layers[least].weight.shape))} ({len(narrow)} such layers); set it to {narrow[least]} "
+        "or less, or name other lora.targets"
+    ]
+
+
+def _not_packable(layers: dict[str, Any], device: str) -> list[str]:
     odd = [name for name, layer in layers.items() if type(layer) is not nn.Linear]
     if odd:
-        raise ModelError(
+        return [
             f"+qlora packs torch.nn.Linear, and '{odd[0]}' is a {type(layers[odd[0]]).__name__} "
             f"({len(odd)} such layers); use +lora"
-        )
+        ]
+    ragged = [name for name, layer in layers.items() if layer.weight.shape[1] % BLOCK]
+    if device == "cpu" and ragged:
+        return [
+            f"+qlora packs {BLOCK} values of a row together, and '{ragged[0]}' has rows of "
+            f"{layers[ragged[0]].weight.shape[1]} ({len(ragged)} such layers), which bitsandbytes unpacks wrongly on "
+            "CPUs; use +lora"
+        ]
+    return []
+
+
+def _run_every_layer(module: nn.Module) -> None:
+    """Keep PyTorch's own encoder from reading the weights of its linear layers past them, as it does in evaluation."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation_relu_or_gelu = 0  # what its fast path asks for
+        elif isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False
 
 
 def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) -> None:
@@ -186,8 +231,8 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 
 
 def _draw(module: nn.Module, *, real: bool, dtypes: set[torch.dtype]) -> None:
-    """Give the adapters, which are on the meta device, weights in the base's first dtype."""
-    dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+    """Give the adapters, which are on the meta device, weights in the base's first dtype, at least fp32."""
+    dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
     for layer in adapted_layers(module).values():
         parts = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
         for part in parts:

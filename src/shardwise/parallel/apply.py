@@ -1,8 +1,8 @@
 """Apply a plan to a live module: the whole order on this one page.
 
-adapters → check → meshes → batch norm → [stages → tensor parallel] → context → loss chunks → recompute → compile → precision →
-weights (→ packed) → shard or replicate → optimizer. What is in square brackets is `parallel.split`'s, for plans that
-cut the model itself.
+adapters → check → meshes → batch norm → [stages → tensor parallel] → context → loss chunks → recompute → compile →
+precision → weights (→ packed) → shard or replicate → optimizer. What is in square brackets is `parallel.split`'s, for
+plans that cut the model itself.
 
 What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -231,9 +231,9 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
             f"the optimizer holds {strangers} parameters that are not the model's; "
             "build it from the parameters of the model that you pass to session.prepare"
         )
-    for group, fresh in zip(optimizer.param_groups, adopted, strict=True):
-        group["params"] = [*(p for p in group["params"] if p.requires_grad), *fresh] if fresh else group["params"]
     if any(adopted):
+        for group, fresh in zip(optimizer.param_groups, adopted, strict=True):
+            group["params"] = [*(p for p in group["params"] if p.requires_grad), *fresh]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     cuts_state = plan.parsed.base == "zero1" and plan.parsed.engine == "torch"
     return shard_optimizer(optimizer) if cuts_state else optimizer

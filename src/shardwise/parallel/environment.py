@@ -178,6 +178,24 @@ def quiet_profiler() -> Iterator[None]:
         del os.environ[_PROFILER_LEVEL]
 
 
+def compiler() -> str:
+    """CXX: the C++ compiler that extensions are compiled with; ``c++`` where nothing is said, as PyTorch has it."""
+    return os.environ.get("CXX", "").strip() or "c++"
+
+
+@contextmanager
+def local_rank_told(local_rank: int) -> Iterator[None]:
+    """LOCAL_RANK is set inside, for a library that will not start without it; what the launcher has set stays."""
+    if os.environ.get("LOCAL_RANK"):
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
+
+
 def visible_devices() -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list; ``None`` when it is not set, which means every device.
 

@@ -66,7 +66,7 @@ def settle(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcas
     materialize(unit, device, broadcast=broadcast or fill is not None, frozen=fill is None)
     if fill is not None:
         fill(unit)
-    if any(type(child).__name__ == "Linear4bit" for child in unit.modules()):
+    if any(hasattr(child, "weight_options") for child in unit.modules()):
         from shardwise.parallel.quantise import pack
 
         pack(unit)

@@ -6,6 +6,7 @@ tensor that FSDP2 shards by rows, and peft knows its layer (docs/decisions).
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,9 @@ BLOCK = 64
 """Weights that share a scale: bitsandbytes' default, and that of arXiv:2305.14314."""
 WIDEST = {"nf4": 0.18, "fp4": 0.2}
 """Half the widest step between two values (0.152 of nf4, 0.167 of fp4), and room for scales that are packed, too."""
+
+
+_AT_ONCE = BLOCK << 14  # values that are held against each other at a time
 
 
 def quiet() -> None:
@@ -41,6 +45,33 @@ def bitsandbytes() -> Any:
     return found
 
 
+@functools.cache
+def packed_layer() -> Any:
+    """bitsandbytes' ``Linear4bit``, which casts no parameter in place and leaves the weight that it is given alone.
+
+    bitsandbytes' own forward gives ``bias.data`` the dtype of its input, which is a shard's under FSDP2 and would rest
+    so, and its evaluation on CPUs lays the weight out anew. Packed weights are computed with in the plan's dtype; what
+    comes out has the input's, under autocast autocast's.
+    """
+    package = bitsandbytes()
+
+    class PackedLinear(package.nn.Linear4bit):  # type: ignore[misc]
+        """A linear layer whose weight is packed; ``quant_state`` is ``None`` until it is."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """x [..., inputs] to [..., outputs]."""
+            kind, device = x.dtype, x.device.type
+            if torch.is_autocast_enabled(device):
+                kind = torch.get_autocast_dtype(device)
+            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+            outputs: torch.Tensor = package.matmul_4bit(
+                x.to(self.compute_dtype), self.weight, bias=bias, quant_state=self.quant_state
+            )
+            return outputs.to(kind)
+
+    return PackedLinear
+
+
 def prepare_packing(
     module: nn.Module, layers: dict[str, nn.Module], options: AdapterOptions, compute: torch.dtype
 ) -> tuple[str, ...]:
@@ -48,10 +79,10 @@ def prepare_packing(
 
     A layer with an adapter is replaced inside of it: peft's layer asks the one that it stands for, whatever that is.
     """
-    package = bitsandbytes()
+    kind = packed_layer()
     layer: Any
     for name, layer in layers.items():
-        found = package.nn.Linear4bit(
+        found = kind(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
@@ -60,8 +91,6 @@ def prepare_packing(
             quant_type=options.quant_type,
             device="meta",
         )
-        found.compute_type_is_set = True  # else the first input decides
-        found.support_avx512bf16_for_cpu = False  # an evaluation would repack the weight, which is a shard's
         found.bias = layer.bias
         found.weight_options = (options.double_quant, options.quant_type)
         found._parameters["weight"] = nn.Parameter(layer.weight.detach(), requires_grad=False)
@@ -93,41 +122,60 @@ def pack(unit: nn.Module) -> None:
         ModelError: bitsandbytes unpacks a weight wrongly. Its CPU kernel (0.50) does where a row is no multiple of 64
             values, and says nothing.
     """
-    package = bitsandbytes()
     for layer in packing_layers(unit):
-        weight = layer.weight
-        if layer.quant_state is not None:
-            continue
-        source = weight.detach()
-        source = source.float() if source.dtype == torch.float64 else source
-        found = package.nn.Params4bit(
-            source,
-            requires_grad=False,
-            blocksize=BLOCK,
-            compress_statistics=layer.weight_options[0],
-            quant_type=layer.weight_options[1],
-        ).to(source.device)
-        layer.weight, layer.quant_state = found, found.quant_state
-        nested, kind = layer.weight_options
-        wrong = _worst_step(source, unpacked(layer), nested=nested)
-        if wrong > WIDEST[kind]:
-            raise ModelError(
-                f"+qlora: bitsandbytes {package.__version__} unpacks a weight of {list(source.shape)} wrongly on "
-                f"{source.device.type} (off by {wrong:.2f} of a block's largest value, where rounding gives "
-                f"{WIDEST[kind]} at most); its rows must be multiples of {BLOCK}: use +lora"
-            )
+        if layer.quant_state is None:
+            found = packed(layer.weight.detach(), *layer.weight_options)
+            layer.weight, layer.quant_state = found, found.quant_state
+
+
+def packed(weight: torch.Tensor, nested: bool, kind: str) -> Any:
+    """bitsandbytes' parameter with ``weight`` [outputs, inputs] in 4 bits of ``kind``, its scales packed if ``nested``.
+
+    Raises:
+        ModelError: as `pack`.
+    """
+    package = bitsandbytes()
+    source = weight.float() if weight.dtype == torch.float64 else weight
+    found = package.nn.Params4bit(
+        source, requires_grad=False, blocksize=BLOCK, compress_statistics=nested, quant_type=kind
+    ).to(source.device)
+    wrong = _worst_step(source, package.functional.dequantize_4bit(found.data, found.quant_state), nested=nested)
+    if wrong > WIDEST[kind]:
+        raise ModelError(
+            f"+qlora: bitsandbytes {package.__version__} unpacks a weight of {list(source.shape)} wrongly on "
+            f"{source.device.type} (off by {wrong:.2f} of a block's largest value, where rounding gives "
+            f"{WIDEST[kind]} at most); its rows must be multiples of {BLOCK}: use +lora"
+        )
+    return found
+
+
+def packed_and_unpacked(weight: torch.Tensor, nested: bool, kind: str) -> torch.Tensor:
+    """What is computed with where ``weight`` [outputs, inputs] rests in 4 bits, in its own dtype.
+
+    Raises:
+        ModelError: as `pack`.
+    """
+    found = packed(weight, nested, kind)
+    values: torch.Tensor = bitsandbytes().functional.dequantize_4bit(found.data, found.quant_state)
+    return values
 
 
 def _worst_step(source: torch.Tensor, found: torch.Tensor, *, nested: bool) -> float:
     """How far a value is off at most, over the largest one of its block.
 
     Scales that are packed themselves are off by a share of the largest of all: a tenth of that is allowed for.
+    A few values at a time: a second and a third copy of a weight would count while a model is loaded.
     """
-    rest = -source.numel() % BLOCK
-    blocks = [nn.functional.pad(t.detach().float().flatten(), (0, rest)).view(-1, BLOCK) for t in (source, found)]
-    largest = blocks[0].abs().amax(1)
-    largest = (largest + 0.1 * largest.max() if nested else largest).clamp_min(torch.finfo(torch.float32).tiny)
-    return float(((blocks[0] - blocks[1]).abs().amax(1) / largest).max())
+    flat = [t.detach().flatten() for t in (source, found)]
+    slack = 0.1 * float(torch.maximum(flat[0].max(), -flat[0].min())) if nested else 0.0
+    worst = 0.0
+    for begin in range(0, flat[0].numel(), _AT_ONCE):
+        parts = [t[begin : begin + _AT_ONCE].float() for t in flat]
+        rest = -parts[0].numel() % BLOCK
+        was, now = (nn.functional.pad(part, (0, rest)).view(-1, BLOCK) for part in parts)
+        largest = (was.abs().amax(1) + slack).clamp_min(torch.finfo(torch.float32).tiny)
+        worst = max(worst, float(((was - now).abs().amax(1) / largest).max()))
+    return worst
 
 
 def unpacked(layer: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ from shardwise.parallel.context import apply_context
 from shardwise.parallel.context_exchange import Exchange
 from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.home import Home, set_home
+from shardwise.parallel.loss_chunks import OutputHead
 from shardwise.parallel.materialize import broadcast_buffers, move_buffers
 from shardwise.parallel.mesh import Meshes
 from shardwise.parallel.pipeline import Pipeline, check_tied, cut_stages, make_pipeline, stage_ranks
@@ -54,6 +55,7 @@ class Decision:
     wiring: Wiring | None
     layout: TensorLayout | None
     context: ContextLayout | None = None
+    head: OutputHead | None = None
 
 
 def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.errors import PlanError, did_you_mean
+from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 
@@ -32,6 +33,9 @@ _LATER: dict[str, object] = {
     "async_tp": False,
     "tp_styles": {},
     "prefetch": 1,
+    "loss_chunks": 1,
+    "adapter": None,
+    "optimizer_in_backward": False,
 }
 
 
@@ -53,8 +57,10 @@ class Plan(BaseModel):
     are cut (pattern of names to ``colwise``, ``rowwise``, ``replicate``; found by itself if empty), and ``async_tp``
     overlaps its collectives with matrix products (compiled, on GPUs). With pipeline parallel, ``pipeline_schedule``
     names the order of micro batches and ``virtual_stages`` the stages of each rank. ``compile`` runs ``torch.compile``
-    on each block, and ``prefetch`` is how many blocks ahead sharded weights are gathered. ``reason`` says why this plan
-    was chosen and is no part of the fingerprint.
+    on each block, and ``prefetch`` is how many blocks ahead sharded weights are gathered. ``loss_chunks`` is
+    how many parts a micro batch's logits are made in, never more than one at once. ``optimizer_in_backward``
+    steps each parameter as soon as its gradient is final, and frees the gradient. ``nvme_path`` is the folder on
+    the drive that ``+nvme`` swaps to, and ``reason`` says why this plan was chosen: neither is part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,7 +82,11 @@ class Plan(BaseModel):
     async_tp: bool = False
     tp_styles: dict[str, str] = {}
     prefetch: int = Field(default=1, ge=1)
+    loss_chunks: int = Field(default=1, ge=1)
+    optimizer_in_backward: bool = False
+    adapter: AdapterOptions | None = None
     device: DeviceType = "cpu"
+    nvme_path: str | None = None
     reason: str = ""
 
     @property
@@ -92,7 +102,7 @@ class Plan(BaseModel):
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits over everything that changes what is computed."""
-        facts = self.model_dump(mode="json", by_alias=True, exclude={"reason"})
+        facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", "nvme_path"})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are one thing
         facts = {key: value for key, value in facts.items() if key not in _LATER or value != _LATER[key]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -188,7 +198,62 @@ def axis_problems(plan: Plan) -> list[str]:
     needs |= dict.fromkeys(("pipeline_schedule", "virtual_stages"), ("+pp", strategy.pp > 1))
     needs["prefetch"] = ("sharded parameters (zero2, fsdp, hsdp)", strategy.shards_parameters)
     moot = [key for key, (_, there) in needs.items() if not there and getattr(plan, key) != _LATER[key]]
+    if plan.adapter is not None and strategy.adapter == "none":
+        wrong.append(f"'adapter' does nothing under {strategy}; name a strategy with +lora or +qlora, or take it out")
+    wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
+    wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
+    wrong += engine_problems(plan) if strategy.engine == "deepspeed" else []
     return wrong + [f"'{key}' does nothing without {needs[key][0]}; take it out" for key in moot]
+
+
+def chunk_problems(plan: Plan) -> list[str]:
+    """Why the loss cannot be computed in chunks, where it is asked to."""
+    strategy, dims, asked = plan.parsed, plan.dims, f"loss_chunks {plan.loss_chunks}"
+    fix = "set loss_chunks to 1, or use ddp, zero1, zero2, fsdp or hsdp"
+    if strategy.engine != "torch":
+        return [f"{asked} is not for {strategy}, whose engine runs the head by itself; {fix}"]
+    if max(strategy.tp, dims.tp) > 1:
+        return [f"{asked}: under {strategy} the head is cut, and loss_parallel cuts the logits with it; {fix}"]
+    if max(strategy.pp, dims.pp) > 1:
+        return [f"{asked}: under {strategy} the last stage must return its logits; {fix}"]
+    return []
+
+
+def engine_problems(plan: Plan) -> list[str]:
+    """What DeepSpeed does by itself, or not at all, and a plan asks for otherwise."""
+    strategy, wrong = plan.parsed, []
+    if plan.precision == "fp16":
+        wrong.append(f"{strategy} with precision fp16 can be planned but is not run by this version; use bf16")
+    if plan.compile:
+        wrong.append(f"{strategy} with compile can be planned but is not run by this version; take compile out")
+    if plan.prefetch > 1:
+        wrong.append(f"{strategy} gathers ahead by elements, not by blocks; take 'prefetch' out")
+    if plan.gradient_sync == "every":
+        wrong.append(f"{strategy} reduces gradients as its stage of ZeRO does; take gradient_sync = 'every' out")
+    if strategy.nvme and not plan.nvme_path:
+        wrong.append(f"{strategy} swaps to a drive: set parallel.nvme_path (nvme_path in a plan) to a folder on it")
+    if not strategy.nvme and plan.nvme_path:
+        wrong.append("'nvme_path' does nothing without +nvme; take it out")
+    return wrong
+
+
+def in_backward_problems(plan: Plan) -> list[str]:
+    """Why the optimizer cannot step each parameter during the backward, where it is asked to."""
+    strategy, dims, asked = plan.parsed, plan.dims, "optimizer_in_backward"
+    wrong = []
+    if plan.grad_accum > 1:
+        wrong.append(f"{asked} steps after one backward, but grad_accum is {plan.grad_accum}; set grad_accum to 1")
+    if plan.precision == "fp16":
+        wrong.append(f"{asked} steps before fp16's scaler has seen all gradients; use precision bf16")
+    if strategy.engine != "torch":
+        wrong.append(f"{asked} is not for {strategy}, whose engine steps by itself; use zero2, fsdp or hsdp")
+    elif dims.tp * dims.pp > 1 or strategy.tp * strategy.pp > 1:
+        wrong.append(f"{asked}: under {strategy} gradients are final only after the backward; use zero2, fsdp or hsdp")
+    elif strategy.base == "zero1":
+        wrong.append(f"{asked}: under zero1 ranks send each other whole parameters after the step; use zero2 or fsdp")
+    elif not strategy.shards_parameters and dims.dp * dims.cp > 1:
+        wrong.append(f"{asked}: under {strategy} ranks reduce gradients in buckets, later; use zero2, fsdp or hsdp")
+    return wrong
 
 
 def plan_problems(error: ValidationError) -> list[str]:

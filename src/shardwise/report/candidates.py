@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shardwise.cost.estimate import Estimate
 from shardwise.cost.money import Prices, break_even_months, dollars_per_million_tokens, price_of
+from shardwise.plan.plan import Plan
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain import memory_arithmetic, time_parts
 from shardwise.search.search import usable_bytes
@@ -29,6 +30,8 @@ AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel"
 def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
     """The facts, the table, why the others are not taken, and what would fit where nothing does."""
     print_facts(profile, cluster, console)
+    if result.candidates and (options := options_text(result.candidates[0].plan)):
+        console.print(f"with: {options}", markup=False)
     shown = _shown(result)
     console.print(_table(shown, result, cluster, console.width))
     left = len(result.candidates) - len(shown)
@@ -62,6 +65,18 @@ def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -
     )
     for line in profile.unknown:
         console.print(f"unknown: {line}", markup=False, style="yellow")
+
+
+def options_text(plan: Plan) -> str:
+    """What a plan does besides its strategy, in words; empty where that is nothing."""
+    found = []
+    if plan.adapter is not None:
+        found.append(f"adapters of rank {plan.adapter.rank} beside {', '.join(plan.adapter.targets)}")
+    if plan.loss_chunks > 1:
+        found.append(f"the loss in {plan.loss_chunks} chunks")
+    if plan.optimizer_in_backward:
+        found.append("the optimizer in the backward")
+    return "; ".join(found)
 
 
 def _shown(result: SearchResult) -> list[Candidate]:
@@ -227,6 +242,8 @@ def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candida
     """The arithmetic of one plan: every category with its formula, phases, time parts, bytes sent."""
     plan, memory, time = best.plan, best.memory, best.time
     console.print(f"plan: {plan.strategy} ({plan.dims}), {plan.precision}, recompute {plan.recompute}", markup=False)
+    if options := options_text(plan):
+        console.print(f"      with {options}", markup=False)
     console.print(f"      {plan.reason}", markup=False)
     console.print(f"batch: {plan.batch_equation()}", markup=False)
     table = Table(title="memory of the fullest device", title_justify="left", title_style="bold", box=None)

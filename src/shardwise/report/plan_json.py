@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardwise.cost.estimate import Estimate
 from shardwise.cost.flops import palm_flops
 from shardwise.cost.money import dollars_per_million_tokens
+from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import GradientSync, Precision, Recompute
 from shardwise.search.candidate import Candidate, SearchResult
@@ -58,6 +59,7 @@ class ClusterFacts(Facts):
     link: str | None
     link_bytes_per_s: float | None
     network_bytes_per_s: float | None
+    nvme_bytes_per_s: float | None = Field(description="of a node's drives together")
     price_per_device_hour: float | None
 
 
@@ -127,6 +129,9 @@ class CandidateEntry(Facts):
     global_batch: int | None
     recompute: Recompute
     gradient_sync: GradientSync
+    loss_chunks: int = Field(description="parts in which logits and their loss are made")
+    optimizer_in_backward: bool = Field(description="each weight is stepped as its gradient is done")
+    adapter: AdapterOptions | None = Field(description="what is trained under +lora and +qlora")
     precision: Precision
     memory_bytes: MemoryBytes
     phases: list[PhaseBytes]
@@ -230,6 +235,7 @@ def _cluster(cluster: ClusterSpec) -> ClusterFacts:
                 "devices_per_node",
                 "device_memory_bytes",
                 "host_memory_bytes",
+                "nvme_bytes_per_s",
                 "price_per_device_hour",
             }
         ),
@@ -267,6 +273,9 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
         global_batch=plan.global_batch,
         recompute=plan.recompute,
         gradient_sync=plan.gradient_sync,
+        loss_chunks=plan.loss_chunks,
+        optimizer_in_backward=plan.optimizer_in_backward,
+        adapter=plan.adapter,
         precision=plan.precision,
         memory_bytes=_memory(candidate.memory),
         phases=[PhaseBytes(**phase.model_dump()) for phase in candidate.memory.phases],

@@ -1,28 +1,69 @@
-"""What would fit where nothing does: each way that works, with its bytes."""
+"""What would fit where nothing does: each way that works, with its bytes, and its time where that is known.
+
+The order is that of simplicity: first what leaves the training as it is (chunks of the loss, the optimizer within the
+backward), then another optimizer with less state, then the host's memory and its drive, then another training
+(adapters only), then other devices. A time stands beside that of ``ddp`` on such devices with memory without limit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import SHARDED, Strategy
 from shardwise.search.candidate import Candidate, Pins
-from shardwise.search.enumerate import divisors
+from shardwise.search.enumerate import complexity, divisors
 from shardwise.search.explain import room_text
-from shardwise.search.search import Question, ask, simplest_fit, usable_bytes
+from shardwise.search.search import Question, ask, search, simplest_fit, usable_bytes
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.hardware import find_gpu, gpu_names
 from shardwise.spec.profile import ModelProfile
-from shardwise.units import bytes_text
+from shardwise.units import bytes_text, seconds_text
 
 MOST_NODES = 4096
 SHORTEST = 256
+CHUNKS = 8  # of the loss, where it is proposed
+STATES = {"adamw8bit": 2, "adafactor": 0}  # tensors of the weight's shape
+
+Command = Callable[[Mapping[str, str | None]], str]  # the question's own command with these options in it
+
+
+@dataclass
+class _Ways:
+    """What the ways share: the question, the seconds without a limit of memory, how a command is written.
+
+    ``kept`` is the first way that leaves the optimizer as it is.
+    """
+
+    question: Question
+    limitless_s: float | None
+    command: Command | None
+    kept: Candidate | None = None
+
+    def told(self, candidate: Candidate, options: Mapping[str, str | None]) -> str:
+        """A candidate with its bytes, its time and the command that plans it."""
+        text = _told(candidate, self.question.cluster)
+        if candidate.time is not None:
+            text += f"; {seconds_text(candidate.time.step_s)} a step"
+            if self.limitless_s:
+                text += f", {candidate.time.step_s / self.limitless_s:.2g} × that of ddp with memory without limit"
+            text += "" if candidate.hours is None else f", {candidate.hours:,.0f} hours in all"
+        elif candidate.plan.parsed.nvme and self.question.cluster.nvme_bytes_per_s is None:
+            text += "; its time is unknown (nvme_bytes_per_s of a cluster file)"
+        away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
+        text += f"; {bytes_text(away)} of host memory" if away else ""
+        return text if self.command is None else f"{text}: {self.command(options)}"
 
 
 def advice(
-    question: Question, candidates: Sequence[Candidate], shorter: Callable[[int], ModelProfile] | None
+    question: Question,
+    candidates: Sequence[Candidate],
+    shorter: Callable[[int], ModelProfile] | None,
+    command: Command | None = None,
 ) -> tuple[str, ...]:
-    """Ways to make it fit, in words, the cheapest first."""
+    """Ways to make it fit, in words, the simplest first; ``command`` writes the command line of one."""
     lines: list[str] = []
     nearest = min(candidates, key=lambda c: c.memory.device_bytes, default=None)
     if nearest is not None and question.usable is not None:
@@ -32,23 +73,61 @@ def advice(
                 f"nearest: {nearest.plan.strategy}, micro batch {nearest.plan.micro_batch}, recompute "
                 f"{nearest.plan.recompute}, is {bytes_text(over)} over the {bytes_text(question.usable)} usable"
             )
-    for way in (_unpin, _offload, _adapters, _other_gpu):
-        lines += way(question)
+    ways = _Ways(question, _limitless_s(question), command)
+    lines += _unpin(question)
+    for way in (_same_optimizer, _other_optimizer, _off_device, _adapters):
+        lines += way(ways)
+    lines += _other_gpu(question)
     if shorter is not None:
         lines += _shorter(question, shorter)
     lines += _more_devices(question)
     return tuple(lines) or ("no way was found; the model is too large for every device of the table",)
 
 
+def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
+    """The question's facts with ``changes``; the profile as it was before adapters changed it."""
+    facts: dict[str, Any] = {
+        "profile": question.plain or question.profile,
+        "workload": question.workload,
+        "cluster": question.cluster,
+        "pins": question.pins,
+        "costs": question.costs,
+        "only_runnable": question.only_runnable,
+    }
+    return {**facts, **changes}
+
+
 def _fit(question: Question, **changes: object) -> Candidate | None:
     """The simplest plan that fits the changed question."""
-    facts = {"profile": question.profile, "workload": question.workload, "cluster": question.cluster}
     try:
-        fixed = {"costs": question.costs, "only_runnable": question.only_runnable}
-        asked = ask(**{**facts, "pins": question.pins, **fixed, **changes})  # type: ignore[arg-type]
-        return simplest_fit(asked)
+        return simplest_fit(ask(**_asked(question, changes)))
     except PlanError:
         return None
+
+
+def _best(question: Question, **changes: object) -> Candidate | None:
+    """The best way to run the simplest strategy that fits the changed question."""
+    found = _fit(question, **changes)
+    if found is None or not question.timed:
+        return found
+    facts = _asked(question, changes)
+    facts["pins"] = facts["pins"].model_copy(update={"strategy": found.plan.parsed})
+    result = search(**facts)
+    return found if result.recommended is None else result.candidates[result.recommended]
+
+
+def _limitless_s(question: Question) -> float | None:
+    """Seconds of ``ddp`` with no adapters on these devices, had they memory without limit; ``None`` if unknown."""
+    if not question.timed:
+        return None
+    roomy = question.cluster.model_copy(update={"device_memory_bytes": None})
+    pins = Pins(strategy=Strategy(base="ddp"), recompute="none", precision=question.precision)
+    try:
+        result = search(**_asked(question, {"cluster": roomy, "pins": pins, "only_runnable": False}))
+    except PlanError:
+        return None
+    times = [c.time.step_s for c in result.candidates if c.time is not None]
+    return min(times, default=None)
 
 
 def _told(candidate: Candidate, cluster: ClusterSpec) -> str:
@@ -57,6 +136,87 @@ def _told(candidate: Candidate, cluster: ClusterSpec) -> str:
         f"{plan.strategy}, micro batch {plan.micro_batch}, recompute {plan.recompute}: "
         f"{room_text(candidate.memory, usable_bytes(cluster))}"
     )
+
+
+def _same_optimizer(ways: _Ways) -> Iterator[str]:
+    """The same numbers, made in another order."""
+    for name, options, flags in _orders(ways.question):
+        pins = ways.question.pins.model_copy(update={"options": {**ways.question.pins.options, **options}})
+        if found := _best(ways.question, pins=pins):
+            ways.kept = found
+            yield f"{name} fits: {ways.told(found, flags)}"
+            return
+
+
+_Order = tuple[str, dict[str, object], dict[str, str | None]]  # name, options of the plan, options of the command
+
+
+def _orders(question: Question) -> Iterator[_Order]:
+    """The loss in chunks, the optimizer in the backward, both."""
+    given, found = question.pins.options, list[_Order]()
+    if question.profile.vocab_size and not question.workload.fused_loss and given.get("loss_chunks", 1) == 1:
+        found.append((f"the loss in {CHUNKS} chunks", {"loss_chunks": CHUNKS}, {"--loss-chunks": str(CHUNKS)}))
+    if not given.get("optimizer_in_backward"):
+        early: dict[str, object] = {"optimizer_in_backward": True}
+        found.append(("the optimizer in the backward", early, {"--optimizer-in-backward": None}))
+    yield from found
+    if len(found) == 2:
+        first, second = found
+        yield f"{first[0]} and {second[0]}", {**first[1], **second[1]}, {**first[2], **second[2]}
+
+
+def _other_optimizer(ways: _Ways) -> Iterator[str]:
+    """Less state: other updates than AdamW's, so other numbers; said where it spares a more complex strategy."""
+    question = ways.question
+    limit = (9,) if ways.kept is None else complexity(ways.kept.plan.parsed)
+    if question.workload.optimizer != "adamw":
+        return
+    for name, states in STATES.items():
+        lean = {"optimizer": name, "optimizer_states": states, "optimizer_temporaries": 0.0}
+        work = question.workload.model_copy(update=lean)
+        for order, options, flags in (("", {}, {}), *_orders(question)):
+            pins = question.pins.model_copy(update={"options": {**question.pins.options, **options}})
+            found = _best(question, pins=pins, workload=work)
+            if found is not None and complexity(found.plan.parsed) < limit:
+                beside = f" with {order}" if order else ""
+                told = ways.told(found, {"--optimizer": name, **flags})
+                yield f"another optimizer, {name}{beside}, fits: {told}"
+                return
+
+
+def _off_device(ways: _Ways) -> Iterator[str]:
+    """Host memory, and where that is not enough, its drive."""
+    question, strategy = ways.question, ways.question.pins.strategy
+    if question.cluster.device == "cpu" or (strategy is not None and strategy.nvme):
+        return
+    if strategy is not None and not strategy.offload:
+        base = strategy.base if strategy.base in SHARDED or strategy.engine == "deepspeed" else "fsdp"
+        moved = strategy.model_copy(update={"base": base, "offload": True})
+        if found := _best(question, pins=question.pins.model_copy(update={"strategy": moved})):
+            yield f"offload fits: {ways.told(found, {'--strategy': str(moved)})}"
+            return
+    swapped = Strategy(base="fsdp", engine="deepspeed", nvme=True)
+    if strategy is not None and (strategy.splits_model or strategy.adapter != "none"):
+        return  # DeepSpeed runs neither here
+    free = {"strategy": swapped, "dp_replicate": None, "dp_shard": None}
+    if found := _best(question, pins=question.pins.model_copy(update=free)):
+        yield f"swapping to a drive fits: {ways.told(found, {'--strategy': str(swapped)})}"
+
+
+def _adapters(ways: _Ways) -> Iterator[str]:
+    """Fine-tuning adapters only: another thing is trained, so this is advice and never chosen."""
+    question, strategy = ways.question, ways.question.pins.strategy
+    had = "none" if strategy is None else strategy.adapter
+    words = {"lora": "adapters (LoRA)", "qlora": "adapters on 4-bit weights (QLoRA)"}
+    for adapter in {"none": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[had]:
+        for base, offload in (("ddp", False), ("fsdp", False), ("fsdp", True)):
+            if offload and question.cluster.device == "cpu":
+                continue
+            wanted = Strategy.model_validate({"base": base, "adapter": adapter, "offload": offload})
+            pins = question.pins.model_copy(update={"strategy": wanted, "dp_replicate": None, "dp_shard": None})
+            if found := _best(question, pins=pins):
+                yield f"another training, {words[adapter]} only, fits: {ways.told(found, {'--strategy': str(wanted)})}"
+                break
 
 
 def _unpin(question: Question) -> Iterator[str]:
@@ -76,31 +236,6 @@ def _unpin(question: Question) -> Iterator[str]:
         yield f"another strategy fits: {_told(found, question.cluster)}"
     if pins.model_copy(update=free) != Pins() and (found := _fit(question, pins=Pins(precision=pins.precision))):
         yield f"with nothing pinned it fits: {_told(found, question.cluster)}"
-
-
-def _offload(question: Question) -> Iterator[str]:
-    strategy = question.pins.strategy
-    if question.cluster.device == "cpu" or strategy is None or strategy.offload:
-        return
-    base = strategy.base if strategy.base in SHARDED else "fsdp"
-    pins = question.pins.model_copy(update={"strategy": strategy.model_copy(update={"base": base, "offload": True})})
-    if found := _fit(question, pins=pins):
-        host = f", {bytes_text(found.memory.host_bytes)} of host memory" if found.memory.host_bytes else ""
-        yield f"offload fits: {_told(found, question.cluster)}{host}"
-
-
-def _adapters(question: Question) -> Iterator[str]:
-    """Fine-tuning adapters only: another thing is trained, so this is advice and never chosen."""
-    strategy = question.pins.strategy
-    if question.only_runnable or (strategy is not None and strategy.adapter != "none"):
-        return
-    for adapter in ("lora", "qlora"):
-        for base in ("ddp", "fsdp"):
-            strategy = Strategy.model_validate({"base": base, "adapter": adapter})
-            pins = question.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
-            if found := _fit(question, pins=pins):
-                yield f"training adapters only fits: {_told(found, question.cluster)}"
-                return
 
 
 def _other_gpu(question: Question) -> Iterator[str]:

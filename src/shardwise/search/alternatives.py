@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from shardwise.errors import PlanError
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
+from shardwise.search.adapting import with_plan
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.search import ask, cost_of
 from shardwise.spec.cluster import ClusterSpec
@@ -104,6 +105,6 @@ def _cost(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, plan:
     """A plan's costs; nothing where it cannot be costed: then it is no alternative."""
     pins = Pins(strategy=plan.parsed, precision=plan.precision)
     try:
-        return cost_of(ask(profile, workload, cluster, pins), plan)
+        return cost_of(ask(profile, with_plan(workload, plan), cluster, pins), plan)
     except PlanError:
         return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import PlanError
 from shardwise.plan.cuts import context_fits, context_problem, length_problem, tensor_problem
 from shardwise.plan.dims import ParallelDims, dims_for
-from shardwise.plan.plan import Recompute
+from shardwise.plan.plan import Plan, Recompute, axis_problems
 from shardwise.plan.strategy import BASES, DEGREES, SHARDED, Base, Strategy
 from shardwise.search.candidate import Pins
 from shardwise.spec.cluster import ClusterSpec
@@ -19,6 +20,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 LEAST_TOKENS = 2048  # of one sample on a rank, below which context parallel is not tried unless it is pinned
 IMBALANCE = 1.1  # the longest pipeline stage over the mean, in blocks, above which a degree is not tried
 TENSOR_DEGREES = (1, 2, 4, 8, 16)
+OPTIONS: dict[str, object] = {"optimizer_in_backward": False, "loss_chunks": 1}  # that some strategies do not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,27 @@ def layouts(
         raise PlanError(_no_layout(refused, workload, cluster, pins))
     found.sort(key=lambda layout: complexity(layout.strategy))
     return found, refused
+
+
+def with_options(
+    found: list[Layout], pins: Pins, plan_of: Callable[[Layout], Plan]
+) -> tuple[list[Layout], list[Refusal]]:
+    """The layouts whose plans may have the pinned options, and those that are refused for them.
+
+    Raises:
+        PlanError: all are refused.
+    """
+    names = [name for name, default in OPTIONS.items() if pins.options.get(name, default) != default]
+    allowed, refused = [], list[Refusal]()
+    for layout in found if names else ():
+        wrong = [line for line in axis_problems(plan_of(layout)) if any(name in line for name in names)]
+        if wrong:
+            refused.append(Refusal(layout.name, wrong[0]))
+        else:
+            allowed.append(layout)
+    if names and not allowed:
+        raise PlanError(*dict.fromkeys(refusal.reason for refusal in refused))
+    return (allowed, refused) if names else (found, [])
 
 
 def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[Strategy]:

@@ -175,7 +175,7 @@ def _decided(
     from shardwise.search.extrapolate import shorten
     from shardwise.spec.read import read_model
 
-    if not plan.dims.splits_model:
+    if not plan.dims.splits_model and plan.loss_chunks == 1:
         yield
         return
     module, size = materialize.build(build, 0, real=False), plan.micro_batch or 1

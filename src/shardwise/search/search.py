@@ -7,7 +7,7 @@ recommended. Where no time is known, the simplest that fits is. A plan that does
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ from shardwise.cost.steptime import StepTime
 from shardwise.errors import PlanError
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import GradientSync, Plan, Precision, Recompute
+from shardwise.search.adapting import adapted, adapter_of, with_adapter
 from shardwise.search.candidate import Candidate, Pins, SearchResult
-from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts
+from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts, with_options
 from shardwise.search.quick import Totals, floor_bytes, guess_s, totals_of
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.profile import ModelProfile
@@ -71,6 +72,7 @@ class Question:
     usable: int | None
     timed: bool
     only_runnable: bool = False
+    plain: ModelProfile | None = None  # the profile before a pinned adapter changed it; None where none did
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +149,18 @@ def ask(
     rates: Rates | None = None,
     only_runnable: bool = False,
 ) -> Question:
-    """Put a question together; an adapter that is pinned changes the profile."""
-    precision = pins.precision or default_precision(cluster)
-    if pins.strategy is not None and pins.strategy.adapter != "none":
-        from shardwise.spec.adapters import with_adapters
+    """Put a question together; an adapter that is pinned changes the profile.
 
-        profile = with_adapters(profile, pins.strategy.adapter, workload.lora_rank)
+    Raises:
+        PlanError: the adapter cannot be.
+    """
+    precision, plain = pins.precision or default_precision(cluster), None
+    if pins.options.get("adapter") is not None:
+        workload = with_adapter(workload, pins.options["adapter"])
+    if pins.strategy is not None and pins.strategy.adapter != "none":
+        profile, plain = adapted(profile, pins.strategy, workload, precision), profile
+    if pins.options.get("optimizer_in_backward") and pins.grad_accum is None:
+        pins = pins.model_copy(update={"grad_accum": 1})
     return Question(
         profile=profile,
         workload=workload,
@@ -169,6 +177,7 @@ def ask(
             and ((costs is not None and costs.links_known) or not unknown_links(cluster))
         ),
         only_runnable=only_runnable,
+        plain=plain,
     )
 
 
@@ -182,11 +191,13 @@ def search(
     rates: Rates | None = None,
     shorter: Callable[[int], ModelProfile] | None = None,
     only_runnable: bool = False,
+    command: Callable[[Mapping[str, str | None]], str] | None = None,
 ) -> SearchResult:
     """All plans for ``profile`` on ``cluster``, best first; one for each strategy, in its best split and recompute.
 
     ``rates`` are this machine's measured ones; ``shorter`` makes the profile at another length, for advice only;
-    ``only_runnable`` leaves out what this version plans but does not run.
+    ``only_runnable`` leaves out what this version plans but does not run. ``command`` writes the command line of a way
+    that is proposed, from the options that make it.
 
     Raises:
         PlanError: what is pinned cannot be laid out, or the global batch goes with no strategy.
@@ -202,7 +213,7 @@ def search(
     candidates = _best_of_each(question, found)
     ranked, chosen = rank(question, candidates)
     told = with_reasons(question, ranked, chosen, considered)
-    said = () if chosen is not None else advice(question, told, shorter)
+    said = () if chosen is not None else advice(question, told, shorter, command)
     return SearchResult(candidates=tuple(told), recommended=chosen, considered=considered, advice=said)
 
 
@@ -216,7 +227,8 @@ def laid_out(question: Question) -> tuple[list[Layout], list[Refusal]]:
     kept = [one for one in found if not (question.only_runnable and one.strategy.not_runnable)]
     if not kept:
         raise PlanError(f"no strategy that this version runs can be laid out: {refused[0].reason}")
-    return kept, refused
+    allowed, without = with_options(kept, question.pins, lambda one: plan_for(question, one, one.micros[0], "none"))
+    return allowed, [*refused, *without]
 
 
 def recomputes(question: Question) -> tuple[Recompute, ...]:
@@ -238,6 +250,7 @@ def plan_for(question: Question, layout: Layout, micro: int, recompute: Recomput
         recompute=recompute,
         gradient_sync=sync if layout.share > micro else "last",
         device=question.cluster.device,
+        adapter=adapter_of(question.pins, question.workload) if layout.strategy.adapter != "none" else None,
         **axis_options(question.pins, layout.dims),
     )
 
@@ -246,7 +259,7 @@ def axis_options(pins: Pins, dims: ParallelDims) -> dict[str, Any]:
     """How the axes that a plan has are run: as ``train`` does, or as is pinned."""
     axes = dict.fromkeys(("sequence_parallel", "loss_parallel", "async_tp"), dims.tp)
     axes |= dict.fromkeys(("pipeline_schedule", "virtual_stages"), dims.pp)
-    wanted = {"loss_parallel": True} | pins.options
+    wanted = {"loss_parallel": True} | {key: value for key, value in pins.options.items() if key != "adapter"}
     return {key: value for key, value in wanted.items() if axes.get(key, 2) > 1}
 
 

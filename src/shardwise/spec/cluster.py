@@ -27,7 +27,8 @@ class ClusterSpec(BaseModel):
     """Nodes of equal devices. Memory is in bytes, for each device; ``host_memory_bytes`` is for each node.
 
     ``gpu`` is the device's row of the hardware table, ``None`` where it has none. ``link`` joins the devices of a node,
-    ``network`` the nodes: bytes per second for each device, one direction. A price is US dollars for an hour of one
+    ``network`` the nodes: bytes per second for each device, one direction. ``nvme_bytes_per_s`` is what the drives of a
+    node read or write together, for all its devices. A price is US dollars for an hour of one
     device.
     """
 
@@ -43,6 +44,7 @@ class ClusterSpec(BaseModel):
     gpu: GpuSpec | None = None
     link: Link | None = None
     network: Link | None = None
+    nvme_bytes_per_s: float | None = None
     price_per_device_hour: float | None = None
 
     @property

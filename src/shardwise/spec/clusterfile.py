@@ -8,6 +8,7 @@
     link = "nvlink"                # as after @ on the command line, or a table {kind, bytes_per_s}
     network = "ib400"              # as after /, or a table {kind, bytes_per_s}
     host_memory_bytes = 2e12       # of each node
+    nvme_bytes_per_s = 6e9         # of each node's drives, all of them together
     price_per_device_hour = 2.2    # US dollars
 
 A GPU that the table does not have is a table of its own: ``[gpu]`` with ``name`` and ``memory_bytes``, and any other
@@ -37,6 +38,7 @@ FIELDS = (
     "cores_per_node",
     "link",
     "network",
+    "nvme_bytes_per_s",
     "price_per_device_hour",
 )
 Facts = TypeVar("Facts", bound=BaseModel)
@@ -80,6 +82,8 @@ def read_cluster(path: Path) -> ClusterSpec:
             path, "network", {"kind": "network"} | network if isinstance(network, dict) else network, problems
         )
     given = {key: _number(path, key, data[key], problems) for key in FIELDS[3:6] if key in data}
+    if "nvme_bytes_per_s" in data:
+        given["nvme_bytes_per_s"] = _number(path, "nvme_bytes_per_s", data["nvme_bytes_per_s"], problems)
     given["price_per_device_hour"] = gpu.price_per_hour if gpu else None
     if "price_per_device_hour" in data:
         given["price_per_device_hour"] = _number(path, "price_per_device_hour", data["price_per_device_hour"], problems)

@@ -28,6 +28,7 @@ class Weight:
     itemsize: float = 4.0  # at rest; 4-bit storage with double quantisation has 0.516
     trainable: bool = True
     tp_dim: int | None = None
+    scales: float = 0.0  # of ``itemsize``, what no sharding divides: the scales of 4-bit blocks
 
     @property
     def num_elements(self) -> int:

@@ -23,7 +23,8 @@ class Workload(BaseModel):
     ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled`` says that
     blocks run under ``torch.compile``; ``fused_loss`` that the loss never widens the logits to fp32 (a compiled one,
     flash-attn's, Liger's). ``framework_overhead`` counts what surrounds the program: the device's context,
-    communicator buffers, and the host time between kernels.
+    communicator buffers, and the host time between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters,
+    where it has some (`shardwise.spec.adapters.AdapterFacts`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,3 +44,7 @@ class Workload(BaseModel):
     fused_loss: bool = False
     framework_overhead: bool = True
     lora_rank: int = 16
+    lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
+    lora_dora: bool = False
+    double_quant: bool = True

@@ -1,4 +1,4 @@
-"""The config file of ``shardwise train``: six tables, validated at once.
+"""The config file of ``shardwise train``: seven tables, validated at once.
 
 Each table is one frozen class; ``Config`` only composes them. `read_config` is the only way in: it reads the
 file, applies ``key=value`` overrides and reports every problem in one `ConfigError`.
@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.errors import ConfigError, PlanError, did_you_mean
-from shardwise.plan.plan import PipelineSchedule, Recompute, RunPrecision
+from shardwise.plan.adapter import AdapterOptions
+from shardwise.plan.plan import PipelineSchedule, Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 
 Positive = Annotated[int, Field(ge=1)]
@@ -100,19 +101,20 @@ class DataTable(Table):
         return self
 
 
+_NAMES = ("adamw", "adamw8bit", "adafactor", "sgd")
 _OWNERS = {
-    "name": ("adamw", "sgd"),
-    "betas": ("adamw",),
-    "eps": ("adamw",),
+    "name": _NAMES,
+    "betas": ("adamw", "adamw8bit"),
+    "eps": ("adamw", "adamw8bit"),
     "momentum": ("sgd",),
-    "weight_decay": ("adamw", "sgd"),
+    "weight_decay": _NAMES,
 }
 
 
 class OptimizerTable(Table):
     """``[optimizer]``: the optimizer, its schedule and clipping."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
     factory: str | None = Field(None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     lr: float = Field(1e-3, gt=0)
@@ -124,6 +126,7 @@ class OptimizerTable(Table):
     warmup_steps: Count = 0
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
     clip_norm: float | None = Field(1.0, gt=0, description="largest norm of the gradient; 'none' is no limit")
+    in_backward: bool = Field(False, description="step each parameter as soon as its gradient is final, and free that")
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
@@ -132,10 +135,20 @@ class OptimizerTable(Table):
         kind = "a factory" if self.factory is not None else self.name
         for key, owners in _OWNERS.items():
             if key in self.model_fields_set and kind not in owners:
-                raise ValueError(f"'{key}' does nothing for {kind}, only for {' and '.join(owners)}; take it out")
+                raise ValueError(f"'{key}' does nothing for {kind}, only for {_listed(owners)}; take it out")
+        if self.in_backward and self.clip_norm is not None:
+            raise ValueError(
+                "'in_backward' steps before the norm of all gradients is known, and 'clip_norm' is "
+                f'{self.clip_norm:g}; set optimizer.clip_norm="none", or take in_backward out'
+            )
         if "min_lr_ratio" in self.model_fields_set and self.schedule == "constant":
             raise ValueError("'min_lr_ratio' does nothing for the schedule constant; take it out")
         return self
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 FIRST_TRACED, MOST_TRACED = 4, 100  # receipts look at the steps before; a trace of many steps does not open anywhere
@@ -169,6 +182,7 @@ class TrainTable(Table):
     global_batch: Positive | None = Field(None, description="samples per optimizer step over all ranks")
     micro_batch: Positive | None = Field(None, description="samples per forward on one rank")
     grad_accum: Positive | None = Field(None, description="micro batches per optimizer step on one rank")
+    loss_chunks: Positive = Field(1, description="parts that a micro batch's logits are made in, one at a time")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: str = Field("runs/default", description="run folder")
     log_every: Positive = 1
@@ -237,6 +251,7 @@ class ParallelTable(Table):
     )
     compile: bool = Field(False, description="torch.compile on each block")
     prefetch: Positive = Field(1, description="blocks ahead of which sharded weights are gathered")
+    nvme_path: str | None = Field(None, description="+nvme: folder on the drive that weights and states are swapped to")
     threads: Positive | None = Field(
         None, description="CPU threads of a rank; the cores divided by the ranks if left out"
     )
@@ -260,6 +275,7 @@ class ParallelTable(Table):
             "pipeline_schedule": ("+pp", strategy.pp > 1),
             "virtual_stages": ("+pp", strategy.pp > 1),
             "prefetch": ("sharded parameters (zero2, fsdp, hsdp)", strategy.shards_parameters),
+            "nvme_path": ("+nvme", strategy.nvme),
         }
         moot = [
             f"'{key}' does nothing without {what}; take it out"
@@ -268,6 +284,28 @@ class ParallelTable(Table):
         ]
         if moot:
             raise ValueError(*moot)
+
+
+class LoraTable(Table):
+    """``[lora]``: the adapters of a strategy with ``+lora`` or ``+qlora``; the base is frozen."""
+
+    rank: Positive = 16
+    alpha: float = Field(32.0, gt=0, description="adapters count alpha / rank")
+    dropout: Fraction = Field(0.0, description="share of an adapter's inputs dropped in training")
+    targets: list[str] = Field(
+        default_factory=lambda: ["all-linear"],
+        min_length=1,
+        description="all-linear, attention, mlp, or ends of names of linear layers",
+    )
+    rslora: bool = Field(False, description="adapters count alpha / sqrt(rank)")
+    dora: bool = Field(False, description="train the norm of each output's weights apart")
+    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="+qlora: the 16 values of 4 bits")
+    double_quant: bool = Field(True, description="+qlora: pack the scales, too")
+
+    @property
+    def options(self) -> AdapterOptions:
+        """As a plan has them."""
+        return AdapterOptions(**{**self.model_dump(), "targets": tuple(self.targets)})
 
 
 class CheckpointTable(Table):
@@ -279,6 +317,24 @@ class CheckpointTable(Table):
     folder: str | None = Field(None, description="path or URL (s3://...); else 'checkpoints' in train.output")
     async_save: bool = Field(False, description="copy the state, and write it while training goes on")
     verify: bool = Field(True, description="compare the hashes of what is read on resume")
+
+
+def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
+    """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
+    if table.factory is None and strategy.engine == "deepspeed" and table.name in ("adamw8bit", "adafactor"):
+        return [
+            f"optimizer.name '{table.name}' is not for {strategy}: DeepSpeed cuts flattened weights anywhere, and its state "
+            "goes by rows or blocks; use adamw or sgd, or the same stage on PyTorch (zero1, zero2, fsdp)"
+        ]
+    if table.factory is not None or strategy.tp == 1:
+        return []
+    why = {
+        "adamw8bit": "its blocks of 256 run along a rank's rows, and parts cut along columns do not go together",
+        "adafactor": "its sums over rows and columns are not those of parts that are cut along columns",
+    }.get(table.name)
+    if why is None:
+        return []
+    return [f"optimizer.name '{table.name}' is not for +tp: {why}; use adamw, or a strategy without +tp"]
 
 
 class Config(Table):
@@ -294,12 +350,58 @@ class Config(Table):
     optimizer: OptimizerTable = OptimizerTable()
     train: TrainTable
     parallel: ParallelTable = ParallelTable()
+    lora: LoraTable = LoraTable()
     checkpoint: CheckpointTable = CheckpointTable()
+
+    @model_validator(mode="after")
+    def _adapters_are_asked_for(self) -> Self:
+        named, given = self.parallel.strategy, sorted(self.lora.model_fields_set)
+        kind = "none" if named == "auto" else parse_strategy(named).adapter
+        problems = []
+        if kind == "none" and "lora" in self.model_fields_set:
+            problems.append(
+                f"'lora' does nothing under the strategy {named}; name one with +lora or +qlora, such as fsdp+qlora, "
+                "or take the table out"
+            )
+        if kind == "lora" and (moot := [key for key in ("quant_type", "double_quant") if key in given]):
+            problems.append(f"'lora.{moot[0]}' does nothing without +qlora; take it out")
+        if kind != "none" and self.model.freeze:
+            problems.append(f"'model.freeze' does nothing under {named}, which freezes all of the model; take it out")
+        if problems:
+            raise ValueError(*problems)
+        return self
 
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> Self:
         if self.train.eval_every and not self.data.heldout_fraction and self.data.heldout_path is None:
             raise ValueError("'train.eval_every' does nothing where data.heldout_fraction is 0; take it out")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_go_with_the_strategy(self) -> Self:
+        chunks, strategy = self.train.loss_chunks, self.parallel.strategy
+        if chunks > 1 and strategy != "auto":
+            problems = chunk_problems(Plan(strategy=strategy, loss_chunks=chunks))
+            if problems:
+                raise ValueError(*(f"train.{problem}" for problem in problems))
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_goes_with_the_strategy(self) -> Self:
+        parallel, optimizer = self.parallel, self.optimizer
+        named = None if parallel.strategy == "auto" else parse_strategy(parallel.strategy)
+        problems = [] if named is None else optimizer_problems(optimizer, named)
+        if optimizer.in_backward and named is None:
+            problems.append(
+                "'optimizer.in_backward' is not for every strategy, and 'parallel.strategy' is auto; "
+                "name one: zero2, fsdp or hsdp (ddp on one rank)"
+            )
+        elif optimizer.in_backward:
+            accum = self.train.grad_accum or 1
+            plan = Plan(strategy=parallel.strategy, grad_accum=accum, precision=parallel.precision)
+            problems += in_backward_problems(plan)
+        if problems:
+            raise ValueError(*problems)
         return self
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from shardwise.errors import DataError, ModelError
+from shardwise.parallel.loss_chunks import LateLogits
 from shardwise.parallel.waits import WAITS
 
 IGNORED = -100
@@ -21,10 +22,13 @@ def token_loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
     Args:
         outputs: logits [..., vocabulary], or an object that has them as ``.logits``. They may be cut over the
-            vocabulary (a DTensor, as ``loss_parallel`` leaves them); they are not gathered then.
+            vocabulary (a DTensor, as ``loss_parallel`` leaves them); they are not gathered then. Under ``loss_chunks``
+            they are not made yet, and are made here, a part at a time.
         labels: [...], ``-100`` where there is no label.
     """
-    logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    logits = outputs if isinstance(outputs, torch.Tensor | LateLogits) else outputs.logits
+    if isinstance(logits, LateLogits):
+        return logits.loss_sum(labels, IGNORED)
     if isinstance(logits, DTensor):
         return _cut_loss_sum(logits, labels)
     return functional.cross_entropy(

@@ -17,7 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.spec.workload import Workload
+from shardwise.parallel.adafactor import Adafactor
+from shardwise.parallel.adamw8bit import AdamW8bit
+from shardwise.spec.workload import OptimizerName, Workload
 from shardwise.train.config import OptimizerTable
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
@@ -27,7 +29,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
     """The optimizer of a config. AdamW is fused: one pass over the weights, on CPU and on GPU alike.
 
     Raises:
-        ConfigError: the factory cannot be imported or does not return an optimizer.
+        ConfigError: the factory cannot be imported or does not return an optimizer, or bitsandbytes is not installed.
     """
     trained = [p for p in parameters if p.requires_grad]
     if table.factory is not None:
@@ -38,6 +40,12 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
         if not isinstance(made, Optimizer):
             raise ConfigError(f"{where} returned a {type(made).__name__}; it must return an Optimizer")
         return made
+    if table.name == "adamw8bit":
+        return AdamW8bit(
+            trained, lr=table.lr, betas=(table.betas[0], table.betas[1]), eps=table.eps, weight_decay=table.weight_decay
+        )
+    if table.name == "adafactor":
+        return Adafactor(trained, lr=table.lr, weight_decay=table.weight_decay)
     if table.name == "sgd":
         # not fused: PyTorch has no fused SGD for sharded parameters
         return torch.optim.SGD(trained, lr=table.lr, momentum=table.momentum, weight_decay=table.weight_decay)
@@ -65,8 +73,14 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, de
     elif isinstance(inner, torch.optim.SGD):
         kept = {bool(group["momentum"]) for group in inner.param_groups}
         states = (int(kept.pop()) if len(kept) == 1 else None, 0)  # unknown where groups differ
+    lean: dict[str, OptimizerName] = {}
+    if isinstance(inner, AdamW8bit):
+        states, lean = (2, 0), {"optimizer": "adamw8bit"}
+    elif isinstance(inner, torch.optim.Adafactor):
+        states, lean = (0, 1), {"optimizer": "adafactor"}
     together, each = _temporaries(inner, device)
     return Workload(
+        **lean,
         optimizer_states=states[0],
         scalar_states=states[1],
         optimizer_temporaries=together,
@@ -80,9 +94,14 @@ def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float
 
     As torch.optim 2.13 has it. Fused kernels make none. ``foreach``, the default on CUDA but not on CPU, makes the root
     of the second moment for all parameters, and where weight decay is added to the gradients, those. The plain loop
-    makes the root and its quotient, or the one gradient.
+    makes the root and its quotient, or the one gradient. bitsandbytes' kernel for GPUs makes none, its CPU code both
+    moments in fp32, the gradient's copy, the denominator and its quotient. Adafactor makes the update and a square.
     """
     groups, known = optimizer.param_groups, (*_ADAMS, torch.optim.SGD)
+    if isinstance(optimizer, AdamW8bit):
+        return (0.0, 0.0) if device == "cuda" else (0.0, 5.0)
+    if isinstance(optimizer, Adafactor):
+        return 0.0, 2.0
     if not isinstance(optimizer, known):
         return 1.0, 0.0
     if all(group.get("fused") for group in groups):

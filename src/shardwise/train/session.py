@@ -28,6 +28,8 @@ from shardwise.parallel.context import sequence_share
 from shardwise.parallel.gradients import finish_partial, global_norm, scale_to
 from shardwise.parallel.group import Ranks, gather_ints, leave
 from shardwise.parallel.home import home_of
+from shardwise.parallel.in_backward import InBackward
+from shardwise.parallel.materialize import Fill
 from shardwise.parallel.precision import grad_scaler
 from shardwise.parallel.same_batches import check_same_batches, checksum
 from shardwise.parallel.shard import discard_gradients
@@ -93,7 +95,8 @@ class Session:
 
     ``plan`` is known after `prepare`. ``phase`` says what the session is doing, for those who watch it; who must know
     the moment that it changes puts a function into ``phase_watchers``. ``mail`` is sent with each step's first message.
-    ``micros_left`` are the micro batches of a step that come after the one at hand.
+    ``micros_left`` are the micro batches of a step that come after the one at hand. ``in_backward`` steps parameters
+    during the backward where the plan says so.
     """
 
     ranks: Ranks
@@ -109,6 +112,7 @@ class Session:
     micros_left: int = 0
     timekeeper: Timekeeper | None = None
     mail: list[Mail] = field(default_factory=list)
+    in_backward: InBackward | None = None
     _stream: Stream | None = None
     _plan: Plan | None = None
     _applied: Applied | None = None
@@ -189,12 +193,16 @@ class Session:
         """Structural facts of the model."""
         return self.applied.spec
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, sample: Any = None) -> tuple[nn.Module, Optimizer]:
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, sample: Any = None, fill: Fill | None = None
+    ) -> tuple[nn.Module, Optimizer]:
         """Put the model under the plan and point the optimizer at its parameters.
 
         Weights are rank 0's. Build learning-rate schedulers from the optimizer that is returned. ``sample`` is what
         the model takes for one micro batch, as the loader gives it; tensor, pipeline and context parallel look at one
-        forward of it (values do not matter), of token ids [1, length] if it is left out.
+        forward of it (values do not matter), of token ids [1, length] if it is left out. Under ``+lora`` and ``+qlora``
+        adapters are put into the model, and the optimizer holds them in place of the weights that they stand beside;
+        ``fill`` gives each unit of a model on the meta device its frozen weights.
 
         Raises:
             ModelError: the session has a model already, or the model does not allow the plan.
@@ -207,10 +215,18 @@ class Session:
                 f"the plan is for {self._plan.device}, and this rank computes on {self.device.type}; give "
                 f"start(..., device='{self._plan.device}'), or a plan whose device is '{self.device.type}'"
             )
-        names = parameter_names(model)
-        self._applied = apply(model, self._plan, self.device, sample)
-        self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
+        if self._plan.parsed.engine == "deepspeed":
+            from shardwise.parallel.deepspeed import apply_deepspeed
+
+            place = (self.device, self.ranks.local_rank)
+            self._applied, self._optimizer = apply_deepspeed(model, optimizer, self._plan, *place)
+        else:
+            names = parameter_names(model)
+            self._applied = apply(model, self._plan, self.device, sample, fill)
+            self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
+        if self._plan.optimizer_in_backward:
+            self.in_backward = InBackward(self._optimizer)
         self.scaler = grad_scaler(self._plan)
         if self.scaler is not None and not all(row[0] for row in gather_ints([len(self._trainable)], self.ranks)):
             raise ModelError("fp16 needs parameters to train on every pipeline stage, and one has none; use bf16")
@@ -240,7 +256,10 @@ class Session:
         """As `steps`, from windows that are this rank's own already."""
         source, last = iter(share), None
         if self._applied is not None:  # of a loop that was left in the middle of a step
-            discard_gradients(self.applied.outer)
+            if self._applied.engine is None:
+                discard_gradients(self._applied.outer)
+            else:
+                self._applied.engine.discard()
             if self.plan.dims.tp > 1:
                 self.share_luck()
         self.first_step, self.in_step = self.steps_done, False
@@ -412,30 +431,44 @@ class Session:
     def _leave(self) -> None:
         if self.timekeeper is not None:
             self.timekeeper.detach()
+        if self._applied is not None and self._applied.engine is not None:
+            self._applied.engine.close()
         leave(self.ranks)
-        self._applied = self._optimizer = None
+        if self.in_backward is not None:
+            self.in_backward.remove()
+        self._applied = self._optimizer = self.in_backward = None
         self._trainable = []
         self.observers, self.phase_watchers, self.mail = [], [], []
 
     def check_unused(self) -> None:
         """DDP waits for the gradient of every parameter; one that takes no part in the loss is said by name.
 
+        DeepSpeed would update it by a gradient of zero, so that its weight decays.
+
         Raises:
             ModelError: after the first step, before PyTorch would fail in the second.
         """
-        if not isinstance(self.applied.outer, DistributedDataParallel):
+        engine = self.applied.engine
+        if engine is not None:
+            unused = engine.unused()
+        elif isinstance(self.applied.outer, DistributedDataParallel):
+            live = self.module.named_parameters()
+            unused = [clean_name(name) for name, p in live if p.requires_grad and p.grad is None]
+        else:
             return
-        unused = [clean_name(name) for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
             raise ModelError(
                 f"{', '.join(unused[:3])}{more} got no gradient: they take no part in the loss, and "
-                f"{self.plan.strategy} waits for them; freeze them with requires_grad_(False), or use fsdp"
+                f"{self.plan.strategy} {'waits for' if engine is None else 'updates'} them; freeze them with requires_grad_(False), or use fsdp"
             )
 
     def begin_micro(self, *, last: bool) -> None:
         """Called by `Step` before each micro batch."""
-        set_gradient_sync(self.applied.outer, last or self.plan.syncs_every_micro_batch)
+        if self.applied.engine is not None:
+            self.applied.engine.begin_micro(last=last)
+        else:
+            set_gradient_sync(self.applied.outer, last or self.plan.syncs_every_micro_batch)
         self.phase = "forward"
 
     def clip(self, clip_norm: float) -> torch.Tensor:

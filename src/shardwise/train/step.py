@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import TrainingError, UserError
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.shard import reshard
 from shardwise.parallel.stage_run import call
 from shardwise.parallel.waits import WAITS
@@ -62,7 +64,7 @@ class Step:
     """One optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
 
     ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the whole global batch,
-    ``micros`` are this rank's.
+    ``micros`` are this rank's. ``clip_norm`` is what `update` was asked to clip by.
     """
 
     def __init__(self, session: Session, number: int, micros: list[Micro], tokens: int, batches: int = 0) -> None:
@@ -76,6 +78,7 @@ class Step:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
         self._loss_work: dist.Work | None = None
         self._updated = False
+        self.clip_norm: float | None = None
 
     def __iter__(self) -> Iterator[Micro]:
         """Each micro batch in turn; gradients synchronise during the backward of the last one."""
@@ -118,7 +121,11 @@ class Step:
         self._backwards += 1
         loss = loss_sum * self.weight(micro)
         session.phase = "backward"
-        (loss if session.scaler is None else session.scaler.scale(loss)).backward()
+        if session.applied.engine is not None:
+            session.applied.engine.backward(loss)
+        else:
+            with nullcontext() if session.in_backward is None else session.in_backward.running():
+                (loss if session.scaler is None else session.scaler.scale(loss)).backward()
         if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.phase = "other"  # what the user sends between micro batches is not the plan's traffic
@@ -166,7 +173,7 @@ class Step:
             self._loss_work.wait()
 
     def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
-        """Clip by the global norm, step the optimizer and clear the gradients.
+        """Clip by the global norm, step the optimizer (the backward may have done so) and clear the gradients.
 
         Raises:
             TrainingError: the loss or the norm is not a number (on CPU before the weights are touched; on a GPU the
@@ -180,7 +187,12 @@ class Step:
             )
         if self._updated:
             raise UserError(f"step.update was called twice for step {self.number}; call it once")
-        self._updated = True
+        if clip_norm is not None and session.in_backward is not None:
+            raise UserError(
+                f"step.update(clip_norm={clip_norm:g}): under optimizer_in_backward the weights are stepped before the "
+                'norm of all gradients is known; leave clip_norm out (optimizer.clip_norm="none")'
+            )
+        self._updated, self.clip_norm = True, clip_norm
         session.check_optimizer(optimizer)
         reshard(session.applied.outer)  # a forward without a backward would leave stale weights gathered
         session.finish_gradients()
@@ -190,7 +202,8 @@ class Step:
             with WAITS.part("clip"):
                 session.scaler.unscale_(optimizer)
         session.notify("on_gradients", self)
-        norm = session.clip(clip_norm) if clip_norm is not None else None
+        engine = session.applied.engine
+        norm = session.clip(clip_norm) if clip_norm is not None and engine is None else None
         if self._loss_work is not None:
             with WAITS.part("control"):
                 self._loss_work.wait()
@@ -198,19 +211,34 @@ class Step:
         if session.device.type == "cpu":
             check_finite(result, scaled=session.scaler is not None)
         session.phase = "optimizer"
-        if session.scaler is not None:
+        if engine is not None:
+            result = self._updated_by(engine, clip_norm)
+        elif session.scaler is not None:
             session.scaler.step(optimizer)
             session.scaler.update()
-        else:
+        elif session.in_backward is None:
             optimizer.step()
         session.phase = "other"
         session.steps_done = self.number
         session.stream.batches += self.batches
         session.notify("on_step_end", self)
-        with WAITS.part("optimizer"):  # to give memory back takes its time
-            optimizer.zero_grad()
+        if engine is None:
+            with WAITS.part("optimizer"):  # to give memory back takes its time
+                optimizer.zero_grad()
         session.in_step = False
         return result
+
+
+    def _updated_by(self, engine: Engine, clip_norm: float | None) -> StepResult:
+        """Clipping and the update as an engine does them; its norm is known only then.
+
+        Raises:
+            TrainingError: the norm is not a number; the engine leaves the weights alone, or they are lost.
+        """
+        found = engine.update(clip_norm)
+        norm = torch.tensor(found, dtype=torch.float64)
+        check_finite(StepResult(self.number, self.tokens, self._loss_sum, norm))
+        return StepResult(self.number, self.tokens, self._loss_sum, None if clip_norm is None else norm)
 
 
 def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
-from shardwise.cost.memory import held_elements, stepped_groups, zero1_shares
+from shardwise.cost.memory import held_elements
 from shardwise.measure import state
-from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.group import gather_ints, gather_text
 from shardwise.parallel.home import home_of
@@ -23,10 +22,12 @@ from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.verify.adapters import adapter_lines
+from shardwise.verify.engine_lines import SeenGradients, engine_lines
 from shardwise.verify.options import option_lines
 from shardwise.verify.part import shard_dim_of, shard_rank, used_spec
 from shardwise.verify.receipt import Line, Receipt
 from shardwise.verify.samples import digest, sample_lines
+from shardwise.verify.stepping import state_lines, stepping_lines
 from shardwise.verify.structure import offload_lines, replica_lines, structure_lines, tied_lines
 from shardwise.verify.traffic import is_reduction, traffic_lines
 from shardwise.verify.watch import StepWatch
@@ -50,6 +51,7 @@ class EffectsProbe:
         self._seen = 0
         self._watch: StepWatch | None = None
         self._before: set[str] = set()
+        self._gradients: SeenGradients | None = None
 
     def on_prepared(self, session: Session) -> None:
         """Nothing yet."""
@@ -66,7 +68,9 @@ class EffectsProbe:
         self._watch = StepWatch(session, step)
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Nothing: the gradients are still there at the end of the step."""
+        """An engine's gradients are gone at the end of the step: what there is of them is noted now."""
+        if self._watch is not None and session.applied.engine is not None:
+            self._gradients = SeenGradients.of(session.applied.engine)
 
     def on_step_end(self, session: Session, step: Step) -> None:
         """Stop recording, compare, and tell."""
@@ -74,7 +78,11 @@ class EffectsProbe:
             return
         watch = self._watch
         self._stop_recording()
-        lines = [*effects_lines(session, step, watch), *sample_lines(session, step.micros, self._before)]
+        if session.applied.engine is not None:
+            own = [*engine_lines(session, step, watch, self._gradients)]
+        else:
+            own = effects_lines(session, step, watch)
+        lines = [*own, *sample_lines(session, step.micros, self._before)]
         lines += tied_lines(session)
         lines += replica_lines(session)
         self.receipt = agree(session, "effects", lines)
@@ -126,12 +134,13 @@ def effects_lines(session: Session, step: Step, watch: StepWatch) -> list[Line]:
     """Every line that this rank can judge alone."""
     return [
         *_batch_lines(session, step),
-        *_dtype_lines(session, watch.recorder),
+        *_dtype_lines(session, watch),
         *_share_lines(session),
         *traffic_lines(session, step, watch),
         *structure_lines(session, step, watch.block_calls),
         *option_lines(session, step, watch),
         *offload_lines(session),
+        *stepping_lines(session, watch.optimizer),
         *adapter_lines(session),
     ]
 
@@ -146,21 +155,19 @@ def _batch_lines(session: Session, step: Step) -> Iterator[Line]:
     yield Line(name="micro batches per step", planned=str(planned), found=str(found), ok=ok)
 
 
-def _dtype_lines(session: Session, recorder: CollectiveRecorder) -> Iterator[Line]:
-    plan, spec, module = session.plan, used_spec(session), session.module
+def _dtype_lines(session: Session, watch: StepWatch) -> Iterator[Line]:
+    plan, spec, module, recorder = session.plan, used_spec(session), session.module, watch.recorder
     own = ", ".join(sorted({p.dtype for p in spec.parameters}))
     trained = ", ".join(sorted({p.dtype for p in spec.parameters if p.trainable}))
     yield _same("parameter dtype", own, state.dtypes(module.parameters()))
     if recorder.matmul_dtypes:
         found = ", ".join(sorted(recorder.matmul_dtypes))
         yield _same("compute dtype", _COMPUTE.get(plan.precision, _computed(plan, spec)), found)
-    yield _same("gradient dtype", trained, state.dtypes(state.gradients(module)))
+    early, late = watch.optimizer.gradient_dtypes, state.dtypes(state.gradients(module))
+    yield _same("gradient dtype", trained, ", ".join(sorted(early)) if plan.optimizer_in_backward else late)
     reducing = {item.dtype for item in recorder.collectives if is_reduction(session, item)}
     if plan.dims.dp * plan.dims.cp > 1:
         yield _same("reduction dtype", trained, ", ".join(sorted(reducing)) or "none")
-    states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
-    if states:
-        yield _same("optimizer state dtype", trained, state.dtypes(states))
 
 
 def _computed(plan: Plan, spec: ModelSpec) -> str:
@@ -179,21 +186,10 @@ def _share_lines(session: Session) -> Iterator[Line]:
     trained = [p for p in spec.parameters if p.trainable]
     whole = spec.num_parameters
     yield _share("parameters held", sum(held.values()), state.local_elements(module.parameters()), whole)
-    expected = sum(held[p.name] for p in trained)
+    expected = 0 if plan.optimizer_in_backward else sum(held[p.name] for p in trained)
     found = state.local_elements(state.gradients(module))
     yield _share("gradients held", expected, found, spec.num_trainable)
-    workload = workload_of(session.optimizer, canonical_names(session))
-    if workload.optimizer_states is None:
-        return
-    groups = stepped_groups(spec, workload)
-    mine = every = [p for group in groups for p in group if p.shape]
-    data_ranks = plan.dims.dp * plan.dims.cp
-    if plan.parsed.base == "zero1" and data_ranks > 1:
-        mine = [p for p in zero1_shares(groups, data_ranks)[session.ranks.rank] if p.shape]
-    expected = sum(held[p.name] for p in mine) * workload.optimizer_states
-    whole = sum(p.num_elements for p in every) * workload.optimizer_states
-    states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
-    yield _share("optimizer state held", expected, state.local_elements(states), whole)
+    yield from state_lines(session, workload_of(session.optimizer, canonical_names(session)))
 
 
 def canonical_names(session: Session) -> dict[int, str]:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.cost.estimate import Estimate
 from shardwise.measure import state
 from shardwise.measure.peaks import PHASES, PeakWatch, peak_watch
-from shardwise.measure.state import Measurement, Peaks, measure_state
+from shardwise.measure.state import Measurement, Peaks, measure_engine, measure_state
 from shardwise.parallel.group import gather_ints
 from shardwise.train.session import Session
 from shardwise.train.step import Step
@@ -44,6 +44,7 @@ class FitProbe:
         self._blind = False
         self._final = False
         self._kept: Step | None = None
+        self._gradients = 0
 
     def on_prepared(self, session: Session) -> None:
         """Nothing yet."""
@@ -59,7 +60,10 @@ class FitProbe:
         self._blind = any(row[0] for row in gather_ints([int(self._watch is None)], session.ranks))
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Nothing: the optimizer's state is not there before the first step has ended."""
+        """The optimizer's state is not there before the first step has ended; an engine's gradients are not then."""
+        engine = session.applied.engine
+        if engine is not None and not self._final:
+            self._gradients = state.local_bytes(engine.held().gradients)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """A later step is looked at instead."""
@@ -79,14 +83,20 @@ class FitProbe:
         self._kept = None if self._final else step  # what the next step would otherwise free, unseen
         if self.receipt is not None and not self._final:
             return
-        measured = measure_state(session.module, session.optimizer)
+        engine = session.applied.engine
+        if engine is None:
+            measured = measure_state(session.module, session.optimizer)
+        else:
+            measured = measure_engine(engine, self._gradients)
         self.measurement = measured.model_copy(update={"peaks": self.peaks})
         held = [getattr(self.measurement, name) for name in EXACT]
         most = [max(column) for column in zip(*gather_ints(held, session.ranks), strict=True)]
         fullest = self.measurement.model_copy(update=dict(zip(EXACT, most, strict=True)))
-        unused = any(p.requires_grad and p.grad is None for p in session.module.parameters())
+        stepped = set() if session.in_backward is None else session.in_backward.stepped
+        trained = (p for p in session.module.parameters() if p.requires_grad)
+        unused = any(p.grad is None and id(p) not in stepped for p in trained)
         lines = [
-            *self._exact_lines(fullest, told=session.scaler is not None or unused),
+            *self._exact_lines(fullest, told=session.scaler is not None or unused, engine=engine is not None),
             *self._told_lines(session),
             *self._device_lines(fullest),
         ]
@@ -102,13 +112,15 @@ class FitProbe:
         mine = any(True for _ in state.optimizer_tensors(session.optimizer))
         return any(row[0] for row in gather_ints([int(mine)], session.ranks))
 
-    def _exact_lines(self, found: Measurement, *, told: bool) -> Iterator[Line]:
+    def _exact_lines(self, found: Measurement, *, told: bool, engine: bool) -> Iterator[Line]:
+        """To the byte under PyTorch; an engine's alignment and buffers are its own, so that its figures are told."""
         for name in EXACT:
             planned, seen = getattr(self._estimate, name), getattr(found, name)
             ok: bool | None = planned == seen
-            if planned is None or (told and name != "parameters" and seen < planned):
+            if planned is None or engine or (told and name != "parameters" and seen < planned):
                 ok = None  # an unknown optimizer, fp16's scaler has skipped every step, or parameters are unused
-            yield Line(name=name, planned=bytes_text(planned), found=bytes_text(seen), ok=ok)
+            ratio = f" ({seen / planned:.2f} × plan)" if engine and planned else ""
+            yield Line(name=name, planned=bytes_text(planned), found=f"{bytes_text(seen)}{ratio}", ok=ok)
 
     def _told_lines(self, session: Session) -> Iterator[Line]:
         estimate, peaks = self._estimate, self.peaks
@@ -128,7 +140,8 @@ class FitProbe:
         label = "temporaries" if narrow else "buffers, temporaries"
         yield Line(name=label, planned=bytes_text(brief), found="part of the peaks", ok=None)
         by_phase = {str(phase.name): phase.allocated for phase in estimate.phases}
-        for phase in PHASES:
+        early = session.plan.optimizer_in_backward
+        for phase in (phase for phase in PHASES if not (early and phase == "optimizer")):
             if not pipelined or phase == "optimizer":
                 yield self._told(f"peak in {phase}", by_phase.get(phase), allocated.get(phase))
             elif phase == "backward":

@@ -32,7 +32,7 @@ ROWS, TOKENS = 2, 32  # of the fixed inputs
 EXAMPLE = "example_inputs"
 UNVERIFIED = "not verified by a forward pass"
 _ALIGNED = 64
-_SPARE = 512 * MIB  # for activations and the largest block on its way
+SPARE = 512 * MIB  # for activations and the largest block on its way
 _NAMED = 3
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -58,7 +58,7 @@ class NotTheSame(ReceiptError):
         super().__init__(f"the conversion does not verify: {verdict.text}; nothing was left at the target")
 
 
-class _CannotRun(Exception):
+class CannotRun(Exception):
     """The model does not run here, whatever its weights; the text says why."""
 
 
@@ -78,7 +78,7 @@ def check_conversion(
     if isinstance(model, KnownModel):
         try:
             verdict = _compare_outputs(source, selection, place, to, model, progress)
-        except _CannotRun as error:
+        except CannotRun as error:
             verdict = Verdict(None, None, f"{UNVERIFIED}: {error}")
     with open_source(place) as written:
         wrong = read_back(source, selection, written, progress)
@@ -103,10 +103,10 @@ def _compare_outputs(
     dtypes = {item.name.removeprefix(MODEL): item.info.dtype for item in selection.items if item.name.startswith(MODEL)}
     _check_memory(source, selection)
     progress.begin("forward pass", 0)
-    loaded = _as_users_load_it(place, to, known, dtypes)
-    inputs = _inputs(loaded)
-    there = _outputs(loaded, inputs)
-    state = _tensors(loaded)
+    loaded = as_users_load_it(place, to, known, dtypes)
+    inputs = fixed_inputs(loaded)
+    there = outputs_of(loaded, inputs)
+    state = tensors_of(loaded)
     exact = {name: state[name].dtype for name in dtypes}
     del loaded, state
     gc.collect()
@@ -116,30 +116,36 @@ def _compare_outputs(
         own = dict.fromkeys(own, widest(own.values()))
     reference = known.build(widest(exact.values()))
     _fill(reference, source, selection, own if cast else exact)
-    original = _outputs(reference, inputs)
+    original = outputs_of(reference, inputs)
     rounded = original
     if cast:
-        for name, tensor in _tensors(reference).items():
+        for name, tensor in tensors_of(reference).items():
             tensor.data = tensor.data.to(exact.get(name, tensor.dtype))
-        rounded = _outputs(reference, inputs)
+        rounded = outputs_of(reference, inputs)
     if not all(torch.isfinite(part).all() for part in rounded):
-        raise _CannotRun("the outputs of the source's own weights are not all numbers")
-    difference = _apart(there, original)
+        raise CannotRun("the outputs of the source's own weights are not all numbers")
+    difference = apart(there, original)
     what = f"{sum(part.numel() for part in there)} outputs on fixed inputs"
-    if _apart(there, rounded) > 0.0:
-        return Verdict(False, difference, f"{what} differ from the source's by up to {_apart(there, rounded):.3g}")
+    if apart(there, rounded) > 0.0:
+        return Verdict(False, difference, f"{what} differ from the source's by up to {apart(there, rounded):.3g}")
     if not cast:
         return Verdict(True, 0.0, f"verified by a forward pass: {what} are bit-equal to the source's")
     text = f"verified by a forward pass: {what} are bit-equal to those of the source's weights cast the same way; "
     return Verdict(True, difference, f"{text}from the source's as they are they differ by up to {difference:.3g}")
 
 
-def _as_users_load_it(place: Folder, to: To, known: KnownModel, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
-    """The model filled from the target: by transformers, by `load_checkpoint`, or by `load_weights`."""
+def as_users_load_it(
+    place: Folder, to: To, known: KnownModel, dtypes: Mapping[str, torch.dtype], compute: torch.dtype | None = None
+) -> nn.Module:
+    """The model filled from the target: by transformers, by `load_checkpoint`, or by `load_weights`.
+
+    ``dtypes`` are those of its tensors, by name; transformers goes by ``config.json`` unless ``compute`` is given.
+    """
     if to == "hf" and known.auto is not None and isinstance(place, Path):
+        given = {} if compute is None else {"dtype": compute}
         try:
             module, said = known.auto.from_pretrained(
-                str(place), local_files_only=True, trust_remote_code=False, output_loading_info=True
+                str(place), local_files_only=True, trust_remote_code=False, output_loading_info=True, **given
             )
         except Exception as error:
             text = f"transformers cannot load it: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -155,7 +161,7 @@ def _as_users_load_it(place: Folder, to: To, known: KnownModel, dtypes: Mapping[
             load_checkpoint(place, model=module, optimizer=None)
         else:
             load_weights(module, place)
-    for tensor in _tensors(module).values():
+    for tensor in tensors_of(module).values():
         if tensor.data_ptr() % _ALIGNED:  # mapped files lie anywhere, and kernels round as the memory lies
             tensor.data = tensor.data.clone()
     return module
@@ -170,13 +176,13 @@ def widest(dtypes: Any) -> torch.dtype:
     return found
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by every name."""
     return {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
 
 
 def _set_dtypes(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    for name, tensor in _tensors(module).items():
+    for name, tensor in tensors_of(module).items():
         if name in dtypes and tensor.dtype != dtypes[name]:
             tensor.data = torch.empty_like(tensor.data, dtype=dtypes[name])
 
@@ -184,7 +190,7 @@ def _set_dtypes(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 def _fill(module: nn.Module, source: Source, selection: Selection, dtypes: Mapping[str, torch.dtype]) -> None:
     """Fill a model from the source, block by block, each cast to what ``dtypes`` says."""
     _set_dtypes(module, dtypes)
-    state = _tensors(module)
+    state = tensors_of(module)
     block, threads = pace(source)
 
     def fill(name: str, origin: str) -> None:
@@ -197,24 +203,24 @@ def _fill(module: nn.Module, source: Source, selection: Selection, dtypes: Mappi
     in_threads(lambda item: fill(*item), items, threads)
 
 
-def _inputs(module: nn.Module) -> Any:
+def fixed_inputs(module: nn.Module) -> Any:
     """What to call the model with: its own example, or fixed tokens or pixels.
 
     Raises:
-        _CannotRun: nobody knows.
+        CannotRun: nobody knows.
     """
     if callable(getattr(module, EXAMPLE, None)):
         try:
             return _real(getattr(module, EXAMPLE)())
         except Exception as error:
-            raise _CannotRun(f"{EXAMPLE}() of the model raised {type(error).__name__}: {error}") from error
+            raise CannotRun(f"{EXAMPLE}() of the model raised {type(error).__name__}: {error}") from error
     facts = getattr(module, "config", None)
     if getattr(module, "main_input_name", "") == "pixel_values":
         side, channels = getattr(facts, "image_size", 224), getattr(facts, "num_channels", 3)
         return {"pixel_values": _real(torch.empty(ROWS, channels, side, side, device="meta"))}
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     if not tables:
-        raise _CannotRun(f"the model has no embedding, so what it reads is not known; give it a method {EXAMPLE}()")
+        raise CannotRun(f"the model has no embedding, so what it reads is not known; give it a method {EXAMPLE}()")
     longest = getattr(facts, "max_position_embeddings", None)
     length = min(TOKENS, longest) if isinstance(longest, int) and longest > 0 else TOKENS
     known = getattr(facts, "vocab_size", None)
@@ -237,11 +243,11 @@ def _real(inputs: Any) -> Any:
     return inputs
 
 
-def _outputs(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
+def outputs_of(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
     """Every floating-point tensor that the model returns; logits only, where it says which they are.
 
     Raises:
-        _CannotRun: the forward pass raises, or returns none.
+        CannotRun: the forward pass raises, or returns none.
     """
     wide = next((tensor.dtype for tensor in module.parameters() if tensor.dtype.is_floating_point), torch.float32)
     try:
@@ -251,11 +257,11 @@ def _outputs(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
             found = module(*(_in(value, wide) for value in (inputs if isinstance(inputs, tuple) else (inputs,))))
     except Exception as error:
         text = " ".join(str(error).split())
-        raise _CannotRun(f"the model's forward raised {type(error).__name__}: {text:.300}") from error
+        raise CannotRun(f"the model's forward raised {type(error).__name__}: {text:.300}") from error
     logits = getattr(found, "logits", None)
     parts = [logits] if isinstance(logits, torch.Tensor) else _floats(found)
     if not parts:
-        raise _CannotRun(f"the model's forward returned a {type(found).__name__} without floating-point tensors")
+        raise CannotRun(f"the model's forward returned a {type(found).__name__} without floating-point tensors")
     return parts
 
 
@@ -270,7 +276,7 @@ def _floats(found: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in _floats(value)]
 
 
-def _apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+def apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """The largest difference; infinite where there are NaNs or other shapes."""
     worst = 0.0
     for one, other in zip(ones, others, strict=True):
@@ -284,9 +290,9 @@ def _apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> floa
 def _check_memory(source: Source, selection: Selection) -> None:
     weights = [item for item in selection.items if item.name.startswith(MODEL)]
     sizes = [max(item.info.num_bytes, source.tensors[item.origin].num_bytes) for item in weights]
-    needed, free = sum(sizes) + _SPARE, free_memory()
+    needed, free = sum(sizes) + SPARE, free_memory()
     if free is not None and needed > free:
-        raise _CannotRun(f"the model needs {bytes_text(needed)} of memory, and {bytes_text(free)} are free")
+        raise CannotRun(f"the model needs {bytes_text(needed)} of memory, and {bytes_text(free)} are free")
 
 
 def free_memory() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardwise.parallel.shard import gathered_ahead
 from shardwise.train.session import Session
 from shardwise.train.step import Step
+from shardwise.verify.logits import logits_line
 from shardwise.verify.part import planned_stages, root_units, run_micros, tokens_of, used_spec
 from shardwise.verify.receipt import Line
 from shardwise.verify.watch import StepWatch
@@ -37,6 +38,8 @@ def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Lin
         yield _same("async tensor parallel", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
     if session.plan.prefetch > 1:
         yield _prefetch_line(session, watch)
+    if session.plan.loss_chunks > 1:
+        yield logits_line(session, step, watch.head)
 
 
 def _mesh_line(session: Session) -> Line:

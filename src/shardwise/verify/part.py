@@ -26,10 +26,13 @@ from shardwise.train.step import Micro, Step
 def used_spec(session: Session) -> ModelSpec:
     """This rank's part of the model; parameters that got no gradient count as frozen: nothing is reduced for them.
 
-    A gradient that is there but was never reduced over the ranks is one all the same.
+    A gradient that is there but was never reduced over the ranks is one all the same, and so is one that the backward
+    has stepped and freed.
     """
     home = home_of(session.module)
-    used = {clean_name(name) for name, p in session.module.named_parameters() if p.grad is not None}
+    stepped = set() if session.in_backward is None else session.in_backward.stepped
+    named = session.module.named_parameters()
+    used = {clean_name(name) for name, p in named if p.grad is not None or id(p) in stepped}
     used |= set(_never_reduced(session.module))
     if home is not None:
         used |= {home.canonical(name) for name in used}

@@ -13,6 +13,7 @@ from shardwise.verify.cut import cut_traffic
 from shardwise.verify.expected import Traffic, expected_traffic
 from shardwise.verify.part import run_micros, used_spec
 from shardwise.verify.receipt import Line
+from shardwise.verify.stepping import with_optimizer_traffic
 from shardwise.verify.watch import StepWatch
 
 _OWN_AXES = ("tp", "cp", "pp")
@@ -24,7 +25,8 @@ def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
         expected = cut_traffic(session, used_spec(session), run_micros(session, step), watch)
         found = _cut_totals(session, watch.recorder.collectives)
     else:
-        expected = expected_traffic(used_spec(session), session.plan, len(step.micros))
+        spec = used_spec(session)
+        expected = with_optimizer_traffic(session, spec, expected_traffic(spec, session.plan, len(step.micros)))
         found = watch.recorder.totals()
     for name in sorted({*expected, *found}):
         line = _line(name, expected.get(name), *found.get(name, (0, 0)))

@@ -17,7 +17,9 @@ from shardwise.parallel.stage_run import Span
 from shardwise.spec.read import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.train.session import Session
 from shardwise.train.step import Step
+from shardwise.verify.logits import LogitsWatch
 from shardwise.verify.part import axis_of
+from shardwise.verify.stepping import OptimizerWatch
 
 
 class StepWatch:
@@ -31,6 +33,9 @@ class StepWatch:
         self.logits: set[int] = set()
         self.gathers_before_first: int | None = None
         self.recorder = CollectiveRecorder(lambda: session.phase, axis_of(session))
+        self.head = LogitsWatch(session)
+        self.optimizer = OptimizerWatch(session)
+        self.recorder.looker = self.head.look if self.head.vocab else None
         decision = session.applied.decision
         self._wiring = None if decision is None else decision.wiring
         self._layout = None if decision is None else decision.layout
@@ -61,6 +66,8 @@ class StepWatch:
     def stop(self) -> None:
         """End; what was seen stays."""
         self.recorder.__exit__(None, None, None)
+        self.head.stop()
+        self.optimizer.stop()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

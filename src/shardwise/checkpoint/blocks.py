@@ -1,0 +1,98 @@
+"""8-bit optimizer state on its way from one layout into another: codes stay where blocks stay, others are made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.format import TensorEntry
+from shardwise.checkpoint.layout import local_of
+from shardwise.parallel.adamw8bit import (
+    BLOCK,
+    MOMENTS,
+    AdamW8bit,
+    Blocks,
+    blocks_of,
+    dequantised,
+    empty_scales,
+    first_element,
+    is_quantised,
+    quantised,
+)
+
+_SCALES = ("absmax1", "absmax2")
+_SLAB = 4096 * BLOCK  # elements that are worked on at once
+
+
+@dataclass
+class Regrouping:
+    """The state of one parameter whose blocks were saved under another layout.
+
+    ``saved`` are the scales of all its blocks, by their name; they are filled before `finish` is called.
+    """
+
+    parameter: torch.Tensor
+    values: dict[str, Any]
+    saved: dict[str, torch.Tensor]
+    old: Blocks
+    new: Blocks
+    tables: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether codes stay as they are: parts begin at multiples of 256 elements then and now."""
+        return self.old.same_as(self.new)
+
+    def finish(self) -> None:
+        """Put scales in their new places; where blocks are others, make codes and scales anew from what they mean."""
+        begin = first_element(self.parameter)
+        for number, (moment, table) in enumerate(zip(MOMENTS, self.tables, strict=True), 1):
+            codes = local_of(self.values[moment]).view(-1)
+            scales = local_of(self.values[f"absmax{number}"]).zero_()
+            saved = self.saved[f"absmax{number}"].to(codes.device)
+            for start in range(0, codes.numel(), _SLAB):
+                part = codes[start : start + _SLAB]
+                elements = torch.arange(begin + start, begin + start + part.numel(), device=codes.device)
+                place = start // BLOCK
+                if self.is_exact:
+                    own = saved[self.old.scale_of(elements[::BLOCK])]
+                else:
+                    meant = dequantised(part, saved[self.old.scale_of(elements)], table)
+                    made, own = quantised(meant, table)
+                    part.copy_(made)
+                scales[place : place + own.numel()] = own
+
+
+def room_for_scales(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Tensor | None:
+    """Room for the scales of 8-bit state; ``None`` for whatever else ``key`` is."""
+    blocked = isinstance(optimizer, AdamW8bit) and key in _SCALES and is_quantised(parameter)
+    return empty_scales(parameter) if blocked else None
+
+
+def regrouping(
+    optimizer: Any, parameter: torch.Tensor, saved: Mapping[str, TensorEntry], values: dict[str, Any]
+) -> Regrouping | None:
+    """What to do where the saved blocks of a parameter are laid out in another way than those here; else ``None``.
+
+    ``values`` are the saved numbers; ``chunk`` among them becomes that of the parameter here.
+
+    Raises:
+        ValueError: what was saved is no such state.
+    """
+    if not isinstance(optimizer, AdamW8bit) or not is_quantised(parameter) or not saved:
+        return None
+    chunk, new = values.get("chunk"), blocks_of(parameter)
+    if not isinstance(chunk, int) or chunk < 1 or not set(_SCALES) <= saved.keys():
+        raise ValueError("no blocks of 8-bit state in the checkpoint")
+    old = Blocks(parameter.numel(), chunk)
+    values["chunk"] = new.chunk
+    if any(len(saved[name].shape) != 1 or saved[name].shape[0] < old.parts * old.each for name in _SCALES):
+        raise ValueError(f"fewer scales in the checkpoint than blocks of {BLOCK}")
+    if old.chunk == new.chunk and saved["absmax1"].shape == tuple(empty_scales(parameter).shape):
+        return None
+    rooms = {name: torch.empty(saved[name].shape) for name in _SCALES}
+    tables = optimizer.tables(local_of(parameter).device)
+    return Regrouping(parameter, values, rooms, old, new, tables)

@@ -1,0 +1,162 @@
+"""What an engine holds, laid out as FSDP2 would have it: rows of each parameter and state, for the time of a save.
+
+An engine keeps flat shards that are no boxes of a tensor. `Shadow` is a model and an optimizer with the same names, of
+which each rank has the rows that FSDP2 would give it (the first dimension cut into equal parts), in fp32. `Saver` and
+`load_checkpoint` work on that as on any other model, so a checkpoint says nothing of the engine that it came from.
+
+Tensors pass one at a time: a rank has one whole tensor more than its rows. The rows themselves are a copy of the rank's
+share (12 bytes a parameter, divided by the ranks, for AdamW), which is given back after the save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import exchange
+from shardwise.checkpoint.layout import inner_model
+from shardwise.errors import CheckpointMismatch
+from shardwise.parallel.engine import Engine, engine_around
+from shardwise.spec.read import clean_name
+
+
+class Shadow:
+    """The model and the optimizer of an engine as rows; collective, as is everything that it does.
+
+    ``filled``: with the values that the engine has now. Without, there is only room, to be filled by a load.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine, *, filled: bool, states: bool = True) -> None:
+        self.engine: Any = engine
+        self._module = module
+        kind = "cpu" if not torch.cuda.is_available() else next(iter(engine.held().masters)).device.type
+        self._mesh: DeviceMesh | None = None
+        if exchange.world_size() > 1:
+            self._mesh = init_device_mesh(kind, (exchange.world_size(),))
+        self._rows: dict[str, nn.Parameter] = {}
+        live = {clean_name(name): p for name, p in module.named_parameters()}
+        wholes: Iterator[tuple[str, torch.Tensor | None]]
+        wholes = engine.weights() if filled else ((name, None) for name in live)
+        for name, whole in wholes:
+            shape = self.engine.shape(name)
+            rows = torch.empty(shape) if whole is None and self._mesh is None else self._rows_of(whole, shape, kind)
+            self._rows[name] = nn.Parameter(rows, requires_grad=live[name].requires_grad)
+        self.model = _skeleton(module, {id(live[name]): row for name, row in self._rows.items()})
+        self.optimizer = _bare(self.engine.base, self._groups())
+        for name, row in self._rows.items() if filled and states else ():
+            found = {k: self._like(v, name) for k, v in self.engine.states(name).items()}
+            if found:
+                self.optimizer.state[row] = found
+
+    def put_back(self, *, states: bool) -> None:
+        """Give the engine what the rows have been filled with: weights, and with ``states`` the optimizer's.
+
+        Raises:
+            CheckpointMismatch: the optimizer has counted other steps for some parameters than for others.
+        """
+        self.engine.set_weights(lambda name: self._whole(self._rows[name]))
+        if not states:
+            return
+        for number, group in enumerate(self.optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            self.engine.base.param_groups[number].update(options)
+        kept = {name: self.optimizer.state[row] for name, row in self._rows.items() if self.optimizer.state.get(row)}
+        self.engine.make_states(self._scalars(kept))
+        for name, state in kept.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    self.engine.set_state(name, key, self._whole(value))
+
+    def _scalars(self, kept: dict[str, dict[str, Any]]) -> list[dict[str, torch.Tensor | None]]:
+        """For each group the keys of its state: what is one number for all of it, ``None`` for what is a tensor."""
+        groups: list[dict[str, torch.Tensor | None]] = []
+        for names in self.engine.groups:
+            here = [kept[name] for name in names if name in kept]
+            if here and len(here) != len(names):
+                lost = next(name for name in names if name not in kept)
+                raise CheckpointMismatch(
+                    f"the checkpoint has optimizer state of {len(here)} of {len(names)} parameters of a group, and "
+                    f"none of {lost}: DeepSpeed keeps one state for all of a group; load it under fsdp or ddp"
+                )
+            found: dict[str, torch.Tensor | None] = {}
+            for key, value in here[0].items() if here else ():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    found[key] = None
+                    continue
+                values = {float(state[key]) for state in here}
+                if len(values) > 1:
+                    raise CheckpointMismatch(
+                        f"the checkpoint's optimizer has '{key}' {sorted(values)} for parameters of one group: DeepSpeed "
+                        "keeps one for all of it; load it under fsdp or ddp"
+                    )
+                found[key] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            groups.append(found)
+        return groups
+
+    def _groups(self) -> list[dict[str, Any]]:
+        given = self.engine.base.param_groups
+        return [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [self._rows[n] for n in names]}
+            for group, names in zip(given, self.engine.groups, strict=True)
+        ]
+
+    def _like(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        """A state as rows, where it has the parameter's shape."""
+        shape = self.engine.shape(name)
+        same = value.dim() and value.shape == shape
+        return self._rows_of(value, shape, value.device.type) if same else value
+
+    def _rows_of(self, whole: torch.Tensor | None, shape: torch.Size, kind: str) -> torch.Tensor:
+        """This rank's rows of a whole tensor, in memory of their own; room for them if it is ``None``."""
+        if self._mesh is None or not len(shape):
+            return torch.empty(shape, device=kind) if whole is None else whole.clone()
+        each = -(-shape[0] // exchange.world_size())
+        begin = min(shape[0], each * exchange.rank())
+        end = min(shape[0], begin + each)
+        local = torch.empty((end - begin, *shape[1:]), device=kind) if whole is None else whole[begin:end].clone()
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.detach().full_tensor() if isinstance(rows, DTensor) else rows.detach()
+
+
+def shadow_of(model: nn.Module, *, filled: bool, states: bool = True) -> Shadow | None:
+    """The rows of a model that an engine has; ``None`` where PyTorch has it. Collective."""
+    module = inner_model(model)
+    engine = engine_around(module)
+    return None if engine is None else Shadow(module, engine, filled=filled, states=states)
+
+
+def _skeleton(module: nn.Module, rows: dict[int, nn.Parameter]) -> nn.Module:
+    """A tree of empty modules with the same names: rows in place of parameters, the buffers themselves."""
+    made: dict[int, nn.Module] = {}
+
+    def copy(of: nn.Module) -> nn.Module:
+        if id(of) not in made:
+            kind = nn.Module
+            if type(of).get_extra_state is not nn.Module.get_extra_state:
+                kind = type("Keeping", (nn.Module,), {"get_extra_state": type(of).get_extra_state})
+            made[id(of)] = copied = kind()
+            copied._non_persistent_buffers_set = set(of._non_persistent_buffers_set)
+            for name, parameter in of._parameters.items():
+                copied._parameters[name] = None if parameter is None else rows[id(parameter)]
+            copied._buffers = dict(of._buffers)
+            for name, child in of._modules.items():
+                copied._modules[name] = None if child is None else copy(child)
+        return made[id(of)]
+
+    return copy(module)
+
+
+def _bare(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class over other parameters, with no state."""
+    made: Optimizer = object.__new__(type(optimizer))
+    Optimizer.__init__(made, groups, dict(optimizer.defaults))
+    return made

@@ -1,0 +1,175 @@
+"""``shardwise export`` and ``import``: a plan as another tool's configuration, and the way back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from shardwise.cli.question import choice_problems, find_cluster
+from shardwise.errors import PlanError, UserError, did_you_mean
+from shardwise.launch.deepspeed_export import export_deepspeed, export_notes
+from shardwise.launch.deepspeed_import import Imported, import_deepspeed, read_document
+from shardwise.launch.deepspeed_optimizer import Row
+from shardwise.plan.plan import Plan, Recompute, read_plan
+from shardwise.plan.strategy import Engine
+
+WRITTEN = ("deepspeed",)
+PLANNED = ("pytorch", "accelerate", "torchtitan")
+
+
+def run_export(plan_file: Path, *, to: str, clip_norm: float, output: Path | None, as_json: bool) -> None:
+    """The verb. Without ``output`` and ``as_json`` stdout is the configuration and nothing else.
+
+    Raises:
+        UserError: the target is not written by this version, the file holds no plan or one without a twin there, or
+            the output cannot be written.
+    """
+    problems = _target_problems(to)
+    try:
+        plan = read_plan(plan_file)
+        document = {} if problems else export_deepspeed(plan, clip_norm=clip_norm or None)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None
+    if problems:
+        raise UserError(*problems)
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    notes = export_notes(plan)
+    clip = "no clipping" if not clip_norm else f"gradients are clipped to {clip_norm:g}"
+    notes.insert(0, f"{clip}: --clip-norm, which a plan does not say")
+    stream = sys.stdout if output is not None and not as_json else sys.stderr
+    print(f"plan: {plan.strategy} on {plan.dims}, {plan.precision}, {plan.batch_equation()}", file=stream)
+    for note in notes:
+        print(f"note: {note}", file=stream)
+    if output is not None:
+        _write(output, text)
+        print(f"deepspeed: {output}", file=stream)
+    if as_json:
+        answer = {"schema": 1, "target": to, "config": document, "fingerprint": plan.fingerprint, "notes": notes}
+        print(json.dumps({**answer, "ranks": plan.dims.world_size, "output": None if output is None else str(output)}))
+    elif output is None:
+        print(text, end="")
+
+
+def run_import(
+    file: Path,
+    *,
+    nproc: int | None,
+    cluster: str | None,
+    engine: str | None,
+    seq_len: int | None,
+    recompute: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """The verb.
+
+    Raises:
+        UserError: everything of the words and of the file that cannot be.
+    """
+    problems = choice_problems(
+        [("--engine", engine, get_args(Engine)), ("--recompute", recompute, get_args(Recompute))]
+    )
+    if nproc is not None and cluster is not None:
+        problems.append(f"--nproc {nproc} and --cluster {cluster} both say how many ranks there are; leave one out")
+    found = None
+    try:
+        found = None if cluster is None else find_cluster(cluster)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None  # without the ranks, the file cannot be judged
+    given = {"seq_len": seq_len, "recompute": recompute if recompute in get_args(Recompute) else None}
+    try:
+        result = import_deepspeed(
+            read_document(file),
+            ranks=nproc if found is None else found.world_size,
+            device=None if found is None else found.device,
+            here="cpu" if found is not None else find_cluster(None).device,
+            engine=None if problems else _engine(engine),
+            given={key: value for key, value in given.items() if value is not None},
+        )
+    except PlanError as error:
+        raise PlanError(*problems, *(_named(file, problem) for problem in error.problems)) from None
+    if problems:
+        raise PlanError(*problems)
+    plan = result.plan.model_copy(update={"reason": f"read from {file.name}"})
+    print_import(result, plan, sys.stderr if as_json else sys.stdout)
+    if output is not None:
+        _write(output, plan.to_toml())
+        print(f"plan: {output} (shardwise train CONFIG --plan {output})", file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(import_json(result, plan), ensure_ascii=False))
+
+
+def print_import(result: Imported, plan: Plan, stream: Any) -> None:
+    """Every key of the file under what became of it, the keys for a config file, and the plan in one line."""
+
+    def section(title: str, rows: Sequence[Row]) -> None:
+        if rows:
+            print(title, file=stream)
+        for row in rows:
+            print(f"  {row.key} = {'(left out)' if row.value is None else _json(row.value)}: {row.why}", file=stream)
+
+    section("taken over", result.taken)
+    section("the same in Shardwise", result.same)
+    section("not taken over", result.not_taken)
+    section("without effect on the plan", result.no_effect)
+    section("left to you", result.open)
+    print("for the config file", file=stream)
+    for line in config_lines(result.keys):
+        print(f"  {line}", file=stream)
+    on = f"{plan.dims.world_size} {'rank' if plan.dims.world_size == 1 else 'ranks'} ({result.ranks_from})"
+    print(f"plan: {plan.strategy} on {on}, {plan.device}, {plan.precision}, {plan.batch_equation()}", file=stream)
+
+
+def config_lines(keys: dict[str, Any]) -> list[str]:
+    """``table.key`` → value as the lines of a TOML file."""
+    tables = dict.fromkeys(key.partition(".")[0] for key in keys)
+    lines = []
+    for table in tables:
+        inner = {key.partition(".")[2]: value for key, value in keys.items() if key.startswith(f"{table}.")}
+        lines += [f"[{table}]", *(f"{key} = {_json(value)}" for key, value in inner.items())]
+    return lines
+
+
+def import_json(result: Imported, plan: Plan) -> dict[str, Any]:
+    """The document of ``--json``."""
+    kinds = ("taken", "same", "not_taken", "no_effect", "open")
+    return {
+        "schema": 1,
+        "plan": plan.model_dump(mode="json", by_alias=True),
+        "fingerprint": plan.fingerprint,
+        "ranks_from": result.ranks_from,
+        "config": result.keys,
+        **{kind: [{"key": r.key, "value": r.value, "why": r.why} for r in getattr(result, kind)] for kind in kinds},
+    }
+
+
+def _target_problems(to: str) -> list[str]:
+    if to in WRITTEN:
+        return []
+    if to in PLANNED:
+        return [f"--to {to}: this version does not write it; it writes {', '.join(WRITTEN)}"]
+    return [
+        f"--to '{to}' is no target{did_you_mean(to, (*WRITTEN, *PLANNED))}; this version writes {', '.join(WRITTEN)}"
+    ]
+
+
+def _engine(text: str | None) -> Engine | None:
+    return next((engine for engine in get_args(Engine) if engine == text), None)
+
+
+def _named(file: Path, problem: str) -> str:
+    return problem if problem.startswith(f"'{file}'") else f"'{file}': {problem}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None

@@ -1,0 +1,308 @@
+"""``shardwise checkpoint merge-lora``: the adapters of a run into the weights of their base, and show that it is so."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from shardwise.checkpoint.convert import Written, convert, refuse_taken
+from shardwise.checkpoint.matching import MODEL, Selection, select
+from shardwise.checkpoint.merge import MergedSource, SavedAdapters, saved_adapters
+from shardwise.checkpoint.report import versions
+from shardwise.checkpoint.sources.detect import open_source
+from shardwise.checkpoint.sources.huggingface import HuggingFaceSource
+from shardwise.checkpoint.sources.live import LiveSource
+from shardwise.checkpoint.sources.own import OwnSource
+from shardwise.checkpoint.sources.source import Source
+from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.weights import base_digest
+from shardwise.cli.convert import DTYPES, MAX_SHARD_SIZE, Bar, give_memory_back, hugging_face_extras, read_size
+from shardwise.errors import ModelError, UserError, did_you_mean
+from shardwise.parallel.adapters import linear_layers
+from shardwise.parallel.materialize import build
+from shardwise.units import bytes_text, seconds_text
+from shardwise.verify.known_model import KnownModel, find_model
+from shardwise.verify.merged import MergeVerdict, NotMerged, Pieces, check_merge
+
+SCHEMA = 1
+ONTO = ("unpacked", "original")
+
+
+@dataclass(frozen=True)
+class _Base:
+    """Where the base is, and what the model takes of it."""
+
+    source: Source
+    taken: Selection
+    digest: str | None
+
+
+def run_merge(
+    source: str,
+    target: str,
+    *,
+    base: str | None,
+    onto: str | None,
+    model: str | None,
+    dtype: str | None,
+    max_shard_size: str | None,
+    check: bool,
+    as_json: bool,
+) -> None:
+    """The verb.
+
+    Args:
+        source: path or URL of a run with ``+lora`` or ``+qlora``, or of a checkpoint of it.
+        target: path or URL of a folder that does not exist yet; it becomes a Hugging Face folder.
+        base: where the base is now; ``None`` is where the run had it from.
+        onto: of ``+qlora``, ``unpacked`` (what was trained; the default) or ``original`` weights.
+        model: a folder with ``config.json``, that file, or ``package.module:factory``.
+        dtype: ``bf16``, ``fp16`` or ``fp32`` for floating-point weights; ``None`` leaves them as the base has them.
+        max_shard_size: bytes of a file at most, such as ``5GB`` or ``500MiB``.
+        check: compare the outputs with those of base and adapters, and every tensor.
+        as_json: one JSON document as the last line of stdout.
+
+    Raises:
+        UserError: there are no adapters, the base is not the run's, the model is not known, or the target is taken.
+        CheckpointError: something is damaged, or the target cannot be written.
+        NotMerged: the target does not give what base and adapters give; it was removed.
+    """
+    give_memory_back()
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    started = time.perf_counter()
+    place = folder_of(target)
+    _check_words(onto, dtype, max_shard_size)
+    refuse_taken(place)
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_source(source))
+        merge = _Merge(opened, base, onto, model, DTYPES[dtype] if dtype else None, console, stack)
+        merge.say_what()
+        try:
+            written, verdict = merge.write(place, read_size(max_shard_size or MAX_SHARD_SIZE), check=check)
+        except NotMerged as error:
+            if as_json:
+                print(json.dumps(merge.document(place, None, error.verdict, time.perf_counter() - started)))
+            raise
+        console.print(verdict.text, markup=False)
+        if verdict.from_packed is not None:
+            merge.note(
+                f"what was trained, the packed base with these adapters, gives outputs that differ by up to "
+                f"{verdict.from_packed:.3g}"
+            )
+        took = time.perf_counter() - started
+        files = f"{written.files} {'file' if written.files == 1 else 'files'}, {bytes_text(written.num_bytes)}"
+        console.print(f"done: Hugging Face folder '{written.place}', {files}, {seconds_text(took)}", markup=False)
+        if as_json:
+            print(json.dumps(merge.document(place, written, verdict, took)))
+
+
+class _Merge:
+    """One merge: all that can be refused is refused when it is made, before anything is written."""
+
+    def __init__(
+        self,
+        source: Source,
+        base: str | None,
+        onto: str | None,
+        model: str | None,
+        dtype: torch.dtype | None,
+        console: Console,
+        stack: ExitStack,
+    ) -> None:
+        self.saved = saved_adapters(source)
+        if not isinstance(source, OwnSource):
+            raise TypeError(source)
+        self.adapters, self.console, self.dtype = source, console, dtype
+        self.notes: list[str] = []
+        if onto is not None and self.saved.kind != "qlora":
+            raise UserError(
+                f"--onto {onto}: the adapters of '{source.place}' were trained with +{self.saved.kind}, whose base is "
+                "not packed; take --onto out"
+            )
+        known = find_model(model, source)
+        if not isinstance(known, KnownModel):
+            raise UserError(f"'{source.place}': its layers must be known to merge them: {known}")
+        self.known = known
+        self.onto = (onto or "unpacked") if self.saved.kind == "qlora" else None
+        self.base = self._opened(base, stack)
+        layers = linear_layers(known.build(real=False))
+        packed = layers if self.onto == "unpacked" else ()
+        self.merged = MergedSource(
+            self.base.source,
+            self.base.taken,
+            source,
+            self.saved,
+            transposed=[name for name, layer in layers.items() if not isinstance(layer, torch.nn.Linear)],
+            packed=packed,
+            dtype=dtype,
+        )
+        stack.enter_context(self.merged)
+
+    def note(self, text: str) -> None:
+        """Say it, and keep it for the document."""
+        self.notes.append(text)
+        self.console.print(f"note: {text}", markup=False)
+
+    def say_what(self) -> None:
+        """The head: adapters, base, and what is done with them."""
+        saved, options = self.saved, self.saved.options
+        step = self.adapters.manifest.step
+        kind = f"{saved.kind}{', DoRA' if options.dora else ''}"
+        head = f"adapters: '{self.adapters.place}', step {step}: {kind}, rank {options.rank}, scale {options.scale:.4g}"
+        self.console.print(f"{head}, {len(saved.targets)} layers", markup=False)
+        digest = "" if self.base.digest is None else f", digest {self.base.digest} as in training"
+        self.console.print(f"base: {self.base.source.kind} '{self.base.source.place}'{digest}", markup=False)
+        if saved.seed is not None and saved.base is None:
+            self._say_drawn(saved.seed)
+        if self.onto == "unpacked":
+            self.note(
+                f"merged onto the {options.quant_type} weights unpacked again, which is what the adapters were trained "
+                f"on: {len(self.merged.unpacked)} weights differ from the base's, merged or not"
+            )
+        elif self.onto == "original":
+            self.note("merged onto the original weights: outputs are not those of what was trained, the packed ones")
+
+    def write(self, place: Folder, limit: int, *, check: bool) -> tuple[Written, MergeVerdict]:
+        """Write the folder, and check it."""
+        selection = select(self.merged, self.known.expected(), dtype=self.dtype, weights_only=True, reason="")
+        for note in selection.notes:
+            self.note(note)
+        folder = self.known.folder
+        if folder is None and isinstance(self.base.source, HuggingFaceSource):
+            folder = self.base.source.folder
+        extras = hugging_face_extras(self.known.config, folder, selection, self.note)
+        self._say_rounding(selection)
+        original = self.onto == "original"
+        pieces = Pieces(self.known, self.base.source, self.base.taken, self.adapters, self.saved, original)
+        with Bar(self.console) as bar:
+            for source in (self.adapters, self.base.source):
+                if check and isinstance(source, OwnSource):
+                    bar.begin("checking the sources", sum(info.num_bytes for info in source.tensors.values()))
+                    source.check(bar.tick)
+
+            def checked(written: Folder) -> MergeVerdict:
+                if not check:
+                    return MergeVerdict(None, "not verified: --no-check was given")
+                return check_merge(pieces, self.merged, selection, written, bar)
+
+            return convert(
+                self.merged,
+                selection,
+                place,
+                to="hf",
+                max_shard_bytes=limit,
+                extras=extras,
+                progress=bar,
+                check=checked,
+            )
+
+    def document(
+        self, target: Folder, written: Written | None, verdict: MergeVerdict, seconds: float
+    ) -> dict[str, Any]:
+        """The answer as JSON."""
+        saved = self.saved
+        return {
+            "schema": SCHEMA,
+            "source": {"kind": self.adapters.kind, "place": self.adapters.place, "step": self.adapters.step},
+            "base": {"kind": self.base.source.kind, "place": self.base.source.place, "digest": self.base.digest},
+            "adapter": {
+                "kind": saved.kind,
+                "options": saved.options.model_dump(mode="json"),
+                "scale": saved.options.scale,
+                "layers": len(saved.targets),
+            },
+            "onto": self.onto,
+            "target": str(written.place if written else target),
+            "tensors": len(self.merged.tensors),
+            "bytes": written.num_bytes if written else 0,
+            "files": written.files if written else 0,
+            "seconds": round(seconds, 3),
+            "notes": self.notes,
+            "verified": verdict.verified,
+            "verdict": verdict.text,
+            "max_difference": verdict.difference,
+            "bound": verdict.bound,
+            "adapters_change": verdict.effect,
+            "from_packed": verdict.from_packed,
+        }
+
+    def _opened(self, place: str | None, stack: ExitStack) -> _Base:
+        """The base, which must be the one that was trained on."""
+        saved = self.saved
+        if saved.base is None:
+            if place is not None:
+                raise UserError(
+                    f"--base {place}: the run drew its base from seed {saved.seed}, and nothing says what that was to "
+                    "compare with; leave --base out, and it is drawn again"
+                )
+            return self._drawn(stack)
+        where = place or saved.base
+        try:
+            source = stack.enter_context(open_source(where))
+        except UserError as error:
+            if place is not None:
+                raise
+            raise UserError(
+                f"the base that '{self.adapters.place}' was trained on is not where it was ({error}); give its place "
+                "now: --base FOLDER"
+            ) from None
+        taken = select(source, self.known.expected(), dtype=None, weights_only=True, reason="")
+        digest = base_digest(source, [item.origin for item in taken.items])
+        if digest != saved.digest:
+            raise UserError(
+                f"'{source.place}' is not the base of '{self.adapters.place}': its digest is {digest}, and the "
+                f"adapters were trained on one of {saved.digest} ('{saved.base}'); give that one: --base FOLDER"
+            )
+        return _Base(source, taken, digest)
+
+    def _drawn(self, stack: ExitStack) -> _Base:
+        known, seed = self.known, self.saved.seed
+        if seed is None:
+            raise UserError(f"'{self.adapters.place}' does not say what its base was; it cannot be merged")
+        try:
+            module = build(lambda: known.make(torch.float32), seed, real=True)
+        except Exception as error:
+            raise ModelError(f"model '{known.label}': building it raised {type(error).__name__}: {error}") from error
+        source = stack.enter_context(LiveSource(module, f"{known.label}, seed {seed}"))
+        return _Base(source, select(source, known.expected(), dtype=None, weights_only=True, reason=""), None)
+
+    def _say_drawn(self, seed: int) -> None:
+        """A drawn base has no digest: what decides it is said."""
+        self.note(f"the base was drawn from seed {seed}, not read; it is drawn again, and is in memory as a whole")
+        then, now = self.adapters.manifest.versions, versions()
+        others = [f"{name} {then[name]} then, {now.get(name)} now" for name in then if then[name] != now.get(name)]
+        if others:
+            self.note(f"other versions may draw other weights: {'; '.join(others)}")
+
+    def _say_rounding(self, selection: Selection) -> None:
+        """How often a merged value is rounded, where the dtype is narrow."""
+        kinds = {item.info.dtype for item in selection.items if item.name in self.merged.merged}
+        words: Sequence[str] = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.itemsize < 4)
+        if words:
+            names = sum(
+                1 for item in selection.items if item.name.startswith(MODEL) and item.name in self.merged.merged
+            )
+            self.note(f"{names} merged weights are rounded once, to {', '.join(words)}; --dtype fp32 keeps more")
+
+
+def _check_words(onto: str | None, dtype: str | None, max_shard_size: str | None) -> None:
+    """All problems of the options at once."""
+    problems = []
+    if onto is not None and onto not in ONTO:
+        problems.append(f"--onto {onto}: give unpacked or original{did_you_mean(onto, ONTO)}")
+    if dtype is not None and dtype not in DTYPES:
+        problems.append(f"--dtype {dtype}: give bf16, fp16 or fp32{did_you_mean(dtype, DTYPES)}")
+    if max_shard_size is not None:
+        try:
+            read_size(max_shard_size)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)

@@ -1,0 +1,346 @@
+"""A plan on DeepSpeed: the user's model and optimizer inside ``deepspeed.initialize``, made exact.
+
+The order of `apply_deepspeed` is that of `parallel.apply`: check → batch norm → recompute → weights → partition →
+optimizer → engine. Weights are rank 0's; other ranks get theirs unit by unit, so that under ZeRO-3 no rank but 0 holds
+more than its share and one unit. Nothing but this package's modules that need it imports DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ModelError, PlanError
+from shardwise.parallel.apply import (
+    _MARK,
+    Applied,
+    apply_batch_norm,
+    apply_to_optimizer,
+    check,
+    parameter_names,
+    stop_caching,
+)
+from shardwise.parallel.deepspeed_parts import (
+    all_states,
+    find_held,
+    make_states,
+    own_range,
+    set_local,
+    zero_gradients,
+)
+from shardwise.parallel.deepspeed_ready import import_deepspeed
+from shardwise.parallel.engine import Held, note_engine
+from shardwise.parallel.environment import local_rank_told
+from shardwise.parallel.materialize import broadcast_buffers, materialize
+from shardwise.parallel.precision import DTYPES
+from shardwise.parallel.recompute import apply_recompute
+from shardwise.plan.deepspeed import Place, deepspeed_config, zero_stage
+from shardwise.plan.plan import Plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.read import clean_name, read_model
+
+Weights = dict[str, torch.Tensor]
+
+
+def apply_deepspeed(
+    module: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device, local_rank: int
+) -> tuple[Applied, Optimizer]:
+    """Put ``module`` and ``optimizer`` under ``plan`` on this rank. Collective.
+
+    The process group that exists is used. The optimizer that comes back is the user's own, whose parameters are now
+    DeepSpeed's flat shards: learning rates are set on its groups as ever, and `Engine.update` steps it.
+
+    Raises:
+        UserError: DeepSpeed is not there.
+        PlanError: the plan is for another number of ranks.
+        ModelError: the model or the optimizer does not allow it.
+    """
+    if getattr(module, _MARK, False):
+        raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+    names, spec = parameter_names(module), read_model(module)
+    check_for_deepspeed(spec, optimizer, plan)
+    if plan.dims.world_size != dist.get_world_size():
+        raise PlanError(
+            f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but {dist.get_world_size()} are running; "
+            f"start {plan.dims.world_size} ranks or make a new plan"
+        )
+    deepspeed = import_deepspeed()
+    module, notes = apply_batch_norm(module, spec, plan)
+    if plan.recompute != "none":
+        notes += stop_caching(module)
+    setattr(module, _MARK, True)
+    blocks = apply_recompute(module, plan.recompute, spec.blocks)
+    largest = max(p.num_elements for p in spec.parameters)
+    config = deepspeed_config(plan, largest_parameter=largest)
+    with local_rank_told(local_rank):
+        deepspeed.init_distributed(verbose=False)  # takes the group that is there
+        originals = _originals(module, plan)
+        if zero_stage(plan) == 3:
+            _partition(module, blocks, plan, config, device)
+        else:
+            materialize(module, device, broadcast=False)  # DeepSpeed sends rank 0's weights itself
+        broadcast_buffers(module)
+        bare = Applied(module, module, tuple(blocks), spec)
+        optimizer = _trained_only(apply_to_optimizer(optimizer, names, bare, plan))
+        groups = _groups(module, optimizer)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory it takes
+            inner, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    if inner.optimizer.optimizer is not optimizer:
+        raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by one of its own; use AdamW or SGD, or fsdp")
+    engine = DeepSpeed(inner, optimizer, plan, groups)
+    if plan.precision != "fp32":  # DeepSpeed has rounded them before it copied them
+        engine.set_weights(lambda name: _sent(originals.pop(name, None), engine.shape(name), device))
+    note_engine(module, engine)
+    return Applied(inner, module, tuple(blocks), spec, warnings=notes, engine=engine), optimizer
+
+
+def check_for_deepspeed(spec: ModelSpec, optimizer: Optimizer, plan: Plan) -> None:
+    """What DeepSpeed would choke on is said before anything is changed.
+
+    Raises:
+        ModelError: everything that is in the way.
+    """
+    check(spec, plan)
+    problems = []
+    odd = sorted({p.dtype for p in spec.parameters if p.dtype != "float32"})
+    if odd:
+        problems.append(
+            f"{plan.strategy} keeps fp32 weights with the optimizer, and the model has parameters of {', '.join(odd)}; "
+            "build it in fp32 (parallel.precision says what computes), or use fsdp"
+        )
+    if type(optimizer).__name__ == "Adagrad":
+        problems.append("DeepSpeed builds Adagrad anew without its parameter groups; use AdamW or SGD, or fsdp")
+    if problems:
+        raise ModelError(*problems)
+
+
+def _trained_only(optimizer: Optimizer) -> Optimizer:
+    """Without the frozen parameters, and the groups that have nothing else: DeepSpeed counts on that."""
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
+
+
+def _groups(module: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
+    """The names of the parameters in each group of an optimizer."""
+    names = parameter_names(module)
+    return tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+
+
+def _originals(module: nn.Module, plan: Plan) -> Weights:
+    """Rank 0's fp32 weights where DeepSpeed will round those of the module in place; empty elsewhere."""
+    if plan.precision == "fp32" or dist.get_rank() != 0:
+        return {}
+    return {clean_name(name): p.detach() for name, p in module.named_parameters()}
+
+
+def _sent(original: torch.Tensor | None, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """One of rank 0's weights, on every rank."""
+    whole = torch.empty(shape, device=device) if original is None else original.to(device).clone()
+    if dist.get_world_size() > 1:
+        dist.broadcast(whole, src=0)
+    return whole
+
+
+def _partition(
+    module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, config: dict[str, Any], device: torch.device
+) -> None:
+    """Real weights for one unit after the other, each cut before the next one is made."""
+    from deepspeed import zero
+
+    narrow, swapper = DTYPES[plan.precision], None
+    for unit in (*blocks, module):
+        materialize(unit, device, broadcast=False)
+        for parameter in unit.parameters():
+            if not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(narrow)
+        made = zero.Init(module=unit, config_dict_or_path=config, dtype=narrow, param_swapper=swapper)
+        swapper = made.param_swapper  # its buffers are there once
+
+
+class DeepSpeed:
+    """DeepSpeed's engine behind what a session asks of one; see `Engine`."""
+
+    name = "deepspeed"
+
+    def __init__(self, inner: Any, optimizer: Optimizer, plan: Plan, groups: tuple[tuple[str, ...], ...] = ()) -> None:
+        self.inner = inner
+        self.groups = groups  # names in each of the optimizer's groups, which hold flat shards now
+        self.plan = plan
+        self.stage = zero_stage(plan)
+        self.base = optimizer
+        self._by_name = {clean_name(name): p for name, p in inner.module.named_parameters()}
+        self._unreached = {name for name, p in self._by_name.items() if p.requires_grad}
+        self._hooks = [
+            p.register_hook(self._noting(name)) for name, p in self._by_name.items() if name in self._unreached
+        ]
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's own optimizer, around the user's."""
+        return self.inner.optimizer
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by name, as they are between forwards: empty shells under ZeRO-3."""
+        return dict(self._by_name)
+
+    def shape(self, name: str) -> torch.Size:
+        """The whole shape of a parameter."""
+        parameter = self._by_name[name]
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def live_stage(self) -> int:
+        """ZeRO's stage by what DeepSpeed has done: 3 where parameters are cut, 2 where gradients are."""
+        if all(hasattr(p, "ds_tensor") for p in self._by_name.values()):
+            return 3
+        return 2 if getattr(self.zero, "partition_gradients", False) else 1
+
+    def places(self) -> tuple[Place, Place]:
+        """Where optimizer state and parameters rest, by the switches that DeepSpeed goes by."""
+        zero = self.zero
+        away = bool(getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False))
+        state: Place = "nvme" if getattr(zero, "swap_optimizer", False) else "cpu" if away else "device"
+        if not getattr(zero, "offload_param", False):
+            return state, "device"
+        return state, "nvme" if zero.params_in_nvme_and_cpu else "cpu"
+
+    def begin_micro(self, *, last: bool) -> None:
+        """See `Engine`."""
+        self.inner.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Engine`. DeepSpeed would divide by the accumulation; the loss is normalised already."""
+        self.inner.backward(loss, scale_wrt_gas=False)
+
+    def update(self, clip_norm: float | None) -> float:
+        """See `Engine`."""
+        self.zero.clip_grad = 0.0 if clip_norm is None else float(clip_norm)
+        self.inner.step()
+        skipped = bool(getattr(self.zero, "overflow", False))
+        norm = self.inner.get_global_grad_norm()
+        zero_gradients(self.zero)
+        return math.nan if skipped or norm is None else float(norm)
+
+    def unused(self) -> list[str]:
+        """See `Engine`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        return [name for name in self._by_name if name in self._unreached]
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """See `Engine`."""
+        from deepspeed.utils import safe_get_full_grad
+
+        found: torch.Tensor | None = safe_get_full_grad(self._by_name[name])
+        return None if found is None else found.detach().float()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Engine`."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, parameter in self._by_name.items():
+            if parameter.requires_grad:
+                yield name, safe_get_full_fp32_param(parameter).detach().view(self.shape(name))
+            else:
+                yield name, self._frozen(parameter)
+
+    def set_weights(self, new: Callable[[str], torch.Tensor]) -> None:
+        """See `Engine`."""
+        for name, parameter in self._by_name.items():
+            whole = new(name)
+            if parameter.requires_grad:
+                set_local(self.zero, parameter, whole, None)
+            self._set_computing(parameter, whole)
+
+    def states(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's state of a parameter: whole where it has the parameter's shape, else as it is. Collective.
+
+        Empty before the first update, and for a parameter that is not trained.
+        """
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        parameter = self._by_name[name]
+        found = {}
+        for key, value in all_states(self.zero, parameter).items():
+            if value is None:
+                found[key] = safe_get_full_optimizer_state(parameter, key).detach().view(self.shape(name))
+            else:
+                found[key] = value
+        return found
+
+    def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
+        """Put a whole tensor into the optimizer's state of a parameter."""
+        set_local(self.zero, self._by_name[name], whole, key)
+
+    def make_states(self, groups: list[dict[str, torch.Tensor | None]]) -> None:
+        """Room for the optimizer's state, as if it had stepped: keys by group, with the value of what is one number."""
+        make_states(self.zero, groups)
+
+    def range_of(self, name: str) -> tuple[int, int]:
+        """The elements of a flattened parameter that this rank's optimizer has: begin and end."""
+        return own_range(self._by_name[name])
+
+    def held(self) -> Held:
+        """See `Engine`."""
+        return find_held(self.zero, self.base, list(self._by_name.values()))
+
+    def discard(self) -> None:
+        """See `Engine`."""
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        if hasattr(zero, "clear_hp_grads"):  # ZeRO-1 in bf16
+            zero.clear_hp_grads()
+        if self.stage < 3:
+            zero.micro_step_id = -1
+            for kept in ("averaged_gradients", "all_grad_tensors"):
+                getattr(zero, kept, {}).clear()
+        for parameter in self._by_name.values():
+            parameter.grad = None
+        zero_gradients(zero)
+
+    def close(self) -> None:
+        """See `Engine`."""
+        from shardwise.parallel.deepspeed_ready import forget_groups
+
+        note_engine(self.inner.module, None)
+        for hook in self._hooks:
+            hook.remove()
+        self.inner.destroy()
+        forget_groups()
+
+    def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
+        def reached(_: torch.Tensor) -> None:
+            self._unreached.discard(name)
+
+        return reached
+
+    def _frozen(self, parameter: nn.Parameter) -> torch.Tensor:
+        if self.stage < 3:
+            return parameter.detach().clone()
+        from deepspeed import zero
+
+        with zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def _set_computing(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
+        """The parameter that computes; DeepSpeed itself would only know of it after the next update."""
+        with torch.no_grad():
+            if self.stage < 3:
+                parameter.copy_(whole)
+                return
+            from deepspeed import zero
+
+            with zero.GatheredParameters([parameter], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    parameter.copy_(whole)

@@ -1,0 +1,63 @@
+"""Step each parameter during the backward, as soon as its gradient is final, and free the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+
+class InBackward:
+    """Hooks that step one parameter at a time with an ordinary optimizer.
+
+    FSDP2 calls them on the sharded parameter after its reduction, autograd on a whole one after it has added up all of
+    its uses. While one is stepped, the optimizer sees that parameter alone, in its own group: options that were
+    changed since the last step count. Outside of `running` gradients are left alone.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.stepped: set[int] = set()  # ids of the parameters that the last backward stepped
+        self._optimizer = optimizer
+        self._running = False
+        self._number = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._step)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the one backward of a step."""
+        self.stepped = set()
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def remove(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        if not self._running:
+            return
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        group = groups[self._number[id(parameter)]]
+        members = group["params"]
+        group["params"] = [parameter]
+        optimizer.param_groups = [group]
+        try:
+            optimizer.step()
+        finally:
+            group["params"] = members
+            optimizer.param_groups = groups
+        self.stepped.add(id(parameter))
+        parameter.grad = None

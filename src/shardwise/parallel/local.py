@@ -1,0 +1,38 @@
+"""The part of a tensor that is on this rank, and tensors laid out as another one is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that are here, sharing storage with ``tensor``."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def empty_beside(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Room for a tensor of the whole ``shape`` that belongs to ``parameter``.
+
+    Its rows are cut as the parameter's are where it has as many of them; otherwise every rank has all of it.
+    """
+    with torch.no_grad():
+        if not isinstance(parameter, DTensor):
+            return torch.empty(tuple(shape), dtype=dtype, device=parameter.device)
+        here = parameter.to_local()
+        as_rows = len(shape) == parameter.dim() > 0 and shape[0] == parameter.shape[0]
+        placements = [p if as_rows and p == Shard(0) else Replicate() for p in parameter.placements]
+        cut = any(isinstance(p, Shard) for p in placements)
+        lengths = (here.shape[0], *shape[1:]) if cut else tuple(shape)
+        return DTensor.from_local(
+            torch.empty(lengths, dtype=dtype, device=here.device),
+            parameter.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))),
+        )

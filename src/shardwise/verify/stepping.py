@@ -1,0 +1,136 @@
+"""Lines on the optimizer: what state it keeps, where it steps, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.cost.memory import held_shape, stepped_groups, zero1_shares
+from shardwise.cost.optimizer_state import LEAN, lean_dtypes, lean_state_bytes
+from shardwise.measure import state
+from shardwise.parallel.adafactor import summed_elements
+from shardwise.spec.model import ModelSpec, ParameterSpec
+from shardwise.spec.read import dtype_name
+from shardwise.spec.workload import Workload
+from shardwise.train.session import Session
+from shardwise.units import bytes_text
+from shardwise.verify.expected import Range, Reduction, Traffic
+from shardwise.verify.part import shard_dim_of, shard_rank, used_spec
+from shardwise.verify.receipt import Line
+
+
+class OptimizerWatch:
+    """What an optimizer steps, seen as it begins to: each parameter with a gradient, where it lies, and the phase."""
+
+    def __init__(self, session: Session) -> None:
+        self.phases: dict[int, str] = {}  # by the id of the parameter
+        self.devices: set[str] = set()
+        self.gradient_dtypes: set[str] = set()
+        self._session = session
+        self._hook = session.optimizer.register_step_pre_hook(self._see)
+
+    def stop(self) -> None:
+        """End; what was seen stays."""
+        self._hook.remove()
+
+    def _see(self, optimizer: Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.phases[id(parameter)] = self._session.phase
+                    self.devices.add(state.local(parameter).device.type)
+                    self.gradient_dtypes.add(dtype_name(parameter.grad.dtype))
+
+
+def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
+    """Where the optimizer steps, and how many parameters it steps before the backward is over."""
+    plan = session.plan
+    if plan.parsed.engine != "torch":  # its own optimizer steps
+        return
+    planned = "cpu" if plan.parsed.offload else session.device.type
+    found = ", ".join(sorted(watch.devices)) or "nothing"
+    skipped = session.scaler is not None and not watch.devices
+    yield Line(name="optimizer steps on", planned=planned, found=found, ok=None if skipped else planned == found)
+    early = sum(phase == "backward" for phase in watch.phases.values())
+    if plan.optimizer_in_backward or early:
+        whole = sum(p.trainable for p in used_spec(session).parameters)
+        planned = f"{whole if plan.optimizer_in_backward else 0} of {whole} parameters"
+        found = f"{early} of {whole} parameters"
+        yield Line(name="stepped during backward", planned=planned, found=found, ok=planned == found)
+
+
+def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
+    """Dtypes and size of the optimizer's state: elements, or bytes where state is not shaped as the parameters are."""
+    states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
+    spec = used_spec(session)
+    trained = {p.dtype for p in spec.parameters if p.trainable}
+    mine, every = _stepped(session, spec, workload)
+    lean = workload.optimizer if workload.optimizer in LEAN else None
+    if states:
+        kinds = trained if lean is None else lean_dtypes([p.shape for p in mine], trained, workload)
+        planned, found = ", ".join(sorted(kinds)), state.dtypes(states)
+        yield Line(name="optimizer state dtype", planned=planned, found=found, ok=planned == found)
+    if workload.optimizer_states is None:
+        return
+    held = {p.name: _held(session, p) for p in every}
+    if lean is None:
+        number = workload.optimizer_states
+        expected = sum(_product(held[p.name]) for p in mine) * number
+        seen, whole = state.local_elements(states), sum(p.num_elements for p in every) * number
+        texts = [f"{n} of {whole} ({n / whole:.1%})" if whole else str(n) for n in (expected, seen)]
+    else:
+        sizes = {p.name: _lean_bytes(session, p, held[p.name], workload) for p in mine}
+        expected, seen = sum(sizes.values()), state.local_bytes(states)
+        texts = [f"{lean}: {bytes_text(n)}" for n in (expected, seen)]
+    yield Line(name="optimizer state held", planned=texts[0], found=texts[1], ok=expected == seen)
+
+
+def _stepped(session: Session, spec: ModelSpec, workload: Workload) -> tuple[list[ParameterSpec], list[ParameterSpec]]:
+    """The parameters with dimensions whose state is here, and all that the optimizer steps."""
+    groups = stepped_groups(spec, workload)
+    mine = every = [p for group in groups for p in group if p.shape]
+    ranks = session.plan.dims.dp * session.plan.dims.cp
+    if session.plan.parsed.base == "zero1" and ranks > 1:
+        mine = [p for p in zero1_shares(groups, ranks)[session.ranks.rank] if p.shape]
+    return mine, every
+
+
+def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -> tuple[int, ...]:
+    return held_shape(
+        parameter,
+        session.plan,
+        shard_rank(session) if rank is None else rank,
+        shard_dim=shard_dim_of(session, parameter.name),
+        tp_rank=session.place.tp,
+    )
+
+
+def _lean_bytes(session: Session, parameter: ParameterSpec, held: tuple[int, ...], workload: Workload) -> int:
+    fullest = _held(session, parameter, 0)
+    return lean_state_bytes(parameter.shape, held, fullest, parameter.itemsize, workload)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def with_optimizer_traffic(session: Session, spec: ModelSpec, expected: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    """``expected``, with what Adafactor adds up over the ranks that shard a parameter.
+
+    Two all-reduces for all parameters of a dtype together, or for each alone where they are stepped in the backward.
+    """
+    plan = session.plan
+    optimizer = getattr(session.optimizer, "optim", session.optimizer)
+    if type(optimizer).__name__ != "Adafactor" or not plan.parsed.shards_parameters or Reduction.of(plan).ranks == 1:
+        return dict(expected)
+    trained = [p for p in spec.parameters if p.trainable]
+    rounds = len(trained) if plan.optimizer_in_backward else len({p.dtype for p in trained})
+    size = sum(sum(summed_elements(p.shape)) * max(p.itemsize, 4) for p in trained)
+    before = expected.get("all_reduce", Traffic((0, 0), (0, 0)))
+    return {**expected, "all_reduce": Traffic(_plus(before.calls, 2 * rounds), _plus(before.num_bytes, size))}
+
+
+def _plus(ends: Range | None, more: int) -> Range | None:
+    return None if ends is None else (ends[0] + more, ends[1] + more)

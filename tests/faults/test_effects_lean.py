@@ -1,0 +1,176 @@
+"""The effects receipt on lean optimizers: each option that did not take effect makes a line false."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwise.parallel.adafactor as adafactor_module
+import shardwise.parallel.adamw8bit as adamw8bit_module
+import shardwise.train.session as session_module
+from shardwise.cli.own_loop import start
+from shardwise.parallel.adafactor import Adafactor
+from shardwise.parallel.adamw8bit import AdamW8bit
+from shardwise.parallel.in_backward import InBackward
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.train.loss import token_loss_sum
+from shardwise.verify.effects import EffectsProbe
+from shardwise.verify.stepping import OptimizerWatch, stepping_lines
+from tests.models import ragged_batches
+from tests.world.test_lean_optimizers import shapes
+from tests.worlds import run_world
+
+
+def run(
+    make: Callable[[Any], Any], strategy: str = "fsdp", after: Callable[[Any], None] | None = None, **plan: Any
+) -> Any:
+    """Three steps; the names of the receipt's false lines."""
+    dims = dims_for(parse_strategy(strategy), dist.get_world_size())
+    session = start(Plan(strategy=strategy, dims=dims, **plan), device="cpu", receipts=False)
+    probe = EffectsProbe(strict=False)
+    session.observers.append(probe)
+    model = shapes()
+    model, optimizer = session.prepare(model, make(model.parameters()))
+    if after is not None:
+        after(session)
+    for step in session.steps(ragged_batches(3 * session.ranks.world_size)):
+        for micro in step:
+            step.backward(token_loss_sum(model(micro.inputs), micro.labels))
+        step.update(optimizer)
+    assert probe.receipt is not None
+    session.close()
+    return {line.name for line in probe.receipt.lines if line.ok is False}
+
+
+def fused(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def steps_after_all() -> Any:
+    """``optimizer_in_backward`` was planned, and the optimizer steps at the end."""
+
+    def after(session: Any) -> None:
+        session.in_backward.remove()
+        session.in_backward = None
+
+    return run(fused, after=after, optimizer_in_backward=True)
+
+
+def keeps_gradients() -> Any:
+    """It steps in the backward, and gradients stay."""
+
+    def step(self: InBackward, parameter: Any) -> None:
+        kept = parameter.grad
+        whole(self, parameter)
+        parameter.grad = kept
+
+    whole, InBackward._step = InBackward._step, step  # type: ignore[method-assign]
+    return run(fused, optimizer_in_backward=True)
+
+
+def misses_some() -> Any:
+    """All but the first are stepped never, and their gradients stay."""
+
+    def step(self: InBackward, parameter: Any) -> None:
+        if not self.stepped:
+            whole(self, parameter)
+
+    whole, InBackward._step = InBackward._step, step  # type: ignore[method-assign]
+    return run(fused, optimizer_in_backward=True)
+
+
+def steps_unasked() -> Any:
+    """Nothing was planned, and the backward steps."""
+
+    def after(session: Any) -> None:
+        session.in_backward = InBackward(session.optimizer)
+
+    return run(fused, after=after)
+
+
+def eight_bits_are_32() -> Any:
+    adamw8bit_module.is_quantised = lambda parameter: False
+    return run(AdamW8bit)
+
+
+def rows_and_columns_are_whole() -> Any:
+    adafactor_module.state_shapes = lambda shape: {"variance": shape}
+    adafactor_module._Part.begin = lambda self: [self.weight.sum()]  # type: ignore[method-assign]
+    adafactor_module._Part.take = lambda *_: None  # type: ignore[method-assign]
+    adafactor_module._Part.update = lambda self: self.gradient  # type: ignore[method-assign]
+    return run(Adafactor)
+
+
+def sums_are_of_one_rank() -> Any:
+    """What torch's own does with a part: no column sum over the ranks."""
+    adafactor_module._sharing = lambda parameter: None
+    numel, Adafactor._step_whole = Adafactor._step_whole, only_where_there_are_rows  # type: ignore[method-assign]
+    only_where_there_are_rows.whole = numel  # type: ignore[attr-defined]
+    return run(Adafactor)
+
+
+def all_of_them() -> dict[str, Any]:
+    cases = (steps_after_all, steps_unasked, eight_bits_are_32)
+    found = {}
+    for case in cases:
+        found[case.__name__] = case()
+        adamw8bit_module.is_quantised = IS_QUANTISED
+    return found | {
+        "clean": [
+            run(make, optimizer_in_backward=early) for make in (fused, AdamW8bit, Adafactor) for early in (True, False)
+        ]
+    }
+
+
+IS_QUANTISED = adamw8bit_module.is_quantised
+
+
+def test_each_is_seen() -> None:
+    for found in run_world(all_of_them, 2):
+        assert found["clean"] == [set()] * 6
+        assert found["steps_after_all"] == {"gradients held", "stepped during backward"}
+        assert found["steps_unasked"] >= {"gradients held", "stepped during backward"}
+        assert found["eight_bits_are_32"] == {"optimizer state dtype", "optimizer state held"}
+
+
+def test_gradients_that_stay_are_seen() -> None:
+    assert all(found == {"gradients held"} for found in run_world(keeps_gradients, 2))
+
+
+def test_a_parameter_that_is_missed_is_seen() -> None:
+    assert all(found >= {"gradients held", "stepped during backward"} for found in run_world(misses_some, 2))
+
+
+def test_state_that_is_not_factored_is_seen() -> None:
+    assert all("optimizer state held" in found for found in run_world(rows_and_columns_are_whole, 2))
+
+
+def test_sums_of_one_rank_alone_are_seen() -> None:
+    assert all("all_reduce per step" in found for found in run_world(sums_are_of_one_rank, 2))
+
+
+def stepped_elsewhere() -> list[bool | None]:
+    """``+offload`` was planned, and the optimizer steps on a GPU: as the line judges what the watch has seen."""
+    dims = dims_for(parse_strategy("fsdp+offload"), 1)
+    session = start(Plan(strategy="fsdp+offload", dims=dims), device="cpu", receipts=False)
+    model = shapes()
+    session.prepare(model, fused(model.parameters()))
+    watch = OptimizerWatch(session)
+    for parameter in session.module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    session.optimizer.step()
+    verdicts = [next(iter(stepping_lines(session, watch))).ok]
+    watch.devices.add("cuda")
+    verdicts.append(next(iter(stepping_lines(session, watch))).ok)
+    session_module.leave(session.ranks)
+    return verdicts
+
+
+def test_an_optimizer_that_steps_elsewhere_is_seen() -> None:
+    assert run_world(stepped_elsewhere, 1) == [[True, False]]
