@@ -2,7 +2,6 @@
 
 import importlib
 
-import bitsandbytes  # noqa: F401 seconds for each rank
 import torch._dynamo  # noqa: F401 every optimizer imports it: a second for each rank
 
 import shardwise.cli.job
@@ -11,6 +10,9 @@ import shardwise.report.progress
 import shardwise.train.loop
 import shardwise.verify.effects
 import shardwise.verify.fit  # noqa: F401
+from shardwise.parallel import quantise
+
+quantise.bitsandbytes()  # seconds for each rank
 
 # transformers loads a family's code when one is built; nothing is built here, as threads must not be there to fork
 for _name in ("llama", "qwen3", "gpt2", "mistral", "gemma", "bert"):

@@ -236,7 +236,7 @@ def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str
 
 def predicted(row: dict[str, Any]) -> tuple[Any, int, float]:
     """The estimate that ``shardwise train`` compares with, the search's quick one, and the seconds of the former."""
-    from shardwise.cli.job import traced_profile, workload_for
+    from shardwise.cli.job_model import traced_profile, workload_for
     from shardwise.cost.memory import estimate, screen
     from shardwise.spec.cluster import ClusterSpec
     from shardwise.spec.trace import build_on_meta

@@ -135,7 +135,7 @@ def foresee(model: Any, plan: Any) -> int | None:
     """The peak that the planner predicts for ``plan``."""
     import torch
 
-    from shardwise.cli.job import traced_profile
+    from shardwise.cli.job_model import traced_profile
     from shardwise.cost.memory import estimate
     from shardwise.parallel.apply import parameter_names
     from shardwise.spec.cluster import detect

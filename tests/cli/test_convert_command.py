@@ -438,7 +438,7 @@ def test_all_mistakes_in_the_words_at_once(tmp_path):
             as_json=False,
         )
     assert list(caught.value.problems) == [
-        "--to safetensors: give hf or shardwise",
+        "--to safetensors: give hf, shardwise or peft",
         "--dtype bf61: give bf16, fp16 or fp32 (did you mean 'bf16'?)",
         "--max-shard-size 5 apples: give a size such as 5GB or 500MiB",
     ]

@@ -182,7 +182,7 @@ def test_the_imported_plan_is_trained(tmp_path: Path) -> None:
 
 
 def test_a_config_for_another_drive_is_refused(tmp_path: Path) -> None:
-    from shardwise.cli.job import check_plan
+    from shardwise.cli.job_checks import check_plan
     from shardwise.spec.cluster import detect
 
     shardwise("import", str(FILES / "zero3-nvme.json"), "--cluster", "2xcpu", "-o", str(tmp_path / "plan.toml"))

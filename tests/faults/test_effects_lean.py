@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from shardwise.cli.own_loop import start
 from shardwise.parallel.adafactor import Adafactor
 from shardwise.parallel.adamw8bit import AdamW8bit
 from shardwise.parallel.in_backward import InBackward
+from shardwise.parallel.local import local_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -99,19 +99,28 @@ def eight_bits_are_32() -> Any:
     return run(AdamW8bit)
 
 
-def rows_and_columns_are_whole() -> Any:
-    adafactor_module.state_shapes = lambda shape: {"variance": shape}
-    adafactor_module._Part.begin = lambda self: [self.weight.sum()]  # type: ignore[method-assign]
-    adafactor_module._Part.take = lambda *_: None  # type: ignore[method-assign]
-    adafactor_module._Part.update = lambda self: self.gradient  # type: ignore[method-assign]
-    return run(Adafactor)
+class Fat(Adafactor):
+    """It keeps the second moment of each element beside those of rows and columns."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter, state in self.state.items():
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def state_is_not_factored() -> Any:
+    return run(Fat)
 
 
 def sums_are_of_one_rank() -> Any:
-    """What torch's own does with a part: no column sum over the ranks."""
+    """Each rank takes its part for the whole: no column sum over the ranks."""
+
+    def step(self: Adafactor, parameter: torch.Tensor, *rest: Any) -> None:
+        if local_of(parameter).numel():
+            whole(self, parameter, *rest)
+
+    whole, Adafactor._step_whole = Adafactor._step_whole, step  # type: ignore[method-assign]
     adafactor_module._sharing = lambda parameter: None
-    numel, Adafactor._step_whole = Adafactor._step_whole, only_where_there_are_rows  # type: ignore[method-assign]
-    only_where_there_are_rows.whole = numel  # type: ignore[attr-defined]
     return run(Adafactor)
 
 
@@ -148,7 +157,7 @@ def test_a_parameter_that_is_missed_is_seen() -> None:
 
 
 def test_state_that_is_not_factored_is_seen() -> None:
-    assert all("optimizer state held" in found for found in run_world(rows_and_columns_are_whole, 2))
+    assert all("optimizer state held" in found for found in run_world(state_is_not_factored, 2))
 
 
 def test_sums_of_one_rank_alone_are_seen() -> None:

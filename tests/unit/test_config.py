@@ -105,7 +105,7 @@ class TestFile:
             assert f"got {value}" in said[key]
         assert "'config' and 'factory'" in said["model"] and "both" in said["model"]
         assert "missing" in said["data.seq_len"]
-        assert "'adamw' or 'sgd'" in said["optimizer.name"]
+        assert "'adamw'" in said["optimizer.name"] and "'adafactor' or 'sgd'" in said["optimizer.name"]
         assert "(did you mean 'steps'?)" in said["train.stpes"] and "global_batch" in said["train.stpes"]
         assert "'fdsp' is none of" in said["parallel"] and "'+ofload'" in said["parallel"]
         assert "(did you mean 'parallel'?)" in said["paralel"] and "checkpoint" in said["paralel"]

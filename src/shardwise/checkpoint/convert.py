@@ -1,4 +1,4 @@
-"""Write any tool's checkpoint anew, block by block: as a Hugging Face folder, or as a checkpoint of Shardwise.
+"""Write any tool's checkpoint anew, block by block: as a folder of Hugging Face or peft, or as one of Shardwise.
 
 Memory is needed for a few blocks, whatever the size of the tensors. On a disk everything is made in a folder beside
 the target, which gets the target's name by one rename when all is written and checked.
@@ -48,9 +48,10 @@ from shardwise.checkpoint.storage import (
 from shardwise.errors import CheckpointError, ModelError, UserError
 from shardwise.units import MIB, bytes_text
 
-To = Literal["hf", "shardwise"]
+To = Literal["hf", "shardwise", "peft"]
 Result = TypeVar("Result")
 LOCAL, REMOTE = (4 * MIB, 4), (16 * MIB, 4)  # bytes of a block, and threads
+ADAPTER_FILE, ADAPTERS = "adapter_model.safetensors", "adapter_config.json"
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
@@ -69,7 +70,7 @@ class Extras:
     """What lies beside the weights.
 
     Attributes:
-        config: ``config.json`` of a Hugging Face folder.
+        config: ``config.json`` of a Hugging Face folder, ``adapter_config.json`` of peft's.
         files: files to copy into a Hugging Face folder as they are.
         model: how the model is built, for `Manifest.model`.
     """
@@ -133,8 +134,8 @@ def convert(
     files = _dealt(selection, max_shard_bytes, to)
     with _working_folder(target, selection.num_bytes) as working:
         progress.begin("writing", selection.num_bytes)
-        if to == "hf":
-            place = _write_hugging_face(source, files, working, extras, progress)
+        if to != "shardwise":
+            place = _write_hugging_face(source, files, working, extras, progress, ADAPTERS if to == "peft" else CONFIG)
         else:
             place = _write_own(source, selection, files, working, extras, progress)
         result = check(place)
@@ -234,7 +235,12 @@ def _check_ties(source: Source, selection: Selection) -> None:
 
 
 def _dealt(selection: Selection, limit: int, to: To) -> list[_File]:
-    """Tensors into files of at most ``limit`` bytes, in order; a larger tensor is cut, or alone where it cannot be."""
+    """Tensors into files of at most ``limit`` bytes, in order; a larger tensor is cut, or alone where it cannot be.
+
+    Of adapters there is one file.
+    """
+    if to == "peft":
+        return [_File(ADAPTER_FILE, [(item, item.info.whole) for item in selection.items])]
     files: list[_File] = []
     room = 0
     for item in selection.items:
@@ -300,7 +306,7 @@ def _plain(error: OSError, target: Folder, needed: int) -> UserError | Checkpoin
 
 
 def _write_hugging_face(
-    source: Source, files: list[_File], folder: Folder, extras: Extras, progress: Progress
+    source: Source, files: list[_File], folder: Folder, extras: Extras, progress: Progress, config: str
 ) -> Folder:
     places: dict[str, str] = {}
     size = numel = 0
@@ -313,7 +319,7 @@ def _write_hugging_face(
     for other in extras.files:
         write_small(folder / other.name, other.read_bytes())
     if extras.config is not None:
-        write_small(folder / CONFIG, _json(extras.config))
+        write_small(folder / config, _json(extras.config))
     if len(files) > 1:  # last: without it a folder of shards is nothing
         index = {"metadata": {"total_parameters": numel, "total_size": size}, "weight_map": places}
         write_small(folder / INDEX, _json(index))

@@ -54,11 +54,23 @@ class Shadow:
             if found:
                 self.optimizer.state[row] = found
 
+    def check(self) -> None:
+        """Whether what the rows were filled with can be the engine's; nothing is changed.
+
+        Raises:
+            CheckpointMismatch: the optimizer has counted other steps for some parameters of a group than for others, or
+                has state of only some of them.
+        """
+        self._scalars(self._kept())
+
+    def _kept(self) -> dict[str, dict[str, Any]]:
+        return {name: self.optimizer.state[row] for name, row in self._rows.items() if self.optimizer.state.get(row)}
+
     def put_back(self, *, states: bool) -> None:
         """Give the engine what the rows have been filled with: weights, and with ``states`` the optimizer's.
 
         Raises:
-            CheckpointMismatch: the optimizer has counted other steps for some parameters than for others.
+            CheckpointMismatch: as `check`.
         """
         self.engine.set_weights(lambda name: self._whole(self._rows[name]))
         if not states:
@@ -66,7 +78,7 @@ class Shadow:
         for number, group in enumerate(self.optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
             self.engine.base.param_groups[number].update(options)
-        kept = {name: self.optimizer.state[row] for name, row in self._rows.items() if self.optimizer.state.get(row)}
+        kept = self._kept()
         self.engine.make_states(self._scalars(kept))
         for name, state in kept.items():
             for key, value in state.items():

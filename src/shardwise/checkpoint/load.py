@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.blocks import Regrouping, regrouping, room_for_scales
+from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
 from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, part_of, slots_of
 from shardwise.checkpoint.parts import is_in_parts, joined
@@ -69,6 +70,13 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
         CheckpointError: names, shapes, dtypes or the optimizer do not match (at most ten are listed), or a file is
             missing or damaged. The same on every rank.
     """
+    shadow = shadow_of(model, filled=False)
+    if shadow is not None:  # an engine's: its rows are filled, and given to it
+        states = shadow.optimizer if optimizer is not None else None
+        manifest = load_checkpoint(path, model=shadow.model, optimizer=states, verify=verify)
+        exchange.together(shadow.check)
+        shadow.put_back(states=optimizer is not None)
+        return manifest
     work = exchange.together(lambda: _match(path, model, optimizer))
     if is_in_parts(model):
         work.problems, work.homes = joined(work.problems, work.homes)

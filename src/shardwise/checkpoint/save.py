@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.commit import FolderLock, abandon, begin, commit, move_latest, prune, take_away
-from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
 from shardwise.checkpoint.engine_state import shadow_of
+from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
 from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
 from shardwise.checkpoint.report import Head, failure_of, fault_of, merged, write_share

@@ -11,6 +11,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, part_of, slots_of, transient_names
 from shardwise.checkpoint.shards import BUFFER, in_threads
 from shardwise.checkpoint.sources.detect import open_source
@@ -27,7 +28,7 @@ def load_weights(model: nn.Module, source: str | Folder | Source) -> None:
 
     ``source`` is anything that `open_source` knows: Hugging Face safetensors, a checkpoint of Shardwise's, PyTorch DCP,
     Accelerate, DeepSpeed, Lightning or a plain ``.pt``. Each rank reads only the slices that it holds; no rank talks
-    to another. Of tied tensors one name is enough. Keys of the model's non-persistent buffers are skipped. Nothing is
+    to another, but for models under an engine. Of tied tensors one name is enough. Keys of the model's non-persistent buffers are skipped. Nothing is
     changed before all names and shapes were found to match.
 
     Raises:
@@ -35,6 +36,11 @@ def load_weights(model: nn.Module, source: str | Folder | Source) -> None:
         UserError: there are no such weights.
         CheckpointError: a file is damaged, or asks for code to be run.
     """
+    shadow = shadow_of(model, filled=False)
+    if shadow is not None:  # an engine's: its rows are filled, and given to it
+        load_weights(shadow.model, source)
+        shadow.put_back(states=False)
+        return
     with nullcontext(source) if isinstance(source, Source) else open_source(source) as opened:
         jobs = _match(model, opened)
 

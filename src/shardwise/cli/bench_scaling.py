@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
-from shardwise.cli.job import Job, Prepared, check_output, prepare_job, traced_profile
+from shardwise.cli.job import Job, Prepared, prepare_job
+from shardwise.cli.job_checks import check_output
+from shardwise.cli.job_model import traced_profile
 from shardwise.cli.train import launch
 from shardwise.cost.calibration import check_calibration, read_calibration
 from shardwise.errors import MachineError, UserError

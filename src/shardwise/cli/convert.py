@@ -24,7 +24,9 @@ from rich.progress import (
 )
 
 from shardwise.checkpoint.convert import Extras, To, Written, convert, refuse_taken
+from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.matching import MODEL, Expected, Selection, select
+from shardwise.checkpoint.merge import holds_adapters, saved_adapters
 from shardwise.checkpoint.sources.detect import open_source
 from shardwise.checkpoint.sources.huggingface import CONFIG, HuggingFaceSource
 from shardwise.checkpoint.sources.own import OwnSource
@@ -40,7 +42,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAX_SHARD_SIZE = "5GB"
 SMALLEST_SHARD = 1024
 _MMAP_THRESHOLD, _KEPT = -3, 1 << 20  # M_MMAP_THRESHOLD of glibc's malloc.h, and bytes
-_NAMES = {"hf": "Hugging Face folder", "shardwise": "Shardwise checkpoint"}
+_NAMES = {"hf": "Hugging Face folder", "shardwise": "Shardwise checkpoint", "peft": "PEFT folder"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 # what lies beside the weights of a Hugging Face model and is data; code is never copied
 _BESIDE = (
@@ -89,7 +91,8 @@ def run_convert(
     Args:
         source: path or URL of any tool's checkpoint.
         target: path or URL of a folder that does not exist yet.
-        to: ``hf`` or ``shardwise``; ``None`` is ``hf`` for a checkpoint of Shardwise and ``shardwise`` for any other.
+        to: ``hf``, ``shardwise`` or ``peft`` (adapters); ``None`` is ``hf`` for a checkpoint of Shardwise and
+            ``shardwise`` for any other.
         dtype: ``bf16``, ``fp16`` or ``fp32`` for floating-point weights; ``None`` leaves them as they are.
         max_shard_size: bytes of a file at most, such as ``5GB`` or ``500MiB``.
         model: a folder with ``config.json``, that file, or ``package.module:factory``.
@@ -109,6 +112,7 @@ def run_convert(
     _check_words(to, dtype, max_shard_size)
     refuse_taken(place)
     with open_source(source) as opened:
+        _refuse_adapters(to, opened)
         asked = _Asked(
             to=_direction(to, opened),
             dtype=DTYPES[dtype] if dtype else None,
@@ -179,6 +183,8 @@ def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tupl
     for note in source.notes:
         answer.note(note)
     known = find_model(asked.model, source)
+    if asked.to == "peft":
+        return _run_peft(source, asked, target, known, answer)
     expected = known.expected() if isinstance(known, KnownModel) else None
     checked = known
     if expected is not None and expected.translated:
@@ -218,6 +224,63 @@ def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tupl
             extras=extras,
             progress=bar,
             check=check,
+        )
+
+
+def _run_peft(
+    source: Source, asked: _Asked, target: Folder, known: KnownModel | str, answer: _Answer
+) -> tuple[Written, Verdict]:
+    """Adapters as peft has them; the base is no part of it."""
+    from shardwise.checkpoint.peft import peft_config, peft_selection
+    from shardwise.parallel.adapters import linear_layers
+    from shardwise.verify.peft_folder import check_peft_folder
+
+    saved = saved_adapters(source)
+    if not isinstance(known, KnownModel) or not isinstance(source, OwnSource):
+        raise UserError(f"'{source.place}': its layers must be known, as peft asks how their weights lie: {known}")
+    layers = linear_layers(known.build(real=False))
+    lost = [name for name in saved.targets if name not in layers]
+    if lost:
+        raise UserError(f"'{source.place}': the model '{known.label}' has no linear layer {short_list(lost)}")
+    selection = answer.selection = peft_selection(source, saved, asked.dtype)
+    transposed = any(not isinstance(layers[name], torch.nn.Linear) for name in saved.targets)
+    causal = getattr(known.auto, "__name__", "") == "AutoModelForCausalLM"
+    answer.note("the base is not carried over, nor the optimizer's state: peft's folder holds adapters only")
+    if saved.kind == "qlora":
+        answer.note(
+            f"they were trained on a base in 4 bits ({saved.options.quant_type}); beside one that is not packed, outputs "
+            "are others"
+        )
+    with Bar(answer.console) as bar:
+
+        def check(place: Folder) -> Verdict:
+            if not asked.verify:
+                return Verdict(None, None, "not verified: --no-verify was given")
+            source.check(bar.tick)
+            return check_peft_folder(source, saved, selection, place, known, bar)
+
+        bar.begin("writing", selection.num_bytes)
+        extras = Extras(config=peft_config(saved, transposed=transposed, causal=causal))
+        return convert(
+            source,
+            selection,
+            target,
+            to="peft",
+            max_shard_bytes=asked.max_shard_bytes,
+            extras=extras,
+            progress=bar,
+            check=check,
+        )
+
+
+def _refuse_adapters(to: str | None, source: Source) -> None:
+    """Adapters are no model: they become peft's folder, or are merged."""
+    if to == "peft":
+        saved_adapters(source)
+    elif holds_adapters(source):
+        raise UserError(
+            f"'{source.place}' holds adapters only, and a model is made of them with their base: shardwise checkpoint "
+            f"merge-lora {source.place} -o FOLDER; the adapters alone are exported for peft with --to peft"
         )
 
 
@@ -287,6 +350,8 @@ def _beside(folder: Folder) -> list[Folder]:
 
 
 def _direction(to: str | None, source: Source) -> To:
+    if to == "peft":
+        return "peft"
     if to == "hf" or (to is None and isinstance(source, OwnSource)):
         return "hf"
     return "shardwise"
@@ -296,10 +361,12 @@ def _check_words(to: str | None, dtype: str | None, max_shard_size: str | None) 
     """All problems of the options at once."""
     problems = []
     if to is not None and to not in get_args(To):
-        problems.append(f"--to {to}: give hf or shardwise{did_you_mean(to, get_args(To))}")
+        problems.append(f"--to {to}: give hf, shardwise or peft{did_you_mean(to, get_args(To))}")
     if dtype is not None and dtype not in DTYPES:
         problems.append(f"--dtype {dtype}: give bf16, fp16 or fp32{did_you_mean(dtype, DTYPES)}")
-    if max_shard_size is not None:
+    if max_shard_size is not None and to == "peft":
+        problems.append(f"--max-shard-size {max_shard_size}: peft's folder has one file of adapters; take it out")
+    elif max_shard_size is not None:
         try:
             read_size(max_shard_size)
         except UserError as error:

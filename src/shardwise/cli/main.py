@@ -444,7 +444,8 @@ def convert_checkpoint(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path or URL: any tool's checkpoint.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Path or URL of a folder to make.")],
     to: Annotated[
-        str | None, typer.Option(help="hf or shardwise; else hf for a checkpoint of ours, shardwise for any other.")
+        str | None,
+        typer.Option(help="hf, shardwise or peft (adapters); else hf for a checkpoint of ours, else shardwise."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 for floating-point weights.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Bytes of a file at most: 5GB, 500MiB.")] = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from rich.console import Console
 
 from shardwise.checkpoint.convert import Written, convert, refuse_taken
-from shardwise.checkpoint.matching import MODEL, Selection, select
-from shardwise.checkpoint.merge import MergedSource, SavedAdapters, saved_adapters
+from shardwise.checkpoint.matching import Selection, select
+from shardwise.checkpoint.merge import MergedSource, saved_adapters
 from shardwise.checkpoint.report import versions
 from shardwise.checkpoint.sources.detect import open_source
 from shardwise.checkpoint.sources.huggingface import HuggingFaceSource
@@ -283,13 +282,10 @@ class _Merge:
 
     def _say_rounding(self, selection: Selection) -> None:
         """How often a merged value is rounded, where the dtype is narrow."""
-        kinds = {item.info.dtype for item in selection.items if item.name in self.merged.merged}
-        words: Sequence[str] = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.itemsize < 4)
-        if words:
-            names = sum(
-                1 for item in selection.items if item.name.startswith(MODEL) and item.name in self.merged.merged
-            )
-            self.note(f"{names} merged weights are rounded once, to {', '.join(words)}; --dtype fp32 keeps more")
+        dtypes = [item.info.dtype for item in selection.items if item.name in self.merged.merged]
+        narrow = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4})
+        if narrow:
+            self.note(f"{len(dtypes)} merged weights are rounded once, to {', '.join(narrow)}; --dtype fp32 keeps more")
 
 
 def _check_words(onto: str | None, dtype: str | None, max_shard_size: str | None) -> None:

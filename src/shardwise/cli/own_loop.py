@@ -13,6 +13,7 @@ from shardwise.measure.attribution import Attribution
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.environment import visible_devices
 from shardwise.parallel.group import Ranks, join, leave
+from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.plan import Plan, Recompute, RunPrecision, read_plan, runnable
 from shardwise.plan.strategy import runnable_strategy
 from shardwise.search.choose import choose
@@ -28,6 +29,7 @@ def start(
     grad_accum: int = 1,
     precision: RunPrecision = "fp32",
     recompute: Recompute = "none",
+    lora: AdapterOptions | None = None,
     device: str = "auto",
     receipts: bool = True,
 ) -> Session:
@@ -41,6 +43,8 @@ def start(
         grad_accum: micro batches per optimizer step on one rank; this and the next two are the plan's if one is given.
         precision: compute dtype; weights, gradients and their reduction stay fp32.
         recompute: activation checkpointing of the repeated blocks.
+        lora: the adapters of a strategy with ``+lora`` or ``+qlora``; without it, of rank 16 beside all linear layers
+            of the blocks. A plan says its own.
         device: ``cpu``, ``cuda``, or ``auto``.
         receipts: check what took effect after the second step, and print it on rank 0.
 
@@ -49,8 +53,11 @@ def start(
     """
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".toml", ".json"))):
         plan = runnable(read_plan(Path(plan)))
+    adapter = "none"
     if isinstance(plan, str) and plan != "auto":
-        runnable_strategy(plan)
+        adapter = runnable_strategy(plan).adapter
+    if isinstance(plan, str) and lora is not None and adapter == "none":
+        raise PlanError(f"start('{plan}', lora=...): name a strategy with +lora or +qlora, such as 'fsdp+lora'")
     if isinstance(plan, Plan):
         runnable(plan)
         given = {"grad_accum": (grad_accum, 1), "precision": (precision, "fp32"), "recompute": (recompute, "none")}
@@ -59,6 +66,8 @@ def start(
             for key, (value, default) in given.items()
             if value not in (default, getattr(plan, key))
         ]
+        if lora is not None:
+            wrong.append("start(..., lora=...) is beside a plan; give the plan adapter=AdapterOptions(...)")
         if wrong:
             raise PlanError(*wrong)
     ranks = join(device)
@@ -69,6 +78,7 @@ def start(
             grad_accum=grad_accum,
             precision=precision,
             recompute=recompute,
+            adapter=None if adapter == "none" else lora or AdapterOptions(),
             device="cuda" if ranks.device.type == "cuda" else "cpu",
         )
         planner = _searching(plan, draft, ranks)

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from shardwise.checkpoint.format import saved_steps
 from shardwise.checkpoint.storage import folder_of
-from shardwise.cli.job import Job, adapter_of, check_output, prepare_job
+from shardwise.cli.job import Job, prepare_job
+from shardwise.cli.job_checks import adapter_of, check_output
 from shardwise.errors import ConfigError, MachineError, PlanError
 from shardwise.parallel.environment import rendezvous
 from shardwise.plan.plan import Plan, read_plan, runnable

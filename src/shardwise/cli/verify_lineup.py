@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.job import check_model_path, check_samples, choose_plan, draft_plan, users_code, with_options
+from shardwise.cli.job import choose_plan, draft_plan, with_options
+from shardwise.cli.job_checks import check_model_path, check_samples
+from shardwise.cli.job_model import users_code
 from shardwise.errors import DoesNotFit, ModelError, PlanError, UserError
 from shardwise.parallel.environment import visible_devices
 from shardwise.plan.dims import dims_for

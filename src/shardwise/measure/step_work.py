@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwise.measure.collectives import OTHER, Axes, Collective, CollectiveRecorder
 from shardwise.measure.utilisation import StepWork
+from shardwise.parallel.adapters import adapters_of
 from shardwise.parallel.group import gather_ints
 from shardwise.train.session import Session
 from shardwise.train.step import Micro, Step
@@ -53,6 +54,8 @@ class WorkRecorder(CollectiveRecorder):
         elif packet in flop_registry:
             args, kwargs, result = _pytree.tree_map_only(DTensor, _local, (args, kwargs, result))
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif name == "gemm_4bit" and func.namespace == "bitsandbytes":
+            flops = _packed_product(args)
         else:
             return
         self.total += flops
@@ -69,6 +72,12 @@ class WorkRecorder(CollectiveRecorder):
 
 def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local()
+
+
+def _packed_product(args: Any) -> float:
+    """bitsandbytes' product of x [..., inputs] with a packed weight [outputs, inputs]; its backward is a plain one."""
+    outputs, inputs = args[2]
+    return 2.0 * args[0].numel() * outputs if inputs else 0.0
 
 
 def _cpu_attention(name: str, args: Any) -> float:
@@ -154,11 +163,14 @@ def _whole(session: Session, step: Step, recorder: WorkRecorder | None) -> StepW
 def _step_work(
     session: Session, tokens: int | None, square: float, total: float, forward: float, recorder: WorkRecorder | None
 ) -> StepWork:
-    parameters, unknown = session.spec.num_parameters, {}
+    parameters, frozen = _parameters(session)
+    unknown: dict[str, str] = {}
     traffic = None if recorder is None else _traffic(session, recorder.collectives)
     if session.plan.compile and session.plan.dims.splits_model:
         traffic, unknown["traffic"] = None, "compiled blocks send what torch's dispatcher does not see"
-    model: float | None = 6.0 * parameters * tokens + 3.0 * square if tokens else 3.0 * forward
+    model: float | None = (3.0 - frozen / max(1, parameters)) * forward
+    if tokens:
+        model = (6.0 * parameters - 2.0 * frozen) * tokens + 3.0 * square
     executed: float | None = total
     if session.plan.compile:
         unknown["executed FLOPs"] = "compiled blocks run products that torch's dispatcher does not see"
@@ -176,6 +188,18 @@ def _step_work(
         traffic=traffic,
         unknown=unknown,
     )
+
+
+def _parameters(session: Session) -> tuple[int, int]:
+    """Weights of the model, packed ones unpacked, and those that adapters stand beside, which get no gradient.
+
+    Weights that the user froze count as trained, as the convention has it.
+    """
+    spec, adapters = session.spec, adapters_of(session.module)
+    if adapters is None:
+        return spec.num_parameters, 0
+    parameters = adapters.unpacked(spec)
+    return parameters, parameters - spec.num_trainable
 
 
 def _attention_square(session: Session, recorder: WorkRecorder) -> tuple[float, float]:

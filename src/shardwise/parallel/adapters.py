@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +28,7 @@ from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name, dtype_name, find_blocks
 
+_SAMPLED = 256  # values of a parameter that its digest sees
 NAME = "default"  # what peft calls the one adapter
 _MARK = "_shardwise_adapters"
 _PARTS = {"attention": re.compile(r"attn|attention", re.I), "mlp": re.compile(r"mlp|ffn|feed_?forward|expert", re.I)}
@@ -34,16 +36,25 @@ _PARTS = {"attention": re.compile(r"attn|attention", re.I), "mlp": re.compile(r"
 
 @dataclass(frozen=True)
 class Adapters:
-    """What was put into a module: the kind, the options, the layers that have an adapter and those that are packed."""
+    """What was put into a module: the kind, the options, the layers that have an adapter and those that are packed.
+
+    ``base`` is a digest of the weights as the module was given, ``None`` where they are on the meta device.
+    """
 
     kind: str
     options: AdapterOptions
     targets: tuple[str, ...]
     packed: tuple[str, ...]
+    base: str | None = None
 
     def facts(self) -> dict[str, object]:
         """For a checkpoint's manifest."""
         return {"kind": self.kind, "options": self.options.model_dump(mode="json"), "targets": list(self.targets)}
+
+    def unpacked(self, spec: ModelSpec) -> int:
+        """Weights of the model of ``spec``, where two packed ones are one element (rows are even)."""
+        names = {f"{name}.weight" for name in self.packed}
+        return spec.num_parameters + sum(p.num_elements for p in spec.parameters if p.name in names)
 
 
 def adapters_of(module: nn.Module) -> Adapters | None:
@@ -74,6 +85,7 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
     layers, targets = check_adapters(module, options, kind, plan.device)
     wide: set[torch.dtype] = {layers[name].weight.dtype for name in targets}
     _run_every_layer(module)
+    base = _digest(module)
     module.requires_grad_(False)
     with nullcontext() if real else parameters_on_meta():
         _inject(module, options, targets)
@@ -82,7 +94,7 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
     if kind == "qlora":
         packed = prepare_packing(module, layers, options, DTYPES[plan.precision])
     _narrow(module, plan)
-    found = Adapters(kind, options, tuple(targets), packed)
+    found = Adapters(kind, options, tuple(targets), packed, base)
     object.__setattr__(module, _MARK, found)
     return found
 
@@ -163,6 +175,19 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
 
 def _ends(name: str, want: str) -> bool:
     return name.endswith(f".{want}")
+
+
+def _digest(module: nn.Module) -> str | None:
+    """Sixteen hex digits over names, shapes, dtypes and a kilobyte from the middle of each parameter."""
+    digest = xxhash.xxh3_64()
+    for name, parameter in module.named_parameters():
+        if parameter.device.type == "meta":
+            return None
+        flat = parameter.detach().reshape(-1)
+        begin = max(0, flat.numel() - _SAMPLED) // 2
+        digest.update(f"{clean_name(name)} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(flat[begin : begin + _SAMPLED].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _too_narrow(layers: dict[str, Any], targets: Iterable[str], rank: int) -> list[str]:

@@ -29,6 +29,7 @@ ATTENTION = {
     _ATEN._scaled_dot_product_fused_attention_overrideable.default,
 }
 MATMULS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
+PACKED_MATMUL = "bitsandbytes::gemm_4bit"  # there once bitsandbytes is imported
 
 
 def apply_recompute(
@@ -94,7 +95,7 @@ def _selective_contexts() -> tuple[Any, Any]:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if op in MATMULS:
+        if op in MATMULS or op.name() == PACKED_MATMUL:
             phase = "recompute" if context.is_recompute else "forward"
             seen[phase] += 1
             return CheckpointPolicy.MUST_SAVE if seen[phase] % 2 else CheckpointPolicy.PREFER_RECOMPUTE

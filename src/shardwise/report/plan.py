@@ -17,10 +17,13 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 def print_plan(choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console) -> None:
     """Print the whole plan."""
     plan = choice.plan
-    frozen = spec.num_parameters - spec.num_trainable
+    packed = sum(p.num_elements for p in spec.parameters if p.dtype == "uint8" and plan.parsed.adapter == "qlora")
+    whole = spec.num_parameters + packed  # two in a byte
+    frozen = whole - spec.num_trainable
     console.print(
-        f"model: {count_text(spec.num_parameters)} parameters"
+        f"model: {count_text(whole)} parameters"
         + (f", {count_text(frozen)} of them frozen" if frozen else "")
+        + (f" ({count_text(2 * packed)} in 4 bits)" if packed else "")
         + f", {len(spec.blocks)} repeated blocks"
         + (f", tied: {'; '.join(' = '.join(names) for names in spec.tied)}" if spec.tied else "")
     )

@@ -92,8 +92,12 @@ def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, A
         )
 
 
-def refuse_other_base(manifest: Manifest, path: Folder, facts: Mapping[str, Any]) -> None:
+def refuse_other_base(
+    manifest: Manifest, path: Folder, facts: Mapping[str, Any], otherwise: str = "choose another train.output"
+) -> None:
     """``facts`` are those of this run's adapters and their base, empty where there are none.
+
+    A base whose mark is not known on one of both sides is taken for the same.
 
     Raises:
         ConfigError: the checkpoint has adapters and the run has none, or the other way, or they are others.
@@ -110,15 +114,20 @@ def refuse_other_base(manifest: Manifest, path: Folder, facts: Mapping[str, Any]
         old, new = ({"kind": one["kind"], **one["options"]} for one in (then, now))
         problems += [f"{key} was {old.get(key)}, is {value}" for key, value in new.items() if old.get(key) != value]
         base, here = saved.get("base", {}), facts.get("base", {})
-        mark = "digest" if "digest" in here else "seed"
-        if base.get(mark) != here.get(mark):
-            texts = [f"model.weights = {one.get('weights')} ({mark} {one.get(mark)})" for one in (base, here)]
-            problems.append(f"its base was {texts[0]}, is {texts[1]}")
+        marks = [(one.get("digest"), one.get("seed")) for one in (base, here)]
+        if marks[0] != marks[1] and (None, None) not in marks:
+            problems.append(f"its base was {_base_text(base)}, is {_base_text(here)}")
     if problems:
         raise ConfigError(
-            f"'{path}' does not go with this run's adapters: {'; '.join(problems)}; undo the change or choose another "
-            "train.output"
+            f"'{path}' does not go with this run's adapters: {'; '.join(problems)}; undo the change or {otherwise}"
         )
+
+
+def _base_text(base: Mapping[str, Any]) -> str:
+    if base.get("seed") is not None:
+        return f"made under the seed {base['seed']}"
+    where = "weights" if base.get("weights") is None else f"'{base['weights']}'"
+    return f"{where} with the digest {base.get('digest')}"
 
 
 def steps_in_all(config: Config, num_samples: int, global_batch: int, step: int = 0, position: int = 0) -> int:

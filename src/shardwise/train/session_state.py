@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint import exchange
+from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import UserError
+from shardwise.parallel.adapters import adapters_of
 from shardwise.train.randomness import random_states, rank_to_follow
+from shardwise.train.resume import refuse_other_base
 from shardwise.train.stream import Place
 
 if TYPE_CHECKING:
@@ -42,18 +46,29 @@ def save_session(session: Session, saver: Saver, state: dict[str, Any] | None) -
         plan=session.plan,
         state={"session": facts, "user": state or {}},
         rng=rng,
+        model_facts=_adapter_facts(session) or None,
     )
+
+
+def _adapter_facts(session: Session) -> dict[str, Any]:
+    """Adapters and a mark of their base, both as rank 0 has them; empty where there are none. Collective."""
+    adapters = adapters_of(session.module)
+    if adapters is None:
+        return {}
+    return {"adapter": adapters.facts(), "base": exchange.broadcast_json({"weights": None, "digest": adapters.base})}
 
 
 def load_session(session: Session, folder: str | Folder, verify: bool) -> dict[str, Any] | None:
     """Go on from the newest checkpoint in ``folder``, if there is one. Collective.
 
     Raises:
-        UserError: the checkpoint is not one of `save_session`.
+        UserError: the checkpoint is not one of `save_session`, or its adapters or their base are others.
     """
     path = newest_of_all(folder_of(folder))
     if path is None:
         return None
+    manifest = exchange.together(lambda: read_manifest(path))
+    refuse_other_base(manifest, path, _adapter_facts(session), "save to another folder")
     manifest = load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=verify)
     facts = manifest.state.get("session")
     if facts is None:

@@ -290,8 +290,17 @@ def apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float
 def _check_memory(source: Source, selection: Selection) -> None:
     weights = [item for item in selection.items if item.name.startswith(MODEL)]
     sizes = [max(item.info.num_bytes, source.tensors[item.origin].num_bytes) for item in weights]
-    needed, free = sum(sizes) + SPARE, free_memory()
-    if free is not None and needed > free:
+    check_memory_for(sum(sizes))
+
+
+def check_memory_for(num_bytes: int) -> None:
+    """Is there room for models of so many bytes?
+
+    Raises:
+        CannotRun: there is not.
+    """
+    needed, free = num_bytes + SPARE, free_memory()
+    if needed > free:
         raise CannotRun(f"the model needs {bytes_text(needed)} of memory, and {bytes_text(free)} are free")
 
 

@@ -30,15 +30,14 @@ from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.quantise import pack, packing_layers
 from shardwise.plan.plan import Plan
 from shardwise.spec.read import clean_name
-from shardwise.units import bytes_text
+from shardwise.units import MIB
 from shardwise.verify.forward import (
-    SPARE,
     UNVERIFIED,
     CannotRun,
     apart,
     as_users_load_it,
+    check_memory_for,
     fixed_inputs,
-    free_memory,
     outputs_of,
     tensors_of,
 )
@@ -51,6 +50,7 @@ Each weight is moved by its dtype's epsilon, up or down by chance, where roundin
 sound merges come to a quarter of that and less (tests of all the families: at most a sixth); the rest is for the
 other order of sums.
 """
+_PART = 8 * MIB
 _NAMED = 3
 
 
@@ -166,7 +166,7 @@ def _of_folder(
             continue
         seen.add(id(tensor))
         eps = torch.finfo(torch.float32 if name in kept else stored[name]).eps
-        for part in tensor.data.split(max(1, SPARE // 64 // max(1, tensor[:1].nbytes))) if tensor.dim() else [tensor]:
+        for part in tensor.data.split(max(1, _PART // max(1, tensor[:1].nbytes))) if tensor.dim() else [tensor]:
             signs = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.int8)
             part.mul_(1 + eps * (2.0 * signs - 1))
     moved = outputs_of(module, inputs)
@@ -221,6 +221,4 @@ def _fill(module: nn.Module, pieces: Pieces) -> None:
 def _check_memory(selection: Selection) -> None:
     """Of two models, one after the other; each is fp32, and one of its tensors is there twice."""
     sizes: Sequence[int] = [4 * item.info.whole.numel for item in selection.items]
-    needed, free = sum(sizes) + max(sizes) + SPARE, free_memory()
-    if needed > free:
-        raise CannotRun(f"the model needs {bytes_text(needed)} of memory in fp32, and {bytes_text(free)} are free")
+    check_memory_for(sum(sizes) + max(sizes))

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from shardwise.cost.memory import held_shape, stepped_groups, zero1_shares
 from shardwise.cost.optimizer_state import LEAN, lean_dtypes, lean_state_bytes
 from shardwise.measure import state
-from shardwise.parallel.adafactor import summed_elements
+from shardwise.parallel.adafactor import Adafactor, summed_elements
 from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.read import dtype_name
 from shardwise.spec.workload import Workload
@@ -123,7 +123,7 @@ def with_optimizer_traffic(session: Session, spec: ModelSpec, expected: Mapping[
     """
     plan = session.plan
     optimizer = getattr(session.optimizer, "optim", session.optimizer)
-    if type(optimizer).__name__ != "Adafactor" or not plan.parsed.shards_parameters or Reduction.of(plan).ranks == 1:
+    if not isinstance(optimizer, Adafactor) or not plan.parsed.shards_parameters or Reduction.of(plan).ranks == 1:
         return dict(expected)
     trained = [p for p in spec.parameters if p.trainable]
     rounds = len(trained) if plan.optimizer_in_backward else len({p.dtype for p in trained})
