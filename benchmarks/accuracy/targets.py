@@ -138,6 +138,16 @@ def memory_targets(rows: Sequence[Document]) -> list[Target]:
                     errors.median <= 0.08,
                 )
             )
+        tuned = Errors.of(alike([row for row in rows if is_tuned(row)], error))
+        if tuned:
+            found.append(
+                Target(
+                    f"LoRA, QLoRA and offload memory, {told}: median error ({tuned.rows} rows)",
+                    "≤ 10 %",
+                    part(tuned.median),
+                    tuned.median <= 0.1,
+                )
+            )
         if oom:
             found.append(
                 Target(f"published OOM rows called “fits”, {told}", "0", f"{len(missed)} of {oom}", not missed)
@@ -161,6 +171,11 @@ def each_once(rows: Iterable[Document], key: str = "error") -> float | None:
         if row.get(key) is not None:
             groups[row["source"]].append(abs(row[key]))
     return statistics.median(map(statistics.median, groups.values())) if groups else None
+
+
+def is_tuned(row: Document) -> bool:
+    """Whether adapters were trained, or weights were kept in host memory."""
+    return "lora" in row["label"] or "offload" in row["label"]
 
 
 def is_megatron(row: Document) -> bool:

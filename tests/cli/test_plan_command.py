@@ -132,6 +132,33 @@ def test_what_is_pinned_is_costed_fitting_or_not(capsys: pytest.CaptureFixture[s
     assert any("would do: " in line for line in document["advice"])
 
 
+def test_adapters_chunks_and_the_optimizer_are_pinned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["llama-3.1-8b", "--cluster", "2xRTX4090", "--seq-len", "1024", "--global-batch", "2"]
+    pins = ["--strategy", "fsdp+qlora", "--lora-rank", "8", "--lora-targets", "q_proj, v_proj", "--loss-chunks", "4"]
+    file = tmp_path / "plan.toml"
+    document = answer(capsys, *words, *pins, "--optimizer-in-backward", "--optimizer", "adamw8bit", "-o", str(file))
+    best = document["candidates"][document["recommended"]]
+    assert (best["loss_chunks"], best["optimizer_in_backward"], best["grad_accum"]) == (4, True, 1)
+    assert (best["adapter"]["rank"], best["adapter"]["targets"]) == (8, ["q_proj", "v_proj"])
+    assert document["workload"]["optimizer"] == "adamw8bit" and document["cluster"]["nvme_bytes_per_s"] is None
+    plan = read_plan(file)
+    assert plan.adapter is not None and (plan.adapter.rank, plan.loss_chunks) == (8, 4)
+    out, _ = command(capsys, "explain", str(file))
+    assert "with adapters of rank 8 beside q_proj, v_proj; the loss in 4 chunks; the optimizer in the backward" in out
+    pinned = [*words, "--strategy", "ddp", "--lora-rank", "4", "--loss-chunks", "4"]
+    out, _ = command(capsys, "plan", *pinned, exit_code=1)
+    assert "--lora-rank 4 counts only where adapters are proposed; pin --strategy fsdp+lora" in out
+    assert "with: the loss in 4 chunks" in out
+    again = "shardwise plan llama-3.1-8b --cluster 2xRTX4090 --seq-len 1024 --global-batch 2"
+    assert f"{again} --strategy ddp+qlora --lora-rank 4 --loss-chunks 4" in out
+
+
+def test_adapters_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.1-8b", "--cluster", "8xZ100", "--strategy", "fsdp+lora", "--lora-targets", "q_prj"]
+    _, err = command(capsys, *words, exit_code=2)
+    assert "LoRA target 'q_prj' is no linear layer" in err and "Z100" in err
+
+
 def test_a_plan_file_explains_itself(capsys: pytest.CaptureFixture[str], llama: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     words = ["--cluster", "4x8xH100-SXM", "--seq-len", "4096", "--global-batch", "32"]

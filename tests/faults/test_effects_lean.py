@@ -120,7 +120,7 @@ def sums_are_of_one_rank() -> Any:
             whole(self, parameter, *rest)
 
     whole, Adafactor._step_whole = Adafactor._step_whole, step  # type: ignore[method-assign]
-    adafactor_module._sharing = lambda parameter: None
+    adafactor_module.sharing = lambda parameter: None
     return run(Adafactor)
 
 

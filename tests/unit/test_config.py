@@ -307,7 +307,7 @@ class TestSchema:
         [
             ("train", "stpes", 3, ".train.stpes: not known"),
             ("train", "steps", 0, ".train.steps: nothing of anyOf"),
-            ("optimizer", "name", "adam", ".optimizer.name: none of ['adamw', 'sgd']"),
+            ("optimizer", "name", "adam", ".optimizer.name: none of ['adamw', 'adamw8bit', 'adafactor', 'sgd']"),
             ("optimizer", "lr", 0, ".optimizer.lr: exclusiveMinimum 0"),
             ("optimizer", "betas", [0.9], ".optimizer.betas: minItems 2"),
             ("data", "path", 3, ".data.path: no string"),

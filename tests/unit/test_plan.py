@@ -43,6 +43,7 @@ OTHERS = {
     "virtual_stages": 2,
     "compile": True,
     "prefetch": 3,
+    "optimizer_in_backward": True,
     "loss_chunks": 4,
     "device": "cpu",
     "reason": "",

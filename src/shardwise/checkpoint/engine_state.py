@@ -104,19 +104,16 @@ class Shadow:
                 values = {float(state[key]) for state in here}
                 if len(values) > 1:
                     raise CheckpointMismatch(
-                        f"the checkpoint's optimizer has '{key}' {sorted(values)} for parameters of one group: DeepSpeed "
-                        "keeps one for all of it; load it under fsdp or ddp"
+                        f"the checkpoint's optimizer has '{key}' {sorted(values)} for parameters of one group: "
+                        "DeepSpeed keeps one for all of it; load it under fsdp or ddp"
                     )
                 found[key] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
             groups.append(found)
         return groups
 
     def _groups(self) -> list[dict[str, Any]]:
-        given = self.engine.base.param_groups
-        return [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [self._rows[n] for n in names]}
-            for group, names in zip(given, self.engine.groups, strict=True)
-        ]
+        given = zip(self.engine.base.param_groups, self.engine.groups, strict=True)
+        return [{**group, "params": [self._rows[name] for name in names]} for group, names in given]
 
     def _like(self, value: torch.Tensor, name: str) -> torch.Tensor:
         """A state as rows, where it has the parameter's shape."""

@@ -20,9 +20,10 @@ from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.matching import MODEL, Selection
 from shardwise.checkpoint.sources.own import OwnSource
 from shardwise.checkpoint.sources.source import Source, TensorInfo
-from shardwise.errors import ModelError, UserError
+from shardwise.errors import ModelError, PlanError, UserError
 from shardwise.parallel.quantise import packed_and_unpacked
 from shardwise.plan.adapter import AdapterOptions
+from shardwise.plan.strategy import parse_strategy
 from shardwise.units import MIB
 
 BLOCK = 4 * MIB
@@ -60,11 +61,13 @@ class SavedAdapters:
 
 def holds_adapters(source: Source) -> bool:
     """Whether this is a checkpoint of Shardwise's that holds adapters only."""
-    return isinstance(source, OwnSource) and "adapter" in (source.manifest.model or {})
+    if not isinstance(source, OwnSource):
+        return False
+    return "adapter" in (source.manifest.model or {}) or bool(source.manifest.plan.get("adapter"))
 
 
 def saved_adapters(source: Source) -> SavedAdapters:
-    """What ``source`` holds.
+    """What ``source`` holds. A loop of the user's own says nothing of its base; its plan and tensors say the rest.
 
     Raises:
         UserError: it is no checkpoint of adapters, or one that this version does not know.
@@ -75,9 +78,14 @@ def saved_adapters(source: Source) -> SavedAdapters:
             f"'{source.place}' ({source.kind}) holds no adapters of a run with +lora or +qlora; give the run, or a "
             "checkpoint of it; whole weights are turned into other formats by: shardwise checkpoint convert"
         )
-    facts: dict[str, Any] = source.manifest.model or {}
-    adapter, base = facts["adapter"], facts.get("base") or {}
+    plan, facts = source.manifest.plan, source.manifest.model or {}
+    base: dict[str, Any] = facts.get("base") or {}
     try:
+        adapter: dict[str, Any] = facts.get("adapter") or {
+            "kind": parse_strategy(str(plan["strategy"])).adapter,
+            "options": plan["adapter"],
+            "targets": [n.removeprefix(MODEL).removesuffix(f".{A}") for n in source.tensors if n.endswith(f".{A}")],
+        }
         found = SavedAdapters(
             kind=str(adapter["kind"]),
             options=AdapterOptions.model_validate(adapter["options"]),
@@ -85,9 +93,9 @@ def saved_adapters(source: Source) -> SavedAdapters:
             base=base.get("weights"),
             digest=base.get("digest"),
             seed=base.get("seed"),
-            precision=str(source.manifest.plan.get("precision", "fp32")),
+            precision=str(plan.get("precision", "fp32")),
         )
-    except (KeyError, TypeError, ValidationError) as error:
+    except (KeyError, TypeError, ValidationError, PlanError) as error:
         raise UserError(
             f"'{source.place}': its adapters are described in a way that this version does not know "
             f"({' '.join(str(error).split()):.120}); use the version that wrote it"
@@ -95,6 +103,8 @@ def saved_adapters(source: Source) -> SavedAdapters:
     wanted = {name for layer in found.targets for name in found.names(layer)}
     there = {name for name in source.tensors if name.startswith(MODEL)}
     problems = []
+    if not wanted:
+        problems.append("has no adapter at all")
     if wanted - there:
         problems.append(f"lacks {short_list(sorted(wanted - there))}")
     if there - wanted:

@@ -248,8 +248,8 @@ def _run_peft(
     answer.note("the base is not carried over, nor the optimizer's state: peft's folder holds adapters only")
     if saved.kind == "qlora":
         answer.note(
-            f"they were trained on a base in 4 bits ({saved.options.quant_type}); beside one that is not packed, outputs "
-            "are others"
+            f"they were trained on a base in 4 bits ({saved.options.quant_type}); beside one that is not packed, "
+            "outputs are others"
         )
     with Bar(answer.console) as bar:
 

@@ -120,6 +120,7 @@ def prepare_job(
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
     check_samples(config, corpus)
     choice, spec, asked = choose_plan(config, draft, cluster, corpus, fixed=plan is not None, links=links)
+    told += check_drive(choice.plan, spec, cluster, asked)
     job = Job(
         config=config,
         plan=choice.plan,
@@ -132,6 +133,26 @@ def prepare_job(
         **foreseen(asked, choice.plan, cluster),
     )
     return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
+
+
+def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked) -> list[str]:
+    """Whether what the ranks of a machine swap has room on its drive; what to say of a slow one.
+
+    Raises:
+        UserError: it has no room.
+    """
+    if not plan.parsed.nvme or plan.nvme_path is None:
+        return []
+    from shardwise.parallel.deepspeed_drive import check_room, drive_speed, slow_text
+    from shardwise.plan.deepspeed import swapped
+
+    trained = [p.num_elements for p in spec.parameters if p.trainable]
+    away = swapped(plan, (p.num_elements for p in spec.parameters), [trained])
+    ranks, states = plan.dims.world_size // cluster.nodes, asked[1].optimizer_states or 2
+    check_room(plan.nvme_path, ranks * away.most_bytes(plan, states))
+    written, read = (ranks * number for number in away.moved_bytes(plan, states))
+    said = slow_text(plan.nvme_path, written, read, drive_speed(plan.nvme_path))
+    return [said] if said else []
 
 
 def completed(plan: Plan, config: Config) -> Plan:

@@ -29,6 +29,15 @@ Overrides = Annotated[
 ]
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="Path or URL: a checkpoint, its run, or another tool's.")]
 Calibration = Annotated[Path | None, typer.Option(help="Links as bench comm has measured them.", show_default=False)]
+PlannedCluster = Annotated[
+    str | None, typer.Option(help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a file; else this machine.")
+]
+InBackward = Annotated[
+    bool, typer.Option("--optimizer-in-backward", help="Step each weight as its gradient is done; no accumulation.")
+]
+LoraTargets = Annotated[
+    str | None, typer.Option(help="all-linear, attention, mlp, or names such as q_proj,v_proj; else all-linear.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON document; the rest is on stderr.")]
 
 
@@ -71,10 +80,7 @@ def plan(
         str | None,
         typer.Argument(help="Catalogue name, config.json or folder, or package.module:factory.", show_default=False),
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a file; else this machine."),
-    ] = None,
+    cluster: PlannedCluster = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample.", min=1)] = None,
     global_batch: Annotated[int | None, typer.Option(help="Samples of an optimizer step, all devices.", min=1)] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 1e12 or 300B.")] = None,
@@ -83,13 +89,9 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help="Pin it: none, selective or full.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; bf16 where the GPU has it.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd or adafactor.")] = "adamw",
-    optimizer_in_backward: Annotated[
-        bool, typer.Option("--optimizer-in-backward", help="Step each weight as its gradient is done; no accumulation.")
-    ] = False,
+    optimizer_in_backward: InBackward = False,
     lora_rank: Annotated[int | None, typer.Option(help="Of +lora and +qlora; else 16.", min=1)] = None,
-    lora_targets: Annotated[
-        str | None, typer.Option(help="all-linear, attention, mlp, or names such as q_proj,v_proj; else all-linear.")
-    ] = None,
+    lora_targets: LoraTargets = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks run under torch.compile.")] = False,
     loss: Annotated[str, typer.Option(help="plain or fused: a fused loss keeps logits narrow.")] = "plain",
     loss_chunks: Annotated[int, typer.Option(help="Parts in which logits and their loss are made.", min=1)] = 1,

@@ -156,10 +156,13 @@ class _Merge:
         kind = f"{saved.kind}{', DoRA' if options.dora else ''}"
         head = f"adapters: '{self.adapters.place}', step {step}: {kind}, rank {options.rank}, scale {options.scale:.4g}"
         self.console.print(f"{head}, {len(saved.targets)} layers", markup=False)
-        digest = "" if self.base.digest is None else f", digest {self.base.digest} as in training"
+        digest = "" if self.base.digest is None else f", digest {self.base.digest}"
+        digest += " as in training" if saved.digest is not None else ""
         self.console.print(f"base: {self.base.source.kind} '{self.base.source.place}'{digest}", markup=False)
         if saved.seed is not None and saved.base is None:
             self._say_drawn(saved.seed)
+        elif saved.digest is None:
+            self.note("the checkpoint does not say what its base was, so nothing shows that it was this one")
         if self.onto == "unpacked":
             self.note(
                 f"merged onto the {options.quant_type} weights unpacked again, which is what the adapters were trained "
@@ -235,14 +238,19 @@ class _Merge:
     def _opened(self, place: str | None, stack: ExitStack) -> _Base:
         """The base, which must be the one that was trained on."""
         saved = self.saved
-        if saved.base is None:
+        if saved.base is None and saved.seed is None and place is None:
+            raise UserError(
+                f"'{self.adapters.place}' was saved by a loop of one's own and does not say what its base was; give "
+                "the weights that the model had: --base FOLDER"
+            )
+        if saved.base is None and saved.seed is not None:
             if place is not None:
                 raise UserError(
                     f"--base {place}: the run drew its base from seed {saved.seed}, and nothing says what that was to "
                     "compare with; leave --base out, and it is drawn again"
                 )
-            return self._drawn(stack)
-        where = place or saved.base
+            return self._drawn(saved.seed, stack)
+        where = str(place or saved.base)
         try:
             source = stack.enter_context(open_source(where))
         except UserError as error:
@@ -254,17 +262,15 @@ class _Merge:
             ) from None
         taken = select(source, self.known.expected(), dtype=None, weights_only=True, reason="")
         digest = base_digest(source, [item.origin for item in taken.items])
-        if digest != saved.digest:
+        if saved.digest is not None and digest != saved.digest:
             raise UserError(
                 f"'{source.place}' is not the base of '{self.adapters.place}': its digest is {digest}, and the "
                 f"adapters were trained on one of {saved.digest} ('{saved.base}'); give that one: --base FOLDER"
             )
         return _Base(source, taken, digest)
 
-    def _drawn(self, stack: ExitStack) -> _Base:
-        known, seed = self.known, self.saved.seed
-        if seed is None:
-            raise UserError(f"'{self.adapters.place}' does not say what its base was; it cannot be merged")
+    def _drawn(self, seed: int, stack: ExitStack) -> _Base:
+        known = self.known
         try:
             module = build(lambda: known.make(torch.float32), seed, real=True)
         except Exception as error:

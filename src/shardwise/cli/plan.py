@@ -11,7 +11,7 @@ from shardwise.cli.question import Asked, Words, read_words, write_plan_file
 from shardwise.errors import DoesNotFit
 from shardwise.report.candidates import print_candidates, print_recommendation
 from shardwise.report.plan_json import document
-from shardwise.search.search import search
+from shardwise.search.search import ask, search
 from shardwise.spec.profile import ModelProfile
 
 PIPED = 132
@@ -35,15 +35,18 @@ def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
 
         return load_profile(asked.model, seq_len=length, compiled=asked.compiled)
 
+    pins = asked.pins
     result = search(
         profile,
         asked.workload,
         asked.cluster,
-        asked.pins,
+        pins,
         costs=corrected_costs(asked.cluster, asked.calibration),
         shorter=shorter if profile.seq_len else None,
         command=asked.command,
     )
+    if pins.strategy is not None and pins.strategy.adapter != "none":
+        profile = ask(profile, asked.workload, asked.cluster, pins).profile
     print_candidates(profile, asked.cluster, result, console)
     print_recommendation(profile, asked.cluster, result, prices, console)
     best = result.candidates[result.recommended or 0]

@@ -122,7 +122,7 @@ class Adafactor(torch.optim.Adafactor):
                     continue
                 if not self.state[parameter]:
                     start_state(parameter, self.state[parameter])
-                group = _sharing(parameter)
+                group = sharing(parameter)
                 if group is None:
                     self._step_whole(parameter, parameter.grad, options)
                     continue
@@ -179,7 +179,7 @@ def summed_elements(shape: tuple[int, ...]) -> tuple[int, int]:
     return (2 + shape[1] if len(shape) == 2 else 1), 1
 
 
-def _sharing(parameter: torch.Tensor) -> dist.ProcessGroup | None:
+def sharing(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     """The ranks that each hold some rows of a parameter; ``None`` where this rank has all."""
     if not isinstance(parameter, DTensor):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.errors import ModelError, PlanError
+from shardwise.errors import ModelError, PlanError, ShardwiseError, UserError
 from shardwise.parallel.apply import (
     _MARK,
     Applied,
@@ -28,17 +29,20 @@ from shardwise.parallel.apply import (
     parameter_names,
     stop_caching,
 )
+from shardwise.parallel.deepspeed_drive import SwapFolder
 from shardwise.parallel.deepspeed_parts import (
     all_states,
     find_held,
+    link_states,
     make_states,
     own_range,
     set_local,
     zero_gradients,
 )
-from shardwise.parallel.deepspeed_ready import import_deepspeed
+from shardwise.parallel.deepspeed_ready import check_ready, forget_groups, import_deepspeed
 from shardwise.parallel.engine import Held, note_engine
 from shardwise.parallel.environment import local_rank_told
+from shardwise.parallel.group import Ranks, gather_text
 from shardwise.parallel.materialize import broadcast_buffers, materialize
 from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.recompute import apply_recompute
@@ -50,9 +54,7 @@ from shardwise.spec.read import clean_name, read_model
 Weights = dict[str, torch.Tensor]
 
 
-def apply_deepspeed(
-    module: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device, local_rank: int
-) -> tuple[Applied, Optimizer]:
+def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: Ranks) -> tuple[Applied, Optimizer]:
     """Put ``module`` and ``optimizer`` under ``plan`` on this rank. Collective.
 
     The process group that exists is used. The optimizer that comes back is the user's own, whose parameters are now
@@ -72,7 +74,8 @@ def apply_deepspeed(
             f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but {dist.get_world_size()} are running; "
             f"start {plan.dims.world_size} ranks or make a new plan"
         )
-    deepspeed = import_deepspeed()
+    deepspeed, device = import_deepspeed(), ranks.device
+    swap = _ready_to_swap(plan, ranks) if plan.parsed.nvme else None
     module, notes = apply_batch_norm(module, spec, plan)
     if plan.recompute != "none":
         notes += stop_caching(module)
@@ -80,7 +83,7 @@ def apply_deepspeed(
     blocks = apply_recompute(module, plan.recompute, spec.blocks)
     largest = max(p.num_elements for p in spec.parameters)
     config = deepspeed_config(plan, largest_parameter=largest)
-    with local_rank_told(local_rank):
+    with local_rank_told(ranks.local_rank):
         deepspeed.init_distributed(verbose=False)  # takes the group that is there
         originals = _originals(module, plan)
         if zero_stage(plan) == 3:
@@ -95,11 +98,31 @@ def apply_deepspeed(
             inner, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if inner.optimizer.optimizer is not optimizer:
         raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by one of its own; use AdamW or SGD, or fsdp")
-    engine = DeepSpeed(inner, optimizer, plan, groups)
+    engine = DeepSpeed(inner, optimizer, plan, groups, swap)
     if plan.precision != "fp32":  # DeepSpeed has rounded them before it copied them
         engine.set_weights(lambda name: _sent(originals.pop(name, None), engine.shape(name), device))
     note_engine(module, engine)
     return Applied(inner, module, tuple(blocks), spec, warnings=notes, engine=engine), optimizer
+
+
+def _ready_to_swap(plan: Plan, ranks: Ranks) -> SwapFolder:
+    """One process of each machine compiles what is needed and takes the folder; what fails on one is raised on all.
+
+    Raises:
+        UserError: as `check_ready` and `SwapFolder`.
+    """
+    failure, swap = "", SwapFolder(plan.nvme_path or "", holds=False)
+    if ranks.local_rank == 0:
+        try:
+            check_ready(nvme=True, nvme_path=plan.nvme_path, say=logging.getLogger("shardwise").warning)
+            swap = SwapFolder(plan.nvme_path or "", holds=True)
+        except ShardwiseError as error:
+            failure = str(error)
+    failures = [text for text in gather_text(failure, ranks) if text]
+    if failures:
+        swap.close()
+        raise UserError(*failures[0].splitlines())
+    return swap
 
 
 def check_for_deepspeed(spec: ModelSpec, optimizer: Optimizer, plan: Plan) -> None:
@@ -163,7 +186,7 @@ def _partition(
         for parameter in unit.parameters():
             if not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(narrow)
-        made = zero.Init(module=unit, config_dict_or_path=config, dtype=narrow, param_swapper=swapper)
+        made = zero.Init(module=unit, config_dict_or_path=config, param_swapper=swapper)  # the config has the dtype
         swapper = made.param_swapper  # its buffers are there once
 
 
@@ -172,8 +195,16 @@ class DeepSpeed:
 
     name = "deepspeed"
 
-    def __init__(self, inner: Any, optimizer: Optimizer, plan: Plan, groups: tuple[tuple[str, ...], ...] = ()) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        optimizer: Optimizer,
+        plan: Plan,
+        groups: tuple[tuple[str, ...], ...] = (),
+        swap: SwapFolder | None = None,
+    ) -> None:
         self.inner = inner
+        self.swap = swap
         self.groups = groups  # names in each of the optimizer's groups, which hold flat shards now
         self.plan = plan
         self.stage = zero_stage(plan)
@@ -272,6 +303,8 @@ class DeepSpeed:
 
         parameter = self._by_name[name]
         found = {}
+        if self.stage < 3:
+            link_states(self.zero)
         for key, value in all_states(self.zero, parameter).items():
             if value is None:
                 found[key] = safe_get_full_optimizer_state(parameter, key).detach().view(self.shape(name))
@@ -311,13 +344,15 @@ class DeepSpeed:
 
     def close(self) -> None:
         """See `Engine`."""
-        from shardwise.parallel.deepspeed_ready import forget_groups
-
         note_engine(self.inner.module, None)
         for hook in self._hooks:
             hook.remove()
         self.inner.destroy()
         forget_groups()
+        if self.swap is not None:
+            if dist.is_initialized():
+                dist.barrier()  # nobody takes away what another one still reads
+            self.swap.close()
 
     def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
         def reached(_: torch.Tensor) -> None:

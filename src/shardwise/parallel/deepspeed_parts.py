@@ -97,7 +97,15 @@ def make_states(zero: Any, groups: list[dict[str, torch.Tensor | None]]) -> None
     masters = zero.fp32_groups_flat_partition if masters is None else masters
     for flat, keys in zip(masters, groups, strict=True):
         _fill_state(state, flat, keys)
-    if any(groups):
+    link_states(zero)
+
+
+def link_states(zero: Any) -> None:
+    """Let ZeRO-1 and 2 note where in the flat states each parameter's are: DeepSpeed does after the first group's first
+    step, when those of further groups are not there yet."""
+    masters = getattr(zero, "single_partition_of_fp32_groups", None)
+    masters = getattr(zero, "fp32_groups_flat_partition", []) if masters is None else masters
+    if masters and all(zero.optimizer.state.get(flat) for flat in masters):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
 

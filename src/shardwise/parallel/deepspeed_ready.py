@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.parallel.deepspeed_drive import path_problems
 from shardwise.parallel.environment import compiler
 
 _OLD_NAMES = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"  # it calls them so in 0.19
-_EXPECTED = ("Setting accelerator to CPU", "untested ZeRO")  # it warns of what a plan has decided
+_EXPECTED = ("Setting accelerator to CPU", "with an untested optimizer")  # it warns of what a plan has decided
 LOGGER = "DeepSpeed"
 OLDEST = (0, 17)
 _SHARED_MEMORY = "deepspeed_shm_comm"  # for inference on CPUs; it would be compiled when a group is adopted
@@ -46,7 +47,9 @@ def import_deepspeed() -> Any:
             import deepspeed
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "deepspeed":
-            raise UserError(f"DeepSpeed cannot be imported: it needs '{error.name}'; pip install {error.name}") from None
+            raise UserError(
+                f"DeepSpeed cannot be imported: it needs '{error.name}'; pip install {error.name}"
+            ) from None
         raise UserError(
             "the strategy runs on DeepSpeed, which is not installed; pip install 'shardwise[deepspeed]', or use the "
             "same plan on PyTorch (zero1, zero2, fsdp)"
@@ -120,23 +123,6 @@ def _links_libaio(compile_with: str) -> bool:
         source.write_text(_PROBE)
         command = [compile_with, str(source), "-laio", "-o", str(Path(folder) / "probe")]
         return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
-
-
-def path_problems(nvme_path: str | None) -> list[str]:
-    """Why weights and states cannot be swapped to a folder: it is not named, not there, no folder, not writable."""
-    if not nvme_path:
-        return ["+nvme swaps to a drive: set parallel.nvme_path to a folder on it"]
-    folder, where = Path(nvme_path), f"parallel.nvme_path '{nvme_path}'"
-    if not folder.exists():
-        return [f"{where} does not exist; make the folder, or name another one"]
-    if not folder.is_dir():
-        return [f"{where} is not a folder; name one"]
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return [f"{where} cannot be written to: {error.strerror or error}; name a folder that you may write to"]
-    return []
 
 
 def build_ops(deepspeed: Any, say: Say, quiet_s: float = _QUIET_S) -> None:

@@ -60,6 +60,7 @@ def packed_layer() -> Any:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             """x [..., inputs] to [..., outputs]."""
+            package.nn.modules.fix_4bit_weight_quant_state_from_module(self)  # FSDP2 gathers plain parameters
             kind, device = x.dtype, x.device.type
             if torch.is_autocast_enabled(device):
                 kind = torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""A plan in DeepSpeed's words: the configuration that ``deepspeed.initialize`` is given. No DeepSpeed is needed here."""
+"""A plan in DeepSpeed's words: the configuration for ``deepspeed.initialize``. DeepSpeed itself is not needed here."""
 
 from __future__ import annotations
 
@@ -115,6 +115,16 @@ class Swapped:
         """Bytes at rest on the drive, with ``states`` fp32 tensors of the optimizer beside each fp32 weight."""
         width = 4 if plan.precision == "fp32" else 2
         return self.parameters * width + self.stepped * 4 * (1 + states)
+
+    def moved_bytes(self, plan: Plan, states: int) -> tuple[int, int]:
+        """Bytes written and read in a step without accumulation: weights are read forward and backward and written by
+        the update, the optimizer's are read and written by it, its gradients written by the backward."""
+        width = 4 if plan.precision == "fp32" else 2
+        optimizer = self.stepped * 4 * (1 + states)
+        return (
+            self.parameters * width + optimizer + self.stepped * 4,
+            2 * self.parameters * width + optimizer + self.stepped * 4,
+        )
 
     def most_bytes(self, plan: Plan, states: int) -> int:
         """Room that is needed: gradients wait on the drive, too."""

@@ -32,6 +32,7 @@ ROWS = 40  # rows of a group before the rest is counted only
 SHOWN = 20  # faults that are printed; all are in --json
 _NUMBER = re.compile(r"(?<![^./])\d+(?![^./])")
 _OPTIONS = ("lr", "weight_decay", "betas", "momentum")
+_OTHER_SHAPES = ("absmax1", "absmax2", "row_var", "col_var")  # optimizer state that is not shaped as its parameter
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ def _facts(manifest: Manifest) -> Iterable[str]:
     facts += [f"recompute {plan['recompute']}"] if plan.get("recompute", "none") != "none" else []
     yield f"plan: {', '.join(facts)} ({manifest.plan_fingerprint})" if plan else "plan: none; it was converted"
     yield f"model: {_model(manifest.model)}"
+    yield from _adapter(manifest.model)
     if "position" in state:
         tokens = _number(state.get("tokens"))
         yield f"data: position {state['position']}" + ("" if tokens is None else f", {count_text(tokens)} tokens")
@@ -233,6 +235,26 @@ def _model(facts: Mapping[str, Any] | None) -> str:
         classes = ", ".join(map(str, config.get("architectures") or ()))
         return f"{config.get('model_type', 'unknown')}" + (f" ({classes})" if classes else "") + ", transformers"
     return str(facts.get("kind", "unknown"))
+
+
+def _adapter(facts: Mapping[str, Any] | None) -> Iterable[str]:
+    """What a checkpoint of adapters says of them, and of the base, which it does not hold."""
+    adapter, base = (facts or {}).get("adapter"), (facts or {}).get("base")
+    if not isinstance(adapter, Mapping):
+        return
+    options = adapter.get("options") or {}
+    layers = adapter.get("targets") or ()
+    ends = ", ".join(dict.fromkeys(str(name).rpartition(".")[2] for name in layers))
+    words = [f"rank {options.get('rank', '?')}", f"alpha {_short_number(options.get('alpha', '?'))}"]
+    words += [word for word, key in (("rslora", "rslora"), ("DoRA", "dora")) if options.get(key)]
+    if adapter.get("kind") == "qlora":
+        packed = f"base packed to {options.get('quant_type', '?')}"
+        words.append(packed + (", scales too" if options.get("double_quant") else ""))
+    yield f"adapters only: {adapter.get('kind', '?')}, {', '.join(words)}; {_count(len(layers), 'layer')} ({ends})"
+    if isinstance(base, Mapping) and base.get("weights") is not None:
+        yield f"base: '{base['weights']}', digest {base.get('digest', 'unknown')}; merge with: checkpoint merge-lora"
+    elif isinstance(base, Mapping):
+        yield f"base: drawn from seed {base.get('seed', 'unknown')}; merge with: checkpoint merge-lora"
 
 
 def _short_number(value: Any) -> str:
@@ -271,7 +293,8 @@ def _table(title: str, lines: Sequence[Line], *, everything: bool) -> Table:
     for row in shown:
         one = row.lines[0]
         shapes = {line.shape for line in row.lines}
-        shape = " × ".join(map(str, one.shape)) or "0-d" if len(shapes) == 1 else "as the parameter"
+        several = "several" if row.name in _OTHER_SHAPES else "as the parameter"
+        shape = " × ".join(map(str, one.shape)) or "0-d" if len(shapes) == 1 else several
         many = f"{len(row.lines)} ×" if len(row.lines) > 1 else ""
         table.add_row(Text(row.name), many, one.dtype, shape, bytes_text(row.num_bytes), row.shards)
     return table

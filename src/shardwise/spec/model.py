@@ -26,6 +26,10 @@ class ParameterSpec(BaseModel):
             count *= size
         return count
 
+    def gathered_itemsize(self, precision: str) -> int:
+        """Bytes of an element where the parameter is gathered to be computed with: packed ones stay as they are."""
+        return self.itemsize if precision == "fp32" or self.dtype == "uint8" else itemsize_of(precision)
+
 
 class ModelSpec(BaseModel):
     """What a plan needs to know of a model."""

@@ -218,8 +218,7 @@ class Session:
         if self._plan.parsed.engine == "deepspeed":
             from shardwise.parallel.deepspeed import apply_deepspeed
 
-            place = (self.device, self.ranks.local_rank)
-            self._applied, self._optimizer = apply_deepspeed(model, optimizer, self._plan, *place)
+            self._applied, self._optimizer = apply_deepspeed(model, optimizer, self._plan, self.ranks)
         else:
             names = parameter_names(model)
             self._applied = apply(model, self._plan, self.device, sample, fill)
@@ -458,9 +457,10 @@ class Session:
             return
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            does = "waits for" if engine is None else "updates"
             raise ModelError(
                 f"{', '.join(unused[:3])}{more} got no gradient: they take no part in the loss, and "
-                f"{self.plan.strategy} {'waits for' if engine is None else 'updates'} them; freeze them with requires_grad_(False), or use fsdp"
+                f"{self.plan.strategy} {does} them; freeze them with requires_grad_(False), or use fsdp"
             )
 
     def begin_micro(self, *, last: bool) -> None:

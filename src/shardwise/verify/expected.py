@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.plan.plan import Plan
-from shardwise.spec.model import ModelSpec, ParameterSpec, itemsize_of
+from shardwise.spec.model import ModelSpec, ParameterSpec
 
 Range = tuple[int, int]
 Unit = list[ParameterSpec]
@@ -85,8 +85,7 @@ def _sharded_traffic(units: list[Unit], plan: Plan, micros: int, *, once: bool) 
     for unit in units:
         is_block = unit[0].block is not None
         trained = [p for p in unit if p.trainable]
-        narrow = None if plan.precision == "fp32" else itemsize_of(plan.precision)
-        size = sum(padded_elements(p, ranks) * (narrow or p.itemsize) for p in unit)
+        size = sum(padded_elements(p, ranks) * p.gathered_itemsize(plan.precision) for p in unit)
         least = 1 + (again if is_block and trained else 0)
         most = 1 + (again if is_block else 0)
         for end, times in enumerate((least, most)):

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardwise.cost.memory import held_shape, stepped_groups, zero1_shares
 from shardwise.cost.optimizer_state import LEAN, lean_dtypes, lean_state_bytes
 from shardwise.measure import state
-from shardwise.parallel.adafactor import Adafactor, summed_elements
+from shardwise.parallel.adafactor import Adafactor, sharing, summed_elements
 from shardwise.spec.model import ModelSpec, ParameterSpec
 from shardwise.spec.read import dtype_name
 from shardwise.spec.workload import Workload
 from shardwise.train.session import Session
 from shardwise.units import bytes_text
 from shardwise.verify.expected import Range, Reduction, Traffic
-from shardwise.verify.part import shard_dim_of, shard_rank, used_spec
+from shardwise.verify.part import axis_of, shard_dim_of, shard_rank, used_spec
 from shardwise.verify.receipt import Line
 
 
@@ -128,8 +129,19 @@ def with_optimizer_traffic(session: Session, spec: ModelSpec, expected: Mapping[
     trained = [p for p in spec.parameters if p.trainable]
     rounds = len(trained) if plan.optimizer_in_backward else len({p.dtype for p in trained})
     size = sum(sum(summed_elements(p.shape)) * max(p.itemsize, 4) for p in trained)
-    before = expected.get("all_reduce", Traffic((0, 0), (0, 0)))
-    return {**expected, "all_reduce": Traffic(_plus(before.calls, 2 * rounds), _plus(before.num_bytes, size))}
+    name = f"all_reduce{_over(session)}"
+    before = expected.get(name, Traffic((0, 0), (0, 0)))
+    return {**expected, name: Traffic(_plus(before.calls, 2 * rounds), _plus(before.num_bytes, size))}
+
+
+def _over(session: Session) -> str:
+    """The axis that shards parameters, as lines of plans that cut the model name it."""
+    axes = axis_of(session)
+    groups = (sharing(p) for p in session.module.parameters() if p.requires_grad)
+    group = next((group for group in groups if group is not None), None)
+    if axes is None or group is None:
+        return ""
+    return f" over {axes('all_reduce', tuple(dist.get_process_group_ranks(group)))}"
 
 
 def _plus(ends: Range | None, more: int) -> Range | None:
