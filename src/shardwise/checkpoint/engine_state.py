@@ -33,7 +33,7 @@ class Shadow:
     """
 
     def __init__(self, module: nn.Module, engine: Engine, *, filled: bool, states: bool = True) -> None:
-        self.engine: Any = engine
+        self.engine = engine
         self._module = module
         kind = "cpu" if not torch.cuda.is_available() else next(iter(engine.held().masters)).device.type
         self._mesh: DeviceMesh | None = None
@@ -133,7 +133,7 @@ class Shadow:
         return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def _whole(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.detach().full_tensor() if isinstance(rows, DTensor) else rows.detach()
+        return rows.full_tensor().detach() if isinstance(rows, DTensor) else rows.detach()
 
 
 def shadow_of(model: nn.Module, *, filled: bool, states: bool = True) -> Shadow | None:
@@ -149,7 +149,7 @@ def _skeleton(module: nn.Module, rows: dict[int, nn.Parameter]) -> nn.Module:
 
     def copy(of: nn.Module) -> nn.Module:
         if id(of) not in made:
-            kind = nn.Module
+            kind: type[nn.Module] = nn.Module
             if type(of).get_extra_state is not nn.Module.get_extra_state:
                 kind = type("Keeping", (nn.Module,), {"get_extra_state": type(of).get_extra_state})
             made[id(of)] = copied = kind()

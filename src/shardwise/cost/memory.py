@@ -290,7 +290,8 @@ def _squeezed(
 def _host_bytes(profile: ModelProfile, layout: Layout, cluster: ClusterSpec, offloaded: int) -> int:
     """Host RAM of the fullest node: what is offloaded there, and rank 0's whole model while it is built.
 
-    What is swapped to a drive passes through buffers here, which are not counted. On a CPU the ranks' own memory is not repeated here. Python, libraries and the data loader are not counted.
+    What is swapped to a drive passes through buffers here, which are not counted. On a CPU the ranks' own memory is not
+    repeated here. Python, libraries and the data loader are not counted.
     """
     ranks = min(cluster.devices_per_node, layout.replicas * layout.tp * layout.pp)
     whole = sum(math.ceil(w.num_elements * w.itemsize) * u.count for u in profile.units for w in u.weights)

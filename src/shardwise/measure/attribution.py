@@ -63,7 +63,7 @@ class Attribution:
         self._arrived: list[deque[list[int]]] = [deque() for _ in range(session.ranks.world_size)]
         self._whole, self._fresh = Totals(), Totals()
         self._seen = 0
-        self._problem = ""
+        self._problem = self._engine = ""
         self.disturbed: Callable[[int], bool] = lambda number: False
 
     @classmethod
@@ -81,6 +81,7 @@ class Attribution:
         """The model stands: borders can be put around what it waits for."""
         PLACES.listener = self._clock
         self._borders = Borders(session)
+        self._engine = "" if session.applied.engine is None else session.applied.engine.title
 
     def on_step_start(self, session: Session, step: Step) -> None:
         """Nothing to do."""
@@ -204,6 +205,8 @@ class Attribution:
             found = {"exposed_tp": compiled, "exposed_cp": compiled, "recompute": "blocks are compiled"}
         if self._problem:
             found["exposed_dp"] = self._problem
+        if self._engine:
+            found["clip"] = f"{self._engine} clips inside of its update"
         return found
 
 

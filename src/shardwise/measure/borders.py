@@ -43,7 +43,9 @@ class Borders:
         outer = session.applied.outer
         if session.reduced_ranks == 1:
             return
-        if isinstance(outer, DistributedDataParallel):
+        if session.applied.engine is not None:
+            self.problem = f"{session.applied.engine.title} gathers and reduces inside of its own calls"
+        elif isinstance(outer, DistributedDataParallel):
             self._watch_ddp(outer)
             self._watch_zero1()
         else:

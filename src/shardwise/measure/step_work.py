@@ -54,7 +54,7 @@ class WorkRecorder(CollectiveRecorder):
         elif packet in flop_registry:
             args, kwargs, result = _pytree.tree_map_only(DTensor, _local, (args, kwargs, result))
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
-        elif name == "gemm_4bit" and func.namespace == "bitsandbytes":
+        elif packet._qualified_op_name == "bitsandbytes::gemm_4bit":
             flops = _packed_product(args)
         else:
             return

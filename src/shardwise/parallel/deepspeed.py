@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import math
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -112,7 +113,8 @@ def _ready_to_swap(plan: Plan, ranks: Ranks) -> SwapFolder:
         UserError: as `check_ready` and `SwapFolder`.
     """
     failure, swap = "", SwapFolder(plan.nvme_path or "", holds=False)
-    if ranks.local_rank == 0:
+    machines = gather_text(platform.node() or "?", ranks)  # a group that was adopted may know no local ranks
+    if machines.index(machines[ranks.rank]) == ranks.rank:
         try:
             check_ready(nvme=True, nvme_path=plan.nvme_path, say=logging.getLogger("shardwise").warning)
             swap = SwapFolder(plan.nvme_path or "", holds=True)
@@ -193,7 +195,7 @@ def _partition(
 class DeepSpeed:
     """DeepSpeed's engine behind what a session asks of one; see `Engine`."""
 
-    name = "deepspeed"
+    title = "DeepSpeed"
 
     def __init__(
         self,
@@ -284,7 +286,7 @@ class DeepSpeed:
             if parameter.requires_grad:
                 yield name, safe_get_full_fp32_param(parameter).detach().view(self.shape(name))
             else:
-                yield name, self._frozen(parameter)
+                yield name, self._frozen(parameter).float()
 
     def set_weights(self, new: Callable[[str], torch.Tensor]) -> None:
         """See `Engine`."""

@@ -7,7 +7,7 @@ flattened, into equal parts of which the last ones may be padded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise.parallel.engine import Held
 
 
-def own_range(parameter: nn.Parameter) -> tuple[int, int]:
+def own_range(parameter: Any) -> tuple[int, int]:
     """The elements of a flattened parameter that are this rank's, begin and end; equal where it has none of it."""
     if hasattr(parameter, "ds_tensor"):
         rank, share = parameter.ds_zero_partition_rank, int(parameter.ds_tensor.ds_numel)
@@ -161,7 +161,7 @@ def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -
     )
 
 
-def _held_of_stage_3(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -> Held:
+def _held_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any]) -> Held:
     shards = [parameter.ds_tensor for parameter in parameters]
     held = [shard for shard in shards if shard.status.name == "AVAILABLE"]
     padding = 0

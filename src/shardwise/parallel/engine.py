@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,26 @@ class Held:
 
 
 class Engine(Protocol):
-    """An engine around one model and its optimizer; every method but `held` is called on all ranks alike."""
+    """An engine around one model and its optimizer; every method but `held` is called on all ranks alike.
 
-    name: str
+    ``title`` is its name in messages, ``base`` is the user's optimizer, and ``groups`` are the names of the parameters that each of its groups stands for.
+    """
+
+    title: str
+    base: Optimizer
+    groups: tuple[tuple[str, ...], ...]
+
+    def shape(self, name: str) -> torch.Size:
+        """The whole shape of a parameter."""
+
+    def states(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's state of a parameter: whole where it has the parameter's shape, else as it is. Collective."""
+
+    def make_states(self, groups: list[dict[str, torch.Tensor | None]]) -> None:
+        """Room for the optimizer's state: keys by group, ``None`` for what is a tensor, else its value."""
+
+    def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
+        """Put a whole tensor into the optimizer's state of a parameter."""
 
     def begin_micro(self, *, last: bool) -> None:
         """Before the forward of a micro batch; the last one of a step ends the accumulation."""

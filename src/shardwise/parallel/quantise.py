@@ -6,6 +6,8 @@ tensor that FSDP2 shards by rows, and peft knows its layer (docs/decisions).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import logging
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ WIDEST = {"nf4": 0.18, "fp4": 0.2}
 """Half the widest step between two values (0.152 of nf4, 0.167 of fp4), and room for scales that are packed, too."""
 
 
-_AT_ONCE = BLOCK << 14  # values that are held against each other at a time
+_AT_ONCE = BLOCK << 14  # values that are packed at a time
 
 
 def quiet() -> None:
@@ -123,60 +125,102 @@ def pack(unit: nn.Module) -> None:
         ModelError: bitsandbytes unpacks a weight wrongly. Its CPU kernel (0.50) does where a row is no multiple of 64
             values, and says nothing.
     """
+    made = False
     for layer in packing_layers(unit):
         if layer.quant_state is None:
             found = packed(layer.weight.detach(), *layer.weight_options)
-            layer.weight, layer.quant_state = found, found.quant_state
+            layer.weight, layer.quant_state, made = found, found.quant_state, True
+    if made:
+        _give_memory_back()
+
+
+def _give_memory_back() -> None:
+    """Let glibc return what was unpacked: packed weights lie between freed ones, and the next unit would find no room.
+
+    No other C library needs this.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def packed(weight: torch.Tensor, nested: bool, kind: str) -> Any:
     """bitsandbytes' parameter with ``weight`` [outputs, inputs] in 4 bits of ``kind``, its scales packed if ``nested``.
 
+    The same bits as bitsandbytes makes of the whole weight at once, some rows at a time: its CPU code would hold
+    several more copies of the weight.
+
     Raises:
         ModelError: as `pack`.
     """
     package = bitsandbytes()
+    functional = package.functional
     source = weight.float() if weight.dtype == torch.float64 else weight
-    found = package.nn.Params4bit(
-        source, requires_grad=False, blocksize=BLOCK, compress_statistics=nested, quant_type=kind
-    ).to(source.device)
-    wrong = _worst_step(source, package.functional.dequantize_4bit(found.data, found.quant_state), nested=nested)
-    if wrong > WIDEST[kind]:
-        raise ModelError(
-            f"+qlora: bitsandbytes {package.__version__} unpacks a weight of {list(source.shape)} wrongly on "
-            f"{source.device.type} (off by {wrong:.2f} of a block's largest value, where rounding gives "
-            f"{WIDEST[kind]} at most); its rows must be multiples of {BLOCK}: use +lora"
-        )
-    return found
+    values = torch.empty((source.numel() + 1) // 2, 1, dtype=torch.uint8, device=source.device)
+    scales: list[torch.Tensor] = []
+    chunks = list(_row_chunks(source))
+    for rows, place, _ in chunks:
+        values[place], state = functional.quantize_4bit(rows, None, None, BLOCK, False, kind)
+        scales.append(state.absmax)
+    whole = functional.QuantState(
+        torch.cat(scales), source.shape, functional.get_4bit_type(kind, source.device), BLOCK, kind, source.dtype
+    )
+    used = whole.absmax
+    if nested:
+        whole.offset = used.mean()
+        whole.absmax, whole.state2 = functional.quantize_blockwise(used - whole.offset, blocksize=256)
+        whole.nested = True
+        used = functional.dequantize_blockwise(whole.absmax, whole.state2) + whole.offset
+    slack = 0.1 * float(max(scale.max() for scale in scales)) if nested and scales else 0.0
+    for rows, place, blocks in chunks:
+        state = functional.QuantState(used[blocks], rows.shape, whole.code, BLOCK, kind, source.dtype)
+        wrong = _worst_step(rows, functional.dequantize_4bit(values[place], state), slack)
+        if not wrong <= WIDEST[kind]:
+            raise ModelError(
+                f"+qlora: bitsandbytes {package.__version__} unpacks a weight of {list(source.shape)} wrongly on "
+                f"{source.device.type} (off by {wrong:.2f} of a block's largest value, where rounding gives "
+                f"{WIDEST[kind]} at most); its rows must be multiples of {BLOCK}: use +lora"
+            )
+    return package.nn.Params4bit(
+        values,
+        requires_grad=False,
+        quant_state=whole,
+        blocksize=BLOCK,
+        compress_statistics=nested,
+        quant_type=kind,
+        bnb_quantized=True,
+    )
+
+
+def _row_chunks(source: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+    """Some rows of a weight at a time, where their bytes lie in the packed one, and which blocks they are."""
+    columns, done = source.shape[1], 0
+    for rows in source.split(max(BLOCK, _AT_ONCE // max(1, columns) // BLOCK * BLOCK)):
+        end = done + rows.numel()
+        yield rows.contiguous(), slice(done // 2, -(-end // 2)), slice(done // BLOCK, -(-end // BLOCK))
+        done = end
 
 
 def packed_and_unpacked(weight: torch.Tensor, nested: bool, kind: str) -> torch.Tensor:
-    """What is computed with where ``weight`` [outputs, inputs] rests in 4 bits, in its own dtype.
+    """What ``weight`` [outputs, inputs] is where it rests in 4 bits, in fp32; kernels round it to what they compute in.
 
     Raises:
         ModelError: as `pack`.
     """
     found = packed(weight, nested, kind)
+    found.quant_state.dtype = torch.float32
     values: torch.Tensor = bitsandbytes().functional.dequantize_4bit(found.data, found.quant_state)
     return values
 
 
-def _worst_step(source: torch.Tensor, found: torch.Tensor, *, nested: bool) -> float:
-    """How far a value is off at most, over the largest one of its block.
+def _worst_step(source: torch.Tensor, found: torch.Tensor, slack: float) -> float:
+    """How far a value is off at most, over the largest one of its block and ``slack``.
 
     Scales that are packed themselves are off by a share of the largest of all: a tenth of that is allowed for.
-    A few values at a time: a second and a third copy of a weight would count while a model is loaded.
     """
-    flat = [t.detach().flatten() for t in (source, found)]
-    slack = 0.1 * float(torch.maximum(flat[0].max(), -flat[0].min())) if nested else 0.0
-    worst = 0.0
-    for begin in range(0, flat[0].numel(), _AT_ONCE):
-        parts = [t[begin : begin + _AT_ONCE].float() for t in flat]
-        rest = -parts[0].numel() % BLOCK
-        was, now = (nn.functional.pad(part, (0, rest)).view(-1, BLOCK) for part in parts)
-        largest = (was.abs().amax(1) + slack).clamp_min(torch.finfo(torch.float32).tiny)
-        worst = max(worst, float(((was - now).abs().amax(1) / largest).max()))
-    return worst
+    rest = -source.numel() % BLOCK
+    was, now = (nn.functional.pad(t.detach().float().flatten(), (0, rest)).view(-1, BLOCK) for t in (source, found))
+    largest = (was.abs().amax(1) + slack).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((was - now).abs().amax(1) / largest).max()) if was.numel() else 0.0
 
 
 def unpacked(layer: Any) -> torch.Tensor:

@@ -23,9 +23,7 @@ def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
     """A line for each collective that is expected or was seen; over each axis, where the plan cuts the model."""
     if session.plan.dims.splits_model:
         spec = used_spec(session)
-        expected = with_optimizer_traffic(
-            session, spec, cut_traffic(session, spec, run_micros(session, step), watch)
-        )
+        expected = with_optimizer_traffic(session, spec, cut_traffic(session, spec, run_micros(session, step), watch))
         found = _cut_totals(session, watch.recorder.collectives)
     else:
         spec = used_spec(session)
