@@ -85,6 +85,24 @@ def byte_decoder(dropout: float = 0.1) -> ByteDecoder:
     return ByteDecoder(dropout)
 
 
+class WideBytes(nn.Module):
+    """Matrices of three megabytes, which are worth swapping to a drive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, 64)
+        self.up, self.down = nn.Linear(64, 12288), nn.Linear(12288, 64)
+        self.head = nn.Linear(64, 257)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+def wide_bytes() -> WideBytes:
+    return WideBytes()
+
+
 class Heads(nn.Module):
     """Causal self-attention with four heads."""
 

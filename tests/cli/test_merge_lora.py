@@ -176,7 +176,6 @@ def packed(tmp_path_factory) -> tuple[Path, torch.Tensor]:
 def test_the_merged_model_is_what_was_trained(tmp_path, capsys, case):
     trained = train_a_little(tmp_path, case)
     found = run(tmp_path / "run", tmp_path / "out", capsys, max_shard_size="20KB")
-    print(found["max_difference"] / found["bound"], found["bound"], (logits(tmp_path / "out") - trained).abs().max(), (logits(tmp_path / "base") - trained).abs().max())
     assert found["verified"] is True, found["text"]
     assert 0 < found["max_difference"] <= found["bound"] / 4 < found["adapters_change"] / 10
     assert found["onto"] == ("unpacked" if case.kind == "qlora" else None) and found["files"] > 1
@@ -295,7 +294,7 @@ class TestWhatIsWrong:
         with pytest.raises(UserError, match=r"q_proj.lora_A.weight: \(4, 32\), and the base's weight \(32, 32\) asks"):
             run(copy, tmp_path / "out", capsys)
         edit(copy, lambda document: document["model"]["adapter"]["options"].update(rank=4, dora=True))
-        with pytest.raises(UserError, match=r"lacks .*lora_magnitude_vector"):
+        with pytest.raises(UserError, match=r"(?s)lacks .*lora_magnitude_vector"):
             run(copy, tmp_path / "out", capsys)
         edit(copy, lambda document: document["model"]["adapter"].update(options={"rank": 4, "more": 1}))
         with pytest.raises(UserError, match="described in a way that this version does not know"):
@@ -501,8 +500,7 @@ def test_memory_is_a_few_of_the_largest_weights(tmp_path, kind, weights):
     command = [sys.executable, "-c", FRESH, sys.executable, "-c", MEMORY, str(tmp_path / "run"), str(tmp_path / "out")]
     done = subprocess.run(command, check=True, capture_output=True, timeout=150)
     used, largest = int(done.stdout.splitlines()[-1]) << 10, side * side * 4
-    print(used >> 20)
-    assert used < weights * largest + (48 << 20), f"{used >> 20} MiB"
+    assert used < weights * largest + (32 << 20), f"{used >> 20} MiB"
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 8 * largest
 
 

@@ -34,6 +34,12 @@ def test_what_is_whole_or_asked_for_otherwise_has_no_whole_alternative(strategy:
     assert changes(plan) == []
 
 
+def test_a_step_in_the_backward_has_no_whole_alternative() -> None:
+    plan = FSDP.model_copy(update={"grad_accum": 1, "gradient_sync": "last", "optimizer_in_backward": True})
+    assert [kind for kind, _ in changes(plan)] == ["recompute"] * 2
+    assert changes(plan.model_copy(update={"optimizer_in_backward": False}))[-1][0] == "strategy"
+
+
 def test_each_is_costed_and_recompute_costs_time_and_saves_bytes() -> None:
     profile, cluster = load_profile("llama-3.2-1b", seq_len=2048), parse_cluster("8xA100-80GB")
     workload = Workload(seq_len=2048, global_batch=FSDP.global_batch)

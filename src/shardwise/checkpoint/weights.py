@@ -28,8 +28,8 @@ def load_weights(model: nn.Module, source: str | Folder | Source) -> None:
 
     ``source`` is anything that `open_source` knows: Hugging Face safetensors, a checkpoint of Shardwise's, PyTorch DCP,
     Accelerate, DeepSpeed, Lightning or a plain ``.pt``. Each rank reads only the slices that it holds; no rank talks
-    to another, but for models under an engine. Of tied tensors one name is enough. Keys of the model's non-persistent buffers are skipped. Nothing is
-    changed before all names and shapes were found to match.
+    to another, unless the model is an engine's. Of tied tensors one name is enough. Keys of the model's non-persistent
+    buffers are skipped. Nothing is changed before all names and shapes were found to match.
 
     Raises:
         ModelError: a key is missing, unexpected or has another shape (all are listed).

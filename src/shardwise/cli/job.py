@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from shardwise.parallel.environment import visible_devices
 from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.plan import Plan, axis_problems, split_batch, stages_of
 from shardwise.plan.strategy import parse_strategy
-from shardwise.search.adapting import with_plan
+from shardwise.search.adapting import adapted, with_plan
 from shardwise.search.alternatives import Alternative, alternatives
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, choose, choose_profiled, exact
@@ -120,7 +121,7 @@ def prepare_job(
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
     check_samples(config, corpus)
     choice, spec, asked = choose_plan(config, draft, cluster, corpus, fixed=plan is not None, links=links)
-    told += check_drive(choice.plan, spec, cluster, asked)
+    check_drive(choice.plan, spec, cluster, asked)
     job = Job(
         config=config,
         plan=choice.plan,
@@ -135,14 +136,14 @@ def prepare_job(
     return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
 
 
-def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked) -> list[str]:
-    """Whether what the ranks of a machine swap has room on its drive; what to say of a slow one.
+def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked) -> None:
+    """Whether what the ranks of a machine swap has room on its drive; of a slow one it is said what it costs.
 
     Raises:
         UserError: it has no room.
     """
     if not plan.parsed.nvme or plan.nvme_path is None:
-        return []
+        return
     from shardwise.parallel.deepspeed_drive import check_room, drive_speed, slow_text
     from shardwise.plan.deepspeed import swapped
 
@@ -152,7 +153,8 @@ def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked)
     check_room(plan.nvme_path, ranks * away.most_bytes(plan, states))
     written, read = (ranks * number for number in away.moved_bytes(plan, states))
     said = slow_text(plan.nvme_path, written, read, drive_speed(plan.nvme_path))
-    return [said] if said else []
+    if said:
+        logging.getLogger("shardwise").warning(said)
 
 
 def completed(plan: Plan, config: Config) -> Plan:
@@ -297,7 +299,8 @@ def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:
     profile, workload = asked
     if profile is None:
         return {}
-    return {"traffic": sent_bytes(profile, plan), "alternatives": alternatives(profile, workload, cluster, plan)}
+    trained = adapted(profile, plan.parsed, with_plan(workload, plan), plan.precision)
+    return {"traffic": sent_bytes(trained, plan), "alternatives": alternatives(profile, workload, cluster, plan)}
 
 
 def _pins(config: Config, cluster: ClusterSpec) -> Pins:

@@ -41,8 +41,8 @@ def run_train(
     named = [item for item in overrides if item.startswith("parallel.strategy=")]
     if plan_file is not None and named:
         raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
-    config = read_config(config_file, overrides)
     plan = runnable(read_plan(plan_file)) if plan_file is not None else None
+    config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     done = finished(config)
     if done is not None and rendezvous() is None:

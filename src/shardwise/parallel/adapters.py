@@ -160,10 +160,19 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
             continue
         odd = next((name for name in sorted(others) if name == want or _ends(name, want)), None)
         if odd is not None:
-            kind = type(module.get_submodule(odd)).__name__
+            found_kind = type(module.get_submodule(odd))
+            outside = " outside of the blocks" if found_kind is nn.Linear else ""
             problems.append(
-                f"lora.targets: '{want}' is '{odd}', a {kind}; adapters stand beside the linear layers of the blocks: "
+                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters stand beside the linear layers of the blocks: "
                 f"{', '.join(ends)}"
+            )
+            continue
+        whole = next(((n, p) for n, p in module.named_parameters() if n == want or _ends(n, want)), None)
+        if whole is not None:
+            shape = " × ".join(map(str, whole[1].shape))
+            problems.append(
+                f"lora.targets: '{want}' is the parameter '{whole[0]}' of shape {shape}, and adapters stand beside "
+                f"linear layers: {', '.join(ends)}"
             )
             continue
         hint = did_you_mean(want, [*ends, *ROLES])

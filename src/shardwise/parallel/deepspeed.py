@@ -189,7 +189,22 @@ def _partition(
             if not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(narrow)
         made = zero.Init(module=unit, config_dict_or_path=config, param_swapper=swapper)  # the config has the dtype
+        if swapper is None and made.param_swapper is not None:
+            _swap_each_once(made.param_swapper)
         swapper = made.param_swapper  # its buffers are there once
+
+
+def _swap_each_once(swapper: Any) -> None:
+    """Let a parameter be read once where DeepSpeed asks for it twice in one call, and would stop at that.
+
+    It looks ahead in the order of use, where one that ends the forward also begins the backward (0.19.8).
+    """
+    plain = swapper.swap_in
+
+    def swap_in(params: Sequence[Any], *args: Any, **options: Any) -> Any:
+        return plain(list({param.ds_id: param for param in params}.values()), *args, **options)
+
+    swapper.swap_in = swap_in
 
 
 class DeepSpeed:

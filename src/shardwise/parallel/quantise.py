@@ -61,7 +61,9 @@ def packed_layer() -> Any:
         """A linear layer whose weight is packed; ``quant_state`` is ``None`` until it is."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """x [..., inputs] to [..., outputs]."""
+            """x [..., inputs] to [..., outputs]; a layer that is looked at before it is packed is a plain one."""
+            if self.quant_state is None:
+                return nn.functional.linear(x, self.weight, self.bias)
             package.nn.modules.fix_4bit_weight_quant_state_from_module(self)  # FSDP2 gathers plain parameters
             kind, device = x.dtype, x.device.type
             if torch.is_autocast_enabled(device):

@@ -95,8 +95,8 @@ def changes(plan: Plan) -> list[tuple[Change, Plan]]:
 def _whole(plan: Plan) -> Plan | None:
     """The plan as ``ddp``, each rank with all of the state; nothing where it is, or where more than dp is asked for."""
     parsed = plan.parsed
-    if parsed.base == "ddp" or str(parsed) != parsed.base or plan.dims.splits_model:
-        return None
+    if parsed.base == "ddp" or str(parsed) != parsed.base or plan.dims.splits_model or plan.optimizer_in_backward:
+        return None  # ddp reduces in buckets, too late to step in the backward
     dims = ParallelDims(dp_replicate=plan.dims.dp)
     return plan.model_copy(update={"strategy": "ddp", "dims": dims, "gradient_sync": "last", "prefetch": 1})
 

@@ -22,7 +22,7 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     narrow = itemsize_of(plan.precision)
     cut, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
     gradients = profile.num_trainable * GRADIENT_BYTES / cut
-    weights = profile.num_parameters * narrow / cut
+    weights = _gathered(profile, narrow) / cut
     found: dict[str, float] = {}
     ranks, shard = dims.dp * dims.cp, dims.dp_shard * dims.cp  # a context-parallel group holds equal weights
     if ranks > 1 and not strategy.shards_parameters:
@@ -44,6 +44,15 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     if dims.pp > 1:
         found["pp"] = accum * 2 * activation / dims.tp
     return found
+
+
+def _gathered(profile: ModelProfile, narrow: float) -> float:
+    """Bytes of all weights as a rank gathers them: ``narrow`` an element, packed ones as they rest without scales."""
+    return sum(
+        unit.count * w.num_elements * (w.itemsize - w.scales if w.itemsize < 1 else narrow)
+        for unit in profile.units
+        for w in unit.weights
+    )
 
 
 def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> float:

@@ -410,10 +410,11 @@ def json_schema() -> str:
     return json.dumps(Config.model_json_schema(), indent=2)
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | None = None) -> Config:
     """Read a TOML file and apply ``table.key=value`` overrides (a value is TOML, or else a bare string).
 
-    Paths inside the file are relative to the folder the command runs in.
+    Paths inside the file are relative to the folder the command runs in. ``planned`` is the strategy of a plan that
+    is given beside it, and takes the place of ``auto``.
 
     Raises:
         ConfigError: every problem at once, each with the key, the value, the rule and the nearest known key.
@@ -429,6 +430,9 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there (text needs quotes)") from None
     problems = [problem for item in overrides if (problem := _override(data, item))]
+    parallel = data.setdefault("parallel", {}) if planned is not None else None
+    if isinstance(parallel, dict) and parallel.get("strategy", "auto") == "auto":
+        parallel["strategy"] = planned
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -461,6 +465,7 @@ def _explain(item: Any) -> str:
     """One line for one problem that pydantic found."""
     path = [str(part) for part in item["loc"]]
     where = ".".join(path)
+    start = f"{where}: " if where else ""  # what is wrong between tables has no place of its own
     if item["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
         what = "key" if path[:-1] else "table"
@@ -469,9 +474,7 @@ def _explain(item: Any) -> str:
         return f"{where}: is missing; add it to the config file"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
-        return (
-            f"{where}: {message}" if not message.startswith("(") else f"{where}: {'; '.join(item['ctx']['error'].args)}"
-        )
+        return start + (message if not message.startswith("(") else "; ".join(item["ctx"]["error"].args))
     rule = _RULES.get(item["type"], message.partition(" should be ")[2] or message).format(**item.get("ctx", {}))
     hint = did_you_mean(str(item["input"]), re.findall(r"'(\w+)'", rule)) if item["type"] == "literal_error" else ""
     return f"{where}: got {item['input']!r}; it must be {rule}{hint}"

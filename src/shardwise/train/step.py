@@ -228,7 +228,6 @@ class Step:
         session.in_step = False
         return result
 
-
     def _updated_by(self, engine: Engine, clip_norm: float | None) -> StepResult:
         """Clipping and the update as an engine does them; its norm is known only then.
 

@@ -153,11 +153,12 @@ def _swap_line(session: Session, engine: Any, held: Held) -> Line:
     expected = _planned_swap(session, engine).num_bytes(plan, states)
     inside = [path for path in held.swapped if plan.nvme_path and path.is_relative_to(plan.nvme_path)]
     found = sum(path.stat().st_size for path in inside if path.is_file())
+    small = "" if expected else ": no part is large enough for DeepSpeed to swap (1 MiB on a rank)"
     return Line(
         name="swapped to NVMe",
-        planned=f"≥ {bytes_text(expected)} under {plan.nvme_path}",
+        planned=f"≥ {bytes_text(expected)} under {plan.nvme_path}{small}",
         found=f"{bytes_text(found)} in {len(inside)} files",
-        ok=found >= expected,
+        ok=found >= expected if expected else None,
     )
 
 

@@ -1,0 +1,183 @@
+"""The effects receipt on adapters: silent where all is right, and loud on each way in which they do not take effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise.parallel.adapters as adapters_module
+import shardwise.parallel.apply as apply_module
+import shardwise.parallel.quantise as quantise_module
+from shardwise.cli.own_loop import start
+from shardwise.parallel.adapters import adapted_layers
+from shardwise.plan.adapter import AdapterOptions
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.session import Session
+from shardwise.verify.effects import EffectsProbe
+from tests.contract import ragged
+from tests.families import family
+from tests.worlds import run_world
+
+OPTIONS = AdapterOptions(rank=4, dropout=0.1)
+
+
+def run(strategy: str, after: Callable[[Session], None] | None = None, **options: Any) -> list[str]:
+    """Some steps with AdamW; the receipt's false lines."""
+    session = start(strategy, lora=OPTIONS, receipts=False, grad_accum=2, **options)
+    probe = EffectsProbe(strict=False)
+    session.observers.append(probe)
+    model = family("wide-llama", dtype=torch.float32)
+    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    if after is not None:
+        after(session)
+    number = 14 if options.get("precision") == "fp16" else 3  # fp16's scaler skips steps until its scale fits
+    for step in session.steps(ragged(2 * number * session.ranks.world_size)):
+        step.run(model, token_loss_sum)
+        step.update(optimizer, clip_norm=1.0)
+    assert probe.receipt is not None
+    found = [
+        f"{line.name}: planned {line.planned}, found {line.found}" for line in probe.receipt.lines if line.ok is False
+    ]
+    names = {line.name for line in probe.receipt.lines}
+    assert {"adapters", "base weights"} <= names
+    assert ("packed weights held" in names) == ("qlora" in strategy)
+    session.close()
+    return found
+
+
+CLEAN = [
+    (strategy, precision, recompute)
+    for strategy in ("ddp+lora", "zero1+lora", "fsdp+lora", "ddp+qlora", "zero2+qlora", "fsdp+qlora")
+    for precision, recompute in (("fp32", "none"), ("bf16", "selective"), ("fp16", "full"))
+]
+
+
+def clean(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
+    found = {}
+    for strategy, precision, recompute in cases:
+        found[f"{strategy} {precision}"] = run(strategy, precision=precision, recompute=recompute)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_alarm_when_all_is_right(world: int) -> None:
+    for alarms in run_world(clean, world, CLEAN, timeout_s=240):
+        assert not {case: lines for case, lines in alarms.items() if lines}
+
+
+def _first(session: Session) -> Any:
+    return next(iter(adapted_layers(session.module).values()))
+
+
+def rank_differs(strategy: str) -> list[str]:
+    original = adapters_module._inject
+    adapters_module._inject = lambda module, options, targets: original(
+        module, options.model_copy(update={"rank": 2}), targets
+    )
+    return run(strategy)
+
+
+def scale_differs(strategy: str) -> list[str]:
+    def rescale(session: Session) -> None:
+        for layer in adapted_layers(session.module).values():
+            layer.scaling["default"] *= 2
+
+    return run(strategy, rescale)
+
+
+def one_layer_without(strategy: str) -> list[str]:
+    original = adapters_module._inject
+    adapters_module._inject = lambda module, options, targets: original(module, options, targets[:-1])
+    return run(strategy)
+
+
+def dropout_off(strategy: str) -> list[str]:
+    def off(session: Session) -> None:
+        for layer in adapted_layers(session.module).values():
+            layer.lora_dropout["default"] = nn.Identity()
+
+    return run(strategy, off)
+
+
+def disabled(strategy: str) -> list[str]:
+    """Adapters are there and get gradients in one layer alone: the others are passed by."""
+
+    def disable(session: Session) -> None:
+        _first(session)._disable_adapters = True
+
+    return run(strategy, disable)
+
+
+def base_trained(strategy: str) -> list[str]:
+    original = apply_module._adapters
+
+    def thaw(module: nn.Module, plan: Any) -> Any:
+        found = original(module, plan)
+        next(p for n, p in module.named_parameters() if n.endswith("norm.weight")).requires_grad_(True)
+        return found
+
+    apply_module._adapters = thaw
+    return run(strategy)
+
+
+def base_not_narrowed(strategy: str) -> list[str]:
+    adapters_module._narrow = lambda module, plan: None
+    return run(strategy, precision="bf16")
+
+
+def left_unpacked(strategy: str) -> list[str]:
+    quantise_module.pack = lambda unit: None
+    return run(strategy)
+
+
+def packed_in_another_type(strategy: str) -> list[str]:
+    original = quantise_module.packed
+    quantise_module.packed = lambda weight, nested, kind: original(weight, nested, "fp4")
+    return run(strategy)
+
+
+def scales_not_packed(strategy: str) -> list[str]:
+    original = quantise_module.packed
+    quantise_module.packed = lambda weight, nested, kind: original(weight, False, kind)
+    return run(strategy)
+
+
+def packed_and_whole(strategy: str) -> list[str]:
+    """Packed weights are not sharded: each rank holds all of them."""
+    import shardwise.parallel.shard as shard_module
+
+    original = shard_module.fully_shard
+
+    def leave_packed(module: nn.Module, **options: Any) -> Any:
+        packed = {p for p in module.parameters() if p.dtype == torch.uint8}
+        return original(module, ignored_params=packed, **options)
+
+    shard_module.fully_shard = leave_packed
+    return run(strategy)
+
+
+SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
+    (rank_differs, "ddp+lora", "adapters"),
+    (scale_differs, "ddp+lora", "adapters"),
+    (scale_differs, "fsdp+qlora", "adapters"),
+    (one_layer_without, "fsdp+lora", "adapters"),
+    (dropout_off, "fsdp+lora", "adapters"),
+    (disabled, "fsdp+lora", "adapters"),
+    (base_trained, "ddp+lora", "base weights"),
+    (base_not_narrowed, "fsdp+lora", "base weights"),
+    (base_not_narrowed, "ddp+qlora", "base weights"),
+    (left_unpacked, "ddp+qlora", "packed weights held"),
+    (packed_in_another_type, "ddp+qlora", "packed weights held"),
+    (scales_not_packed, "fsdp+qlora", "packed weights held"),
+    (packed_and_whole, "fsdp+qlora", "packed weights held"),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "strategy", "line"), SABOTAGES)
+def test_each_sabotage_is_caught(sabotage: Callable[[str], list[str]], strategy: str, line: str) -> None:
+    for alarms in run_world(sabotage, 2, strategy):
+        assert any(alarm.startswith(f"{line}:") for alarm in alarms), alarms
