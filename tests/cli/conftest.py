@@ -33,7 +33,7 @@ def train_example(name: str, overrides: Sequence[str]) -> None:
 def small_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a base that was trained for a few steps."""
     folder = tmp_path_factory.mktemp("base")
-    short = ["train.steps=60", "data.seq_len=128", "data.path=python:email", "checkpoint.every=0"]
+    short = ["train.steps=120", "data.seq_len=128", "data.path=python:email", "checkpoint.every=0"]
     train_example(
         "stdlib.toml",
         [*short, "train.eval_samples=8", "optimizer.warmup_steps=5", "parallel.strategy=ddp", f"train.output={folder}"],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cli import configs
-from tests.cli.test_readme import fits, masked
+from tests.cli.test_readme import fits, masked, shortened
 
 PAGE = (configs.ROOT / "docs" / "from-ddp-to-fsdp.md").read_text()
 SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", PAGE)
@@ -63,6 +63,19 @@ def test_the_sessions_of_the_page(tmp_path: Path) -> None:
     for command, expected in SESSIONS:
         words = shlex.split(command.replace("runs/migration", str(tmp_path / "run")))
         found = run([sys.executable, "-m", *words]).replace(str(tmp_path / "run"), "runs/migration")
+        wrong = fits(masked(found), masked(expected))
+        assert not wrong, f"{command}: {wrong}\n{found}"
+
+
+def test_the_sessions_on_adapters(tmp_path: Path, small_base: Path) -> None:
+    """With fewer steps on a smaller base than the page's."""
+    sessions = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", (configs.ROOT / "docs" / "lora.md").read_text())
+    assert [command.split()[1] for command, _ in sessions] == ["train", "checkpoint"]
+    for command, expected in sessions:
+        words = shortened(
+            shlex.split(command.replace("runs/qlora", str(tmp_path / "run"))), small_base, tmp_path / "run"
+        )
+        found = run([sys.executable, "-m", *words]).replace(str(tmp_path / "run"), "runs/qlora")
         wrong = fits(masked(found), masked(expected))
         assert not wrong, f"{command}: {wrong}\n{found}"
 

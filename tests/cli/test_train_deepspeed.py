@@ -156,7 +156,12 @@ def test_nvme_swaps_to_real_files_and_stands_at_the_same_loss(tmp_path: Path) ->
         folder = tmp_path / strategy
         folder.mkdir()
         config = configs.write_config(
-            folder, model=model, parallel={"strategy": strategy, **more}, train={"steps": 4}, checkpoint={"every": 0}
+            folder,
+            model=model,
+            parallel={"strategy": strategy, **more},
+            train={"steps": 4},
+            checkpoint={"every": 0},
+            optimizer={"lr": 1e-3},
         )
         process = configs.start_train(config, "--json")
         out, err = process.communicate(timeout=800)

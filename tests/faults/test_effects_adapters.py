@@ -50,9 +50,12 @@ def run(strategy: str, after: Callable[[Session], None] | None = None, **options
 
 
 CLEAN = [
-    (strategy, precision, recompute)
-    for strategy in ("ddp+lora", "zero1+lora", "fsdp+lora", "ddp+qlora", "zero2+qlora", "fsdp+qlora")
-    for precision, recompute in (("fp32", "none"), ("bf16", "selective"), ("fp16", "full"))
+    ("ddp+lora", "fp32", "none"),
+    ("zero1+lora", "bf16", "full"),
+    ("fsdp+lora", "fp16", "none"),
+    ("ddp+qlora", "bf16", "selective"),
+    ("zero2+qlora", "fp32", "none"),
+    ("fsdp+qlora", "bf16", "full"),
 ]
 
 
@@ -65,7 +68,7 @@ def clean(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_alarm_when_all_is_right(world: int) -> None:
-    for alarms in run_world(clean, world, CLEAN, timeout_s=240):
+    for alarms in run_world(clean, world, CLEAN, timeout_s=150):
         assert not {case: lines for case, lines in alarms.items() if lines}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -110,7 +109,7 @@ def _cases(world: int, precision: str) -> list[Case]:
             Case(world, "ddp+qlora", "wide-llama", 2, {**options, "recompute": "selective"}),
             Case(world, "fsdp+lora", "own", 3, {**options, "gradient_sync": "every"}),
             Case(world, "fsdp+offload+qlora", "wide-llama", 2, options),
-            Case(world, "fsdp+qlora", "wide-llama", 2, {**options, "loss_chunks": 2}),
+            Case(world, "fsdp+lora", "llama", 2, {**options, "loss_chunks": 2}),
         ]
     return found
 
@@ -145,7 +144,7 @@ def curve(strategy: str, precision: str, grad_accum: int) -> list[float]:
     session = start(strategy, grad_accum=grad_accum, precision=precision, lora=OPTIONS)  # type: ignore[arg-type]
     model = family("wide-llama", dtype=torch.float32)
     torch.manual_seed(1)
-    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
     found = []
     for step in session.steps(_data()):
         step.run(model, token_loss_sum)
@@ -175,12 +174,15 @@ def by_hand(precision: str) -> list[float]:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(kind)
-    torch.manual_seed(1)
     ends = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=ends))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():  # as they were drawn on the other side
+        if "lora_A" in name:
+            nn.init.kaiming_uniform_(parameter, a=5**0.5)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {torch.float32}
-    optimizer = torch.optim.AdamW(trained, lr=5e-3)
+    optimizer = torch.optim.AdamW(trained, lr=2e-3)
     found, data = [], _data()
     for step in range(STEPS):
         pair = data[2 * step : 2 * step + 2]
@@ -207,10 +209,9 @@ def on_one(precision: str) -> tuple[list[float], list[float]]:
 def test_the_curve_of_sharded_qlora_is_that_of_peft_and_bitsandbytes_alone(precision: str) -> None:
     alone, hand = run_world(on_one, 1, precision)[0]
     assert len(hand) == STEPS
-    assert hand[-1] < hand[0] - 1.0, "nothing was learnt"
-    limit = 1e-3 if precision == "fp32" else 2e-2
+    assert hand[-1] < hand[0] - 0.5, "nothing was learnt"
     for sharded in run_world(curve, 2, "fsdp+qlora", precision, 1):
         differences = [
             max(abs(a - b) for a, b in zip(sharded, other, strict=True)) for other in (alone, hand)
         ]
-        assert max(differences) < limit, (differences, sharded, hand)
+        assert max(differences) < 1e-3, (differences, sharded, hand)

@@ -204,9 +204,12 @@ class MergedSource:
         if name in self.unpacked:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._saved.precision, torch.float32)
             options = self._saved.options
-            weight = packed_and_unpacked(
-                self._base.read(origin, info.whole).to(dtype), options.double_quant, options.quant_type
-            )
+            whole = self._base.read(origin, info.whole).to(dtype)
+            try:
+                weight = packed_and_unpacked(whole, options.double_quant, options.quant_type)
+            except ModelError as error:
+                raise ModelError(f"{layer} cannot be packed here ({error}); merge with --onto original") from None
+            del whole
         parts: list[torch.Tensor] = []
         if name in self.merged:
             names = self._saved.names(layer)

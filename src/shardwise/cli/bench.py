@@ -52,6 +52,11 @@ def run_bench_step(
             raise UserError(
                 "bench step compares fp32 loops without recompute and compile; leave them at their defaults"
             )
+        if "lora" in config.parallel.strategy:
+            raise UserError(
+                f"bench step has no hand-written loop with adapters; set parallel.strategy to one without "
+                f"+lora and +qlora ({config.parallel.strategy} is given)"
+            )
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
         plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
         (Path(folder) / PLANS).write_text(json.dumps([plan.model_dump(mode="json", by_alias=True) for plan in plans]))

@@ -150,7 +150,7 @@ def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked)
     trained = [p.num_elements for p in spec.parameters if p.trainable]
     away = swapped(plan, (p.num_elements for p in spec.parameters), [trained])
     ranks, states = plan.dims.world_size // cluster.nodes, asked[1].optimizer_states or 2
-    check_room(plan.nvme_path, ranks * away.most_bytes(plan, states))
+    check_room(plan.nvme_path, ranks * away.num_bytes(plan, states))
     written, read = (ranks * number for number in away.moved_bytes(plan, states))
     said = slow_text(plan.nvme_path, written, read, drive_speed(plan.nvme_path))
     if said:

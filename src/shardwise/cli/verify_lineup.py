@@ -15,7 +15,7 @@ from shardwise.errors import DoesNotFit, ModelError, PlanError, UserError
 from shardwise.parallel.environment import visible_devices
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import runnable_strategy
+from shardwise.plan.strategy import parse_strategy, runnable_strategy
 from shardwise.spec.cluster import detect
 from shardwise.train.config import Config
 from shardwise.train.corpus import Corpus, prepare_corpus
@@ -75,6 +75,7 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
     Raises:
         UserError: whatever of the config cannot be, or no strategy at all can be verified.
     """
+    refuse_adapters([*asked, config.parallel.strategy])
     check_model_path(config)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", lambda text: say(f"data: {text}"))
     check_samples(config, corpus)
@@ -85,6 +86,23 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
         raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in lineup.refused))
     shrunk, seq_len = _shrink(config, factory, corpus, lineup)
     return Prepared(config, corpus, lineup, shrunk, seq_len)
+
+
+def refuse_adapters(strategies: Sequence[str]) -> None:
+    """Adapters stand on a base that the small model does not have, so there is nothing that could be compared.
+
+    Raises:
+        PlanError: a strategy has adapters; each with the one that can be verified.
+    """
+    read = [parse_strategy(name) for name in dict.fromkeys(strategies) if name != "auto"]
+    problems = [
+        f"strategy '{one}': verify compares all gradients of a small float64 model, where +{one.adapter} trains few over "
+        f"a frozen base; use '{str(one).replace(f'+{one.adapter}', '')}' (a run with adapters has its effects receipt)"
+        for one in read
+        if one.adapter != "none"
+    ]
+    if problems:
+        raise PlanError(*problems)
 
 
 def asked_for(strategies: Sequence[str]) -> list[str]:

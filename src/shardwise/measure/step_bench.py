@@ -60,7 +60,13 @@ def plan_for(plan: Plan, strategy: str, world_size: int) -> Plan:
         PlanError: the strategy does not go with so many ranks.
         UserError: its data-parallel ranks do not divide the global batch.
     """
-    dims = dims_for(runnable_strategy(strategy), world_size)
+    known = runnable_strategy(strategy)
+    if known.adapter != "none":
+        raise UserError(
+            f"strategy '{strategy}': bench step has no hand-written loop with adapters; time "
+            f"'{str(known).replace(f'+{known.adapter}', '')}'"
+        )
+    dims = dims_for(known, world_size)
     batch = plan.global_batch or plan.dims.dp
     if batch % dims.dp:
         raise UserError(

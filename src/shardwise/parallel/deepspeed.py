@@ -99,6 +99,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
             inner, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if inner.optimizer.optimizer is not optimizer:
         raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by one of its own; use AdamW or SGD, or fsdp")
+    _keep_gradients(inner.optimizer)
     engine = DeepSpeed(inner, optimizer, plan, groups, swap)
     if plan.precision != "fp32":  # DeepSpeed has rounded them before it copied them
         engine.set_weights(lambda name: _sent(originals.pop(name, None), engine.shape(name), device))
@@ -192,6 +193,24 @@ def _partition(
         if swapper is None and made.param_swapper is not None:
             _swap_each_once(made.param_swapper)
         swapper = made.param_swapper  # its buffers are there once
+
+
+def _keep_gradients(zero: Any) -> None:
+    """Let the update take gradients from memory, where DeepSpeed has all of them anyway, and not from the drive.
+
+    What it reads back of a swapped gradient is wrong (0.19.8: seen for parts that do not begin at a multiple of what
+    the drive reads): the update then goes astray without an error.
+    """
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is None:
+        return
+
+    def keep(parameter: Any, gradient_offsets: Sequence[int], gradient_tensors: Sequence[torch.Tensor]) -> None:
+        info = swapper.swap_params_info.get(parameter.ds_id)
+        if info is not None:
+            info.unswapped_gradients |= dict(zip(gradient_offsets, gradient_tensors, strict=True))
+
+    swapper.swap_out_gradients = keep
 
 
 def _swap_each_once(swapper: Any) -> None:

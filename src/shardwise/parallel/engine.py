@@ -33,7 +33,8 @@ class Held:
 class Engine(Protocol):
     """An engine around one model and its optimizer; every method but `held` is called on all ranks alike.
 
-    ``title`` is its name in messages, ``base`` is the user's optimizer, and ``groups`` are the names of the parameters that each of its groups stands for.
+    ``title`` is its name in messages, ``base`` is the user's optimizer, and ``groups`` are the names of the
+    parameters that each of its groups stands for.
     """
 
     title: str

@@ -64,7 +64,8 @@ def packed_layer() -> Any:
             """x [..., inputs] to [..., outputs]; a layer that is looked at before it is packed is a plain one."""
             if self.quant_state is None:
                 return nn.functional.linear(x, self.weight, self.bias)
-            package.nn.modules.fix_4bit_weight_quant_state_from_module(self)  # FSDP2 gathers plain parameters
+            if self.known_by_kind:  # FSDP2 gathers plain parameters, and the compiler cannot make others of them
+                package.nn.modules.fix_4bit_weight_quant_state_from_module(self)
             kind, device = x.dtype, x.device.type
             if torch.is_autocast_enabled(device):
                 kind = torch.get_autocast_dtype(device)
@@ -98,6 +99,7 @@ def prepare_packing(
         )
         found.bias = layer.bias
         found.weight_options = (options.double_quant, options.quant_type)
+        found.known_by_kind = options.dora  # peft's DoRA unpacks what it knows to be packed
         found._parameters["weight"] = nn.Parameter(layer.weight.detach(), requires_grad=False)
         parent, _, last = name.rpartition(".")
         owner = module.get_submodule(parent)

@@ -118,17 +118,10 @@ class Swapped:
 
     def moved_bytes(self, plan: Plan, states: int) -> tuple[int, int]:
         """Bytes written and read in a step without accumulation: weights are read forward and backward and written by
-        the update, the optimizer's are read and written by it, its gradients written by the backward."""
-        width = 4 if plan.precision == "fp32" else 2
+        the update, the optimizer's are read and written by it. Gradients stay in host memory."""
+        weights = self.parameters * (4 if plan.precision == "fp32" else 2)
         optimizer = self.stepped * 4 * (1 + states)
-        return (
-            self.parameters * width + optimizer + self.stepped * 4,
-            2 * self.parameters * width + optimizer + self.stepped * 4,
-        )
-
-    def most_bytes(self, plan: Plan, states: int) -> int:
-        """Room that is needed: gradients wait on the drive, too."""
-        return self.num_bytes(plan, states) + self.stepped * 4
+        return weights + optimizer, 2 * weights + optimizer
 
 
 def swapped(plan: Plan, parameters: Iterable[int], groups: Sequence[Iterable[int]]) -> Swapped:

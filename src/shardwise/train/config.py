@@ -323,8 +323,8 @@ def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
     """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
     if table.factory is None and strategy.engine == "deepspeed" and table.name in ("adamw8bit", "adafactor"):
         return [
-            f"optimizer.name '{table.name}' is not for {strategy}: DeepSpeed cuts flattened weights anywhere, and its state "
-            "goes by rows or blocks; use adamw or sgd, or the same stage on PyTorch (zero1, zero2, fsdp)"
+            f"optimizer.name '{table.name}' is not for {strategy}: DeepSpeed cuts flattened weights anywhere, and its "
+            "state goes by rows or blocks; use adamw or sgd, or the same stage on PyTorch (zero1, zero2, fsdp)"
         ]
     if table.factory is not None or strategy.tp == 1:
         return []

@@ -171,7 +171,7 @@ def _dtype_lines(session: Session, watch: StepWatch) -> Iterator[Line]:
 
 
 def _computed(plan: Plan, spec: ModelSpec) -> str:
-    """The dtypes that a plan without a narrower one multiplies in: those of its weights, and fp32 where they are packed."""
+    """The dtypes that a plan without a narrower one multiplies in: of its weights, and fp32 where they are packed."""
     kinds = {p.dtype for p in spec.parameters if p.dtype != "uint8"}
     return ", ".join(sorted(kinds | {"float32"} if plan.parsed.adapter == "qlora" else kinds))
 
