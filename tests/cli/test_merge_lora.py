@@ -94,7 +94,9 @@ def train_a_little(folder: Path, case: Case) -> torch.Tensor:
     plan = Plan(strategy=f"ddp+{case.kind}", adapter=case.options, precision=case.precision)
     with parameters_on_meta():
         model = model_of(case.name, seed=1)
-    adapters = add_adapters(model, plan)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        adapters = add_adapters(model, plan)
     fill = BaseWeights(model, str(base))
     materialize(model, torch.device("cpu"), broadcast=False)
     fill(model)
@@ -177,7 +179,8 @@ def test_the_merged_model_is_what_was_trained(tmp_path, capsys, case):
     trained = train_a_little(tmp_path, case)
     found = run(tmp_path / "run", tmp_path / "out", capsys, max_shard_size="20KB")
     assert found["verified"] is True, found["text"]
-    assert 0 < found["max_difference"] <= found["bound"] / 4 < found["adapters_change"] / 10
+    assert 0 < found["max_difference"] <= found["bound"] / 4
+    assert found["bound"] < found["adapters_change"] / (1000 if case.base == torch.float32 else 2)
     assert found["onto"] == ("unpacked" if case.kind == "qlora" else None) and found["files"] > 1
     base, there = load(tmp_path / "base"), load(tmp_path / "out")
     assert {n: (t.dtype, t.shape) for n, t in there.items()} == {n: (t.dtype, t.shape) for n, t in base.items()}

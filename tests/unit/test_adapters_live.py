@@ -58,7 +58,12 @@ REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
     ("llama", "ddp+lora", {"targets": ("lm_head",)}, "'lm_head' is 'lm_head', a Linear outside of the blocks"),
     ("llama", "ddp+lora", {"rank": 33}, "lora.rank 33 is more than 'model.layers.0.self_attn.k_proj' can use"),
     ("gpt2", "ddp+qlora", {}, "'transformer.h.0.attn.c_attn' is a Conv1D (16 such layers); use +lora"),
-    ("llama", "ddp+qlora", {}, "has rows of 32 (28 such layers), which bitsandbytes unpacks wrongly on CPUs; use +lora"),
+    (
+        "llama",
+        "ddp+qlora",
+        {},
+        "has rows of 32 (28 such layers), which bitsandbytes unpacks wrongly on CPUs; use +lora",
+    ),
     (Encoder, "ddp+lora", {"targets": ("out_proj",)}, "a NonDynamicallyQuantizableLinear"),
     (Encoder, "ddp+lora", {"targets": ("attention",), "rank": 4}, "no linear layer is known as attention by its name"),
     (lambda: nn.Linear(8, 8), "ddp+lora", {}, "the model has no torch.nn.Linear in repeated blocks"),
@@ -89,9 +94,12 @@ def test_all_problems_at_once() -> None:
 
 @pytest.mark.parametrize(("adapter", "package"), [("lora", "peft"), ("qlora", "bitsandbytes")])
 def test_a_package_that_is_missing_is_named_before_anything_is_read(adapter: str, package: str) -> None:
-    with mock.patch("shardwise.cli.job_checks.find_spec", side_effect=lambda name: None if name == package else object()):
-        with pytest.raises(ConfigError, match=f"pip install 'shardwise.*{package}|need.* {package}"):
-            check_packages(adapter)
+    def there(name: str) -> object:
+        return None if name == package else object()
+
+    said = pytest.raises(ConfigError, match=f"pip install 'shardwise.*{package}|need.* {package}")
+    with mock.patch("shardwise.cli.job_checks.find_spec", side_effect=there), said:
+        check_packages(adapter)
 
 
 def test_adapters_of_another_hand_are_left_to_him() -> None:

@@ -39,10 +39,8 @@ def by_hand() -> tuple[float, float, float]:
     tokens = BATCH * LENGTH
     square = 2 * (2 * LENGTH * WIDTH) * tokens * LAYERS
     model = (4 * base + 6 * adapters) * tokens + 3 * square
-    first = 2 * (2 * WIDTH + 2 * KV_WIDTH - KV_WIDTH) * WIDTH  # what goes back into the embedding is needed by nobody
-    first = 2 * WIDTH * (WIDTH + 2 * KV_WIDTH)
-    lora_first = 3 * 2 * RANK * WIDTH  # nor what goes back through A there
-    executed = (4 * products + 6 * adapters + 4 * head - first - lora_first) * tokens + 3.5 * square
+    first = 2 * WIDTH * (WIDTH + 2 * KV_WIDTH) + 3 * 2 * RANK * WIDTH  # nothing goes back into the frozen embedding
+    executed = (4 * products + 6 * adapters + 4 * head - first) * tokens + 3.5 * square
     return base + adapters, model, executed
 
 

@@ -17,7 +17,7 @@ from shardwise.errors import UserError
 from shardwise.launch.rank import guarded
 from shardwise.plan.plan import Plan
 from shardwise.report.step_plot import draw
-from shardwise.train.config import read_config
+from shardwise.train.config import optimizer_problems, read_config
 
 if TYPE_CHECKING:
     from shardwise.measure.bubble import BubbleSamples
@@ -56,6 +56,10 @@ def run_bench_step(
             raise UserError(
                 f"bench step has no hand-written loop with adapters; set parallel.strategy to one without "
                 f"+lora and +qlora ({config.parallel.strategy} is given)"
+            )
+        if config.train.loss_chunks > 1 or config.optimizer.in_backward:
+            raise UserError(
+                "bench step has no hand-written loop with train.loss_chunks or optimizer.in_backward; leave them out"
             )
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
         plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
@@ -99,6 +103,7 @@ def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Pl
         try:
             plan = plan_for(job.plan.model_copy(update=options), strategy, world)
             check_plain(plan, module)
+            problems += optimizer_problems(job.config.optimizer, plan.parsed)
             if plan.dims.tp * plan.dims.pp > 1:
                 decide(module, spec, plan)
             found.append(plan)

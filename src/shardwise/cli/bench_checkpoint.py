@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.cli.job import Job, prepare_job
+from shardwise.cli.job_checks import adapter_of
 from shardwise.errors import UserError
 from shardwise.launch.rank import guarded
 from shardwise.plan.dims import dims_for
@@ -89,7 +90,13 @@ def run_bench_checkpoint(
         job = None
         if config_file is not None:
             words = [*overrides, f"train.output={work}", *([f"parallel.nproc={nproc}"] if nproc else [])]
-            prepared = prepare_job(read_config(config_file, words), lambda text: console.print(f"data: {text}"))
+            config = read_config(config_file, words)
+            if adapter_of(config) != "none":
+                raise UserError(
+                    f"bench checkpoint times checkpoints of whole models; set parallel.strategy to one without +lora "
+                    f"and +qlora ({config.parallel.strategy} is given)"
+                )
+            prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
             world, job = prepared.job.plan.dims.world_size, work / "job.json"
             job.write_text(prepared.job.to_json())
         request = Request(

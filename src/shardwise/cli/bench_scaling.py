@@ -45,8 +45,10 @@ from shardwise.parallel.environment import rendezvous, visible_devices
 from shardwise.plan.plan import Plan
 from shardwise.report.scaling import print_scaling
 from shardwise.report.scaling_plot import draw
+from shardwise.search.adapting import adapted, with_plan
 from shardwise.spec.cluster import ClusterSpec, detect
 from shardwise.spec.processor import processor_name
+from shardwise.spec.workload import Workload
 from shardwise.train.config import Config, read_config
 
 if TYPE_CHECKING:
@@ -204,6 +206,8 @@ def _about(prepared: Prepared, cluster: ClusterSpec) -> Scaling:
     profile = traced_profile(
         module, config.data.seq_len, prepared.corpus.vocab_size, precision=plan.precision, device=plan.device
     )
+    if profile is not None:
+        profile = adapted(profile, plan.parsed, with_plan(Workload(), plan), plan.precision)
     optimizer = config.optimizer.name if config.optimizer.factory is None else config.optimizer.factory
     subject = Subject(
         model=str(config.model.config or config.model.factory),

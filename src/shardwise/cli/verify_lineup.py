@@ -76,6 +76,11 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
         UserError: whatever of the config cannot be, or no strategy at all can be verified.
     """
     refuse_adapters([*asked, config.parallel.strategy])
+    if config.optimizer.in_backward:
+        raise PlanError(
+            "optimizer.in_backward frees each gradient in the backward, and verify compares gradients; verify without "
+            "it: optimizer.in_backward=false (a run with it has its effects receipt)"
+        )
     check_model_path(config)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", lambda text: say(f"data: {text}"))
     check_samples(config, corpus)
@@ -96,8 +101,8 @@ def refuse_adapters(strategies: Sequence[str]) -> None:
     """
     read = [parse_strategy(name) for name in dict.fromkeys(strategies) if name != "auto"]
     problems = [
-        f"strategy '{one}': verify compares all gradients of a small float64 model, where +{one.adapter} trains few over "
-        f"a frozen base; use '{str(one).replace(f'+{one.adapter}', '')}' (a run with adapters has its effects receipt)"
+        f"strategy '{one}': verify compares all gradients of a small float64 model, where +{one.adapter} trains few "
+        f"over a frozen base; use '{str(one).replace(f'+{one.adapter}', '')}' (a run with adapters has its effects receipt)"
         for one in read
         if one.adapter != "none"
     ]

@@ -56,8 +56,9 @@ def packed_layer() -> Any:
     comes out has the input's, under autocast autocast's.
     """
     package = bitsandbytes()
+    kind: Any = package.nn.Linear4bit
 
-    class PackedLinear(package.nn.Linear4bit):  # type: ignore[misc]
+    class PackedLinear(kind):  # type: ignore[misc]
         """A linear layer whose weight is packed; ``quant_state`` is ``None`` until it is."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

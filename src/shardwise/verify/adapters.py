@@ -86,13 +86,19 @@ def _packed_lines(session: Session, spec: ModelSpec, adapters: Adapters) -> Iter
         weight = layer.weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         here += local.nbytes if layer.quant_state is not None else 0
-        kinds.add(layer.quant_state.quant_type if layer.quant_state is not None else "not packed")
-    kind = (session.plan.adapter or AdapterOptions()).quant_type
+        state_of = layer.quant_state
+        kinds.add("not packed" if state_of is None else _packing_text(state_of.quant_type, state_of.nested))
+    options = session.plan.adapter or AdapterOptions()
+    kind = _packing_text(options.quant_type, options.double_quant)
 
     def text(number: int, kind: str) -> str:
         return f"{number} bytes of {whole} ({number / max(1, whole):.1%}, {bytes_text(number)}), {kind}"
 
     yield _same("packed weights held", text(planned, kind), text(here, "/".join(sorted(kinds))))
+
+
+def _packing_text(kind: str, nested: bool) -> str:
+    return f"{kind}, scales packed" if nested else kind
 
 
 def _same(name: str, planned: str, found: str) -> Line:
