@@ -21,7 +21,7 @@ from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.cli.test_readme import fits, masked
 
-FILES = configs.ROOT / "tests" / "recorded" / "deepspeed"
+FILES = configs.ROOT / "tests" / "deepspeed_configs"
 PAGE = (configs.ROOT / "docs" / "deepspeed-configs.md").read_text()
 SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", PAGE)
 PLAN = Plan.model_validate(

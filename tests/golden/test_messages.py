@@ -65,6 +65,13 @@ OVERRIDES: dict[str, list[str]] = {
     "several at once": ["train.stepz=5", "data.seq_len=0", "optimizer.lr=-1", "parallel.strategy=fsdb", "junk"],
     "word that is no choice": ["data.format=json", "optimizer.schedule=cosin", "parallel.precision=fp8"],
     "infinite numbers": ["optimizer.lr=inf", "optimizer.clip_norm=nan"],
+    "lora: what is not there, and a rank too large": ["parallel.strategy=fsdp+lora", "lora.targets=[upp, norm, mlp]"],
+    "lora: a rank too large": ["parallel.strategy=fsdp+lora", "lora.rank=512"],
+    "lora: a table without the strategy": ["parallel.strategy=fsdp", "lora.rank=4"],
+    "lora: what does nothing": ["parallel.strategy=ddp+lora", "lora.quant_type=fp4", 'model.freeze=["*"]'],
+    "lora: with tensor parallel": ["parallel.strategy=fsdp+tp2+lora"],
+    "lora: with an engine": ["parallel.strategy=deepspeed-zero3+qlora"],
+    "lora: rows that cannot be packed": ["parallel.strategy=fsdp+qlora", "lora.rank=1"],
     "betas out of range": ["optimizer.betas=[0.9, 1.5]"],
     "seed too large": ["train.seed=100000000000000000000"],
     "neither config nor factory": [NO_SOURCE],
@@ -191,7 +198,7 @@ PLANS = {
     "plan that does not fit": ["llama-3.1-8b", "--cluster", "1xA100-80GB", "--strategy", "ddp", *PLAN[2:]],
     "proof of a plan that is not run": ["gpt2", *PLAN, "--strategy", "zero1+tp2", "--prove"],
 }
-RECORDED = ROOT / "tests" / "recorded" / "deepspeed"
+RECORDED = ROOT / "tests" / "deepspeed_configs"
 IMPORTS = {
     "import of a file that is missing": ["nowhere.json"],
     "import of auto values": [str(RECORDED / "hf-auto.json"), "--nproc", "2"],
@@ -211,6 +218,8 @@ WORDS = {
     "export to what is not written": ["export", "nowhere.toml", "--to", "torchtitan"],
     "export to a target that is misspelt": ["export", "nowhere.toml", "--to", "depspeed"],
     **{name: ["plan", *words] for name, words in PLANS.items()},
+    "verify with adapters": ["verify", "config.toml", "--strategy", "fsdp+lora", "--strategy", "ddp+qlora"],
+    "bench step with adapters": ["bench", "step", "config.toml", "parallel.strategy=fsdp+qlora"],
     "explain a file that is missing": ["explain", "nowhere.toml"],
     "config is missing": ["train", "nowhere.toml"],
     "config is a folder": ["train", "corpus"],

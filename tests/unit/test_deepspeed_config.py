@@ -30,7 +30,7 @@ from shardwise.train.config import OptimizerTable
 from shardwise.train.optimizer import learning_rate
 from tests.worlds import run_world
 
-FILES = Path(__file__).parents[1] / "recorded" / "deepspeed"
+FILES = Path(__file__).parents[1] / "deepspeed_configs"
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TWINS = [f"deepspeed-zero{n}{more}" for n in (1, 2, 3) for more in ("", "+offload")]
 TWINS += ["deepspeed-zero3+nvme", "deepspeed-zero3+offload+nvme", "zero1", "zero2", "fsdp", "zero3", "full_shard"]

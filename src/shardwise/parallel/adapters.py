@@ -163,8 +163,8 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
             found_kind = type(module.get_submodule(odd))
             outside = " outside of the blocks" if found_kind is nn.Linear else ""
             problems.append(
-                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters stand beside the linear layers of the blocks: "
-                f"{', '.join(ends)}"
+                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters stand beside the "
+                f"linear layers of the blocks: {', '.join(ends)}"
             )
             continue
         whole = next(((n, p) for n, p in module.named_parameters() if n == want or _ends(n, want)), None)
