@@ -182,6 +182,13 @@ def test_what_cannot_be_is_said_before_anything_is_measured(tmp_path: Path, chan
         command.run_bench_checkpoint(config_file, [], **words)
 
 
+def test_adapters_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    config = write_config(tmp_path, parallel={"strategy": "fsdp+lora"})
+    words: dict[str, Any] = {"size_gib": None, "nproc": 2, "rounds": 1, "step_s": 0.1, "folder": None}
+    with pytest.raises(UserError, match=r"checkpoints of whole models; .* without \+lora"):
+        command.run_bench_checkpoint(config, [], output=tmp_path / "out", as_json=False, **words)
+
+
 def test_the_size_that_is_asked_for() -> None:
     for size in (1 << 20, 1 << 26, 1 << 30, 10 << 30):
         with torch.device("meta"):

@@ -73,6 +73,8 @@ def test_the_bubble_is_measured_for_each_schedule(found: tuple[Path, dict[str, A
         (["ddp+tp2", "zero1"], {}, "zero1"),
         (None, {"parallel": {"nproc": 1}}, "needs 2 ranks or more; use --nproc 2"),
         (None, {"parallel": {"nproc": 2, "recompute": "full"}}, "without recompute"),
+        (None, {"train": {"loss_chunks": 2}}, "no hand-written loop with train.loss_chunks"),
+        (None, {"optimizer": {"name": "adafactor"}}, "'adafactor' is not for"),
         (
             ["ddp+tp2"],
             {"model": {"factory": "tests.models:byte_decoder", "config": None}},

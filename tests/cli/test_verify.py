@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.errors import PlanError
 from tests.cli import configs
 from tests.cli.test_docs_sessions import fits
 from tests.cli.test_readme import masked
@@ -194,3 +195,20 @@ def without_errors(text: str) -> list[str]:
 
 def test_the_page_has_sessions() -> None:
     assert SESSIONS
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"parallel": {"strategy": "fsdp+lora"}}, "'fsdp\\+lora': verify compares all gradients"),
+        (
+            {"parallel": {"strategy": "fsdp"}, "optimizer": {"in_backward": True, "clip_norm": "none"}},
+            "optimizer.in_backward frees each gradient",
+        ),
+    ],
+)
+def test_what_leaves_no_gradient_of_the_whole_model_to_compare_is_refused(
+    tmp_path: Path, tables: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        prepared(tmp_path, nproc=2, **tables)

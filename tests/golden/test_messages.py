@@ -65,7 +65,7 @@ OVERRIDES: dict[str, list[str]] = {
     "several at once": ["train.stepz=5", "data.seq_len=0", "optimizer.lr=-1", "parallel.strategy=fsdb", "junk"],
     "word that is no choice": ["data.format=json", "optimizer.schedule=cosin", "parallel.precision=fp8"],
     "infinite numbers": ["optimizer.lr=inf", "optimizer.clip_norm=nan"],
-    "lora: what is not there, and a rank too large": ["parallel.strategy=fsdp+lora", "lora.targets=[upp, norm, mlp]"],
+    "lora: layers that are not there": ["parallel.strategy=fsdp+lora", 'lora.targets=["linar", "mlp"]'],
     "lora: a rank too large": ["parallel.strategy=fsdp+lora", "lora.rank=512"],
     "lora: a table without the strategy": ["parallel.strategy=fsdp", "lora.rank=4"],
     "lora: what does nothing": ["parallel.strategy=ddp+lora", "lora.quant_type=fp4", 'model.freeze=["*"]'],

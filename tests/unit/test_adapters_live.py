@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.cli.job import prepare_job
 from shardwise.cli.job_checks import check_packages
 from shardwise.cli.own_loop import start
 from shardwise.cli.train import identity
@@ -209,3 +211,22 @@ def test_a_packed_layer_leaves_its_bias_alone(width: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(3, 64)).dtype == torch.bfloat16
     assert torch.allclose(layer(torch.zeros(1, 64)), plain.float(), atol=1e-2)
+
+
+def test_every_key_of_the_config_reaches_the_plan(tmp_path: Path) -> None:
+    """Also those that no cost depends on, through the planner's search."""
+    config = configs.write_config(tmp_path, model={"factory": "tests.models:ByteAttention", "kwargs": {"width": 64}})
+    given: dict[str, Any] = {
+        "rank": 3,
+        "alpha": 5.0,
+        "dropout": 0.25,
+        "targets": ("attention", "up"),
+        "rslora": True,
+        "dora": True,
+        "quant_type": "fp4",
+        "double_quant": False,
+    }
+    assert given.keys() == AdapterOptions.model_fields.keys()
+    words = [f"lora.{key}={json.dumps(value)}" for key, value in given.items()]
+    job = prepare_job(read_config(config, ["parallel.strategy=fsdp+qlora", *words]), lambda text: None).job
+    assert job.plan.adapter == AdapterOptions(**given)

@@ -52,6 +52,18 @@ class TestFile:
         assert config.optimizer.betas == document["optimizer"]["betas"]
         assert config.model.config == "examples/llama-2m" and config.model.factory is None
 
+    def test_a_plans_strategy_stands_where_the_config_leaves_it_open(self, file):
+        words = ["lora.rank=4", "optimizer.in_backward=true", 'optimizer.clip_norm="none"']
+        config = read_config(file, words, planned="fsdp+qlora")
+        assert (config.parallel.strategy, config.lora.rank) == ("fsdp+qlora", 4)
+        with pytest.raises(ConfigError, match=r"^'model\.freeze' does nothing under fsdp"):
+            read_config(file, ["model.freeze=['*']"], planned="fsdp+lora")
+        assert read_config(file, ["parallel.strategy=ddp"], planned="fsdp").parallel.strategy == "ddp"
+
+    def test_what_is_wrong_between_tables_begins_with_the_problem(self, file):
+        said = problems(file, "lora.rank=4")
+        assert len(said) == 1 and said[0].startswith("'lora' does nothing under the strategy auto")
+
     def test_what_is_left_out_has_its_default(self, file):
         config = read_config(file)
         assert config.optimizer.name == "adamw" and config.optimizer.clip_norm == 1.0

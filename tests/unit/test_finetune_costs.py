@@ -20,6 +20,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.search.adapting import adapted, with_adapter, with_plan
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.search import ask, search
+from shardwise.search.traffic import sent_bytes
 from shardwise.spec.adapters import NF4_BYTES, NF4_PLAIN_BYTES, AdapterFacts, with_adapters
 from shardwise.spec.cluster import ClusterSpec, parse_cluster
 from shardwise.spec.load import load_profile
@@ -302,3 +303,13 @@ def test_the_counts_of_live_adapters_are_the_planners():
     work = with_adapter(Workload(), options)
     assert adapted(profile_of(SHAPE, 64), parse_strategy("ddp+lora"), work, "fp32").num_trainable == live
     assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_packed_weights_are_sent_as_half_a_byte_and_only_gradients_of_adapters():
+    plan = plan_of("fsdp+qlora", adapter=AdapterOptions())
+    profile = adapted(LLAMA, plan.parsed, with_plan(Workload(), plan), plan.precision)
+    packed = 32 * BLOCK
+    gathered = packed * 0.5 + (profile.num_parameters - packed) * 2
+    assert sent_bytes(profile, plan)["dp"] == pytest.approx((2 * gathered + 4 * profile.num_trainable) * 7 / 8)
+    whole = sent_bytes(LLAMA, plan_of("fsdp"))["dp"]
+    assert whole == pytest.approx((2 * 2 + 4) * LLAMA.num_parameters * 7 / 8)

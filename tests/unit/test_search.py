@@ -216,6 +216,12 @@ class TestEnumerate:
             PlanError, match="global batch 64 is not dp 8 × micro batch 3 × a whole number; use 48 or 72"
         ):
             layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy("ddp"), micro_batch=3))
+        both = Pins(
+            strategy=parse_strategy("fsdp"), micro_batch=2, grad_accum=1, options={"optimizer_in_backward": True}
+        )
+        said = "accumulation 1; use global batch 16, or micro batch 8 .optimizer_in_backward steps after one backward"
+        with pytest.raises(PlanError, match=said):
+            layouts(model(), WORK, cluster(), both)
 
     def test_nearest(self):
         assert [nearest_multiples(n, 8) for n in (3, 9)] == ["8", "8 or 16"]

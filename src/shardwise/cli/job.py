@@ -221,6 +221,8 @@ def with_options(plan: Plan, config: Config) -> Plan:
         "loss_chunks": config.train.loss_chunks,
         "optimizer_in_backward": config.optimizer.in_backward,
     }
+    if plan.parsed.adapter != "none":
+        update["adapter"] = config.lora.options
     if dims.tp > 1:
         keys = ("sequence_parallel", "loss_parallel", "tp_styles", "async_tp")
         update |= {key: getattr(parallel, key) for key in keys}
@@ -319,13 +321,14 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
 
 
 def _given_options(config: Config) -> dict[str, Any]:
-    """The options of the plan's axes that the config names, and the loss's chunks."""
+    """The options of the plan's axes that the config names, the loss's chunks and the adapters."""
     parallel = config.parallel
     named = {key: getattr(parallel, key) for key in OPTIONS if key in parallel.model_fields_set}
     if "pipeline_schedule" in named:
         named["virtual_stages"] = parallel.virtual_stages or stages_of(parallel.pipeline_schedule)
     named["loss_chunks"] = config.train.loss_chunks
     named["optimizer_in_backward"] = config.optimizer.in_backward
+    named["adapter"] = None if adapter_of(config) == "none" else config.lora.options
     return {key: value for key, value in named.items() if value is not None}
 
 

@@ -102,7 +102,8 @@ def refuse_adapters(strategies: Sequence[str]) -> None:
     read = [parse_strategy(name) for name in dict.fromkeys(strategies) if name != "auto"]
     problems = [
         f"strategy '{one}': verify compares all gradients of a small float64 model, where +{one.adapter} trains few "
-        f"over a frozen base; use '{str(one).replace(f'+{one.adapter}', '')}' (a run with adapters has its effects receipt)"
+        f"over a frozen base; use '{str(one).replace(f'+{one.adapter}', '')}' (a run with adapters has its effects "
+        "receipt)"
         for one in read
         if one.adapter != "none"
     ]

@@ -242,10 +242,19 @@ def split(dp: int, workload: Workload, pins: Pins) -> tuple[int, tuple[int, ...]
             (),
             (
                 f"global batch {batch} is not {' × '.join(words)}{' × a whole number' if not pins.grad_accum else ''}; "
-                f"use {nearest_multiples(batch or 0, unit)}"
+                f"use {_batches_near(batch or 0, unit, share, pins)}"
             ),
         )
     return share, micros, ""
+
+
+def _batches_near(batch: int, unit: int, share: int, pins: Pins) -> str:
+    """What the global batch could be, or the micro batch where it and the accumulation are pinned, in words."""
+    if not pins.micro_batch or not pins.grad_accum:
+        return nearest_multiples(batch, unit)
+    micro = f", or micro batch {share // pins.grad_accum}" if share % pins.grad_accum == 0 else ""
+    early = " (optimizer_in_backward steps after one backward)" if pins.options.get("optimizer_in_backward") else ""
+    return f"global batch {unit}{micro}{early}"
 
 
 def nearest_multiples(number: int, unit: int) -> str:
