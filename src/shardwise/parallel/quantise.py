@@ -1,7 +1,7 @@
 """The packed base of ``+qlora``: 4-bit weights by bitsandbytes, made unit by unit, so that no whole model is unpacked.
 
-bitsandbytes and not torchao: it packs and computes on CPUs and on CUDA alike, its packed weight is one plain ``uint8``
-tensor that FSDP2 shards by rows, and peft knows its layer (docs/decisions).
+bitsandbytes and not torchao: it has kernels for CPUs and for CUDA (only those for CPUs were run so far), its packed
+weight is one plain ``uint8`` tensor that FSDP2 shards by rows, and peft knows its layer (docs/decisions).
 """
 
 from __future__ import annotations

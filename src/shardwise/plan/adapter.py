@@ -16,8 +16,8 @@ class AdapterOptions(BaseModel):
 
     The scale s is ``alpha / rank``, or ``alpha / √rank`` with ``rslora`` (arXiv:2312.03732). ``dora`` trains the norm
     of each row apart from its direction (arXiv:2402.09353). ``targets`` are roles (``all-linear``, ``attention``,
-    ``mlp``) or ends of module names (``q_proj``). ``quant_type`` and ``double_quant`` say how ``+qlora`` packs the weights
-    of the blocks' linear layers: 4 bits in blocks of 64 (arXiv:2305.14314).
+    ``mlp``) or ends of module names (``q_proj``). ``quant_type`` and ``double_quant`` say how ``+qlora`` packs the
+    weights of the blocks' linear layers: 4 bits in blocks of 64 (arXiv:2305.14314).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
