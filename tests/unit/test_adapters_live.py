@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.cli.job import prepare_job
 from shardwise.cli.job_checks import check_packages
+from shardwise.cli.job_model import with_adapters
 from shardwise.cli.own_loop import start
 from shardwise.cli.train import identity
 from shardwise.errors import ConfigError, ModelError, PlanError
@@ -23,6 +24,8 @@ from shardwise.parallel.quantise import pack, packed, packing_layers, prepare_pa
 from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.train.config import read_config
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.model import forward_bytes
 from tests.cli import configs
 from tests.families import family
 
@@ -230,3 +233,17 @@ def test_every_key_of_the_config_reaches_the_plan(tmp_path: Path) -> None:
     words = [f"lora.{key}={json.dumps(value)}" for key, value in given.items()]
     job = prepare_job(read_config(config, ["parallel.strategy=fsdp+qlora", *words]), lambda text: None).job
     assert job.plan.adapter == AdapterOptions(**given)
+
+
+def test_a_model_with_adapters_runs_on_fake_tensors_and_dropout_keeps_more() -> None:
+    """What a sample saves is measured there; what cannot run is unknown, and nobody would see that."""
+    saved = []
+    for dropout in (0.0, 0.1):
+        model = lambda: family("llama", dtype=torch.float32)  # noqa: E731
+        factory = with_adapters(model, Plan(strategy="ddp+lora", adapter=AdapterOptions(dropout=dropout)))
+        found = forward_bytes(
+            factory, token_loss_sum, seq_len=16, vocab_size=64, dtype=torch.float32, prepare=lambda module: None
+        )
+        assert found is not None
+        saved.append(found[0])
+    assert saved[1] > saved[0]

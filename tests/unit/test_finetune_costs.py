@@ -68,7 +68,7 @@ class TestAdapterFacts:
             trained("q_prj")
 
     def test_dropout_and_autocast_keep_a_copy_each(self):
-        def beside(**facts: bool) -> float:
+        def beside(**facts: int) -> float:
             one, other = (
                 with_adapters(LLAMA, "lora", facts=AdapterFacts(**more))  # type: ignore[arg-type]
                 for more in (facts, {})
@@ -79,6 +79,7 @@ class TestAdapterFacts:
         copies = 2 + 1 + 1
         assert beside(copies_inputs=True) == copies
         assert beside(dropout=True) == copies + (6 + 3.5) / 2  # and a byte of mask for two of an element
+        assert beside(dropout=True, mask_bytes=2) == copies + 6 + 3.5
 
     def test_quantised_layers_of_before_keep_their_inputs(self):
         now, before = (

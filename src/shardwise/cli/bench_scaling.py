@@ -207,7 +207,7 @@ def _about(prepared: Prepared, cluster: ClusterSpec) -> Scaling:
         module, config.data.seq_len, prepared.corpus.vocab_size, precision=plan.precision, device=plan.device
     )
     if profile is not None:
-        profile = adapted(profile, plan.parsed, with_plan(Workload(), plan), plan.precision)
+        profile = adapted(profile, plan.parsed, with_plan(Workload(), plan), plan.precision, plan.device)
     optimizer = config.optimizer.name if config.optimizer.factory is None else config.optimizer.factory
     subject = Subject(
         model=str(config.model.config or config.model.factory),

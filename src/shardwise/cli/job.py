@@ -301,7 +301,7 @@ def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:
     profile, workload = asked
     if profile is None:
         return {}
-    trained = adapted(profile, plan.parsed, with_plan(workload, plan), plan.precision)
+    trained = adapted(profile, plan.parsed, with_plan(workload, plan), plan.precision, plan.device)
     return {"traffic": sent_bytes(trained, plan), "alternatives": alternatives(profile, workload, cluster, plan)}
 
 

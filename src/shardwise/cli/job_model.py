@@ -66,14 +66,25 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
 
 
 def with_adapters(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
-    """``factory`` with the plan's adapters in what it makes, and nothing packed: so it runs on fake tensors."""
+    """``factory`` with the plan's adapters in what it makes, on the meta device, and nothing packed.
+
+    Called under fake tensors it makes fake ones: peft cannot move layers that are fake, so they are put in before.
+    """
+    import torch
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     from shardwise.parallel.adapters import add_adapters
+    from shardwise.parallel.materialize import build, materialize
 
     unpacked = Plan(strategy="ddp+lora", adapter=plan.adapter, precision=plan.precision)
 
     def adapted() -> nn.Module:
-        module = factory()
-        add_adapters(module, unpacked)
+        with unset_fake_temporarily():
+            module = build(factory, 0, real=False)
+            add_adapters(module, unpacked, real=False)
+        if detect_fake_mode() is not None:
+            materialize(module, torch.device("cpu"), broadcast=False)
         return module
 
     return adapted

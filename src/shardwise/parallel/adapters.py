@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, ModelError, did_you_mean
@@ -187,10 +188,13 @@ def _ends(name: str, want: str) -> bool:
 
 
 def _digest(module: nn.Module) -> str | None:
-    """Sixteen hex digits over names, shapes, dtypes and a kilobyte from the middle of each parameter."""
+    """Sixteen hex digits over names, shapes, dtypes and a kilobyte from the middle of each parameter.
+
+    ``None`` for a base without values, on the meta device or of fake tensors.
+    """
     digest = xxhash.xxh3_64()
     for name, parameter in module.named_parameters():
-        if parameter.device.type == "meta":
+        if parameter.device.type == "meta" or isinstance(parameter, FakeTensor):
             return None
         flat = parameter.detach().reshape(-1)
         begin = max(0, flat.numel() - _SAMPLED) // 2

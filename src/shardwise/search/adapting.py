@@ -5,14 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardwise.plan.adapter import AdapterOptions
-from shardwise.plan.plan import Plan, Precision
+from shardwise.plan.plan import DeviceType, Plan, Precision
 from shardwise.plan.strategy import Strategy
 from shardwise.search.candidate import Pins
+from shardwise.spec.model import itemsize_of
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import Workload
 
 
-def adapted(profile: ModelProfile, strategy: Strategy, workload: Workload, precision: Precision) -> ModelProfile:
+def adapted(
+    profile: ModelProfile, strategy: Strategy, workload: Workload, precision: Precision, device: DeviceType = "cuda"
+) -> ModelProfile:
     """The profile with the workload's adapters as this package runs them.
 
     The base rests in the type that is computed in. Whole fp32 adapters run under autocast, where each casts its input
@@ -29,6 +32,7 @@ def adapted(profile: ModelProfile, strategy: Strategy, workload: Workload, preci
         dora=workload.lora_dora,
         base_bytes=4.0 if precision == "fp32" else 2.0,
         copies_inputs=whole and precision != "fp32",
+        mask_bytes=1 if device == "cuda" else itemsize_of(precision),
     )
     return with_adapters(profile, strategy.adapter, facts=facts)
 

@@ -158,7 +158,7 @@ def ask(
     if pins.options.get("adapter") is not None:
         workload = with_adapter(workload, pins.options["adapter"])
     if pins.strategy is not None and pins.strategy.adapter != "none":
-        profile, plain = adapted(profile, pins.strategy, workload, precision), profile
+        profile, plain = adapted(profile, pins.strategy, workload, precision, cluster.device), profile
     if pins.options.get("optimizer_in_backward") and pins.grad_accum is None:
         pins = pins.model_copy(update={"grad_accum": 1})
     return Question(

@@ -8,7 +8,8 @@ with an fp32 scale for each 256 of them: 4.127 bits (4 + 8/64 + 32/(64·256)).
 A quantised weight is unpacked to compute width while its layer runs, forward and backward: that does not grow with the
 samples, so it is no op's ``temporary``; `unpacked_elements` says how much it is.
 
-Dropout in front of an adapter keeps a copy of the input that is the adapter's own and a mask of one byte an element.
+Dropout in front of an adapter keeps a copy of the input that is the adapter's own and a mask: a byte an element on a
+GPU, where it is one kernel, and a number as wide as the input on a CPU.
 DoRA (arXiv:2402.09353) adds a trained magnitude for each output and keeps the results of base and adapter for its
 gradient. Left out: what DoRA makes to take the norm of W + BA (a weight or two, whatever the samples), bnb's tables of
 16 and 256 numbers, paged optimizer states, the scale factor (folded into B's product).
@@ -39,7 +40,8 @@ class AdapterFacts:
     ``targets`` are roles, ends of module names (``q_proj``) or names of ops (``q``); empty means all linear layers.
     ``base_bytes`` an element of the frozen base that is not quantised, ``adapter_bytes`` of the adapters. The others
     say what a program does: ``copies_inputs``, each adapter casts its input and keeps the copy (autocast over fp32
-    adapters); ``keeps_inputs``, quantised layers keep theirs (bitsandbytes before 0.43.2, see its change log).
+    adapters); ``mask_bytes``, what dropout keeps of an element; ``keeps_inputs``, quantised layers keep theirs
+    (bitsandbytes before 0.43.2, see its change log).
     """
 
     rank: int = 16
@@ -50,6 +52,7 @@ class AdapterFacts:
     base_bytes: float = BF16_BYTES
     adapter_bytes: float = 4.0
     copies_inputs: bool = False
+    mask_bytes: int = 1
     keeps_inputs: bool = False
 
     @property
@@ -224,8 +227,9 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
     copied = read if facts.dropout or facts.copies_inputs else 0
     found = []
     if facts.dropout:  # one kernel reads the input and writes the result and the mask
+        mask = read * facts.mask_bytes
         found.append(
-            Op(f"{op.name}.lora_dropout", "pointwise", moved=2 * read + read // 2, saved_bytes=read, cut=inner)
+            Op(f"{op.name}.lora_dropout", "pointwise", moved=2 * read + read // 2, saved_bytes=mask, cut=inner)
         )
     sides = 2 * large if facts.dora else 0
     return [
