@@ -1,7 +1,8 @@
 """Floating-point operations of a step, and the utilisation made from them.
 
 `palm_flops` is the numerator of MFU in the PaLM paper (arXiv 2204.02311, appendix B): 6 for each parameter and token,
-plus 12 · layers · hidden · length for the whole attention square, causal or not; recompute is not counted.
+plus 12 · layers · hidden · length for the whole attention square, causal or not; recompute is not counted. A frozen
+weight, which the paper does not have, counts 4: it has no gradient of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def palm_flops(profile: ModelProfile, samples: float = 1.0) -> float:
     square = sum(
         attention_square_flops(op) * unit.count for unit in profile.units for op in unit.ops if op.kind == "attention"
     )
-    return samples * (6.0 * profile.num_parameters * profile.seq_len + 3.0 * square)
+    products = 4.0 * profile.num_parameters + 2.0 * profile.num_trainable
+    return samples * (products * profile.seq_len + 3.0 * square)
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> tuple[bool, ...]:

@@ -5,7 +5,7 @@ Two counts, not to be mixed up. *Model FLOPs* are what the model needs, by the P
 counted; MFU is made of them. *Executed FLOPs* are the matrix products, convolutions and attentions that a live step
 really ran, counted by torch's own formulas at each operator, with all that is computed again; HFU is made of them. Left
 out of both: norms, activations and other work element by element. The convention counts embeddings that are only looked
-up, and frozen weights as if they were trained; both make MFU look better where they are large.
+up, which makes MFU look better where they are large; a frozen weight counts 4.
 
 A figure that cannot be had is ``None``, with its reason in ``unknown``: MFU without a known peak (every CPU), executed
 FLOPs under ``torch.compile``, whose products no dispatcher sees.

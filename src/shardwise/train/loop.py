@@ -204,6 +204,8 @@ class Run:
             torch.manual_seed(seed)
             adapters = add_adapters(model, self.plan, real=self.is_main)
         base = None if weights is None else BaseWeights(model, weights)
+        if base is None and self.is_main:
+            self.reporter.say("model.weights is not given: adapters are trained beside random weights")
         origin = {"weights": weights, "seed": seed} if base is None else {"weights": weights, "digest": base.digest}
         self.adapter_facts = {"adapter": adapters.facts(), "base": origin}
         return base
