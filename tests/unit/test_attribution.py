@@ -165,7 +165,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
         device=torch.device("cuda"),
         ranks=SimpleNamespace(world_size=1, is_main=True, control=None),
         plan=plan("ddp", 1),
-        applied=SimpleNamespace(outer=torch.nn.Linear(1, 1), pipeline=None),
+        applied=SimpleNamespace(engine=None, outer=torch.nn.Linear(1, 1), pipeline=None),
         reduced_ranks=1,
         observers=[],
         phase_watchers=[],

@@ -191,7 +191,9 @@ def test_on_cuda_the_allocators_peaks_are_read_at_each_border(monkeypatch):
     watch = peak_watch(torch.device("cuda"))
 
     session: Any = SimpleNamespace(
-        device=torch.device("cuda"), phase_watchers=[], applied=SimpleNamespace(outer=nn.Linear(1, 1), pipeline=None)
+        device=torch.device("cuda"),
+        phase_watchers=[],
+        applied=SimpleNamespace(engine=None, outer=nn.Linear(1, 1), pipeline=None),
     )
     assert watch.start(session)
     (enter,) = session.phase_watchers

@@ -15,7 +15,7 @@ from shardwise.errors import DoesNotFit, ModelError, PlanError, UserError
 from shardwise.parallel.environment import visible_devices
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import parse_strategy, runnable_strategy
+from shardwise.plan.strategy import Strategy, runnable_strategy
 from shardwise.spec.cluster import detect
 from shardwise.train.config import Config
 from shardwise.train.corpus import Corpus, prepare_corpus
@@ -75,7 +75,7 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
     Raises:
         UserError: whatever of the config cannot be, or no strategy at all can be verified.
     """
-    refuse_adapters([*asked, config.parallel.strategy])
+    asked_for([*asked, config.parallel.strategy])
     if config.optimizer.in_backward:
         raise PlanError(
             "optimizer.in_backward frees each gradient in the backward, and verify compares gradients; verify without "
@@ -93,33 +93,33 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
     return Prepared(config, corpus, lineup, shrunk, seq_len)
 
 
-def refuse_adapters(strategies: Sequence[str]) -> None:
-    """Adapters stand on a base that the small model does not have, so there is nothing that could be compared.
-
-    Raises:
-        PlanError: a strategy has adapters; each with the one that can be verified.
-    """
-    read = [parse_strategy(name) for name in dict.fromkeys(strategies) if name != "auto"]
-    problems = [
-        f"strategy '{one}': verify compares all gradients of a small float64 model, where +{one.adapter} trains few "
-        f"over a frozen base; use '{str(one).replace(f'+{one.adapter}', '')}' (a run with adapters has its effects "
-        "receipt)"
-        for one in read
-        if one.adapter != "none"
+def adapter_problems(strategy: Strategy) -> list[str]:
+    """Adapters stand on a base that the small model does not have, so there is nothing that could be compared."""
+    if strategy.adapter == "none":
+        return []
+    plain = strategy.model_copy(update={"adapter": "none"})
+    return [
+        f"strategy '{strategy}': verify compares all gradients of a small float64 model, where +{strategy.adapter} "
+        f"trains few over a frozen base; use '{plain}' (a run with adapters has its effects receipt)"
     ]
-    if problems:
-        raise PlanError(*problems)
 
 
 def asked_for(strategies: Sequence[str]) -> list[str]:
-    """The strategies that were asked for by name, each once; all that cannot be read are said at once."""
+    """The strategies that were asked for by name, each once; all that cannot be verified are said at once.
+
+    Raises:
+        PlanError: a strategy is none, is not run by this version, or has adapters.
+    """
     problems: list[str] = []
     found = []
-    for name in strategies:
+    for name in dict.fromkeys(strategies):
         try:
-            found.append("auto" if name == "auto" else str(runnable_strategy(name)))
+            strategy = None if name == "auto" else runnable_strategy(name)
         except PlanError as error:
             problems += error.problems
+            continue
+        problems += [] if strategy is None else adapter_problems(strategy)
+        found.append(name if strategy is None else str(strategy))
     if problems:
         raise PlanError(*problems)
     return list(dict.fromkeys(found))
