@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.cli.job import prepare_job
 from shardwise.cli.job_checks import check_packages
-from shardwise.cli.job_model import with_adapters
+from shardwise.cli.job_model import adapted_factory
 from shardwise.cli.own_loop import start
 from shardwise.cli.train import identity
 from shardwise.errors import ConfigError, ModelError, PlanError
@@ -240,7 +240,7 @@ def test_a_model_with_adapters_runs_on_fake_tensors_and_dropout_keeps_more() -> 
     saved = []
     for dropout in (0.0, 0.1):
         model = lambda: family("llama", dtype=torch.float32)  # noqa: E731
-        factory = with_adapters(model, Plan(strategy="ddp+lora", adapter=AdapterOptions(dropout=dropout)))
+        factory = adapted_factory(model, Plan(strategy="ddp+lora", adapter=AdapterOptions(dropout=dropout)))
         found = forward_bytes(
             factory, token_loss_sum, seq_len=16, vocab_size=64, dtype=torch.float32, prepare=lambda module: None
         )

@@ -362,17 +362,25 @@ def _check_words(to: str | None, dtype: str | None, max_shard_size: str | None) 
     problems = []
     if to is not None and to not in get_args(To):
         problems.append(f"--to {to}: give hf, shardwise or peft{did_you_mean(to, get_args(To))}")
-    if dtype is not None and dtype not in DTYPES:
-        problems.append(f"--dtype {dtype}: give bf16, fp16 or fp32{did_you_mean(dtype, DTYPES)}")
     if max_shard_size is not None and to == "peft":
         problems.append(f"--max-shard-size {max_shard_size}: peft's folder has one file of adapters; take it out")
-    elif max_shard_size is not None:
+        max_shard_size = None
+    problems += folder_problems(dtype, max_shard_size)
+    if problems:
+        raise UserError(*problems)
+
+
+def folder_problems(dtype: str | None, max_shard_size: str | None) -> list[str]:
+    """What is wrong with the dtype and the size of files that a folder is to be written in."""
+    problems: list[str] = []
+    if dtype is not None and dtype not in DTYPES:
+        problems.append(f"--dtype {dtype}: give bf16, fp16 or fp32{did_you_mean(dtype, DTYPES)}")
+    if max_shard_size is not None:
         try:
             read_size(max_shard_size)
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    return problems
 
 
 def give_memory_back() -> None:

@@ -51,7 +51,7 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
         base = module = build(factory, config.train.seed, real=False)
         if kind != "none":
             check_adapters(base, draft.adapter or AdapterOptions(), kind, draft.device)
-            factory = with_adapters(factory, draft)
+            factory = adapted_factory(factory, draft)
             module = build(factory, config.train.seed, real=False)
     spec = read_model(module)
     if kind == "qlora":
@@ -65,7 +65,7 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
     return Looked(module, spec, profile, workload.model_copy(update=told))
 
 
-def with_adapters(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
+def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
     """``factory`` with the plan's adapters in what it makes, on the meta device, and nothing packed.
 
     Called under fake tensors it makes fake ones: peft cannot move layers that are fake, so they are put in before.

@@ -22,7 +22,15 @@ from shardwise.checkpoint.sources.own import OwnSource
 from shardwise.checkpoint.sources.source import Source
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.checkpoint.weights import base_digest
-from shardwise.cli.convert import DTYPES, MAX_SHARD_SIZE, Bar, give_memory_back, hugging_face_extras, read_size
+from shardwise.cli.convert import (
+    DTYPES,
+    MAX_SHARD_SIZE,
+    Bar,
+    folder_problems,
+    give_memory_back,
+    hugging_face_extras,
+    read_size,
+)
 from shardwise.errors import ModelError, UserError, did_you_mean
 from shardwise.parallel.adapters import linear_layers
 from shardwise.parallel.materialize import build
@@ -296,15 +304,8 @@ class _Merge:
 
 def _check_words(onto: str | None, dtype: str | None, max_shard_size: str | None) -> None:
     """All problems of the options at once."""
-    problems = []
+    problems = folder_problems(dtype, max_shard_size)
     if onto is not None and onto not in ONTO:
-        problems.append(f"--onto {onto}: give unpacked or original{did_you_mean(onto, ONTO)}")
-    if dtype is not None and dtype not in DTYPES:
-        problems.append(f"--dtype {dtype}: give bf16, fp16 or fp32{did_you_mean(dtype, DTYPES)}")
-    if max_shard_size is not None:
-        try:
-            read_size(max_shard_size)
-        except UserError as error:
-            problems += error.problems
+        problems.insert(0, f"--onto {onto}: give unpacked or original{did_you_mean(onto, ONTO)}")
     if problems:
         raise UserError(*problems)
