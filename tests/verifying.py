@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.cli.verify_lineup import Prepared, prepare_verify
 from shardwise.parallel.group import Ranks, join
 from shardwise.train.config import read_config
+from shardwise.verify.references import write_references
 from shardwise.verify.strategies import Row, Task, verify_all
 from tests.cli.configs import write_config
 
@@ -41,7 +42,10 @@ def task_for(folder: Path, *strategies: str, nproc: int, **tables: dict[str, Any
     """The task of the ranks of one world, as JSON."""
     made = prepared(folder, *strategies, nproc=nproc, **tables)
     assert not made.lineup.refused, made.lineup.refused
-    return made.task(nproc, folder / "rows.jsonl").to_json()
+    task = made.task(nproc, folder / "rows.jsonl", folder / "references")
+    task.references.mkdir()
+    write_references(task.model, task.data, task.plans, task.references)
+    return task.to_json()
 
 
 def rows_of(task: str) -> list[Row]:

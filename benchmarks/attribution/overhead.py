@@ -1,6 +1,10 @@
-"""What attribution costs: steps with and without it, turn by turn in one run of real gloo ranks, all samples kept.
+"""What attribution costs, or the checks of each step: with and without, turn by turn on real gloo ranks, samples kept.
 
     python benchmarks/attribution/overhead.py --steps 60 --output benchmarks/attribution
+    python benchmarks/attribution/overhead.py --of checks --steps 60 --output benchmarks/attribution
+
+``checks`` are those of `shardwise.train.agreement` and `shardwise.parallel.unit_order`: the plain contender reduces its
+loss as before and leaves FSDP2 as it is.
 
 Steps of a machine scatter by more than is looked for, so the CPU time of the thread that trains is compared, too: what
 the clock costs is work of that thread. Also how well the parts add up: the sum of all parts of each run over a
@@ -18,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +36,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each contender")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/attribution"))
+    parser.add_argument("--of", choices=("attribution", "checks"), default="attribution")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
-        rank(arguments.rank_of, arguments.steps, arguments.output)
+        rank(arguments.of, arguments.rank_of, arguments.steps, arguments.output)
         return
     import torch
 
@@ -41,16 +48,15 @@ def main() -> None:
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-            subprocess.run(
-                [*command, "--rank-of", strategy, "--steps", str(arguments.steps), "--output", folder], check=True
-            )
+            asked = ["--of", arguments.of, "--rank-of", strategy, "--steps", str(arguments.steps), "--output", folder]
+            subprocess.run([*command, *asked], check=True)
             found.append(json.loads((Path(folder) / "samples.json").read_text()))
         item = found[-1]
         print(
-            f"{strategy}: with attribution {item['median_ratio']:.4f} of without "
+            f"{strategy}: with {arguments.of} {item['median_ratio']:.4f} of without "
             f"(quartiles {item['quartiles'][0]:.4f} to {item['quartiles'][1]:.4f}); "
-            f"of the CPU time of the training thread {item['cpu_ratio']:.4f}; "
-            f"parts add up to {item['adds_up']:.4f} of a stopwatch"
+            f"of the CPU time of the training thread {item['cpu_ratio']:.4f}"
+            + (f"; parts add up to {item['adds_up']:.4f} of a stopwatch" if "adds_up" in item else "")
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
     date = datetime.date.today().isoformat()
@@ -63,10 +69,11 @@ def main() -> None:
         "steps": arguments.steps,
         "samples": found,
     }
-    (arguments.output / f"overhead_cpu_{date}.json").write_text(json.dumps(document, indent=1) + "\n")
+    name = "overhead" if arguments.of == "attribution" else "checks"
+    (arguments.output / f"{name}_cpu_{date}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def rank(strategy: str, steps: int, output: Path) -> None:
+def rank(of: str, strategy: str, steps: int, output: Path) -> None:
     """Two sessions of one plan take turns; the clock is off while the plain one has its turn."""
     import torch
     import torch.distributed as dist
@@ -87,11 +94,12 @@ def rank(strategy: str, steps: int, output: Path) -> None:
     loops, keepers = [], []
     for watched in (True, False):
         session, run = session_loop(plan, ranks, 1.0)
-        keepers += [Attribution.attach(session)] if watched else []
+        keepers += [Attribution.attach(session)] if watched and of == "attribution" else []
         model = decoder()
-        prepared, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch)
+        with nullcontext() if watched or of == "attribution" else without_checks():
+            prepared, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch)
         loops.append((run, prepared, optimizer))
-    listener, keeper = WAITS.listener, keepers[0]
+    listener = WAITS.listener
     times: tuple[list[float], list[float]] = ([], [])
     cpu: tuple[list[float], list[float]] = ([], [])
     for turn in range(WARM_UP + steps):
@@ -105,11 +113,10 @@ def rank(strategy: str, steps: int, output: Path) -> None:
                 times[contender].append(time.perf_counter() - begin)
                 cpu[contender].append(time.thread_time() - worked)
     WAITS.listener = listener
-    keeper.finish()
-    timing = keeper.timing()
-    if timing is not None:
+    for keeper in keepers:
+        keeper.finish()
+    if ranks.is_main:
         ratios = sorted(ours / plain for ours, plain in zip(*times, strict=True))
-        whole = timing.step_s + sum(timing.between_s.values())
         document = {
             "strategy": strategy,
             "with_s": times[0],
@@ -119,10 +126,43 @@ def rank(strategy: str, steps: int, output: Path) -> None:
             "cpu_ratio": statistics.median(cpu[0]) / statistics.median(cpu[1]),
             "median_ratio": statistics.median(ratios),
             "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
-            "adds_up": whole / timing.stopwatch_s,
         }
+        for timing in filter(None, (keeper.timing() for keeper in keepers)):
+            document["adds_up"] = (timing.step_s + sum(timing.between_s.values())) / timing.stopwatch_s
         (output / "samples.json").write_text(json.dumps(document))
     leave(ranks)
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """Inside, a session is prepared that reduces its loss and checks nothing."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.parallel import shard, split
+    from shardwise.train import session
+    from shardwise.train.agreement import Agreement
+
+    class Loss(Agreement):
+        def finish_backward(self) -> None: ...
+
+        def send(self, loss_sum: torch.Tensor) -> None:
+            self.work = dist.all_reduce(loss_sum, async_op=True)
+
+        def arrive(self) -> None:
+            self.work.wait()
+
+        def settle(self, loss_sum: torch.Tensor) -> torch.Tensor:
+            self.work.wait()
+            return loss_sum
+
+    plain = shard.keep_order, split.keep_order, session.Agreement
+    shard.keep_order = split.keep_order = lambda *args, **options: None
+    session.Agreement = Loss
+    try:
+        yield
+    finally:
+        shard.keep_order, split.keep_order, session.Agreement = plain
 
 
 def decoder() -> Any:

@@ -46,9 +46,10 @@ def opened(checkpoint: Path | None) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def diverged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run whose first update is absurd, so that the second loss is no number."""
+    """A run whose first update is absurd, so that the second loss is no number: its weights decay beyond fp32."""
     folder = tmp_path_factory.mktemp("diverged")
-    wild = {"optimizer": {"lr": 1e30, "warmup_steps": 0, "clip_norm": "none"}}
+    decay = {"factory": "torch.optim:SGD", "kwargs": {"weight_decay": 1e34}}
+    wild = {"optimizer": {**decay, "warmup_steps": 0, "clip_norm": "none"}}
     return folder, bad_run(folder, exit_code=1, **wild)
 
 

@@ -109,7 +109,7 @@ def zeroed(path: Path) -> None:
         (swap, "is not in it"),
         (of_another_step, "bytes that are not those that were saved: "),
         (missing, f"{TWO}' is missing"),
-        (directory, f"{TWO}' is damaged: "),
+        (directory, f"{TWO}' cannot be read: it is a folder, not a file"),
         (zeroed, f"{TWO}' is damaged: "),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

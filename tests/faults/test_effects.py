@@ -24,6 +24,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
+from shardwise.train.structure import StructureWatch
 from shardwise.verify.effects import EffectsProbe
 from tests.models import decoder, ragged_batches
 from tests.worlds import run_world
@@ -115,6 +116,8 @@ def sabotage_compute_dtype(strategy: str) -> list[str]:
 
 def sabotage_untied(strategy: str) -> list[str]:
     def untie(session: Session) -> None:
+        watches = [one for one in session.observers if isinstance(one, StructureWatch)]  # stops before the receipt does
+        session.observers[:] = [one for one in session.observers if one not in watches]
         session.module.head.weight = nn.Parameter(session.module.head.weight.detach().clone())
 
     return run(strategy, 1, "tied", untie)
@@ -261,7 +264,7 @@ def strict_on_every_rank() -> str:
     return "no alarm"
 
 
-def _begin_and_touch(self: Session, *, last: bool) -> None:
+def _begin_and_touch(self: Session, *, last: bool, filler: bool = False) -> None:
     for block in self.applied.blocks[:1]:
         block(torch.zeros(1, 1, 12))  # one more forward than planned
     session_module.set_gradient_sync(self.applied.outer, last)

@@ -121,6 +121,7 @@ def sums_are_of_one_rank() -> Any:
 
     whole, Adafactor._step_whole = Adafactor._step_whole, step  # type: ignore[method-assign]
     adafactor_module.sharing = lambda parameter: None
+    session_module.check_optimizer = lambda *_: None  # its trial would stop this before the first step
     return run(Adafactor)
 
 

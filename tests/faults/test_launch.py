@@ -6,7 +6,9 @@ The ranks are real processes. Most of them are wired with plain sockets, as thos
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +23,8 @@ import pytest
 
 from shardwise import errors
 from shardwise.errors import DataError, DoesNotFit, Interrupted, RankError, UserError
-from shardwise.launch import local
+from shardwise.launch import fate, local
+from shardwise.launch.fate import OomKills
 from shardwise.launch.local import run_local
 
 COMMON = """
@@ -179,7 +182,7 @@ def test_a_rank_that_is_killed_is_blamed_and_not_its_victims(script, tmp_path, v
     for turn in range(5):
         (tmp_path / "port").unlink(missing_ok=True)
         with pytest.raises(
-            RankError, match=rf"^rank {turn % 3} was killed by SIGKILL \(out of memory\? .*GiB\)"
+            RankError, match=rf"^rank {turn % 3} was killed by SIGKILL \(not by the kernel for want of memory: .*GiB\)"
         ) as raised:
             launch(path, 3, turn % 3, victims_say)
         assert ("the last words" in str(raised.value)) == (turn % 3 > 0)  # rank 0's are on the screen
@@ -196,6 +199,56 @@ def test_a_rank_that_takes_long_to_die_is_blamed_all_the_same(script, monkeypatc
     """)
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"):
         launch(path, 2, 1, "Connection closed by peer")
+
+
+def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_from_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(fate, "_PROC", tmp_path)
+    monkeypatch.setattr(fate, "_CGROUPS", tmp_path / "groups")
+    group, machine = tmp_path / "groups" / "pod" / "memory.events", tmp_path / "vmstat"
+    group.parent.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+
+    def counted(own: int | None, all_of_them: int | None) -> OomKills:
+        for file, number in ((group, own), (machine, all_of_them)):
+            file.unlink(missing_ok=True)
+            if number is not None:
+                file.write_text(f"oom 7\noom_kill {number}\noom_group_kill 0\n")
+        return OomKills.now()
+
+    (tmp_path / "self" / "cgroup").write_text("1:cpu:/x\n0::/pod\n")
+    assert counted(3, 9) == OomKills(3, 9) and counted(None, None) == OomKills(None, None)
+    assert counted(4, 9).why(OomKills(3, 9)).startswith("out of memory: the kernel killed it")
+    assert counted(3, 10).why(OomKills(3, 9)).startswith("not by the kernel"), "another container's process"
+    assert counted(None, 10).why(OomKills(None, 9)).startswith("out of memory: the kernel killed a process of this")
+    assert counted(None, 9).why(OomKills(None, 9)).startswith("not by the kernel")
+    assert counted(None, None).why(OomKills(None, None)) == "out of memory? The kernel does not say"
+    (tmp_path / "self" / "cgroup").write_text("4:cpu,memory:/elsewhere\n")
+    older = tmp_path / "groups" / "memory" / "memory.oom_control"
+    older.parent.mkdir()
+    older.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert OomKills.now().group == 2, "version 1, seen from a container"
+
+
+def test_a_rank_that_is_stopped_is_named_and_left_alone(script, monkeypatch, capfd):
+    importlib.import_module("torch.distributed")  # what the launcher waits for before it looks at its ranks
+    monkeypatch.setattr(local, "STILL_S", 0.6)
+    path = script("""
+        mark(f"pid{rank}", str(os.getpid()))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            stopped = int(wait_for("pid1"))
+            time.sleep(2.5)
+            os.kill(stopped, signal.SIGCONT)
+    """)
+    assert launch(path, 2) == 0
+    pid = (path.parent / "pid1").read_text()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"shardwise: rank 1 \(process {pid}\) has not moved for [0-2] s, and the others wait for it: "
+        rf"it is stopped \(SIGSTOP\); kill -CONT {pid} lets it go on",
+        line,
+    )
 
 
 def test_a_fault_in_native_code_leaves_the_python_line_in_the_log(script):

@@ -294,20 +294,11 @@ def test_an_abandoned_step_leaves_nothing_behind(strategy: str) -> None:
     assert max(run_world(left_in_the_middle, 2, strategy)) < LIMIT
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
-
-
 def one_step(kind: str, strategy: str) -> None:
     from shardwise.cli.own_loop import start
 
     session = start(plan_of(strategy), receipts=False)
-    model: nn.Module = Unused() if kind == "unused" else nn.Linear(4, 4)
+    model: nn.Module = nn.Linear(4, 4)
     if kind == "bf16 weights":
         model = model.bfloat16()
     kinds = {"adagrad": torch.optim.Adagrad}
@@ -326,7 +317,6 @@ def one_step(kind: str, strategy: str) -> None:
 @pytest.mark.parametrize(
     "kind, said",
     [
-        ("unused", "idle.bias, idle.weight got no gradient|idle.weight, idle.bias got no gradient"),
         ("bf16 weights", "keeps fp32 weights with the optimizer, and the model has parameters of bfloat16"),
         ("adagrad", "Adagrad anew"),
         ("not a number", "the loss is nan|the gradient norm is (nan|inf)"),

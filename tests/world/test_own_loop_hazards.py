@@ -160,9 +160,6 @@ def odd_models(strategy: str) -> None:
                     step.backward(loss_of(model, micro))
                 step.update(optimizer)
 
-        if kind == "unused" and not sharded:
-            raises(ModelError, "pooler.weight, pooler.bias got no gradient", train)
-            continue
         train()
         assert probe.receipt is not None
         assert probe.receipt.ok, probe.receipt

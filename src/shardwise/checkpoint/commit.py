@@ -15,8 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shardwise.checkpoint.format import LATEST, MANIFEST, TEMPORARY, Manifest, saved_steps, step_folder
-from shardwise.checkpoint.storage import Folder, remove_folder, rename_folder, sync_folder, write_small
+from shardwise.checkpoint.format import (
+    LARGEST_LATEST,
+    LARGEST_MANIFEST,
+    LATEST,
+    MANIFEST,
+    TEMPORARY,
+    Manifest,
+    saved_steps,
+    step_folder,
+)
+from shardwise.checkpoint.storage import Folder, read_small, remove_folder, rename_folder, sync_folder, write_small
 from shardwise.errors import CheckpointError, UserError
 
 LOCK = ".lock"
@@ -55,8 +64,14 @@ def commit(working: Folder, target: Folder, manifest: Manifest) -> None:
 
     Raises:
         OSError: it could not be written; ``target`` is not there.
+        CheckpointError: the manifest is larger than any that is read.
     """
     document = manifest.to_json().encode()
+    if len(document) > LARGEST_MANIFEST:
+        raise CheckpointError(
+            f"'{target / MANIFEST}' would have {len(document)} bytes, more than the {LARGEST_MANIFEST} that are read; "
+            "save from fewer ranks"
+        )
     if isinstance(working, Path) and isinstance(target, Path):
         write_small(working / MANIFEST, document)
         rename_folder(working, target)
@@ -98,7 +113,7 @@ def move_latest(folder: Folder, target: Folder) -> None:
 def named_latest(folder: Folder) -> str:
     """The name in ``latest``; empty where there is none."""
     try:
-        return (folder / LATEST).read_bytes().decode().strip()
+        return read_small(folder / LATEST, LARGEST_LATEST).decode().strip()
     except (OSError, ValueError):
         return ""
 

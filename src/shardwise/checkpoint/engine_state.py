@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
 from shardwise.checkpoint.layout import inner_model
-from shardwise.errors import CheckpointMismatch
 from shardwise.parallel.engine import Engine, engine_around
 from shardwise.spec.read import clean_name
 
@@ -54,24 +53,11 @@ class Shadow:
             if found:
                 self.optimizer.state[row] = found
 
-    def check(self) -> None:
-        """Whether what the rows were filled with can be the engine's; nothing is changed.
-
-        Raises:
-            CheckpointMismatch: the optimizer has counted other steps for some parameters of a group than for others, or
-                has state of only some of them.
-        """
-        self._scalars(self._kept())
-
     def _kept(self) -> dict[str, dict[str, Any]]:
         return {name: self.optimizer.state[row] for name, row in self._rows.items() if self.optimizer.state.get(row)}
 
     def put_back(self, *, states: bool) -> None:
-        """Give the engine what the rows have been filled with: weights, and with ``states`` the optimizer's.
-
-        Raises:
-            CheckpointMismatch: as `check`.
-        """
+        """Give the engine what the rows have been filled with: weights, and with ``states`` the optimizer's."""
         self.engine.set_weights(lambda name: self._whole(self._rows[name]))
         if not states:
             return
@@ -79,37 +65,28 @@ class Shadow:
             options = {key: value for key, value in group.items() if key != "params"}
             self.engine.base.param_groups[number].update(options)
         kept = self._kept()
-        self.engine.make_states(self._scalars(kept))
+        self.engine.make_states(*self._scalars(kept))
         for name, state in kept.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     self.engine.set_state(name, key, self._whole(value))
 
-    def _scalars(self, kept: dict[str, dict[str, Any]]) -> list[dict[str, torch.Tensor | None]]:
-        """For each group the keys of its state: what is one number for all of it, ``None`` for what is a tensor."""
+    def _scalars(
+        self, kept: dict[str, dict[str, Any]]
+    ) -> tuple[list[dict[str, torch.Tensor | None]], dict[str, dict[str, torch.Tensor] | None]]:
+        """For each group the keys of its state: what is one number for all of it, ``None`` for what is a tensor.
+
+        Then the numbers of the parameters that have others, as they missed updates; ``None`` for those without state.
+        """
         groups: list[dict[str, torch.Tensor | None]] = []
+        apart: dict[str, dict[str, torch.Tensor] | None] = {}
         for names in self.engine.groups:
-            here = [kept[name] for name in names if name in kept]
-            if here and len(here) != len(names):
-                lost = next(name for name in names if name not in kept)
-                raise CheckpointMismatch(
-                    f"the checkpoint has optimizer state of {len(here)} of {len(names)} parameters of a group, and "
-                    f"none of {lost}: DeepSpeed keeps one state for all of a group; load it under fsdp or ddp"
-                )
-            found: dict[str, torch.Tensor | None] = {}
-            for key, value in here[0].items() if here else ():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    found[key] = None
-                    continue
-                values = {float(state[key]) for state in here}
-                if len(values) > 1:
-                    raise CheckpointMismatch(
-                        f"the checkpoint's optimizer has '{key}' {sorted(values)} for parameters of one group: "
-                        "DeepSpeed keeps one for all of it; load it under fsdp or ddp"
-                    )
-                found[key] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            groups.append(found)
-        return groups
+            here = {name: _numbers(kept[name]) for name in names if name in kept}
+            most = max(here.values(), key=lambda one: [float(value) for value in one.values()], default={})
+            tensors = next((kept[name] for name in here), {}).keys() - most.keys()
+            groups.append({**dict.fromkeys(tensors), **most})
+            apart |= {name: here.get(name) for name in names if here and here.get(name) != most}
+        return groups, apart
 
     def _groups(self) -> list[dict[str, Any]]:
         given = zip(self.engine.base.param_groups, self.engine.groups, strict=True)
@@ -134,6 +111,12 @@ class Shadow:
 
     def _whole(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.full_tensor().detach() if isinstance(rows, DTensor) else rows.detach()
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What of a parameter's state is one number, such as AdamW's ``step``."""
+    named = ((key, torch.as_tensor(value)) for key, value in state.items())
+    return {key: value for key, value in named if not value.dim()}
 
 
 def shadow_of(model: nn.Module, *, filled: bool, states: bool = True) -> Shadow | None:

@@ -13,12 +13,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.boxes import coverage_fault
+from shardwise.checkpoint.storage import Folder, read_small
 from shardwise.errors import CheckpointError
 
 SCHEMA = 2
@@ -27,9 +28,15 @@ LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # the folder of them in a run's folder
 TEMPORARY = ".tmp-"
 HASH = "xxh3-128"  # 31 GB/s on one core, where BLAKE2b (schema 1) has 1.4: it is against damage, not against forgers
+LARGEST_MANIFEST = 1 << 29  # bytes; a few million shards
+LARGEST_LATEST = 1 << 12
+_DEEPEST = 100
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NO_HASH = f"{HASH}:{'0' * 32}"
 _OWN_HASH = re.compile(f"{HASH}:[0-9a-f]{{32}}".encode())
 _STEP_NAME = re.compile(r"step-(\d{8,})")
+
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]  # as torch counts elements
 
 ITEMSIZES = {  # bytes of an element, by the safetensors code of its dtype
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -50,14 +57,14 @@ class Shard(BaseModel):
 
     file: str
     key: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: tuple[Size, ...]
+    lengths: tuple[Size, ...]
     hash: str
 
     @field_validator("file")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        if not name or name != Path(name).name:
+        if not name or name != Path(name).name or name == ".." or not name.isprintable():
             raise ValueError(f"'{name}' is no plain file name")
         return name
 
@@ -68,7 +75,7 @@ class TensorEntry(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     shards: tuple[Shard, ...] = ()
 
     @model_validator(mode="after")
@@ -80,7 +87,7 @@ class TensorEntry(BaseModel):
             if not len(shard.offsets) == len(shard.lengths) == len(self.shape):
                 raise ValueError(f"a shard in {shard.file} has another number of dimensions than {self.shape}")
             for start, length, size in zip(shard.offsets, shard.lengths, self.shape, strict=True):
-                if start < 0 or length < 1 or start + length > size:
+                if length < 1 or start + length > size:
                     raise ValueError(f"a shard in {shard.file} reaches outside of {self.shape}")
             held += math.prod(shard.lengths)
         if held != math.prod(self.shape):
@@ -119,11 +126,11 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     schema_version: Literal[1, 2] = Field(default=2, alias="schema", serialization_alias="schema")
-    step: int = Field(ge=0)
+    step: Size
     plan: dict[str, Any]
     plan_fingerprint: str
     versions: dict[str, str]
-    ranks: int = Field(ge=1)
+    ranks: int = Field(ge=1, lt=1 << 31)
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str] = Field(default_factory=dict)
     optimizer: OptimizerEntry
@@ -209,8 +216,8 @@ def read_manifest(path: Folder) -> Manifest:
     file = path / MANIFEST
     earlier = "load an earlier checkpoint"
     try:
-        raw = file.read_bytes()
-        data = json.loads(raw)
+        raw = read_small(file, LARGEST_MANIFEST)
+        data = parsed_json(raw)
     except OSError as error:
         why = error.strerror or str(error)
         raise CheckpointError(f"checkpoint '{path}' has no {MANIFEST} ({why}); {earlier}") from None
@@ -219,16 +226,52 @@ def read_manifest(path: Folder) -> Manifest:
     schema = data.get("schema") if isinstance(data, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise CheckpointError(
-            f"checkpoint '{path}' has schema {schema}, and this version of shardwise reads up to {SCHEMA}; "
+            f"checkpoint '{path}' has schema {str(schema)[:12]}, and this version of shardwise reads up to {SCHEMA}; "
             "update shardwise"
         )
-    if isinstance(data, dict) and schema != 1 and data.get("hash") != _own_hash(raw):
+    if isinstance(data, dict) and (schema != 1 or "hash" in data) and data.get("hash") != _own_hash(raw):
         raise CheckpointError(f"'{file}' is damaged: its bytes are not those that were written; {earlier}")
     try:
-        return Manifest.model_validate(data)
+        found = Manifest.model_validate(data)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise CheckpointError(f"'{file}' is damaged: {short_list(lines)}; {earlier}") from None
+        raise CheckpointError(f"'{file}' is damaged: {_said(lines)}; {earlier}") from None
+    entries = found.tensors.items()
+    if lines := [f"{name}: {fault}" for name, e in entries if (fault := coverage_fault(e.shape, e.shards))]:
+        raise CheckpointError(f"'{file}' is damaged: {_said(lines)}; {earlier}")
+    return found
+
+
+def parsed_json(raw: bytes) -> Any:
+    """JSON whose keys are there once, whose text can be written, and which does not nest deep.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    data = json.loads(raw.decode(), object_pairs_hook=_object)
+    if _SURROGATE.search(raw):  # half of a pair that stands alone is no text: no path and no line can have it
+        json.dumps(data, ensure_ascii=False).encode()
+    level: list[Any] = [value for key, value in data.items() if key != "tensors"] if isinstance(data, dict) else []
+    for _ in range(_DEEPEST):
+        level = [value for value in level if isinstance(value, dict | list)]
+        if not level:
+            return data
+        level = [v for held in level for v in (held.values() if isinstance(held, dict) else held)]
+    raise ValueError(f"it nests deeper than {_DEEPEST} levels")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One object; which of two values a reader takes where a key is there twice is not said."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key '{twice:.100}' is there twice")
+    return found
+
+
+def _said(problems: list[str]) -> str:
+    """Problems in short, without what a terminal would take for a command."""
+    return short_list(["".join(c if c.isprintable() else "?" for c in line[:300]) for line in problems])
 
 
 def step_folder(step: int) -> str:
@@ -253,7 +296,7 @@ def newest(folder: Folder) -> Folder | None:
     """
     steps = saved_steps(folder)
     try:
-        named = (folder / LATEST).read_bytes().decode().strip()
+        named = read_small(folder / LATEST, LARGEST_LATEST).decode().strip()
     except (OSError, ValueError):
         named = ""
     return next((path for _, path in steps if path.name == named), steps[0][1] if steps else None)

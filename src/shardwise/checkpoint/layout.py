@@ -21,25 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import exchange
+from shardwise.checkpoint.boxes import Box as Box
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.parallel.adapters import adapters_of
 from shardwise.parallel.home import Home, home_of
 from shardwise.spec.read import clean_name
 
 _COMPILED_PART = "_orig_mod."
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle of a tensor: ``offsets[d] .. offsets[d] + lengths[d]`` in each dimension; 0-d has no dimensions."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements inside, 1 for a 0-d tensor."""
-        return math.prod(self.lengths)
 
 
 @dataclass(frozen=True)

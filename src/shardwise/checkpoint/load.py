@@ -74,13 +74,12 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
     if shadow is not None:  # an engine's: its rows are filled, and given to it
         states = shadow.optimizer if optimizer is not None else None
         manifest = load_checkpoint(path, model=shadow.model, optimizer=states, verify=verify)
-        exchange.together(shadow.check)
         shadow.put_back(states=optimizer is not None)
         return manifest
     work = exchange.together(lambda: _match(path, model, optimizer))
     if is_in_parts(model):
         work.problems, work.homes = joined(work.problems, work.homes)
-    exchange.together(lambda: _choose_options(path, work))
+    exchange.together(lambda: _choose_options(path, optimizer, work))
     rest = _unseen(work) if verify else []
     exchange.together(lambda: _fill(path, optimizer, work, rest, verify))
     _tell_inexact(work)
@@ -127,10 +126,13 @@ def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
     """
     prefix = f"rng/{rank}/"
     entries = {n.removeprefix(prefix): e for n, e in read_manifest(path).tensors.items() if n.startswith(prefix)}
-    found = {name: torch.empty(entry.shape, dtype=entry_dtype(entry)) for name, entry in entries.items()}
+    found: dict[str, torch.Tensor] = {}
     with ShardReader(path, _FIX) as reader:
-        for name, tensor in found.items():
-            fill(tensor, touched(tensor, entries[name].shards), reader, check=True)
+        for name, entry in entries.items():
+            for shard in entry.shards:
+                reader.stored(shard, entry_dtype(entry))  # before room is made for it
+            found[name] = torch.empty(entry.shape, dtype=entry_dtype(entry))
+            fill(found[name], touched(found[name], entry.shards), reader, check=True)
     return found or None
 
 
@@ -145,7 +147,7 @@ def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None) -> _Work
     return work
 
 
-def _choose_options(path: Folder, work: _Work) -> None:
+def _choose_options(path: Folder, optimizer: Optimizer | None, work: _Work) -> None:
     """Which saved group's options each live group gets, where everything fits.
 
     Raises:
@@ -156,12 +158,31 @@ def _choose_options(path: Folder, work: _Work) -> None:
         if len(homes) > 1:
             work.problems.append(f"optimizer: group {number} mixes the groups {homes} of the checkpoint")
         at = homes[0] if homes else number
-        work.options.append(dict(saved[at].options) if at < len(saved) else {})
+        options = dict(saved[at].options) if at < len(saved) else {}
+        live = {} if optimizer is None else optimizer.param_groups[number]
+        work.problems += [
+            f"optimizer: {key} of group {number} is {value!r:.40} in the checkpoint, {live[key]!r:.40} here"
+            for key, value in options.items()
+            if key in live and not _alike(live[key], value)
+        ]
+        work.options.append(options)
     if work.problems:
         raise CheckpointMismatch(
             f"checkpoint '{path}' does not fit the model and optimizer: {short_list(work.problems)}; "
             "undo the change to the model or the optimizer, or choose another output folder"
         )
+
+
+def _alike(live: Any, saved: Any) -> bool:
+    """Whether a saved hyperparameter can stand where the live one does: numbers for numbers, lists for lists."""
+    numbers = (bool, int, float, torch.Tensor)
+    if isinstance(live, numbers):
+        return saved is None or isinstance(saved, numbers)
+    if isinstance(live, tuple | list):
+        return isinstance(saved, list) and (
+            len(live) != len(saved) or all(_alike(one, other) for one, other in zip(live, saved, strict=True))
+        )
+    return True
 
 
 def _unseen(work: _Work) -> list[Shard]:

@@ -197,6 +197,11 @@ class MergedSource:
             )
         return made
 
+    def _tied_to(self, name: str) -> list[str]:
+        """The other names of a weight that the model has in several places."""
+        stored = self.aliases.get(name, name)
+        return [other for other in (stored, *(a for a, n in self.aliases.items() if n == stored)) if other != name]
+
     def _layer_of(self, name: str) -> _Layer:
         info, origin = self.tensors[name], self._origins[name]
         layer = name.removeprefix(MODEL).removesuffix(".weight")
@@ -222,6 +227,10 @@ class MergedSource:
         problems = []
         rank, there = self._saved.options.rank, self._adapters.tensors
         for layer in self._saved.targets:
+            if tied := self._tied_to(f"{MODEL}{layer}.weight"):
+                shared = ", ".join(name.removeprefix(MODEL) for name in tied)
+                problems.append(f"{layer} has an adapter, and its weight is also {shared}, which merging would change")
+                continue
             weight = self.tensors.get(f"{MODEL}{layer}.weight")
             if weight is None:
                 problems.append(f"{layer} has an adapter, and the base has no {layer}.weight")

@@ -19,7 +19,7 @@ import torch
 
 from shardwise.checkpoint.direct import BLOCK
 from shardwise.checkpoint.dtypes import CODES, DTYPES
-from shardwise.checkpoint.format import Hasher, Shard, TensorEntry, hash_text, hasher
+from shardwise.checkpoint.format import Hasher, Shard, TensorEntry, hash_text, hasher, parsed_json
 from shardwise.checkpoint.layout import Box, box_of, local_of
 from shardwise.checkpoint.storage import CHUNK, FileWriter, Folder, RangeReader
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -219,19 +219,22 @@ class ShardReader:
         Raises:
             ShardwiseError: the file is missing, damaged, or holds another shape than the shard says.
         """
-        found = torch.empty(box.lengths, dtype=DTYPES[self._stored(shard).dtype])
+        found = torch.empty(box.lengths, dtype=DTYPES[self.stored(shard).dtype])
         self.read_into(shard, box, found)
         return found
 
     def read_into(self, shard: Shard, box: Box, target: torch.Tensor, made: Hasher | None = None) -> None:
-        """Fill ``target`` (shape ``box.lengths``, any dtype, device and strides) with a part of a shard.
+        """Fill ``target`` (shape ``box.lengths``, any device and strides) with a part of a shard.
 
         ``made`` is updated with the bytes, which are all the shard's where the box is the whole shard.
+
+        Raises:
+            ShardwiseError: as `read`, or the file holds another dtype than ``target`` has.
         """
-        stored = self._stored(shard)
+        dtype = target.dtype
+        stored = self.stored(shard, dtype)
         reader = self._opened(shard.file)[0]
-        dtype = DTYPES[stored.dtype]
-        straight = target.device.type == "cpu" and target.dtype == dtype
+        straight = target.device.type == "cpu"
         if not box.numel:
             return
         try:
@@ -248,7 +251,7 @@ class ShardReader:
 
     def wrong_hash(self, shard: Shard, tick: Callable[[int], None] | None = None) -> bool:
         """Read every byte of ``shard``: are they others than were written? ``tick`` is told how many were read."""
-        stored = self._stored(shard)
+        stored = self.stored(shard)
         reader = self._opened(shard.file)[0]
         made = hasher(shard.hash)
         buffer = bytearray(min(CHUNK, max(1, stored.end - stored.begin)))
@@ -262,12 +265,19 @@ class ShardReader:
             raise self._damaged(shard.file, f"{shard.key}: {problem}") from None
         return not same_hash(made, shard)
 
-    def _stored(self, shard: Shard) -> Stored:
+    def stored(self, shard: Shard, dtype: torch.dtype | None = None) -> Stored:
+        """Where a shard lies in its file, which has it in the shape (and, if given, the dtype) that is asked for.
+
+        Raises:
+            ShardwiseError: the file is missing, damaged, or has something else.
+        """
         found = self._opened(shard.file)[1].get(shard.key)
         if found is None:
             raise self._damaged(shard.file, f"{shard.key} is not in it")
         if found.shape != shard.lengths:
             raise self._damaged(shard.file, f"{shard.key} is {found.shape}, not {shard.lengths}")
+        if dtype is not None and DTYPES[found.dtype] != dtype:
+            raise self._damaged(shard.file, f"{shard.key} is {found.dtype}, not {CODES[dtype]}")
         return found
 
     def _opened(self, file: str) -> tuple[RangeReader, dict[str, Stored]]:
@@ -279,7 +289,8 @@ class ShardReader:
                 except FileNotFoundError:
                     raise self.error(f"'{path}' is missing; {self.fix}") from None
                 except OSError as problem:
-                    raise self.error(f"'{path}' cannot be read: {problem}; {self.fix}") from None
+                    why = problem.strerror or problem
+                    raise self.error(f"'{path}' cannot be read: {why}; {self.fix}") from None
                 try:
                     self._open[file] = (reader, read_header(reader))
                 except (OSError, EOFError, ValueError) as problem:
@@ -302,7 +313,7 @@ def read_header(reader: RangeReader) -> dict[str, Stored]:
     if size > _LARGEST_HEADER or 8 + size > reader.size:
         raise EOFError(f"the header is said to have {size} bytes, and the file has {reader.size}")
     try:
-        header = json.loads(reader.read(8, size))
+        header = parsed_json(reader.read(8, size))
         header.pop("__metadata__", None)
         found = {}
         for name, item in header.items():
@@ -310,11 +321,17 @@ def read_header(reader: RangeReader) -> dict[str, Stored]:
             stored = Stored(item["dtype"], tuple(item["shape"]), 8 + size + begin, 8 + size + end)
             if stored.dtype not in DTYPES:
                 raise ValueError(f"{name}: dtype '{stored.dtype}' is unknown")
-            if not (0 <= begin <= end and end - begin == math.prod(stored.shape) * DTYPES[stored.dtype].itemsize):
+            if not all(type(number) is int and 0 <= number < 1 << 63 for number in (begin, end, *stored.shape)):
+                raise ValueError(f"{name}: its shape or its place is not made of numbers from 0 on")
+            if not (begin <= end and end - begin == math.prod(stored.shape) * DTYPES[stored.dtype].itemsize):
                 raise ValueError(f"{name}: bytes {begin} to {end} are not those of {stored.shape}")
             found[name] = stored
     except (KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ValueError(f"its header is no safetensors header ({type(problem).__name__}: {problem})") from None
+    held = sorted((stored.begin, stored.end, name) for name, stored in found.items() if stored.end > stored.begin)
+    for (_, end, one), (begin, _, other) in itertools.pairwise(held):
+        if begin < end:
+            raise ValueError(f"{one} and {other} overlap")
     last = max((stored.end for stored in found.values()), default=0)
     if last > reader.size:
         lost = next(name for name, stored in found.items() if stored.end > reader.size)
@@ -347,7 +364,7 @@ def overlaps(here: Box, shards: Sequence[Shard]) -> list[tuple[Shard, Box]]:
 def fill(
     tensor: torch.Tensor, pieces: Sequence[tuple[Shard, Box]], reader: ShardReader, *, check: bool = False
 ) -> None:
-    """Fill the local part of ``tensor`` (plain or DTensor) in place, cast to its dtype, from what `touched` found.
+    """Fill the local part of ``tensor`` (plain or DTensor) in place, from what `touched` found in its dtype.
 
     With ``check`` the hash of every shard that is read as a whole is compared on the way.
 

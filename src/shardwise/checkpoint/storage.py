@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import threading
 from collections import deque
 from contextlib import suppress
@@ -82,7 +83,7 @@ class RangeReader:
         self._ends: deque[int] = deque([0], maxlen=WINDOWS)  # where small reads ended
         self._lock = threading.Lock()
         if isinstance(path, Path):
-            self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._handle = _open_file(path)
             self.size = os.fstat(self._handle).st_size
         else:
             self.size = int(path.stat().st_size) if size is None else size
@@ -259,10 +260,40 @@ def file_sizes(folder: Folder) -> dict[str, int]:
     """
     if isinstance(folder, Path):
         with os.scandir(folder) as items:
-            return {item.name: item.stat().st_size for item in items if item.is_file()}
+            return {item.name: item.stat().st_size for item in items if _leads_to_file(item)}
     items = folder.fs.ls(folder.path, detail=True)
     files = [item for item in items if item["type"] == "file"]
     return {item["name"].rstrip("/").rsplit("/", 1)[-1]: int(item["size"]) for item in files}
+
+
+def read_small(path: Folder, limit: int) -> bytes:
+    """All bytes of a file that should have few.
+
+    Raises:
+        OSError: it is not there, cannot be read, is no file, or has more than ``limit`` bytes.
+    """
+    with RangeReader(path, ahead=False) as reader:
+        if reader.size > limit:
+            raise OSError(errno.EFBIG, f"it has {reader.size} bytes, and {limit} are the most that is read", str(path))
+        return reader.read(0, reader.size)
+
+
+def _open_file(path: Path) -> int:
+    """A handle for reading; what is no file (a pipe would keep whoever opens it waiting for ever) is refused."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        kind = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode))
+        raise OSError(errno.EINVAL, f"it is {kind or 'a device'}, not a file", str(path))
+    return handle
+
+
+def _leads_to_file(item: os.DirEntry[str]) -> bool:
+    try:
+        return item.is_file()
+    except OSError:  # a link that leads to itself
+        return False
 
 
 def write_small(path: Folder, data: bytes) -> None:

@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, no_collector, read_manifest
+import torch
+
+from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, no_collector, read_manifest
 from shardwise.checkpoint.inspect import (
     OTHER,
     Damage,
@@ -20,7 +24,6 @@ from shardwise.checkpoint.inspect import (
     shards_by_file,
     unreadable,
 )
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.shards import ShardReader
 from shardwise.checkpoint.sources.detect import open_source
 from shardwise.checkpoint.sources.source import Source, TensorInfo
@@ -83,7 +86,8 @@ def verify_checkpoint(place: str | Folder, begin: Told = _nobody, tick: Told = _
     broken = {one.file for one in damage}
     whole = {name: shards for name, shards in files.items() if name not in broken}
     begin(sum(num_bytes for shards in whole.values() for _, num_bytes in shards))
-    damage += _wrong_shards(own, whole, tick)
+    dtypes = {id(shard): DTYPES[entry.dtype] for entry in manifest.tensors.values() for shard in entry.shards}
+    damage += _wrong_shards(own, whole, dtypes, tick)
     return Verification(
         kind,
         str(own),
@@ -98,75 +102,12 @@ def verify_checkpoint(place: str | Folder, begin: Told = _nobody, tick: Told = _
 
 
 def structure_faults(manifest: Manifest) -> list[Damage]:
-    """What in a manifest contradicts itself: tensors that are not covered exactly once, names that lead nowhere."""
+    """Names in a manifest that lead nowhere; that shards cover their tensors is proven whenever one is read."""
     faults = []
-    for name, entry in manifest.tensors.items():
-        if fault := coverage_fault(entry):
-            faults.append(Damage(MANIFEST, fault, (name,)))
     twice = sorted(name for name in manifest.aliases if name in manifest.tensors)
     if twice:
         faults.append(Damage(MANIFEST, "tied names that are stored on their own, too", tuple(twice)))
     return faults + _optimizer_faults(manifest)
-
-
-def coverage_fault(entry: TensorEntry) -> str | None:
-    """Why the shards of a tensor, all inside of it, do not cover it exactly once; ``None`` where they do."""
-    shards = entry.shards
-    if not math.prod(entry.shape):
-        return None
-    if len(shards) == 1 and shards[0].lengths == entry.shape:
-        return None
-    whole = Box((0,) * len(entry.shape), entry.shape)
-    return _fault_in(whole, [(Box(shard.offsets, shard.lengths), shard) for shard in shards])
-
-
-def _fault_in(region: Box, parts: list[tuple[Box, Shard]]) -> str | None:
-    """What is wrong inside of a region, given the parts of the shards that lie in it.
-
-    A region is cut where shards begin or end until nothing is left to cut: then it must be one shard's.
-    """
-    cut = _best_cut(region, [box for box, _ in parts])
-    if cut is None:
-        if len(parts) == 1:
-            return None
-        if parts:
-            first, second = (f"'{shard.key}' in {shard.file} at {list(shard.offsets)}" for _, shard in parts[:2])
-            return f"shards overlap: {first} and {second}"
-        return f"no shard holds the elements from {list(region.offsets)} on, {list(region.lengths)} of them"
-    axis, places = cut
-    if len(places) + 1 == len(parts):  # slices of one dimension, in any order: the usual case, and done by sorting
-        ordered = sorted((box.offsets[axis], box.offsets[axis] + box.lengths[axis]) for box, _ in parts)
-        begin, end = region.offsets[axis], region.offsets[axis] + region.lengths[axis]
-        if ordered == list(zip([begin, *places], [*places, end], strict=True)):
-            return None  # were one narrower elsewhere, the elements would not add up, or others overlap
-    middle = places[len(places) // 2]
-    for low, high in ((region.offsets[axis], middle), (middle, region.offsets[axis] + region.lengths[axis])):
-        inner = [(clipped, shard) for box, shard in parts if (clipped := _clip(box, axis, low, high)) is not None]
-        if fault := _fault_in(_replaced(region, axis, low, high), inner):
-            return fault
-    return None
-
-
-def _best_cut(region: Box, boxes: Sequence[Box]) -> tuple[int, list[int]] | None:
-    """The dimension in which most of the boxes begin or end inside of the region, and where; ``None``: in no one."""
-    best: tuple[int, list[int]] | None = None
-    for axis, (low, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
-        edges = {box.offsets[axis] for box in boxes} | {box.offsets[axis] + box.lengths[axis] for box in boxes}
-        inside = sorted(edge for edge in edges if low < edge < low + length)
-        if inside and (best is None or len(inside) > len(best[1])):
-            best = axis, inside
-    return best
-
-
-def _clip(box: Box, axis: int, low: int, high: int) -> Box | None:
-    begin, end = max(box.offsets[axis], low), min(box.offsets[axis] + box.lengths[axis], high)
-    return _replaced(box, axis, begin, end) if begin < end else None
-
-
-def _replaced(box: Box, axis: int, begin: int, end: int) -> Box:
-    offsets, lengths = list(box.offsets), list(box.lengths)
-    offsets[axis], lengths[axis] = begin, end - begin
-    return Box(tuple(offsets), tuple(lengths))
 
 
 def _optimizer_faults(manifest: Manifest) -> list[Damage]:
@@ -192,11 +133,13 @@ def _is_state(name: str) -> bool:
     return name.startswith("optimizer/") and name.count("/") >= 2
 
 
-def _wrong_shards(folder: Folder, files: Mapping[str, list[tuple[Shard, int]]], tick: Told) -> list[Damage]:
+def _wrong_shards(
+    folder: Folder, files: Mapping[str, list[tuple[Shard, int]]], dtypes: Mapping[int, torch.dtype], tick: Told
+) -> list[Damage]:
     """The tensors whose bytes are not those that were saved, by file."""
     threads = LOCAL_THREADS if is_local(folder) else REMOTE_THREADS
     with ShardReader(folder, "") as reader, ThreadPoolExecutor(threads, "verify") as pool:
-        work = [pool.submit(_look_at, reader, batch, tick) for batch in _batches(files)]
+        work = [pool.submit(_look_at, reader, batch, dtypes, tick) for batch in _batches(files)]
         found = _all(pool, work)
     damage: dict[tuple[str, str], list[str]] = {}
     for file, what, tensor in found:
@@ -228,11 +171,14 @@ def _place_in_file(item: tuple[Shard, int]) -> tuple[float, str]:
     return -num_bytes / math.prod(shard.lengths), shard.key
 
 
-def _look_at(reader: ShardReader, shards: Sequence[Shard], tick: Told) -> list[tuple[str, str, str]]:
+def _look_at(
+    reader: ShardReader, shards: Sequence[Shard], dtypes: Mapping[int, torch.dtype], tick: Told
+) -> list[tuple[str, str, str]]:
     """File, what, tensor of each shard that is damaged."""
     found = []
     for shard in shards:
         try:
+            reader.stored(shard, dtypes[id(shard)])
             if reader.wrong_hash(shard, tick):
                 found.append((shard.file, "bytes are not those that were saved", shard.key))
         except CheckpointError as error:

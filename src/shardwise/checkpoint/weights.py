@@ -11,10 +11,12 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint import exchange
 from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, part_of, slots_of, transient_names
 from shardwise.checkpoint.shards import BUFFER, in_threads
 from shardwise.checkpoint.sources.detect import open_source
+from shardwise.checkpoint.sources.own import OwnSource
 from shardwise.checkpoint.sources.source import Source
 from shardwise.checkpoint.storage import Folder
 from shardwise.errors import ModelError, did_you_mean
@@ -23,13 +25,17 @@ from shardwise.spec.read import clean_name
 _PREFIX = "model/"
 
 
-def load_weights(model: nn.Module, source: str | Folder | Source) -> None:
+def load_weights(
+    model: nn.Module, source: str | Folder | Source, *, verify: bool = True, collective: bool = False
+) -> None:
     """Fill parameters and persistent buffers of ``model`` in place, each cast to the dtype it has in the model.
 
     ``source`` is anything that `open_source` knows: Hugging Face safetensors, a checkpoint of Shardwise's, PyTorch DCP,
     Accelerate, DeepSpeed, Lightning or a plain ``.pt``. Each rank reads only the slices that it holds; no rank talks
     to another, unless the model is an engine's. Of tied tensors one name is enough. Keys of the model's non-persistent
     buffers are skipped. Nothing is changed before all names and shapes were found to match.
+    With ``verify`` the hashes of a checkpoint of Shardwise's are compared first, which reads it once more; other
+    formats have none. Where all ranks call it (``collective``) they share the work, and all raise what one finds.
 
     Raises:
         ModelError: a key is missing, unexpected or has another shape (all are listed).
@@ -38,16 +44,33 @@ def load_weights(model: nn.Module, source: str | Folder | Source) -> None:
     """
     shadow = shadow_of(model, filled=False)
     if shadow is not None:  # an engine's: its rows are filled, and given to it
-        load_weights(shadow.model, source)
+        load_weights(shadow.model, source, verify=verify, collective=collective)
         shadow.put_back(states=False)
         return
     with nullcontext(source) if isinstance(source, Source) else open_source(source) as opened:
         jobs = _match(model, opened)
+        if verify:
+            check_hashes(opened, collective=collective)
 
         def fill(job: tuple[Slot, str]) -> None:
             _fill(job[0].tensor, job[1], opened)
 
         in_threads(fill, jobs)
+
+
+def check_hashes(source: Source, *, collective: bool) -> None:
+    """Whether the weights in a checkpoint of Shardwise's are the bytes that were saved.
+
+    Raises:
+        CheckpointError: they are not; names files and tensors.
+    """
+    if not isinstance(source, OwnSource):
+        return
+    if collective:
+        rank, ranks = exchange.rank(), exchange.world_size()
+        exchange.together(lambda: source.check(prefix=_PREFIX, rank=rank, ranks=ranks))
+    else:
+        source.check(prefix=_PREFIX)
 
 
 def _match(model: nn.Module, source: Source) -> list[tuple[Slot, str]]:
@@ -108,13 +131,15 @@ class BaseWeights:
     """Gives the units of a model its frozen weights from anybody's checkpoint, one unit at a time, as whole tensors.
 
     For a base that is packed or cut right after. All names and shapes are matched at once, when the model stands on the
-    meta device; what is trained (adapters) is left alone.
+    meta device; what is trained (adapters) is left alone. ``verify`` and ``collective`` are those of `load_weights`.
 
     Raises:
         ModelError, UserError, CheckpointError: as `load_weights`.
     """
 
-    def __init__(self, model: nn.Module, source: str | Folder) -> None:
+    def __init__(
+        self, model: nn.Module, source: str | Folder, *, verify: bool = True, collective: bool = False
+    ) -> None:
         self._open = ExitStack()
         self._source = self._open.enter_context(open_source(source))
         self._places: dict[tuple[int, str], str] = {}
@@ -132,6 +157,8 @@ class BaseWeights:
         listed = [Slot(found[0], tuple(found[1:]), slots[key], False) for key, found in names.items()]
         try:
             jobs = _matched(listed, self._source, transient_names(model), set())
+            if verify:
+                check_hashes(self._source, collective=collective)
         except BaseException:
             self._open.close()
             raise

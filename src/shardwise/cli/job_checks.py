@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -119,15 +120,19 @@ def check_engine(config: Config, plan: Plan | None, say: Callable[[str], None]) 
 
 
 def check_model_path(config: Config) -> None:
-    """Whether the model's configuration is there, before the data is read.
+    """Whether the model's configuration is there and can be used, before the data is read; what it ignores is said.
 
     Raises:
-        ModelError: it is not.
+        ModelError: it is not, or it cannot.
     """
-    from shardwise.train.model import configuration_file
+    from shardwise.train.causal import causal_configuration
 
-    if config.model.config is not None:
-        configuration_file(Path(config.model.config))
+    if config.model.config is None:
+        return
+    notes: list[str] = []
+    causal_configuration(Path(config.model.config), notes)
+    for note in notes:
+        logging.getLogger("shardwise").warning(note)
 
 
 def check_samples(config: Config, corpus: Corpus) -> None:

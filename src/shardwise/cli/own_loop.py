@@ -46,7 +46,8 @@ def start(
         lora: the adapters of a strategy with ``+lora`` or ``+qlora``; without it, of rank 16 beside all linear layers
             of the blocks. A plan says its own.
         device: ``cpu``, ``cuda``, or ``auto``.
-        receipts: check what took effect after the second step, and print it on rank 0.
+        receipts: check what took effect after the second step, and print it on rank 0; look as the run goes on whether
+            what ranks hold alike drifts apart.
 
     Raises:
         PlanError: the strategy or the plan cannot be.
@@ -86,9 +87,11 @@ def start(
     session.timekeeper = Attribution.attach(session)
     if receipts:
         from shardwise.report.receipts import print_receipt
+        from shardwise.verify.drift import DriftWatch
         from shardwise.verify.effects import EffectsProbe
 
         session.observers.append(EffectsProbe(on_receipt=print_receipt))
+        DriftWatch.attach(session)
     atexit.register(leave, ranks)  # and not the session, which would keep the model alive
     return session
 

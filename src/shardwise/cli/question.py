@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +19,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.search.candidate import Pins
 from shardwise.search.search import unknown_links
 from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.document import read_json, read_toml
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.workload import OptimizerName, Workload
 
@@ -342,12 +341,15 @@ def _unwritable(path: Path | None) -> list[str]:
     why = ""
     if path is None:
         return []
-    if path.is_dir():
-        why = "it is a folder"
-    elif not path.parent.is_dir():
-        why = f"there is no folder '{path.parent}'"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "permission denied"
+    try:
+        if path.is_dir():
+            why = "it is a folder"
+        elif not path.parent.is_dir():
+            why = f"there is no folder '{path.parent}'"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "permission denied"
+    except OSError as error:
+        why = error.strerror or str(error)
     return [f"-o '{path}' cannot be written: {why}; choose another file"] if why else []
 
 
@@ -372,8 +374,7 @@ def read_question(path: Path, plan: Plan) -> Asked:
     Raises:
         UserError: the file has none, it is damaged, or the plan is no answer to it.
     """
-    text = path.read_text()
-    data: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
     if "question" not in data:
         raise UserError(
             f"plan '{path}' has no [question] table, so it cannot be explained; "

@@ -202,7 +202,8 @@ def _print_plan(prepared: Any, as_json: bool) -> None:
     from shardwise.report.plan import print_plan
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
+    data = prepared.job.config.data
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, data)
     for note in prepared.notes:
         console.print(f"links: {note}", markup=False)
 

@@ -24,9 +24,11 @@ from shardwise.measure.utilisation import Utilisation, utilisation
 from shardwise.parallel.group import Ranks, gather_ints
 from shardwise.train.session import Session
 from shardwise.train.trackers import Trackers, open_trackers
+from shardwise.verify.drift import DriftWatch
 from shardwise.verify.effects import EffectsProbe
 from shardwise.verify.fit import FitProbe
 from shardwise.verify.part import axis_of
+from shardwise.verify.samples import packed_line
 
 TIMING, FINDINGS = "timing.json", "findings.json"
 
@@ -37,10 +39,13 @@ class RunWatch:
     def __init__(self, job: Job, session: Session, say: Callable[[str], None], console: Console) -> None:
         ranks = session.ranks
         self.job, self.session, self.say, self.console = job, session, say, console
-        self.effects, self.fit, self.work = EffectsProbe(), FitProbe(job.estimate), WorkProbe(axis_of)
+        data = job.config.data
+        told = (packed_line(mask_borders=data.mask_borders),) if data.pack else ()
+        self.effects, self.fit, self.work = EffectsProbe(told=told), FitProbe(job.estimate), WorkProbe(axis_of)
         self.trace = StepTrace(job.config.train, ranks.rank, ranks.world_size)
         self.host = HostWatch()
         session.observers += [self.effects, self.fit, self.work, self.trace, self.host]
+        self.drift = DriftWatch.attach(session)
         self.attribution = Attribution.attach(session)
         self.attribution.disturbed = self.trace.disturbs
         session.timekeeper = self.attribution

@@ -68,7 +68,7 @@ def run_train(
             as_json=as_json,
             calibration=calibration,
         )
-        print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console)
+        print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config.data)
         for note in prepared.notes:
             console.print(f"links: {note}", markup=False)
         launch(prepared.job, master_port)

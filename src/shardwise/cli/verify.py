@@ -22,6 +22,9 @@ from shardwise.parallel.environment import rendezvous
 from shardwise.train.config import read_config
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.plan.plan import Plan
     from shardwise.verify.strategies import Row
 
 TIMEOUT_S = 300.0
@@ -67,30 +70,43 @@ def run_verify(
 
 def run_worlds(prepared: Prepared) -> tuple[list[Row], ShardwiseError | None]:
     """Start the ranks of each world once; the rows that they found, and what ended them early."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as references:
+        for world, plans in sorted(prepared.lineup.plans.items()):
+            found, failure = _run_world(prepared, world, plans, Path(references))
+            rows += found
+            if failure is not None:
+                return rows, failure
+    return rows, None
+
+
+def _run_world(
+    prepared: Prepared, world: int, plans: Sequence[Plan], references: Path
+) -> tuple[list[Row], ShardwiseError | None]:
     from shardwise.launch.local import run_local
+    from shardwise.verify.references import write_references
     from shardwise.verify.strategies import Row
 
-    rows: list[Row] = []
-    for world, plans in sorted(prepared.lineup.plans.items()):
-        folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
-        results, file = folder / "rows.jsonl", folder / "task.json"
-        file.write_text(prepared.task(world, results).to_json())
-        sys.stdout.flush()
-        command = [sys.executable, "-m", "shardwise.cli.verify", str(file)]
-        failure: ShardwiseError | None = None
-        try:
-            run_local(command, world, threads=_threads(world), logs=folder / "logs")
-        except ShardwiseError as error:
-            failure = error
-        lines = results.read_text().splitlines() if results.exists() else []
-        found = [Row.model_validate_json(line) for line in lines]
-        rows += found
-        if not isinstance(failure, RankError):  # whose message says where the ranks' logs are
-            shutil.rmtree(folder, ignore_errors=True)
-        if failure is not None:
-            undone = plans[len(found)].strategy if len(found) < len(plans) else "the end"
-            return rows, _during(failure, f"{undone} on {world} ranks")
-    return rows, None
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
+    results, file = folder / "rows.jsonl", folder / "task.json"
+    task = prepared.task(world, results, references)
+    write_references(task.model, task.data, task.plans, references)  # here, where there is no group
+    file.write_text(task.to_json())
+    sys.stdout.flush()
+    command = [sys.executable, "-m", "shardwise.cli.verify", str(file)]
+    failure: ShardwiseError | None = None
+    try:
+        run_local(command, world, threads=_threads(world), logs=folder / "logs")
+    except ShardwiseError as error:
+        failure = error
+    lines = results.read_text().splitlines() if results.exists() else []
+    rows = [Row.model_validate_json(line) for line in lines]
+    if not isinstance(failure, RankError):  # whose message says where the ranks' logs are
+        shutil.rmtree(folder, ignore_errors=True)
+    if failure is not None:
+        undone = plans[len(rows)].strategy if len(rows) < len(plans) else "the end"
+        failure = _during(failure, f"{undone} on {world} ranks")
+    return rows, failure
 
 
 def _during(failure: ShardwiseError, what: str) -> ShardwiseError:

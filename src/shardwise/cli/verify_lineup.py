@@ -55,8 +55,8 @@ class Prepared:
     shrunk: Shrunk
     seq_len: int
 
-    def task(self, world: int, results: Path) -> Task:
-        """What the ranks of one world are told."""
+    def task(self, world: int, results: Path, references: Path) -> Task:
+        """What the ranks of one world are told; ``references`` is where `write_references` puts its files."""
         from shardwise.verify.strategies import Task
 
         return Task(
@@ -66,6 +66,7 @@ class Prepared:
             seq_len=self.seq_len,
             plans=tuple(plan.model_copy(update={"seq_len": self.seq_len}) for plan in self.lineup.plans[world]),
             results=results,
+            references=references,
         )
 
 

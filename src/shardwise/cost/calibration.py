@@ -8,7 +8,6 @@ container. What is not told apart: driver and NCCL of another version, a cable t
 from __future__ import annotations
 
 import math
-import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardwise.cost.collectives import Calibration, CollectiveKind, LinkFit, Measured
 from shardwise.errors import ConfigError, PlanError
 from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.document import read_toml
 from shardwise.spec.hardware import LinkKind, find_gpu
 
 Where = Literal["node", "network"]
@@ -122,10 +122,10 @@ def read_calibration(path: Path) -> CalibrationFile:
     """
     again = "; make it with: shardwise bench comm"
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text())
+        data: dict[str, Any] = read_toml(path)
     except OSError as error:
         raise ConfigError(f"--calibration '{path}' cannot be read: {error.strerror}{again}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"--calibration '{path}' is no TOML: {error}{again}") from None
     try:
         file = CalibrationFile.model_validate(data)

@@ -6,12 +6,12 @@ traffic out of the cloud, people.
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.errors import UserError, did_you_mean
+from shardwise.spec.document import read_toml
 
 HOURS_PER_MONTH = 8766 / 12  # a Julian year
 POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, on top of the GPU's own power
@@ -75,7 +75,7 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
         UserError: the file is missing, is not TOML, or holds something that is no price; all problems at once.
     """
     try:
-        data = tomllib.loads(path.read_text())
+        data = read_toml(path)
     except OSError as error:
         raise UserError(f"--price '{path}': {error.strerror}; give the path of a TOML file with NAME = $/h") from None
     except ValueError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.plan.deepspeed import deepspeed_config
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import DeviceType, Plan, axis_problems, plan_problems
 from shardwise.plan.strategy import Engine, Strategy, parse_strategy
+from shardwise.spec.document import read_json
 
 BESIDE = "shardwise"
 """The table of a configuration that `shardwise export` writes for what DeepSpeed's keys cannot say; DeepSpeed passes
@@ -77,7 +79,7 @@ def read_document(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        found = json.loads(path.read_text(), object_pairs_hook=table)
+        found = read_json(path, partial(json.loads, object_pairs_hook=table))
     except OSError as error:
         raise PlanError(f"'{path}': {error.strerror or error}; give the path of a DeepSpeed configuration") from None
     except ValueError as error:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 from shardwise import errors
 from shardwise.errors import Interrupted, RankError, ShardwiseError, UserError
+from shardwise.launch.fate import OomKills, StillWatch
 from shardwise.launch.rank import RankReport, is_peer_symptom, spare
 from shardwise.parallel import environment
 from shardwise.units import bytes_text
@@ -28,13 +30,16 @@ REPORT_S = 2.0
 STOP_S = 60.0
 """After an interrupt, how long the ranks have to save and leave."""
 
+STILL_S = 30.0
+"""How long a rank's process may be stopped, or wait for a disk, before that is said."""
+
 _HOST = "127.0.0.1"
 _POLL_S = 0.02
 _KILL_S = 10.0  # a process that is stuck in a driver outlives SIGKILL
 _TAIL_LINES = 15
 _INTERRUPTED = (Interrupted.exit_code, -signal.SIGINT)
 _REASONS: dict[int, str] = {
-    signal.SIGKILL: "out of memory? {memory}",
+    signal.SIGKILL: "{killed}; it had used up to {memory}",
     signal.SIGBUS: "is /dev/shm full, or a mapped file cut short?",
     signal.SIGSEGV: "a fault in native code",
     signal.SIGABRT: "a failed check in native code",
@@ -66,7 +71,7 @@ def run_local(
     if world_size < 1:
         raise UserError(f"there must be 1 rank or more, not {world_size}")
     with _Stops() as stops, _listen(master_port) as listener:
-        world = _World()
+        world = _World(OomKills.now())
         killed: list[int] = []
         try:
             world.start(command, world_size, threads, logs, listener.getsockname()[1])
@@ -120,7 +125,8 @@ class _Rank:
 class _World:
     """The ranks that this process started, and nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, oom_kills: OomKills) -> None:
+        self.oom_kills = oom_kills  # before any rank was there
         self.ranks: list[_Rank] = []
         self._lifeline: int | None = None
 
@@ -240,8 +246,11 @@ def _wait(world: _World, stops: _Stops) -> None:
     """Until every rank has ended, or those that still run must be ended."""
     stop_by = fail_by = float("inf")
     forwarded = False
+    still = StillWatch(STILL_S)
     while running := world.running():
         now = time.monotonic()
+        for line in still.look((rank.rank, rank.process.pid) for rank in running):
+            print(f"shardwise: {line}", file=sys.stderr, flush=True)
         ended = [r.exit_code for r in world.ranks if r.exit_code]
         if stops.asked and not forwarded:
             forwarded = True
@@ -307,7 +316,7 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
     same = [f.rank.rank for f in faults if (f.kind, f.message) == (blamed.kind, blamed.message)]
     who = _who(same, world)
     if blamed.kind in ("signal", "exit"):
-        return RankError(_death(blamed, who))
+        return RankError(_death(blamed, who, world.oom_kills))
     known = getattr(errors, blamed.kind, None)
     if isinstance(known, type) and issubclass(known, ShardwiseError):
         return _raised_again(known, blamed, who if len(world.ranks) > 1 else "")
@@ -333,12 +342,13 @@ def _raised_again(known: type[ShardwiseError], fault: _Fault, who: str) -> Shard
     return error
 
 
-def _death(fault: _Fault, who: str) -> str:
+def _death(fault: _Fault, who: str, before: OomKills) -> str:
     """A rank ended without a word: say how, and show the end of its log."""
     rank, code = fault.rank, int(fault.message[0])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        reason = _REASONS.get(-code, "").format(memory=_memory(rank))
+        killed = OomKills.now().why(before) if code == -signal.SIGKILL else ""
+        reason = _REASONS.get(-code, "").format(killed=killed, memory=_memory(rank))
         how = f"was killed by {name}" + (f" ({reason})" if reason else "")
     else:
         how = f"ended with exit code {code} and did not say why"
@@ -351,7 +361,7 @@ def _memory(rank: _Rank) -> str:
     import psutil
 
     total = bytes_text(psutil.virtual_memory().total)
-    return f"it had used up to {bytes_text(rank.peak_bytes)} of this machine's {total}"
+    return f"{bytes_text(rank.peak_bytes)} of this machine's {total}"
 
 
 def _headline(message: str) -> str:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -103,7 +104,7 @@ class Borders:
 
     def _wrap(self, owner: Any, name: str, part: Callable[[], str | None]) -> bool:
         """Bracket the method ``name`` of one object; False where it has none."""
-        plain = getattr(owner, name, None)
+        plain, own = getattr(owner, name, None), name in vars(owner)
         if plain is None:
             return False
 
@@ -119,7 +120,7 @@ class Borders:
                     WAITS.listener.leave()
 
         setattr(owner, name, bracketed)
-        self._undo.append(lambda: delattr(owner, name))
+        self._undo.append(lambda: setattr(owner, name, plain) if own else delattr(owner, name))
         return True
 
 
@@ -186,19 +187,21 @@ class _LastGradient:
 
 
 def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:
-    """Tell of each gradient of a parameter.
+    """Tell of each gradient of a parameter: a hook on its node in the graph, which DDP keeps.
 
-    Weakly: DDP holds the parameter where Python's collector cannot see it, and a session that nobody closes would keep
-    its model for ever.
+    On the parameter itself there are only the user's hooks. Weakly: DDP holds the node where Python's collector cannot
+    see it, and a session that nobody closes would keep its model for ever.
     """
-    weak = weakref.WeakMethod(told)
+    weak, found = weakref.WeakMethod(told), weakref.ref(parameter)
 
-    def arrived(parameter: nn.Parameter) -> None:
-        found = weak()
-        if found is not None:
-            found(parameter)
+    def arrived(*gradients: Any) -> None:
+        listener, parameter = weak(), found()
+        if listener is not None and parameter is not None:
+            listener(parameter)
 
-    return parameter.register_post_accumulate_grad_hook(arrived)
+    if not parameter.requires_grad:  # frozen since
+        return None
+    return torch.autograd.graph.get_gradient_edge(parameter).node.register_hook(arrived)
 
 
 def fsdp_groups(outer: nn.Module) -> Iterator[Any]:

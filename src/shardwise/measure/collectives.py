@@ -78,6 +78,7 @@ class CollectiveRecorder(TorchDispatchMode):
         super().__init__()
         self.collectives: list[Collective] = []
         self.matmul_dtypes: set[str] = set()
+        self.weight_dtypes: set[str] = set()  # of matrix products that a parameter, or a view of one, went into
         self.looker: Callable[[Any, Any], None] | None = None  # told each operator and what it has made
         self._phase = phase
         self._axes = axes
@@ -101,7 +102,10 @@ class CollectiveRecorder(TorchDispatchMode):
             field, is_part = _FUNCTIONAL[name]
             self._note(field, _tensors(args[0]), lambda: _named_group(args), _degree(args) if is_part else 1)
         elif func.namespace == "aten" and name in _MATMULS and self._phase() in ("forward", "backward"):
-            self.matmul_dtypes.add(dtype_name(args[-1].dtype))
+            dtype = dtype_name(args[-1].dtype)
+            self.matmul_dtypes.add(dtype)
+            if dtype not in self.weight_dtypes and any(_is_weight(operand) for operand in args[-2:]):
+                self.weight_dtypes.add(dtype)
         made = func(*args, **(kwargs or {}))
         if self.looker is not None:
             self.looker(func, made)
@@ -127,6 +131,11 @@ class CollectiveRecorder(TorchDispatchMode):
                 calls, size = found[item.name]
                 found[item.name] = (calls + 1, size + item.num_bytes)
         return dict(found)
+
+
+def _is_weight(operand: torch.Tensor) -> bool:
+    """Whether an operand is a parameter as it lies, or a view of one, and no copy in another dtype."""
+    return isinstance(operand, torch.nn.Parameter) or isinstance(operand._base, torch.nn.Parameter)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from shardwise.parallel.context_look import ContextLayout
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.home import home_of
 from shardwise.parallel.loss_chunks import OutputHead, apply_loss_chunks, find_head
-from shardwise.parallel.materialize import Fill, settle
+from shardwise.parallel.materialize import Fill, make_contiguous, send_what_ddp_cannot, settle
 from shardwise.parallel.mesh import Meshes, build_mesh
 from shardwise.parallel.pipeline import Pipeline, check_pipeline
 from shardwise.parallel.precision import apply_autocast
@@ -37,6 +37,7 @@ from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.replicate import apply_replicate
 from shardwise.parallel.shard import apply_shard
 from shardwise.parallel.split import Decision, apply_split, decide
+from shardwise.parallel.tensors import check_tensors
 from shardwise.parallel.zero1 import shard_optimizer
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -73,10 +74,12 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     """
     if getattr(module, _MARK, False):
         raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+    check_tensors(module, plan)
     adapters = _adapters(module, plan)
     spec = read_model(module)
     spec = spec if adapters is None else packed_spec(spec, adapters.packed)
     check(spec, plan)
+    refuse_renorm(module, plan)
     decision = check_cut(module, spec, plan, sample)
     meshes = build_mesh(plan, dist.get_world_size())
     module, notes = apply_batch_norm(module, spec, plan)
@@ -94,12 +97,16 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     blocks = apply_recompute(module, plan.recompute, spec.blocks, compiled=plan.compile)
     apply_compile(blocks, plan)
     if meshes is not None and plan.parsed.shards_parameters:
+        make_contiguous(module)
         outer = apply_shard(module, blocks, plan, meshes.data, device, fill)
     else:
         apply_autocast(module, plan)
         for block in () if adapters is None else blocks:
             settle(block, device, fill)
         settle(module, device, fill, broadcast=False)  # DDP sends rank 0's weights itself
+        send_what_ddp_cannot(module)
+        if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
+            make_contiguous(module, gaps_only=True)
         outer = apply_replicate(module, spec, dist.get_world_size(), device)
     return Applied(outer, module, tuple(blocks), spec, meshes, None, notes, decision)
 
@@ -173,6 +180,21 @@ def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
     return replace(found, context=next(iter(attention), None), head=next(iter(heads), None))
 
 
+def refuse_renorm(module: nn.Module, plan: Plan) -> None:
+    """An embedding with ``max_norm`` scales the rows that its rank looks up, in place: copies and shards differ by it.
+
+    Raises:
+        ModelError: there is one, and more than one rank.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and plan.dims.world_size > 1:
+            raise ModelError(
+                f"'{clean_name(name)}' has max_norm={part.max_norm:g}: its forward changes the rows of weights that "
+                f"a rank looks up, and under {plan.strategy} other ranks keep others; scale the rows after the "
+                "lookup (functional.normalize), or after step.update on all ranks, and leave max_norm out"
+            )
+
+
 def stop_caching(module: nn.Module) -> tuple[str, ...]:
     """transformers models keep keys and values by default; recompute would append them a second time.
 
@@ -212,6 +234,7 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
     Raises:
         ModelError: the optimizer has stepped already, or holds parameters that are not the model's.
     """
+    refill = _drop_fresh_sums(optimizer)
     if optimizer.state:
         raise ModelError(
             f"the optimizer ({type(optimizer).__name__}) has state already: call session.prepare before the "
@@ -236,19 +259,43 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
             group["params"] = [*(p for p in group["params"] if p.requires_grad), *fresh]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     cuts_state = plan.parsed.base == "zero1" and plan.parsed.engine == "torch"
+    if refill and not cuts_state:
+        begin = optimizer.defaults["initial_accumulator_value"]
+        groups = [{**group} for group in optimizer.param_groups]
+        optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=begin).state)
     return shard_optimizer(optimizer) if cuts_state else optimizer
+
+
+def _drop_fresh_sums(optimizer: Optimizer) -> bool:
+    """Adagrad makes its state when it is built: before the first step it is dropped, to be made of what is cut."""
+    fresh = type(optimizer) is torch.optim.Adagrad and not any(s["step"] for s in optimizer.state.values())
+    if fresh:
+        optimizer.state.clear()
+    return fresh
 
 
 def _adopted(optimizer: Optimizer, names: dict[int, str], module: nn.Module) -> list[list[nn.Parameter]]:
     """Adapters that the optimizer, built before them, does not hold: each goes to the group of the weight beside it."""
     found: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    alone: dict[str, None] = {}
     if adapters_of(module) is None:
         return found
     groups = {names.get(id(p)): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for name, parameter in module.named_parameters():
         name = clean_name(name)
         if parameter.requires_grad and name not in groups and name not in names.values():
-            found[groups.get(f"{name.partition('.lora_')[0]}.weight", 0)].append(parameter)
+            beside = f"{name.partition('.lora_')[0]}.weight"
+            if beside in groups:
+                found[groups[beside]].append(parameter)
+            else:
+                alone.setdefault(beside)
+    if alone:
+        more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+        raise ModelError(
+            f"the optimizer does not hold {', '.join([*alone][:3])}{more}, and adapters stand beside them, whose "
+            "options would be anybody's guess; build the optimizer from all weights that have adapters, or name "
+            "others as lora.targets"
+        )
     return found
 
 

@@ -111,8 +111,9 @@ def _mixing_problems(module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tup
     sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
     prime = next((p for p in _PRIMES if all(size % p for size in sizes)), _PRIMES[-1])
     args, kwargs = _resized(inputs, samples, length, prime)
-    positions = None
+    positions, own = None, Mixing(prime, None)
     if place >= 0 and len(args) <= place and POSITIONS not in kwargs:
+        _forward(module, args, kwargs, own)
         positions = torch.arange(prime)[None]
         kwargs = {**kwargs, POSITIONS: positions}
     seen = Mixing(prime, positions)
@@ -126,6 +127,11 @@ def _mixing_problems(module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tup
     if positions is not None and not seen.positions_read:
         problems.append(
             f"the model takes {POSITIONS} and does not use them: a rank whose tokens begin later needs them"
+        )
+    elif positions is not None and own.known - seen.known:
+        problems.append(
+            f"the model does not number tokens 0, 1, 2, ... by itself, as each rank will tell it in {POSITIONS} (it "
+            f"counts from a padding index, or leaves padding out): put {POSITIONS} into each batch, or {_WITHOUT}"
         )
     for leaf in _pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs):
         if isinstance(leaf, torch.Tensor) and (leaf.ndim < 2 or leaf.shape[1] != prime):

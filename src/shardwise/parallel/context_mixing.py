@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +21,7 @@ _ALONG = {
 }  # fmt: skip
 _RESIZING = {"slice", "split", "split_with_sizes", "constant_pad_nd", "repeat", "narrow"}
 _ALWAYS = ("attention", "lstm", "gru", "rnn", "pool", "reflection_pad", "replication_pad", "im2col", "upsample")
+_SMALL = 256
 _NORMS = ("batch_norm", "group_norm")
 _DIMS = ("dim", "dims", "axis")
 
@@ -28,7 +30,8 @@ class Mixing(TorchDispatchMode):
     """Notes, by the module that runs, the first operation that takes tokens together.
 
     ``length`` divides the size of no dim but those of tokens. Only floating-point tensors count: masks and positions
-    are worked out from integers. ``positions`` is a tensor of which it is noted whether anything reads it.
+    are worked out from integers. ``positions`` is a tensor of which it is noted whether anything reads it. ``known``
+    are tensors with values that meet what has none (weights, and what comes of them): rows to look up, angles.
     """
 
     def __init__(self, length: int, positions: torch.Tensor | None) -> None:
@@ -38,11 +41,14 @@ class Mixing(TorchDispatchMode):
         self.positions_read = False
         self.running: list[str] = []
         self.found: dict[str, str] = {}
+        self.known: set[tuple[Any, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.positions_read |= any(tensor is self.positions for tensor in tensors)
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            self.known |= {_value(t) for t in tensors if not isinstance(t, FakeTensor) and t.dtype != torch.bool}
         marked = [tensor for tensor in tensors if tensor.is_floating_point() and self.dims(tensor)]
         if marked and self._mixes(func, args, kwargs or {}, marked, outputs):
             self.found.setdefault(self.running[-1] if self.running else "", func._overloadpacket.__name__)
@@ -92,3 +98,8 @@ class Mixing(TorchDispatchMode):
 
     def _convolved(self, tensor: torch.Tensor, weight: torch.Tensor) -> bool:
         return any(dim >= 2 and weight.shape[dim] > 1 for dim in self.dims(tensor))
+
+
+def _value(tensor: torch.Tensor) -> tuple[Any, ...]:
+    flat = tensor.detach().double().flatten()
+    return (*tensor.shape, *flat.tolist()) if flat.numel() <= _SMALL else (*tensor.shape, float(flat.nansum()))

@@ -31,22 +31,26 @@ from shardwise.parallel.apply import (
     stop_caching,
 )
 from shardwise.parallel.deepspeed_drive import SwapFolder
+from shardwise.parallel.deepspeed_order import GradientOrder
 from shardwise.parallel.deepspeed_parts import (
     all_states,
     find_held,
     link_states,
     make_states,
     own_range,
+    part_of,
     set_local,
-    zero_gradients,
 )
 from shardwise.parallel.deepspeed_ready import check_ready, forget_groups, import_deepspeed
+from shardwise.parallel.deepspeed_still import StandStill
+from shardwise.parallel.deepspeed_walk import SameModules
 from shardwise.parallel.engine import Held, note_engine
 from shardwise.parallel.environment import local_rank_told
 from shardwise.parallel.group import Ranks, gather_text
 from shardwise.parallel.materialize import broadcast_buffers, materialize
 from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.tensors import check_tensors
 from shardwise.plan.deepspeed import Place, deepspeed_config, zero_stage
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -68,6 +72,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
     """
     if getattr(module, _MARK, False):
         raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+    check_tensors(module, plan)
     names, spec = parameter_names(module), read_model(module)
     check_for_deepspeed(spec, optimizer, plan)
     if plan.dims.world_size != dist.get_world_size():
@@ -100,7 +105,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
     if inner.optimizer.optimizer is not optimizer:
         raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by one of its own; use AdamW or SGD, or fsdp")
     _keep_gradients(inner.optimizer)
-    engine = DeepSpeed(inner, optimizer, plan, groups, swap)
+    engine = DeepSpeed(inner, optimizer, plan, ranks, groups, swap)
     if plan.precision != "fp32":  # DeepSpeed has rounded them before it copied them
         engine.set_weights(lambda name: _sent(originals.pop(name, None), engine.shape(name), device))
     note_engine(module, engine)
@@ -236,7 +241,8 @@ class DeepSpeed:
         inner: Any,
         optimizer: Optimizer,
         plan: Plan,
-        groups: tuple[tuple[str, ...], ...] = (),
+        ranks: Ranks,
+        groups: tuple[tuple[str, ...], ...],
         swap: SwapFolder | None = None,
     ) -> None:
         self.inner = inner
@@ -246,10 +252,13 @@ class DeepSpeed:
         self.stage = zero_stage(plan)
         self.base = optimizer
         self._by_name = {clean_name(name): p for name, p in inner.module.named_parameters()}
-        self._unreached = {name for name, p in self._by_name.items() if p.requires_grad}
-        self._hooks = [
-            p.register_hook(self._noting(name)) for name, p in self._by_name.items() if name in self._unreached
-        ]
+        trained = {name: p for name, p in self._by_name.items() if p.requires_grad}
+        self._untrained = {name: p for name, p in self._by_name.items() if name not in trained}
+        self._order = GradientOrder(self.zero, list(trained), list(trained.values()), ranks)
+        if self.stage == 3:
+            SameModules(self.zero.parameter_offload.get_param_coordinator(), inner.module, plan.strategy, ranks)
+        self._versions = self._seen_versions()
+        self._still = StandStill(optimizer, {name: part_of(self.zero, p) for name, p in trained.items()})
 
     @property
     def zero(self) -> Any:
@@ -284,26 +293,37 @@ class DeepSpeed:
     def begin_micro(self, *, last: bool) -> None:
         """See `Engine`."""
         self.inner.set_gradient_accumulation_boundary(last)
+        if self.stage == 3:  # counts micro batches where the model is called; a loop may call a part of it
+            self.zero.clear_backward_seen_flag()
 
     def backward(self, loss: torch.Tensor) -> None:
         """See `Engine`. DeepSpeed would divide by the accumulation; the loss is normalised already."""
         self.inner.backward(loss, scale_wrt_gas=False)
 
     def update(self, clip_norm: float | None) -> float:
-        """See `Engine`."""
+        """See `Engine`.
+
+        Raises:
+            ModelError: parameters that were frozen in `prepare` are not any more.
+        """
+        unfrozen = [name for name, p in self._untrained.items() if p.requires_grad]
+        missing, problem = self._order.agree(bool(unfrozen))
+        if problem:
+            more = f" and {len(unfrozen) - 3} more" if len(unfrozen) > 3 else ""
+            raise ModelError(
+                f"{', '.join(unfrozen[:3]) or 'a parameter of another rank'}{more} was frozen when the session was "
+                f"prepared and is not any more, and {self.plan.strategy} has no place for its gradient: prepare it "
+                "with requires_grad, and freeze it afterwards"
+            )
+        self._take_over()
+        self._still.expect(missing)
+        self._order.begin()
         self.zero.clip_grad = 0.0 if clip_norm is None else float(clip_norm)
         self.inner.step()
         skipped = bool(getattr(self.zero, "overflow", False))
+        self._versions = self._seen_versions()
         norm = self.inner.get_global_grad_norm()
-        zero_gradients(self.zero)
         return math.nan if skipped or norm is None else float(norm)
-
-    def unused(self) -> list[str]:
-        """See `Engine`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        return [name for name in self._by_name if name in self._unreached]
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """See `Engine`."""
@@ -316,6 +336,7 @@ class DeepSpeed:
         """See `Engine`."""
         from deepspeed.utils import safe_get_full_fp32_param
 
+        self._take_over()
         for name, parameter in self._by_name.items():
             if parameter.requires_grad:
                 yield name, safe_get_full_fp32_param(parameter).detach().view(self.shape(name))
@@ -329,16 +350,19 @@ class DeepSpeed:
             if parameter.requires_grad:
                 set_local(self.zero, parameter, whole, None)
             self._set_computing(parameter, whole)
+        self._versions = self._seen_versions()
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
         """The optimizer's state of a parameter: whole where it has the parameter's shape, else as it is. Collective.
 
-        Empty before the first update, and for a parameter that is not trained.
+        Empty before its first update, and for a parameter that is not trained.
         """
         from deepspeed.utils import safe_get_full_optimizer_state
 
         parameter = self._by_name[name]
-        found = {}
+        found: dict[str, torch.Tensor] = {}
+        if name in self._still.fresh:
+            return found
         if self.stage < 3:
             link_states(self.zero)
         for key, value in all_states(self.zero, parameter).items():
@@ -346,15 +370,19 @@ class DeepSpeed:
                 found[key] = safe_get_full_optimizer_state(parameter, key).detach().view(self.shape(name))
             else:
                 found[key] = value
-        return found
+        return found | self._still.apart.get(name, {})
 
     def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
         """Put a whole tensor into the optimizer's state of a parameter."""
         set_local(self.zero, self._by_name[name], whole, key)
 
-    def make_states(self, groups: list[dict[str, torch.Tensor | None]]) -> None:
-        """Room for the optimizer's state, as if it had stepped: keys by group, with the value of what is one number."""
+    def make_states(
+        self, groups: list[dict[str, torch.Tensor | None]], apart: dict[str, dict[str, torch.Tensor] | None]
+    ) -> None:
+        """See `Engine`."""
         make_states(self.zero, groups)
+        self._still.apart = {name: dict(numbers or {}) for name, numbers in apart.items()}
+        self._still.fresh = {name for name, numbers in apart.items() if numbers is None}
 
     def range_of(self, name: str) -> tuple[int, int]:
         """The elements of a flattened parameter that this rank's optimizer has: begin and end."""
@@ -376,13 +404,13 @@ class DeepSpeed:
                 getattr(zero, kept, {}).clear()
         for parameter in self._by_name.values():
             parameter.grad = None
-        zero_gradients(zero)
+        self._order.begin()
 
     def close(self) -> None:
         """See `Engine`."""
         note_engine(self.inner.module, None)
-        for hook in self._hooks:
-            hook.remove()
+        self._order.remove()
+        self._still.remove()
         self.inner.destroy()
         forget_groups()
         if self.swap is not None:
@@ -390,11 +418,27 @@ class DeepSpeed:
                 dist.barrier()  # nobody takes away what another one still reads
             self.swap.close()
 
-    def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
-        def reached(_: torch.Tensor) -> None:
-            self._unreached.discard(name)
+    def _seen_versions(self) -> dict[str, int]:
+        """What PyTorch counts in-place changes of the parameters by."""
+        return {name: p._version for name, p in self._by_name.items()}
 
-        return reached
+    def _take_over(self) -> None:
+        """Weights that the loop has changed in place go to the fp32 ones, of which an update would make them again.
+
+        Raises:
+            ModelError: under ZeRO-3, where a parameter is an empty shell between forwards.
+        """
+        changed = [name for name, p in self._by_name.items() if p._version != self._versions[name]]
+        if changed and self.stage == 3:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise ModelError(
+                f"{', '.join(changed[:3])}{more} was changed in place, but {self.plan.strategy} keeps its weight "
+                "elsewhere, in parts; change weights before session.prepare, or use deepspeed-zero2 or fsdp"
+            )
+        for parameter in (self._by_name[name] for name in changed):
+            if parameter.requires_grad:
+                set_local(self.zero, parameter, parameter, None)
+        self._versions = self._seen_versions()
 
     def _frozen(self, parameter: nn.Parameter) -> torch.Tensor:
         if self.stage < 3:

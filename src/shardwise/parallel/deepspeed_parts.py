@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from shardwise.parallel.deepspeed_still import Part
 from shardwise.parallel.engine import Held
 
 
@@ -54,13 +55,24 @@ def flat_of(zero: Any, parameter: nn.Parameter) -> torch.Tensor | None:
     if hasattr(parameter, "ds_tensor"):
         place = zero.grad_position.get(zero.get_param_id(parameter))
         return None if place is None else zero.fp32_partitioned_groups_flat[place[0]]
-    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
-    masters = getattr(zero, "single_partition_of_fp32_groups", None)
-    masters = getattr(zero, "fp32_groups_flat_partition", []) if masters is None else masters
-    for group, master in zip(groups, masters, strict=True):
+    for group, master in _flattened(zero):
         if any(parameter is other for other in group):
             return master
     return None
+
+
+def part_of(zero: Any, parameter: nn.Parameter) -> Part:
+    """Where this rank's elements of a trained parameter are in what the optimizer updates; padding is in."""
+    flat = flat_of(zero, parameter)
+    assert flat is not None
+    if hasattr(parameter, "ds_tensor"):
+        _, begin, number = zero.grad_position[zero.get_param_id(parameter)]
+        return Part(flat, int(begin), int(begin + number))
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return Part(flat, 0, 0)
+    where = mapping.get_hp_fragment_address()
+    return Part(flat, int(where.start), int(where.start + where.numel))
 
 
 def all_states(zero: Any, parameter: nn.Parameter) -> dict[str, torch.Tensor | None]:
@@ -101,13 +113,21 @@ def make_states(zero: Any, groups: list[dict[str, torch.Tensor | None]]) -> None
 
 
 def link_states(zero: Any) -> None:
-    """Let ZeRO-1 and 2 note where in the flat states each parameter's are: DeepSpeed does after the first group's first
-    step, when those of further groups are not there yet."""
+    """Note where in the flat states each parameter's are. DeepSpeed does so once, after the first group's first step,
+    when those of further groups are not there yet; a group without momentum never has any."""
+    for group, flat in _flattened(zero):
+        for mapping in (getattr(parameter, "_hp_mapping", None) for parameter in group):
+            if mapping is not None:
+                mapping.set_optim_state_fragment(flat, zero.optimizer.state.get(flat, {}))
+    zero._hp_optimizer_states_linked = True
+
+
+def _flattened(zero: Any) -> Iterable[tuple[list[nn.Parameter], torch.Tensor]]:
+    """ZeRO-1 and 2's groups of parameters, each with the flat fp32 tensor that the optimizer updates."""
+    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
     masters = getattr(zero, "single_partition_of_fp32_groups", None)
     masters = getattr(zero, "fp32_groups_flat_partition", []) if masters is None else masters
-    if masters and all(zero.optimizer.state.get(flat) for flat in masters):
-        zero._hp_optimizer_states_linked = False
-        zero._lazy_init_hp_params_optimizer_state()
+    return zip(groups, masters, strict=True)
 
 
 def _fill_state(state: Any, flat: torch.Tensor, keys: dict[str, torch.Tensor | None]) -> None:
@@ -120,20 +140,6 @@ def _fill_state(state: Any, flat: torch.Tensor, keys: dict[str, torch.Tensor | N
             there[key] = value.clone()
         elif key not in there:
             there[key] = torch.zeros_like(flat)
-
-
-def zero_gradients(zero: Any) -> None:
-    """Clear the buffers that ZeRO-3 keeps gradients in: one that gets none in a step would be that of the step before.
-
-    Under ZeRO-1 and 2 they are new each step.
-    """
-    buffer = getattr(zero, "grad_partitions_flat_buffer", None)
-    if buffer is not None:
-        buffer.zero_()
-    if getattr(zero, "offload_optimizer", False):
-        for master in zero.fp32_partitioned_groups_flat:
-            if master.grad is not None and master.grad.numel():
-                master.grad.zero_()
 
 
 def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -> Held:

@@ -47,8 +47,13 @@ class Engine(Protocol):
     def states(self, name: str) -> dict[str, torch.Tensor]:
         """The optimizer's state of a parameter: whole where it has the parameter's shape, else as it is. Collective."""
 
-    def make_states(self, groups: list[dict[str, torch.Tensor | None]]) -> None:
-        """Room for the optimizer's state: keys by group, ``None`` for what is a tensor, else its value."""
+    def make_states(
+        self, groups: list[dict[str, torch.Tensor | None]], apart: dict[str, dict[str, torch.Tensor] | None]
+    ) -> None:
+        """Room for the optimizer's state: keys by group, ``None`` for what is a tensor, else its value.
+
+        ``apart`` has those values of the parameters that have other ones, ``None`` for what never had an update.
+        """
 
     def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
         """Put a whole tensor into the optimizer's state of a parameter."""
@@ -64,9 +69,6 @@ class Engine(Protocol):
 
         It is not finite where the engine has found that the gradients are not, and has left the weights alone.
         """
-
-    def unused(self) -> list[str]:
-        """Trainable parameters that no backward has reached since the engine was made; known after the first step."""
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """The whole reduced gradient of a parameter, fp32, between the last backward and the update. Collective."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from shardwise.errors import MachineError, ShardwiseError, UserError
+from shardwise.errors import MachineError, ShardwiseError, TrainingError, UserError
 from shardwise.parallel.environment import Rendezvous, rendezvous
 
 
@@ -138,11 +138,41 @@ def _speaks_cpu() -> bool:
     return "gloo" in str(dist.get_backend_config())
 
 
-def gather_ints(values: list[int], ranks: Ranks) -> list[list[int]]:
-    """Each rank's integers, in rank order; one small collective."""
+_WIDTH = 96  # integers of a message, so that ranks at different points still understand each other
+_TAG = 3  # of these say what the message is about, 8 letters each
+
+
+def gather_ints(values: list[int], ranks: Ranks, what: str = "") -> list[list[int]]:
+    """Each rank's integers, in rank order; one small collective (two for more than 92 integers).
+
+    ``what`` is what this rank is doing, in at most 24 letters.
+
+    Raises:
+        TrainingError: on all ranks, where they are doing different things, each waiting for the others to join.
+    """
     if ranks.control is None:
         return [values]
-    mine = torch.tensor(values, dtype=torch.int64)
+    tag = what.encode()[: 8 * _TAG].ljust(8 * _TAG, b" ")
+    head = [len(values), *(int.from_bytes(tag[at : at + 8], "little", signed=True) for at in range(0, len(tag), 8))]
+    fits = len(values) <= _WIDTH - len(head)
+    rows = _gathered([*head, *(values if fits else ())], _WIDTH, ranks)
+    if any(row[: len(head)] != head for row in rows):
+        doing = [b"".join(n.to_bytes(8, "little", signed=True) for n in row[1 : len(head)]) for row in rows]
+        texts = [text.decode(errors="replace").strip() or "another exchange" for text in doing]
+        other = next(rank for rank, row in enumerate(rows) if row[: len(head)] != rows[0][: len(head)])
+        raise TrainingError(
+            f"ranks wait for each other at different points: rank 0 at {texts[0]}, rank {other} at {texts[other]}. "
+            "Sharded weights and steps need every rank: call what rank 0 alone calls (an evaluation, a save) on all "
+            "ranks, with as many batches on each"
+        )
+    if fits:
+        return [row[len(head) : len(head) + len(values)] for row in rows]
+    return _gathered(values, len(values), ranks)
+
+
+def _gathered(values: list[int], width: int, ranks: Ranks) -> list[list[int]]:
+    mine = torch.zeros(width, dtype=torch.int64)
+    mine[: len(values)] = torch.tensor(values, dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
     dist.all_gather(rows, mine, group=ranks.control)
     return torch.stack(rows).tolist()

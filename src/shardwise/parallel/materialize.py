@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.parallel.send import is_sent_by_ddp, send
 
 
 @contextmanager
@@ -93,7 +96,7 @@ def materialize(unit: nn.Module, device: torch.device, *, broadcast: bool, froze
     if broadcast and dist.get_world_size() > 1:
         for parameter in made.values():
             if frozen or parameter.requires_grad:
-                dist.broadcast(parameter.detach(), src=0)
+                send(parameter)
 
 
 def _placed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -104,6 +107,17 @@ def _placed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     else:
         data = parameter.data.to(device)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def make_contiguous(module: nn.Module, *, gaps_only: bool = False) -> None:
+    """Lay out each parameter row by row: FSDP2 takes no other. ``channels_last`` says where values lie, not which.
+
+    With ``gaps_only`` just those between whose elements lie others, whom a broadcast would take for theirs.
+    """
+    for parameter in module.parameters():
+        wanted = torch.empty_like(parameter, device="meta") if gaps_only else None  # keeps any order without gaps
+        if not parameter.is_contiguous() and (wanted is None or wanted.stride() != parameter.stride()):
+            parameter.data = parameter.data.contiguous()
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -117,6 +131,33 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 def broadcast_buffers(module: nn.Module) -> None:
     """Every rank takes rank 0's buffers, also those that are no part of the state dict."""
-    if dist.get_world_size() > 1:
-        for buffer in module.buffers():
-            dist.broadcast(buffer.detach(), src=0)
+    _send_buffers(module, lambda buffer: True)
+
+
+def send_what_ddp_cannot(module: nn.Module) -> None:
+    """Every rank takes rank 0's buffers and frozen parameters that DDP has no way to send; it leaves them alone."""
+    left = _send_buffers(module, lambda buffer: not is_sent_by_ddp(buffer))
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad and not is_sent_by_ddp(parameter):
+            left.append(name)
+            if dist.get_world_size() > 1:
+                send(parameter)
+    if left:
+        left += getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, left)
+
+
+def _send_buffers(module: nn.Module, chosen: Callable[[torch.Tensor], bool]) -> list[str]:
+    """Send those that are ``chosen``, and return their names; one that several modules share stays one."""
+    sent: dict[int, torch.Tensor] = {}
+    names: list[str] = []
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or not chosen(buffer):
+                continue
+            names.append(f"{prefix}.{name}" if prefix else name)
+            if dist.get_world_size() > 1:
+                if id(buffer) not in sent:
+                    sent[id(buffer)] = send(buffer)
+                part._buffers[name] = sent[id(buffer)]
+    return names

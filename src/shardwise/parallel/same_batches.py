@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree
 
@@ -14,10 +15,16 @@ from shardwise.plan.plan import Plan
 
 
 def checksum(batches: Sequence[Any]) -> int:
-    """32 bits of all tensors in ``batches``, as the loader gave them."""
+    """32 bits of all tensors, arrays, numbers and texts in ``batches``, as the loader gave them."""
     found = 0
     for leaf in _pytree.tree_leaves(list(batches)):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Mapping):  # one that is no dict
+            found = zlib.crc32(str(checksum([dict(leaf)])).encode(), found)
+        elif isinstance(leaf, int | float | str | bytes):
+            found = zlib.crc32(repr(leaf).encode(), found)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            found = zlib.crc32(np.ascontiguousarray(leaf).data, zlib.crc32(repr(leaf.shape).encode(), found))
+        elif isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
             content = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             found = zlib.crc32(content, zlib.crc32(repr(tuple(leaf.shape)).encode(), found))
     return found

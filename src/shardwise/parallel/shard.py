@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from shardwise.parallel.materialize import Fill, broadcast_buffers, settle
 from shardwise.parallel.precision import mixed_precision_policy
+from shardwise.parallel.unit_order import keep_order
 from shardwise.plan.plan import Plan
 
 
@@ -42,6 +43,7 @@ def apply_shard(
     policy = mixed_precision_policy(plan, is_root=True)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     gather_ahead(module, blocks, plan.prefetch)
+    keep_order(module, mesh)
     return module
 
 

@@ -29,8 +29,10 @@ from shardwise.parallel.mesh import Meshes
 from shardwise.parallel.pipeline import Pipeline, check_tied, cut_stages, make_pipeline, stage_ranks
 from shardwise.parallel.precision import apply_autocast, mixed_precision_policy
 from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.send import send
 from shardwise.parallel.shard import gather_ahead
 from shardwise.parallel.tensor import TensorLayout, apply_tensor, distribute, tensor_layout
+from shardwise.parallel.unit_order import keep_order
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
@@ -141,6 +143,7 @@ def apply_split(
         if wrap.is_needed:
             wrap(stage, is_root=True, is_last=stages.is_last(stage))
             gather_ahead(stage, [blocks[b] for b in spec.blocks if b in stages.blocks_of(stage)], plan.prefetch)
+            keep_order(stage, meshes.data, pipelined=plan.dims.pp > 1)
         else:
             apply_autocast(stage, plan)
     outer = stages.container
@@ -182,8 +185,9 @@ def _place(
     data = source.detach()
     if data.device != device:
         data = torch.empty_like(data, device=device) if data.device.type == "meta" else data.to(device)
+    data = data.contiguous()  # FSDP2 takes no other
     if dist.get_world_size() > 1:
-        dist.broadcast(data, src=0)
+        send(data)
     made: nn.Parameter | None = None
     for module, key in _slots(places, names):
         if made is None:

@@ -53,6 +53,14 @@ class StandIn(Absent):
         super().__init__(inner)
         object.__setattr__(self, "_inner", inner)  # out of reach of what looks for modules
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # zeros in the place of its weight, for who asks for their device or dtype; its methods
+            if "_inner" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_inner"], name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module would return, with weights that are zero."""
         inner = self.__dict__["_inner"]
@@ -173,16 +181,17 @@ def cut(
         module.set_submodule(places[block], stand_in)
         receive = stand_in if isinstance(stand_in, Receive) else receive
     first, last = own.start == 0, own.stop == len(blocks)
+    slots = {clean_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+    taken = {id(p) for slot, p in slots.items() if slot in wiring.before or slot in wiring.after}
     for name, part in list(module.named_modules()):
         if any(clean_name(name) == block or clean_name(name).startswith(f"{block}.") for block in blocks):
             continue
         gone = []
         for key, parameter in list(part._parameters.items()):
             slot = clean_name(f"{name}.{key}".lstrip("."))
-            used = slot in wiring.before or slot in wiring.after
             if parameter is None or (first and slot in wiring.before) or (last and slot in wiring.after):
                 continue
-            if first and not used:
+            if first and id(parameter) not in taken:  # nobody uses it, not even by another name
                 continue
             narrow = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             zero = torch.zeros(1, dtype=narrow, device=device)

@@ -34,8 +34,7 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     defaults: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     groups = []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key in accepted and key != "params"}
-        groups.append({**options, "params": [p for p in group["params"] if p.requires_grad]})
+        groups.append({**group, "params": [p for p in group["params"] if p.requires_grad]})  # keys of one's own, too
     try:
         return ZeroRedundancyOptimizer(groups, kind, **defaults)
     except (TypeError, ValueError) as error:

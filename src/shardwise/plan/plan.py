@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +13,7 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
+from shardwise.spec.document import read_json, read_toml
 
 RunPrecision = Literal["fp32", "bf16", "fp16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are planned, not run
@@ -139,8 +139,7 @@ def read_plan(path: Path) -> Plan:
         PlanError: the file is missing, is not TOML or JSON, or holds something that is no plan.
     """
     try:
-        text = path.read_text()
-        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        data = read_json(path) if path.suffix == ".json" else read_toml(path)
     except OSError as error:
         raise PlanError(f"plan '{path}': {error.strerror or error}; give the path of a plan file") from None
     except ValueError as error:

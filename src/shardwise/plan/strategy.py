@@ -30,6 +30,7 @@ ALIASES: dict[str, Base] = {
 DEEPSPEED: dict[str, Base] = {"deepspeed-zero1": "zero1", "deepspeed-zero2": "zero2", "deepspeed-zero3": "fsdp"}
 SHARDED: frozenset[Base] = frozenset({"zero2", "fsdp", "hsdp"})
 FLAGS = ("offload", "nvme", "lora", "qlora")
+MOST_DIGITS = 6  # of a degree
 DEGREES = ("tp", "pp", "cp")
 
 
@@ -152,6 +153,8 @@ def _read_word(word: str, degrees: dict[str, int], flags: set[str]) -> str:
     if word in FLAGS:
         flags.add(word)
         return ""
+    if name in DEGREES and len(number) > MOST_DIGITS:
+        return f"'+{word:.12}...' is a degree that no cluster has; write +{name}2"
     if name in DEGREES and number and int(number) >= 1:
         if degrees.setdefault(name, int(number)) != int(number):
             return f"+{name}{degrees[name]} and +{word} contradict each other; keep one"

@@ -8,13 +8,16 @@ from rich.table import Table
 from shardwise.search.choose import Choice
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec
+from shardwise.train.config import DataTable
 from shardwise.train.corpus import Corpus
 from shardwise.units import bytes_text, count_text
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 
 
-def print_plan(choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console) -> None:
+def print_plan(
+    choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console, data: DataTable
+) -> None:
     """Print the whole plan."""
     plan = choice.plan
     packed = sum(p.num_elements for p in spec.parameters if p.dtype == "uint8" and plan.parsed.adapter == "qlora")
@@ -29,6 +32,13 @@ def print_plan(choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Co
     )
     heldout = count_text(len(corpus.heldout.tokens)) if corpus.heldout else "no"
     console.print(f"data: {count_text(len(corpus.train.tokens))} training tokens, {heldout} held-out tokens")
+    if data.pack:
+        borders = "has no loss on their first tokens" if data.mask_borders else "has loss on their first tokens, too"
+        console.print(
+            f"      packed: documents of one sample attend to each other, and it {borders}; data.pack=false keeps each "
+            "document apart (and pads)",
+            markup=False,
+        )
     memory = bytes_text(cluster.device_memory_bytes)
     where = f"{cluster.world_size} × {cluster.device_name}, {memory} each"
     console.print(

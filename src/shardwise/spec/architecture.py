@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwise.errors import ModelError
 
@@ -356,4 +356,11 @@ def _checked(facts: dict[str, object]) -> Architecture:
     if problems:
         raise ModelError(*problems)
     sizes.setdefault("head_dim", sizes["hidden"] // heads)
-    return Architecture.model_validate(facts | sizes)
+    try:
+        return Architecture.model_validate(facts | sizes)
+    except ValidationError as error:
+        lines = [
+            f"{e['loc'][0]} is {e['input']!r:.40}, {e['msg'].replace('Input should', 'it must')}"
+            for e in error.errors()
+        ]
+        raise ModelError(*(f"model '{name}': {line}" for line in lines)) from None

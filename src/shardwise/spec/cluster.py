@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ class ClusterSpec(BaseModel):
         return self.nodes * self.devices_per_node
 
 
+MOST_DEVICES = 2**20
 GRAMMAR = (
     "[NODES x] DEVICES x GPU [@LINK [/NETWORK]]: 8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, 4x8xA100@nvlink/ib200"
 )
@@ -84,9 +86,11 @@ def parse_cluster(text: str) -> ClusterSpec:
     if found is None:
         raise PlanError(f"cluster '{text}' is not understood; write {GRAMMAR}, or the path of a .toml or .json file")
     first, second, name, link_text, network_text = found.groups()
-    numbers = [int(n) for n in (first, second) if n is not None]
+    numbers = [int(n) if len(n) < 8 else MOST_DEVICES + 1 for n in (first, second) if n is not None]
     if 0 in numbers:
         raise PlanError(f"cluster '{text}': the numbers of nodes and devices must be 1 or more")
+    if math.prod(numbers) > MOST_DEVICES:
+        raise PlanError(f"cluster '{text:.80}': {MOST_DEVICES:,} devices are the most that are planned for")
     if name.lower() == "cpu":
         if link_text is not None or network_text is not None:
             raise PlanError(f"cluster '{text}': links are not planned between CPU ranks; write 2xcpu")
@@ -157,7 +161,7 @@ def default_link(gpu: GpuSpec | None, devices: int) -> Link | None:
 def parse_link(text: str, word: str, gpu: GpuSpec | None, devices: int, problems: list[str]) -> Link | None:
     """What ``@nvlink``, ``@nvlink3``, ``@pcie4``, ``@pcie4x8``, ``@xgmi`` means; notes what is wrong with it."""
     plain = word.strip().lower()
-    if found := re.fullmatch(r"pcie(\d?)(?:x(\d+))?", plain):
+    if found := re.fullmatch(r"pcie(\d?)(?:x(\d{1,3}))?", plain):
         generation, lanes = int(found.group(1) or 0), int(found.group(2) or 16)
         known_lanes = lanes in (1, 2, 4, 8, 16)
         if generation in PCIE_TRANSFERS_PER_S and known_lanes:
@@ -184,8 +188,8 @@ def parse_link(text: str, word: str, gpu: GpuSpec | None, devices: int, problems
 def parse_network(text: str, word: str, devices: int, problems: list[str]) -> Link | None:
     """What ``/ib400`` (Gbit/s for each device) or ``/1600g`` (for each node) means; notes what is wrong with it."""
     plain = word.strip().lower()
-    per_device = re.fullmatch(r"(?:ib|infiniband|roce|efa|eth|ethernet)(\d+)g?", plain)
-    per_node = re.fullmatch(r"(\d+)(?:g|gbit|gbps)", plain)
+    per_device = re.fullmatch(r"(?:ib|infiniband|roce|efa|eth|ethernet)(\d{1,9})g?", plain)
+    per_node = re.fullmatch(r"(\d{1,9})(?:g|gbit|gbps)", plain)
     found = per_device or per_node
     gbit = int(found.group(1)) if found else 0
     share = gbit if per_device else gbit / devices

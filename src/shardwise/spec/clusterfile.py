@@ -17,8 +17,6 @@ field of `GpuSpec` that is known; ``like = "A100-80GB"`` takes over what is not 
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +24,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.spec.cluster import ClusterSpec, default_link, parse_link, parse_network
+from shardwise.spec.cluster import MOST_DEVICES, ClusterSpec, default_link, parse_link, parse_network
+from shardwise.spec.document import read_json, read_toml
 from shardwise.spec.hardware import GpuSpec, Link, find_gpu, unknown_gpu_message
 
 FIELDS = (
@@ -51,8 +50,7 @@ def read_cluster(path: Path) -> ClusterSpec:
         PlanError: the file is missing or unreadable, or everything in it that is wrong, at once.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+        data = read_json(path) if path.suffix.lower() == ".json" else read_toml(path)
     except OSError as error:
         raise PlanError(f"cluster file '{path}': {error.strerror or error}; give the path of a file") from None
     except ValueError as error:
@@ -151,14 +149,16 @@ def _whole(value: object) -> object:
 
 def _count(path: Path, data: Mapping[str, object], key: str, problems: list[str]) -> int:
     value = data.get(key, 1)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_DEVICES:
         return value
-    problems.append(f"cluster file '{path}': {key} is {value!r}, it must be a whole number of 1 or more")
+    problems.append(
+        f"cluster file '{path}': {key} is {value!r:.40}, it must be a whole number from 1 to {MOST_DEVICES}"
+    )
     return 1
 
 
 def _number(path: Path, key: str, value: object, problems: list[str]) -> float | int | None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30:
         return value if key == "price_per_device_hour" else int(value)
     problems.append(f"cluster file '{path}': {key} is {value!r}, it must be a number above 0")
     return None

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,10 +19,12 @@ from typing import Any
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.spec.architecture import Architecture, architecture_from_config
 from shardwise.spec.catalogue import find_architecture, find_convnet, unknown_model_message
+from shardwise.spec.configuration import read_configuration
 from shardwise.spec.convnet import CONVNETS, convnet_profile
 from shardwise.spec.profile import ModelProfile
 from shardwise.spec.transformer import IMAGE_FAMILIES, PATCH, profile_of
 
+MOST_PIXELS = 2**16  # of a side
 # how configurations of mixtures of experts say how many there are
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
@@ -50,6 +51,10 @@ def load_profile(
     if not model.strip():
         raise ModelError("the model's name is empty; give a name of the catalogue, a config.json or a factory")
     path = Path(model)
+    try:
+        path.exists()
+    except OSError as error:
+        raise ModelError(f"model '{model:.80}' cannot be looked up: {error.strerror}; give another") from None
     if path.suffix == ".py" and path.is_file():
         raise ModelError(f"model '{model}' is a file of code; name its function too, as in {model}:build")
     if path.is_dir() or path.suffix == ".json":
@@ -80,12 +85,7 @@ def _from_config(path: Path, seq_len: int | None, image: int | None, compiled: b
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelError(f"model '{path}': there is no file '{file}'; give a config.json or a folder with one")
-    try:
-        keys = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model '{path}': '{file}' cannot be read as JSON: {error}; repair it") from None
-    if not isinstance(keys, dict):
-        raise ModelError(f"model '{path}': '{file}' holds {keys!r:.40}, not an object; repair it")
+    keys = read_configuration(file, f"model '{path}'")
     name = str(keys.get("_name_or_path") or (file.resolve().parent.name if file.name == "config.json" else file.stem))
     architecture = architecture_from_config(keys, name)
     if architecture is not None and (architecture.experts or not traced):
@@ -134,7 +134,9 @@ def _from_transformers(
     try:
         facts = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its checks raise classes of several packages
-        raise ModelError(f"model '{path}' cannot be used: {' '.join(str(error).split())}; repair '{file}'") from None
+        raise ModelError(
+            f"model '{path}' cannot be used: {' '.join(str(error).split()):.600}; repair '{file}'"
+        ) from None
     return _traced_transformers(facts, name, seq_len, image)
 
 
@@ -146,8 +148,9 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
 
     facts.use_cache = False
     ids = torch.zeros(1, seq_len, dtype=torch.int64) if seq_len is not None else None
-    side = image or getattr(facts, "image_size", None) or 224
-    pixels = torch.zeros(1, getattr(facts, "num_channels", 3), side, side, device="meta")
+    side, colours = image or getattr(facts, "image_size", None) or 224, getattr(facts, "num_channels", 3)
+    sized = all(isinstance(number, int) and 1 <= number <= MOST_PIXELS for number in (side, colours))
+    pixels = torch.zeros(1, colours, side, side, device="meta") if sized else None
     pairs = {"input_ids": ids, "decoder_input_ids": ids}
     choices: tuple[tuple[Any, Any, Any], ...] = (
         (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM, ids),
@@ -167,6 +170,11 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
         )
     auto, inputs = found
     images = isinstance(inputs, dict) and "pixel_values" in inputs
+    if images and pixels is None:
+        raise ModelError(
+            f"model '{name}': image_size {side!r:.40} and num_channels {colours!r:.40} must be whole numbers from 1 to "
+            f"{MOST_PIXELS}; repair the configuration"
+        )
     if ids is None and not images:
         raise ModelError(f"model '{name}' reads tokens, and the length of a sample is not given; set --seq-len")
     try:

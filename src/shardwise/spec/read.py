@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from shardwise.errors import ModelError
 from shardwise.spec.model import ModelSpec, ParameterSpec
 
 CHECKPOINT_WRAPPER_PART = "_checkpoint_wrapped_module."
@@ -30,7 +32,12 @@ def clean_name(name: str) -> str:
 
 
 def read_model(module: nn.Module) -> ModelSpec:
-    """Read the facts of ``module``; see the module's docstring."""
+    """Read the facts of ``module``; see the module's docstring.
+
+    Raises:
+        ModelError: a lazy module has not seen its first input.
+    """
+    check_initialized(module)
     blocks = find_blocks(module)
     owner: dict[int, str] = {}
     for block in blocks:
@@ -59,6 +66,22 @@ def read_model(module: nn.Module) -> ModelSpec:
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
     )
     return ModelSpec(parameters=parameters, blocks=tuple(clean_name(b) for b in blocks), batch_norms=norms)
+
+
+def check_initialized(module: nn.Module) -> None:
+    """Refuse lazy modules (``LazyLinear``) that have not seen an input: nobody knows their shapes.
+
+    Raises:
+        ModelError: up to three of their parameters and buffers by name.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    late = [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]
+    if late:
+        more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+        raise ModelError(
+            f"{', '.join(late[:3])}{more} have no shape yet, as lazy modules (LazyLinear) get it from their first "
+            "input: call the model once on a sample before the optimizer is built and the model is prepared"
+        )
 
 
 def find_blocks(module: nn.Module) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
@@ -16,28 +15,28 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.plan import PipelineSchedule, Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
+from shardwise.spec.document import MOST_DEEP, parse_toml, read_toml
+from shardwise.train.config_problems import explain
+from shardwise.train.config_values import (
+    Batch,
+    CheckpointFolder,
+    Count,
+    Few,
+    Fraction,
+    Length,
+    Named,
+    Positive,
+    Ranks,
+    Rate,
+    RunFolder,
+    unfit_values,
+)
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
-
-_RULES = {  # what pydantic calls a kind of mistake, and the rule in words
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text, in quotes",
-    "list_type": "a list, such as ['a', 'b']",
-    "too_short": "a list of {min_length}",
-    "too_long": "a list of {max_length}",
-    "dict_type": "a table",
-    "model_type": "a table",
-}
 
 
 class Table(BaseModel):
@@ -58,10 +57,10 @@ class Table(BaseModel):
 class ModelTable(Table):
     """``[model]``: exactly one of ``config`` and ``factory``."""
 
-    config: str | None = Field(None, description="Hugging Face config.json, or a folder that holds one")
-    factory: str | None = Field(None, description="package.module:function that returns an nn.Module")
+    config: Named | None = Field(None, description="Hugging Face config.json, or a folder that holds one")
+    factory: Named | None = Field(None, description="package.module:function that returns an nn.Module")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
-    weights: str | None = Field(None, description="folder or file of safetensors to start from; random if left out")
+    weights: Named | None = Field(None, description="folder or file of safetensors to start from; random if left out")
     freeze: list[str] = Field(default_factory=list, description="parameters not trained: shell patterns of names")
 
     @model_validator(mode="after")
@@ -77,19 +76,19 @@ class ModelTable(Table):
 class DataTable(Table):
     """``[data]``: where the documents are and how they become samples."""
 
-    path: str = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
+    path: Named = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
         "auto", description="auto looks at the files; dataset is a folder written by datasets.save_to_disk"
     )
     include: list[str] = Field(default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns")
     exclude: list[str] = Field(default_factory=list, description="files left out: glob patterns")
     text_field: str = Field("text", description="column that holds a document")
-    tokenizer: str = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
-    seq_len: Positive = Field(description="tokens in a sample")
+    tokenizer: Named = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
+    seq_len: Length = Field(description="tokens in a sample")
     pack: bool = Field(True, description="join documents and cut; if false, a document starts a sample and is padded")
     mask_borders: bool = Field(False, description="no loss on the first token of the next document in a sample")
     heldout_fraction: Fraction = Field(0.05, description="share of documents kept for evaluation, chosen by content")
-    heldout_path: str | None = Field(None, description="held-out documents from here instead")
+    heldout_path: Named | None = Field(None, description="held-out documents from here instead")
     shuffle: bool = Field(True, description="a new order each epoch, a function of train.seed")
 
     @model_validator(mode="after")
@@ -115,17 +114,17 @@ class OptimizerTable(Table):
     """``[optimizer]``: the optimizer, its schedule and clipping."""
 
     name: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
-    factory: str | None = Field(None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer")
+    factory: Named | None = Field(None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
-    lr: float = Field(1e-3, gt=0)
+    lr: Rate = 1e-3
     betas: list[Fraction] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, ge=1e-38, le=1)  # what is smaller is 0 in fp32
+    weight_decay: float = Field(0.0, ge=0, le=100)
+    momentum: Fraction = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: Count = 0
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
-    clip_norm: float | None = Field(1.0, gt=0, description="largest norm of the gradient; 'none' is no limit")
+    clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' is no limit")
     in_backward: bool = Field(False, description="step each parameter as soon as its gradient is final, and free that")
 
     @model_validator(mode="after")
@@ -178,13 +177,13 @@ class TrainTable(Table):
     """``[train]``: how long, with what batch, and where results go."""
 
     steps: Positive | None = Field(None, description="optimizer steps; exactly one of steps and epochs")
-    epochs: Positive | None = None
-    global_batch: Positive | None = Field(None, description="samples per optimizer step over all ranks")
-    micro_batch: Positive | None = Field(None, description="samples per forward on one rank")
-    grad_accum: Positive | None = Field(None, description="micro batches per optimizer step on one rank")
-    loss_chunks: Positive = Field(1, description="parts that a micro batch's logits are made in, one at a time")
+    epochs: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    global_batch: Batch | None = Field(None, description="samples per optimizer step over all ranks")
+    micro_batch: Batch | None = Field(None, description="samples per forward on one rank")
+    grad_accum: Batch | None = Field(None, description="micro batches per optimizer step on one rank")
+    loss_chunks: Few = Field(1, description="parts that a micro batch's logits are made in, one at a time")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    output: str = Field("runs/default", description="run folder")
+    output: RunFolder = Field("runs/default", description="run folder")
     log_every: Positive = 1
     eval_every: Count = Field(0, description="steps between evaluations; 0 is only at the end")
     eval_samples: Count = Field(0, description="held-out samples to evaluate; 0 is all")
@@ -232,7 +231,7 @@ class ParallelTable(Table):
     """``[parallel]``: the strategy and what it runs on."""
 
     strategy: str = "auto"
-    nproc: Positive | None = Field(None, description="ranks on this machine; a GPU each, or two on CPU if left out")
+    nproc: Ranks | None = Field(None, description="ranks on this machine; a GPU each, or two on CPU if left out")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dp_replicate: Positive | None = None
     dp_shard: Positive | None = None
@@ -246,15 +245,13 @@ class ParallelTable(Table):
     )
     async_tp: bool = Field(False, description="+tp: overlap its collectives with matrix products (compiled, on GPUs)")
     pipeline_schedule: PipelineSchedule = Field("1f1b", description="+pp: the order of micro batches")
-    virtual_stages: Positive | None = Field(
-        None, description="+pp: stages of a rank; what the schedule needs if left out"
-    )
+    virtual_stages: Few | None = Field(None, description="+pp: stages of a rank; what the schedule needs if left out")
     compile: bool = Field(False, description="torch.compile on each block")
-    prefetch: Positive = Field(1, description="blocks ahead of which sharded weights are gathered")
-    nvme_path: str | None = Field(None, description="+nvme: folder on the drive that weights and states are swapped to")
-    threads: Positive | None = Field(
-        None, description="CPU threads of a rank; the cores divided by the ranks if left out"
+    prefetch: Few = Field(1, description="blocks ahead of which sharded weights are gathered")
+    nvme_path: Named | None = Field(
+        None, description="+nvme: folder on the drive that weights and states are swapped to"
     )
+    threads: Ranks | None = Field(None, description="CPU threads of a rank; the cores divided by the ranks if left out")
 
     @model_validator(mode="after")
     def _strategy_exists(self) -> Self:
@@ -289,8 +286,8 @@ class ParallelTable(Table):
 class LoraTable(Table):
     """``[lora]``: the adapters of a strategy with ``+lora`` or ``+qlora``; the base is frozen."""
 
-    rank: Positive = 16
-    alpha: float = Field(32.0, gt=0, description="adapters count alpha / rank")
+    rank: Few = 16
+    alpha: float = Field(32.0, ge=1e-6, le=1e6, description="adapters count alpha / rank")
     dropout: Fraction = Field(0.0, description="share of an adapter's inputs dropped in training")
     targets: list[str] = Field(
         default_factory=lambda: ["all-linear"],
@@ -314,9 +311,11 @@ class CheckpointTable(Table):
     every: Count = Field(0, description="steps between checkpoints; 0 is only at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
     resume: bool = Field(True, description="go on from the newest checkpoint of this run")
-    folder: str | None = Field(None, description="path or URL (s3://...); else 'checkpoints' in train.output")
+    folder: CheckpointFolder | None = Field(
+        None, description="path or URL (s3://...); else 'checkpoints' in train.output"
+    )
     async_save: bool = Field(False, description="copy the state, and write it while training goes on")
-    verify: bool = Field(True, description="compare the hashes of what is read on resume")
+    verify: bool = Field(True, description="compare the hashes of what is read on resume and as model.weights")
 
 
 def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
@@ -420,23 +419,24 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
         ConfigError: every problem at once, each with the key, the value, the rule and the nearest known key.
     """
     try:
-        data = tomllib.loads(path.read_text())
+        data = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"config '{path}' does not exist; give the path of a TOML file") from None
     except OSError as error:
         raise ConfigError(f"config '{path}' cannot be read: {error.strerror}; give the path of a TOML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"config '{path}' is not text in UTF-8; save it as that") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there (text needs quotes)") from None
     problems = [problem for item in overrides if (problem := _override(data, item))]
+    problems += unfit_values(data)
     parallel = data.setdefault("parallel", {}) if planned is not None else None
     if isinstance(parallel, dict) and parallel.get("strategy", "auto") == "auto":
         parallel["strategy"] = planned
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        problems += [_explain(item) for item in error.errors()]
+        problems += [explain(item, Config) for item in error.errors()]
     if problems:
         raise ConfigError(*problems)
     return config
@@ -449,9 +449,13 @@ def _override(data: dict[str, Any], item: str) -> str | None:
     if not equals or not tables or not all([*tables, name]):
         return f"override '{item}' is not table.key=value, such as train.steps=20"
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed, *more = parse_toml(f"value = {value}").values()
+    except ValueError:
+        more, parsed = [], value
+    if more:  # a line break in the value began another key
         parsed = value
+    if len(tables) > MOST_DEEP:
+        return f"override '{item:.40}...' names a table in {len(tables) - 1} others; {MOST_DEEP} is the most"
     inner = data
     for depth, table in enumerate(tables, 1):
         inner = inner.setdefault(table, {})
@@ -459,32 +463,3 @@ def _override(data: dict[str, Any], item: str) -> str | None:
             return f"override '{item}': '{'.'.join(tables[:depth])}' is not a table in the config file"
     inner[name] = parsed
     return None
-
-
-def _explain(item: Any) -> str:
-    """One line for one problem that pydantic found."""
-    path = [str(part) for part in item["loc"]]
-    where = ".".join(path)
-    start = f"{where}: " if where else ""  # what is wrong between tables has no place of its own
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1])
-        what = "key" if path[:-1] else "table"
-        return f"{where}: no such {what}{did_you_mean(path[-1], known)}; known here: {', '.join(known)}"
-    if item["type"] == "missing":
-        return f"{where}: is missing; add it to the config file"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return start + (message if not message.startswith("(") else "; ".join(item["ctx"]["error"].args))
-    rule = _RULES.get(item["type"], message.partition(" should be ")[2] or message).format(**item.get("ctx", {}))
-    hint = did_you_mean(str(item["input"]), re.findall(r"'(\w+)'", rule)) if item["type"] == "literal_error" else ""
-    return f"{where}: got {item['input']!r}; it must be {rule}{hint}"
-
-
-def _known_keys(path: Sequence[str]) -> list[str]:
-    table: Any = Config
-    for part in path:
-        field = table.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
-        table = field.annotation
-    return list(table.model_fields)

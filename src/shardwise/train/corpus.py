@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import DataError, MachineError, ShardwiseError, UserError, did_you_mean
 from shardwise.train.config import DataTable
+from shardwise.train.place import documents_at, matches, place_of
 from shardwise.units import bytes_text, count_text, seconds_text
 
 _LAYOUT = 1  # of a corpus folder; a change of what is written there makes old folders unused
@@ -160,8 +160,8 @@ def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
     form: str = table.format
     if value.startswith("python:"):
         root, skip, suffix = _python_source(value.removeprefix("python:"), where), _SOURCE_SKIP, ".py"
-    elif not (root := Path(value).expanduser()).exists():
-        raise DataError(f"{where} does not exist; give a file or a folder")
+    else:
+        root = documents_at(value, where)
     saved = (root / "state.json").is_file() or (root / "dataset_dict.json").is_file()
     if form == "dataset" and not saved:
         raise DataError(f"{where} is no saved dataset; give a folder that datasets.save_to_disk wrote")
@@ -171,7 +171,7 @@ def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
         names, folder, form = _walk(root, [], cache), root, "dataset"
     else:
         names = [n for n in _walk(root, table.exclude, cache, skip) if n.endswith(suffix)]
-        names, folder = [n for n in names if _matches(Path(n), table.include)], root
+        names, folder = [n for n in names if matches(Path(n), table.include)], root
     if not names:
         rule = f"no file matches data.include {table.include} and not data.exclude {table.exclude}"
         raise DataError(f"{where} has no documents: {rule}; patterns are relative to it, such as '**/*.txt'")
@@ -192,24 +192,11 @@ def _walk(root: Path, exclude: Sequence[str], cache: Path, skip: Sequence[str] =
     names, avoid = [], cache.resolve()
     for top, folders, files in os.walk(root):
         here = Path(top).relative_to(root)
-        kept = {name for name in folders + files if not name.startswith(".") and not _matches(here / name, exclude)}
+        kept = {name for name in folders + files if not name.startswith(".") and not matches(here / name, exclude)}
         folders[:] = [f for f in folders if f in kept and f not in skip and Path(top, f).resolve() != avoid]
         plain = (Path(top, f) for f in files if f in kept)
         names += [p.relative_to(root).as_posix() for p in plain if p.is_file() or p.is_symlink()]
     return sorted(names)
-
-
-def _matches(path: Path, patterns: Sequence[str]) -> bool:
-    """Whether a relative path fits a pattern: ``*`` stays in a folder, ``**`` is any number of folders."""
-
-    def fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-        if not pattern or not parts:
-            return not parts and all(p == "**" for p in pattern)
-        if pattern[0] == "**":
-            return fits(parts, pattern[1:]) or fits(parts[1:], pattern)
-        return fnmatchcase(parts[0], pattern[0]) and fits(parts[1:], pattern[1:])
-
-    return any(fits(path.parts, pattern.split("/")) for pattern in patterns)
 
 
 def _python_source(package: str, where: str) -> Path:
@@ -322,7 +309,7 @@ def _tokenizer_files(name: str) -> list[Path]:
     """The files that decide what a tokenizer does; none for ``bytes``."""
     if name == "bytes":
         return []
-    path = Path(name).expanduser()
+    path = place_of(name, f"data.tokenizer '{name}'")
     files = [path] if path.is_file() else sorted(f for e in ("json", "txt", "model") for f in path.glob(f"*.{e}"))
     if not files:
         what = "has no tokenizer file" if path.is_dir() else "does not exist here"

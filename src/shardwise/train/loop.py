@@ -24,11 +24,13 @@ from shardwise.errors import ConfigError, Interrupted
 from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.context import sequence_share
 from shardwise.parallel.materialize import build
+from shardwise.parallel.replicate import finish_reduction
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
 from shardwise.train.config import Config
 from shardwise.train.corpus import Corpus
 from shardwise.train.evaluate import held_out_bits_per_byte
+from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
@@ -191,7 +193,7 @@ class Run:
         if base is not None:
             base.close()
         elif config.model.weights is not None:
-            load_weights(self.session.module, config.model.weights)
+            load_weights(self.session.module, config.model.weights, verify=config.checkpoint.verify, collective=True)
         seed_everything(config.train.seed, self._luck)
         return model
 
@@ -203,7 +205,11 @@ class Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapters = add_adapters(model, self.plan, real=self.is_main)
-        base = None if weights is None else BaseWeights(model, weights)
+        base = (
+            None
+            if weights is None
+            else BaseWeights(model, weights, verify=self.config.checkpoint.verify, collective=True)
+        )
         if base is None and self.is_main:
             self.reporter.say("model.weights is not given: adapters are trained beside random weights")
         origin = {"weights": weights, "seed": seed} if base is None else {"weights": weights, "digest": base.digest}
@@ -278,6 +284,7 @@ class Run:
             self.reporter.evaluated(self.session.steps_done, self.heldout_bits)
 
     def _save(self, metrics: MetricsFile | None) -> Folder:
+        check_weights(self.session)
         state = {
             "position": self.position,
             "tokens": self.tokens,
@@ -340,6 +347,7 @@ class Run:
             inputs, labels = sequence_share((inputs, labels), self.plan, self.session.place.cp)
         device = self.session.device
         (token_loss_sum(self.session.applied.outer(inputs.to(device)), labels.to(device)) * 0.0).backward()
+        finish_reduction(self.session.applied.outer)
         self.session.optimizer.zero_grad()
 
     def _resume(self) -> None:
@@ -356,9 +364,10 @@ class Run:
             )
         with resume.advice(path, earlier):
             manifest = exchange.together(lambda: read_manifest(path))
-        resume.refuse_other_samples(manifest, path, self._order_facts())
-        resume.refuse_other_base(manifest, path, self.adapter_facts)
-        resume.refuse_fewer(manifest, config, len(self.samples))
+        with resume.reading_state(path):
+            resume.refuse_other_samples(manifest, path, self._order_facts())
+            resume.refuse_other_base(manifest, path, self.adapter_facts)
+            resume.refuse_fewer(manifest, config, len(self.samples))
         made = resume.options_of(session.optimizer)
         if manifest.step:
             self._prime()
@@ -366,23 +375,25 @@ class Run:
             load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=config.checkpoint.verify)
             luck = rank_to_follow(manifest.plan, self.plan, session.ranks.rank)
             saved = exchange.together(lambda: rng_for(path, luck))
-        changed = resume.changed_keys(manifest, config.optimizer)
-        resume.set_changed(session.optimizer, made, manifest, changed, config.optimizer)
         state = manifest.state
         session.steps_done = manifest.step
-        self.position, self.tokens = int(state["position"]), int(state["tokens"])
-        self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
-        self.total = resume.steps_in_all(config, len(self.samples), self.global_batch, manifest.step, self.position)
-        if session.scaler is not None and state["scaler"]:
-            session.scaler.load_state_dict(state["scaler"])
+        with resume.reading_state(path):
+            changed = resume.changed_keys(manifest, config.optimizer)
+            resume.set_changed(session.optimizer, made, manifest, changed, config.optimizer)
+            self.position, self.tokens = int(state["position"]), int(state["tokens"])
+            self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
+            if session.scaler is not None and state["scaler"]:
+                session.scaler.load_state_dict(state["scaler"])
+            steps = resume.steps_in_all(config, len(self.samples), self.global_batch, manifest.step, self.position)
+            self.total, told = steps, resume.news(manifest, config, self.plan, steps)
         if saved is not None:
             restore_random_states(saved, session.device)
         else:  # a rank that was not there: not the numbers of the first step again
             seed_everything(config.train.seed + manifest.step, self._luck)
         if self.is_main:
             self.reporter.say(f"resuming after step {manifest.step} of {self.total} from '{path}'")
-            if news := resume.news(manifest, config, self.plan, self.total):
-                self.reporter.say(f"changed since then: {'; '.join(news)}")
+            if told:
+                self.reporter.say(f"changed since then: {'; '.join(told)}")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:

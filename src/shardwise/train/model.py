@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import ModelError, did_you_mean
+from shardwise.spec.document import read_json
+from shardwise.train.causal import causal_configuration, configuration_file
 from shardwise.train.config import Config
 from shardwise.train.optimizer import check_kwargs, load_object
 
@@ -32,7 +33,7 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
         made = load_object(table.factory, "model.factory")
         check_kwargs(made, f"model.factory '{table.factory}'", **table.kwargs)
         return lambda: _checked_module(made(**table.kwargs), f"model.factory '{table.factory}'", table.freeze)
-    facts = _read_configuration(Path(str(table.config)))
+    facts = causal_configuration(Path(str(table.config)))
     problems = []
     known = getattr(facts, "vocab_size", None)
     if known is not None and known < vocab_size:
@@ -65,64 +66,8 @@ def model_facts(config: Config) -> dict[str, Any]:
         return {"kind": "factory", "factory": table.factory, "kwargs": table.kwargs}
     return {
         "kind": "transformers",
-        "config": json.loads(configuration_file(Path(str(table.config))).read_bytes()),
+        "config": read_json(configuration_file(Path(str(table.config)))),
     }
-
-
-def configuration_file(path: Path) -> Path:
-    """The ``config.json`` that ``model.config`` means.
-
-    Raises:
-        ModelError: there is none.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ModelError(
-            f"model.config '{path}': there is no file '{file.absolute()}'; give a config.json or a folder with one "
-            "(paths in a config are relative to the folder the command runs in)"
-        )
-    return file
-
-
-def _read_configuration(path: Path) -> Any:
-    file = configuration_file(path)
-    try:
-        keys = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.config '{path}': '{file}' cannot be read as JSON: {error}; repair it") from None
-    if not isinstance(keys, dict):
-        raise ModelError(f"model.config '{path}': '{file}' holds {keys!r:.40}, not an object; repair it")
-    kind = keys.get("model_type")
-    if "auto_map" in keys:
-        raise ModelError(
-            f"model.config '{path}' names code of its own to be run (auto_map), and no code of a model's folder is; "
-            "use a model that transformers has, or model.factory"
-        )
-    try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-        from transformers.utils import logging
-    except ImportError:
-        raise ModelError("model.config needs transformers; install it with: pip install 'shardwise[hf]'") from None
-    if kind not in CONFIG_MAPPING:
-        hint = did_you_mean(str(kind), CONFIG_MAPPING)
-        raise ModelError(
-            f"model.config '{path}': transformers has no model_type '{kind}'{hint}; "
-            f"repair '{file}' or update transformers"
-        )
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        facts = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its checks raise classes of several packages
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ModelError(f"model.config '{path}' cannot be used: {reason}; repair '{file}'") from None
-    if type(facts) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"model.config '{path}': model_type '{facts.model_type}' is no causal language model; "
-            "give the configuration of one, or use model.factory"
-        )
-    facts.use_cache = False
-    return facts
 
 
 def _checked_module(module: Any, where: str, freeze: list[str]) -> nn.Module:

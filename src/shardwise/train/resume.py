@@ -15,7 +15,7 @@ from shardwise.checkpoint import exchange
 from shardwise.checkpoint.format import Manifest, saved_steps
 from shardwise.checkpoint.load import newest_of_all
 from shardwise.checkpoint.storage import Folder
-from shardwise.errors import CheckpointError, CheckpointMismatch, ConfigError
+from shardwise.errors import CheckpointError, CheckpointMismatch, ConfigError, ShardwiseError
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config, OptimizerTable
 from shardwise.train.metrics import read_metrics
@@ -49,6 +49,22 @@ def advice(path: Folder, earlier: Folder | None) -> Iterator[None]:
     except CheckpointError as error:
         then = f"goes on from '{earlier.name}'" if earlier is not None else "begins again: there is no earlier one"
         raise CheckpointError(f"{error} (without '{path}' the same command {then})") from None
+
+
+@contextmanager
+def reading_state(path: Folder) -> Iterator[None]:
+    """The caller's own part of a manifest has no schema: what does not fit it is damage, said as such.
+
+    Raises:
+        CheckpointError: a value is missing or of another kind.
+    """
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"'{path / 'manifest.json'}' is damaged: its state is not a run's ({what})") from None
 
 
 def refuse_lost(output: Path, folder: Folder) -> None:

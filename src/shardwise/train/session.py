@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
@@ -30,17 +29,24 @@ from shardwise.parallel.group import Ranks, gather_ints, leave
 from shardwise.parallel.home import home_of
 from shardwise.parallel.in_backward import InBackward
 from shardwise.parallel.materialize import Fill
+from shardwise.parallel.optimizer_trial import check_optimizer
 from shardwise.parallel.precision import grad_scaler
+from shardwise.parallel.replicate import Replicated
 from shardwise.parallel.same_batches import check_same_batches, checksum
 from shardwise.parallel.shard import discard_gradients
+from shardwise.parallel.unit_order import orders_of
+from shardwise.parallel.unsupported import refuse_unsupported
 from shardwise.plan.dims import Place
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
+from shardwise.train.agreement import Agreement
+from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
 from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
 from shardwise.train.stream import Stream
+from shardwise.train.structure import StructureWatch
 from shardwise.train.windows import split_batch, windows
 
 Planner = Callable[[nn.Module, Optimizer], Plan]
@@ -113,12 +119,14 @@ class Session:
     timekeeper: Timekeeper | None = None
     mail: list[Mail] = field(default_factory=list)
     in_backward: InBackward | None = None
+    _agreement: Agreement | None = None
     _stream: Stream | None = None
     _plan: Plan | None = None
     _applied: Applied | None = None
     _optimizer: Optimizer | None = None
     _trainable: list[nn.Parameter] = field(default_factory=list)
     _stop_asked: bool = False
+    _forwards: int = 0
     _phase: str = "other"
 
     @property
@@ -139,7 +147,8 @@ class Session:
     def stream(self) -> Stream:
         """Where the loop stands in its data."""
         if self._stream is None:
-            self._stream = Stream(self.ranks, self.device, (self.place.dp, self.dp))
+            self._stream = Stream(self.ranks, self.device, (self.place.dp, self.dp), self.plan.grad_accum)
+            self.mail.append(self._stream.watch)
         return self._stream
 
     @property
@@ -175,6 +184,13 @@ class Session:
         if self._applied is None:
             raise UserError("call session.prepare(model, optimizer) first")
         return self._applied
+
+    @property
+    def agreement(self) -> Agreement:
+        """What ranks agree on at the end of a step's last backward."""
+        if self._agreement is None:
+            raise UserError("call session.prepare(model, optimizer) first")
+        return self._agreement
 
     @property
     def module(self) -> nn.Module:
@@ -215,6 +231,7 @@ class Session:
                 f"the plan is for {self._plan.device}, and this rank computes on {self.device.type}; give "
                 f"start(..., device='{self._plan.device}'), or a plan whose device is '{self.device.type}'"
             )
+        hooks = ParameterHooks(model, self._plan)
         if self._plan.parsed.engine == "deepspeed":
             from shardwise.parallel.deepspeed import apply_deepspeed
 
@@ -223,6 +240,8 @@ class Session:
             names = parameter_names(model)
             self._applied = apply(model, self._plan, self.device, sample, fill)
             self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
+            refuse_unsupported(self._applied.outer, self._plan.strategy)
+            check_optimizer(self._optimizer, self._applied.module, self._plan, self.ranks)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
         if self._plan.optimizer_in_backward:
             self.in_backward = InBackward(self._optimizer)
@@ -232,21 +251,32 @@ class Session:
         if self.ranks.is_main:
             for note in self._applied.warnings:
                 logging.getLogger("shardwise").warning(note)
+        self._agreement = Agreement(self._applied, self._plan, self.ranks)
+        if self._applied.pipeline is None and orders_of(self._applied.outer):
+            self._applied.outer.register_forward_pre_hook(self._meet, prepend=True)
+        self.observers[:0] = [hooks, StructureWatch()]  # before those who look at gradients
+        self.mail.append(hooks)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer
 
     def steps(
-        self, loader: Iterable[Any], *, limit: int | None = None, count: Callable[[Any], int] = count_labels
+        self,
+        loader: Iterable[Any],
+        *,
+        limit: int | None = None,
+        count: Callable[[Any], int] = count_labels,
+        sharded: bool | None = None,
     ) -> Iterator[Step]:
         """One `Step` for each global batch of ``loader``, which yields micro batches.
 
         Args:
             loader: yields ``(inputs, labels)`` or dicts with ``labels``. Each rank is given its own share, unless the
-                loader has a ``DistributedSampler``.
+                loader deals by rank itself, as one with a ``DistributedSampler`` does.
             limit: stop after this many steps.
             count: number of loss terms that labels stand for; integer labels other than ``-100``, else samples.
+            sharded: whether each rank's loader yields that rank's own share already; found out if left out.
         """
-        share = windows(self.stream.open(loader), self.plan.grad_accum)
+        share = windows(self.stream.open(loader, sharded), self.plan.grad_accum)
         return self.run_windows(share, limit=limit, count=count)
 
     def run_windows(
@@ -271,8 +301,10 @@ class Session:
             tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
             own, mail = [tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self._post()
             self.phase = "control"
-            rows = gather_ints([*own, *mail], self.ranks)
+            rows = gather_ints([*own, *mail], self.ranks, "the start of a step")
             self.phase = "other"
+            if any(row[1] for row in rows):
+                self._keep_together(rows)
             self._deliver(rows, len(own))
             if any(row[2] for row in rows):
                 self.stopped = True
@@ -289,8 +321,8 @@ class Session:
             micros += [Micro(last.inputs, last.labels, num_tokens=0, filler=True)] * (length - len(micros))
             number = self.steps_done + 1
             step = Step(self, number, micros, *self._in_all(rows))
-            self._keep_together(rows)
             self.in_step = True
+            self.agreement.begin_step()
             self.notify("on_step_start", step)
             try:
                 yield step
@@ -369,8 +401,10 @@ class Session:
 
         Raises:
             UserError: in the middle of a step, or the folder cannot be written to or is another run's.
+            TrainingError: a trained weight is not finite; nothing is written.
             CheckpointError: a rank could not write its part. Earlier checkpoints stay.
         """
+        gather_ints([], self.ranks, "session.save")
         folder = folder_of(folder)
         wanted = (str(folder), keep, async_save)
         if self.saver is not None and (str(self.saver.folder), self.saver.keep, self.saver.async_save) != wanted:
@@ -435,40 +469,37 @@ class Session:
         leave(self.ranks)
         if self.in_backward is not None:
             self.in_backward.remove()
-        self._applied = self._optimizer = self.in_backward = None
+        self._applied = self._optimizer = self.in_backward = self._agreement = None
         self._trainable = []
         self.observers, self.phase_watchers, self.mail = [], [], []
 
-    def check_unused(self) -> None:
-        """DDP waits for the gradient of every parameter; one that takes no part in the loss is said by name.
-
-        DeepSpeed would update it by a gradient of zero, so that its weight decays.
+    def check_forward(self) -> None:
+        """A loss under DDP must come through the prepared model, or nothing would be reduced.
 
         Raises:
-            ModelError: after the first step, before PyTorch would fail in the second.
+            UserError: the model was not called since the micro batch began.
         """
-        engine = self.applied.engine
-        if engine is not None:
-            unused = engine.unused()
-        elif isinstance(self.applied.outer, DistributedDataParallel):
-            live = self.module.named_parameters()
-            unused = [clean_name(name) for name, p in live if p.requires_grad and p.grad is None]
-        else:
-            return
-        if unused:
-            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-            does = "waits for" if engine is None else "updates"
-            raise ModelError(
-                f"{', '.join(unused[:3])}{more} got no gradient: they take no part in the loss, and "
-                f"{self.plan.strategy} {does} them; freeze them with requires_grad_(False), or use fsdp"
+        outer = self.applied.outer
+        if isinstance(outer, Replicated) and outer.forwards == self._forwards:
+            raise UserError(
+                "step.backward: the prepared model was not called for this micro batch, so its gradients would not be "
+                "reduced over the ranks; call model(inputs), and move what model.some_method(...) or a submodule does "
+                "into the model's forward"
             )
 
-    def begin_micro(self, *, last: bool) -> None:
+    def _meet(self, module: nn.Module, args: Any) -> None:
+        """A forward that is no part of a step gathers sharded weights, too: every rank must be there."""
+        if self._applied is not None and not (self.in_step and torch.is_grad_enabled()):
+            gather_ints([], self.ranks, "an evaluation")
+
+    def begin_micro(self, *, last: bool, filler: bool = False) -> None:
         """Called by `Step` before each micro batch."""
         if self.applied.engine is not None:
             self.applied.engine.begin_micro(last=last)
         else:
             set_gradient_sync(self.applied.outer, last or self.plan.syncs_every_micro_batch)
+            self.agreement.begin_micro(last=last, filler=filler)
+        self._forwards = getattr(self.applied.outer, "forwards", 0)
         self.phase = "forward"
 
     def clip(self, clip_norm: float) -> torch.Tensor:

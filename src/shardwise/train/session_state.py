@@ -11,8 +11,9 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import UserError
 from shardwise.parallel.adapters import adapters_of
+from shardwise.train.finite import check_weights
 from shardwise.train.randomness import random_states, rank_to_follow
-from shardwise.train.resume import refuse_other_base
+from shardwise.train.resume import reading_state, refuse_other_base
 from shardwise.train.stream import Place
 
 if TYPE_CHECKING:
@@ -26,9 +27,11 @@ def save_session(session: Session, saver: Saver, state: dict[str, Any] | None) -
 
     Raises:
         UserError: it is in the middle of a step.
+        TrainingError: weights are not finite.
     """
     if session.in_step:
         raise UserError("session.save in the middle of a step; call it after step.update(optimizer)")
+    check_weights(session)
     place = session.stream.place()
     rng = random_states(session.device)
     rng |= {f"{_START}{name}": states for name, states in session.stream.at_start.items()}
@@ -79,9 +82,11 @@ def load_session(session: Session, folder: str | Folder, verify: bool) -> dict[s
     saved = rng_for(path, rank_to_follow(manifest.plan, session.plan, session.ranks.rank)) or {}
     at_start = {name.removeprefix(_START): state for name, state in saved.items() if name.startswith(_START)}
     now = {name: state for name, state in saved.items() if not name.startswith(_START)}
-    session.steps_done = session.first_step = int(facts["steps"])
-    if session.scaler is not None and facts["scaler"]:
-        session.scaler.load_state_dict(facts["scaler"])
-    session.stream.go_on(Place(int(facts["passes"]), int(facts["batches"]), int(facts["ranks"])), at_start, now)
-    user: dict[str, Any] = manifest.state["user"]
+    with reading_state(path):
+        session.steps_done = session.first_step = int(facts["steps"])
+        if session.scaler is not None and facts["scaler"]:
+            session.scaler.load_state_dict(facts["scaler"])
+        place = Place(int(facts["passes"]), int(facts["batches"]), int(facts["ranks"]))
+        user: dict[str, Any] = manifest.state["user"]
+    session.stream.go_on(place, at_start, now)
     return user

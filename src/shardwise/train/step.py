@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import TrainingError, UserError
@@ -76,7 +76,6 @@ class Step:
         self._current = -1
         self._backwards = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
-        self._loss_work: dist.Work | None = None
         self._updated = False
         self.clip_norm: float | None = None
 
@@ -90,7 +89,7 @@ class Step:
         for index, micro in enumerate(self.micros):
             self._current = index
             self._session.micros_left = len(self.micros) - 1 - index
-            self._session.begin_micro(last=index == len(self.micros) - 1)
+            self._session.begin_micro(last=index == len(self.micros) - 1, filler=micro.filler)
             yield micro
 
     def backward(self, loss_sum: torch.Tensor, count: int | None = None) -> None:
@@ -104,6 +103,11 @@ class Step:
             UserError: ``count`` is not what was agreed on, or the loss is no scalar.
         """
         session, micro = self._session, self.micros[self._current]
+        if isinstance(loss_sum, DTensor):
+            raise UserError(
+                "step.backward got a loss in which weights stand that are sharded (DTensor), as a penalty on "
+                "model.parameters() does; sum it up in the model's forward, use weight_decay, or ddp or zero1"
+            )
         if loss_sum.ndim != 0:
             shape = tuple(loss_sum.shape)
             raise UserError(f"step.backward needs a 0-d summed loss, got shape {shape}; use reduction='sum'")
@@ -118,6 +122,7 @@ class Step:
                 "call it once for each micro batch"
             )
         _refuse_mean(loss_sum, micro)
+        session.check_forward()
         self._backwards += 1
         loss = loss_sum * self.weight(micro)
         session.phase = "backward"
@@ -128,9 +133,10 @@ class Step:
                 (loss if session.scaler is None else session.scaler.scale(loss)).backward()
         if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
+        session.agreement.finish_backward()
         session.phase = "other"  # what the user sends between micro batches is not the plan's traffic
-        if self._backwards == len(self.micros) and session.ranks.world_size > 1:
-            self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
+        if self._backwards == len(self.micros):
+            session.agreement.send(self._loss_sum)
 
     def weight(self, micro: Micro) -> float:
         """What a summed loss is multiplied by: the mean over ranks is then that over all labels of the global batch."""
@@ -168,9 +174,9 @@ class Step:
         if session.place.tp == 0:
             self._loss_sum += found.detach()
         self._current, self._backwards = len(self.micros) - 1, len(self.micros)
-        self._loss_work = dist.all_reduce(self._loss_sum, async_op=True)
+        session.agreement.send(self._loss_sum)
         with WAITS.part("pipeline"):  # the last stages are through before the first ones: their part of the bubble
-            self._loss_work.wait()
+            session.agreement.arrive()
 
     def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer (the backward may have done so) and clear the gradients.
@@ -196,17 +202,14 @@ class Step:
         session.check_optimizer(optimizer)
         reshard(session.applied.outer)  # a forward without a backward would leave stale weights gathered
         session.finish_gradients()
-        if session.steps_done == session.first_step:
-            session.check_unused()
+        with WAITS.part("control"):
+            session.agreement.settle(self._loss_sum)
         if session.scaler is not None:
             with WAITS.part("clip"):
                 session.scaler.unscale_(optimizer)
         session.notify("on_gradients", self)
         engine = session.applied.engine
         norm = session.clip(clip_norm) if clip_norm is not None and engine is None else None
-        if self._loss_work is not None:
-            with WAITS.part("control"):
-                self._loss_work.wait()
         result = StepResult(self.number, self.tokens, self._loss_sum, norm)
         if session.device.type == "cpu":
             check_finite(result, scaled=session.scaler is not None)

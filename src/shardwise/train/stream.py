@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader
 
 from shardwise.errors import UserError
 from shardwise.parallel.group import Ranks
+from shardwise.train.dealing import dealer_of
 from shardwise.train.randomness import random_states, restore_random_states
-from shardwise.train.windows import has_own_shares, rank_batches
+from shardwise.train.stream_watch import StreamWatch
+from shardwise.train.windows import rank_batches
 
 _OWN = "loader"  # the state of a generator that was given to the loader
 
@@ -35,15 +37,22 @@ class Place:
 
 @dataclass
 class Stream:
-    """The passes of one session on this rank. ``share`` is which part of the micro batches it takes, of how many."""
+    """The passes of one session on this rank. ``share`` is which part of the micro batches it takes, of how many;
+    ``window`` of them are a step.
+    """
 
     ranks: Ranks
     device: torch.device
     share: tuple[int, int]
+    window: int = 1
     passes: int = 0
     batches: int = 0
     at_start: dict[str, torch.Tensor] = field(default_factory=dict)
+    watch: StreamWatch = field(init=False)
     _resume: tuple[Place, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        self.watch = StreamWatch(self.ranks, self.window)
 
     def place(self) -> Place:
         """Where the loop stands; between two steps."""
@@ -64,8 +73,10 @@ class Stream:
         if now:
             restore_random_states(now, self.device)
 
-    def open(self, loader: Iterable[Any]) -> Iterable[Any]:
+    def open(self, loader: Iterable[Any], sharded: bool | None = None) -> Iterable[Any]:
         """This rank's micro batches of a pass; nothing of one that was done before the resume.
+
+        ``sharded`` says whether the loader deals its samples out by itself; ``None`` is to find out.
 
         Raises:
             UserError: the loader deals its samples out by itself, and the number of ranks is another one now.
@@ -73,21 +84,27 @@ class Stream:
         self.passes += 1
         self.batches = 0
         if self._resume is None:
-            return self._pass(loader, 0, {}, {})
+            return self._pass(loader, 0, {}, {}, sharded)
         place, at_start, now = self._resume
         if self.passes < place.passes:
             return ()
         self._resume = None
         self.batches = place.batches
-        if has_own_shares(loader) and place.ranks != self.share[1]:
+        dealer = dealer_of(loader, sharded)
+        if dealer is not None and place.ranks != self.share[1]:
             raise UserError(
                 f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader "
-                "with a DistributedSampler cannot go on there; leave it out, session.steps deals the samples out"
+                f"with a {dealer.name} cannot go on there; leave it out, session.steps deals the samples out"
             )
-        return self._pass(loader, place.batches, at_start, now)
+        return self._pass(loader, place.batches, at_start, now, sharded)
 
     def _pass(
-        self, loader: Iterable[Any], skip: int, at_start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]
+        self,
+        loader: Iterable[Any],
+        skip: int,
+        at_start: dict[str, torch.Tensor],
+        now: dict[str, torch.Tensor],
+        sharded: bool | None,
     ) -> Iterator[Any]:
         generators = _generators(loader)
         if at_start:
@@ -102,7 +119,18 @@ class Stream:
             if now:
                 restore_random_states(now, self.device)
 
-        yield from rank_batches(loader, self.ranks, skip=skip, skipped=skipped, share=self.share)
+        def opened() -> Iterable[Any]:
+            return rank_batches(
+                loader,
+                self.ranks,
+                skip=skip,
+                skipped=skipped,
+                share=self.share,
+                sharded=sharded,
+                see=self.watch.see,
+            )
+
+        yield from self.watch.guard(opened, loader)
 
 
 def _generators(loader: Iterable[Any]) -> list[torch.Generator]:

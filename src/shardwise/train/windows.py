@@ -7,24 +7,27 @@ a window over all ranks is the next ``dp × accumulation`` batches of the stream
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from shardwise.errors import DataError
 from shardwise.parallel.group import Ranks, broadcast_text
+from shardwise.train.alike import read_alike
+from shardwise.train.dealing import Share, check_dealer, dealer_of, loads_by_index
+from shardwise.train.draws import Raising, compared
+from shardwise.train.items import from_text, to_text
 
 CHUNK = 64  # items of a rank that are told at once
-
-Share = tuple[int, int]  # which part of the micro batches, from 0, and of how many
+FAILED = "!"  # what a message begins with that is no JSON
 
 
 class RankBatches(Sampler[Any]):
     """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), as rank 0 draws them.
 
-    The first ``skip`` items are drawn and dropped; then ``skipped`` is called, before anything is loaded.
+    The first ``skip`` items are drawn and dropped; then ``skipped`` is called, before anything is loaded. With
+    ``compare`` ranks look first whether the sampler or its dataset deals by rank already.
     """
 
     def __init__(
@@ -34,27 +37,56 @@ class RankBatches(Sampler[Any]):
         share: Share | None = None,
         skip: int = 0,
         skipped: Callable[[], None] | None = None,
+        *,
+        dataset: Any = None,
+        compare: bool = False,
     ) -> None:
         self.inner = inner
         self.ranks = ranks
         self.share = share or (ranks.rank, ranks.world_size)
         self.skip = skip
         self.skipped = skipped
+        self.dataset = dataset
+        self.compare = compare
 
     def __iter__(self) -> Iterator[Any]:
         size = CHUNK * self.share[1]  # so that every rank has had as many when the next chunk is due
-        source = _dropped(iter(self.inner), self.skip) if self.ranks.is_main else None
-        if self.skipped is not None:
-            self.skipped()
-        if source is not None and self.ranks.world_size == 1:
+        source = self._source()
+        if self.ranks.world_size == 1:
             yield from source
             return
         while True:
-            drawn = [] if source is None else list(itertools.islice(source, size))
-            chunk = json.loads(broadcast_text(json.dumps(drawn, default=int), self.ranks))
+            chunk = from_text(self._told(source, size))
             yield from chunk[self.share[0] :: self.share[1]]
             if len(chunk) < size:
                 return
+
+    def _source(self) -> Iterator[Any]:
+        """What rank 0 draws, and nothing elsewhere; ranks first compare what they would draw."""
+        source: Iterable[Any] = self.inner if self.ranks.is_main else ()
+        if self.compare and self.ranks.world_size > 1:
+            source = compared(self.inner, self.dataset, self.ranks)
+        try:
+            return _dropped(iter(source), self.skip)
+        except Exception as error:  # the others wait to be told
+            return Raising(error)
+        finally:
+            if self.skipped is not None:
+                self.skipped()
+
+    def _told(self, source: Iterator[Any], size: int) -> str:
+        """The next items as rank 0 tells them; what goes wrong there is raised everywhere."""
+        text, failure = "", None
+        try:
+            text = to_text(list(itertools.islice(source, size))) if self.ranks.is_main else ""
+        except Exception as error:  # the others wait for it
+            failure, text = error, f"{FAILED}{type(error).__name__}: {error}"
+        text = broadcast_text(text, self.ranks)
+        if failure is not None:
+            raise failure
+        if text.startswith(FAILED):
+            raise DataError(f"the loader's sampler failed on rank 0: {text.removeprefix(FAILED)}")
+        return text
 
 
 def rank_batches(
@@ -63,45 +95,28 @@ def rank_batches(
     skip: int = 0,
     skipped: Callable[[], None] | None = None,
     share: Share | None = None,
+    *,
+    sharded: bool | None = None,
+    see: Callable[[Iterable[Any]], Iterator[Any]] = iter,
 ) -> Iterable[Any]:
     """This rank's share of ``loader``: ``share``, which ranks that work on the same samples have in common, or by rank.
 
-    A ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One with a
-    ``DistributedSampler`` is taken as it is. Of anything else every rank reads the whole stream and keeps its share.
-    The first ``skip`` micro batches (of all ranks together) are left out, from a map-style dataset without loading
-    them; then ``skipped`` is called. Without any to skip it is not.
+    PyTorch's own ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One that deals
+    by rank itself is taken as it is. Of anything else every rank reads the whole stream and keeps its share; ``see``
+    is given that stream and passes it on. The first ``skip`` micro batches (of all ranks together) are left out, from
+    a map-style dataset without loading them; then ``skipped`` is called. Without any to skip it is not.
     """
     share = share or (ranks.rank, ranks.world_size)
-    loads_by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if has_own_shares(loader):
-        _check_sampler(loader, share)
+    dealer = dealer_of(loader, sharded)
+    if dealer is not None:
+        check_dealer(dealer, share, (ranks.rank, ranks.world_size), sharded)
         return _after(loader, skip // share[1], skipped)
-    if loads_by_index and (skip or ranks.world_size > 1):
-        return _rebuilt(loader, ranks, share, skip, skipped if skip else None)  # type: ignore[arg-type]
-    rest = _after(loader, skip, skipped)
-    return rest if share[1] == 1 else itertools.islice(iter(rest), share[0], None, share[1])
-
-
-def has_own_shares(loader: Iterable[Any]) -> bool:
-    """Whether a loader deals its samples out to the ranks by itself."""
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    return isinstance(loader, DataLoader) and any(isinstance(sampler, DistributedSampler) for sampler in samplers)
-
-
-def _check_sampler(loader: Iterable[Any], share: Share) -> None:
-    """A sampler that deals by rank must deal by data-parallel rank.
-
-    Raises:
-        DataError: it does not.
-    """
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    for sampler in samplers:
-        if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != share:
-            raise DataError(
-                f"the loader's DistributedSampler deals for rank {sampler.rank} of {sampler.num_replicas}, but this "
-                f"rank takes part {share[0]} of {share[1]} of the data; leave the sampler out, session.steps deals the "
-                "samples out"
-            )
+    if loads_by_index(loader) and (skip or ranks.world_size > 1):
+        return _rebuilt(loader, ranks, share, skip, skipped if skip else None, sharded)  # type: ignore[arg-type]
+    if ranks.world_size == 1:
+        return _after(loader, skip, skipped)
+    rest = _after(see(read_alike(loader, ranks)), skip, skipped)
+    return itertools.islice(iter(rest), share[0], None, share[1])
 
 
 def _after(stream: Iterable[Any], skip: int, skipped: Callable[[], None] | None) -> Iterable[Any]:
@@ -121,15 +136,20 @@ def _dropped(source: Iterator[Any], skip: int) -> Iterator[Any]:
 
 
 def _rebuilt(
-    loader: DataLoader[Any], ranks: Ranks, share: Share, skip: int, skipped: Callable[[], None] | None
+    loader: DataLoader[Any],
+    ranks: Ranks,
+    share: Share,
+    skip: int,
+    skipped: Callable[[], None] | None,
+    sharded: bool | None,
 ) -> DataLoader[Any]:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"in_order": loader.in_order}
     if loader.num_workers:
-        options = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    if loader.batch_sampler is not None:
-        options["batch_sampler"] = RankBatches(loader.batch_sampler, ranks, share, skip, skipped)
-    else:  # batch_size=None: the dataset's items are batches already
-        options |= {"batch_size": None, "sampler": RankBatches(loader.sampler, ranks, share, skip, skipped)}
+        options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    single = loader.batch_sampler is None  # batch_size=None: the dataset's items are batches already
+    inner: Any = loader.sampler if single else loader.batch_sampler
+    draws = RankBatches(inner, ranks, share, skip, skipped, dataset=loader.dataset, compare=sharded is None)
+    options |= {"batch_size": None, "sampler": draws} if single else {"batch_sampler": draws}
     return DataLoader(
         loader.dataset,
         num_workers=loader.num_workers,

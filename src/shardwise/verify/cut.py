@@ -55,13 +55,13 @@ def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watc
     How wide a hidden state is was seen where it enters a block, and so was whether the loss is this package's own.
     """
     tally, plan, decision = Tally(), session.plan, session.applied.decision
-    facts = _Facts(session, spec, micros, max(watch.widths, default=0))
+    facts = _Facts(session, spec, micros, watch)
     if decision is not None and decision.layout is not None:
         _tensor(tally, facts, decision.layout)
         if watch.logits and decision.layout.logits is not None:
             _loss(tally, facts, watch.recorder.collectives)
     if decision is not None and decision.context is not None:
-        _context(tally, facts, decision.context.sites)
+        _context(tally, facts, decision.context.sites, watch)
     if plan.dims.pp > 1:
         _pipeline(tally, facts)
     return {**tally.traffic(bytes_known=facts.known), **_data(facts)}
@@ -70,11 +70,16 @@ def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watc
 class _Facts:
     """What all axes need to know of a step."""
 
-    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], width: int) -> None:
-        self.session, self.spec, self.plan, self.width = session, spec, session.plan, width
+    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepWatch) -> None:
+        self.session, self.spec, self.plan, self.forwards = session, spec, session.plan, watch.forwards
+        self.width = max(watch.widths, default=0)
+        self.batches = number = len(micros)
         known = tokens_of(micros)
-        self.known = known is not None and width > 0
-        self.micros = known or [(0, 0)] * len(micros)
+        if self.forwards.number not in (0, number):  # the model is called more or less often: each counts as one
+            number = self.forwards.number
+            known = self.forwards.shapes_known
+        self.known = known is not None and self.width > 0
+        self.micros = known or [(0, 0)] * number
         self.tokens = sum(samples * length for samples, length in self.micros)
         self.names = {clean_name(n) for n, _ in session.module.named_parameters(remove_duplicate=False)}
         own = max(p.itemsize for p in session.spec.parameters)
@@ -203,7 +208,7 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     plan, elements = facts.plan, sum(p.num_elements for p in partial.values())
     low, high = facts.bytes(elements)
     if plan.parsed.shards_parameters or plan.dims.dp * plan.dims.cp > 1:
-        times = len(facts.micros) if plan.syncs_every_micro_batch else 1
+        times = facts.batches if plan.syncs_every_micro_batch else 1
         calls = len(partial) * times
         tally.add("all_reduce", "tp", (calls, calls), (low * times, high * times))
     else:
@@ -227,10 +232,15 @@ def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> Non
         tally.add("all_reduce", "tp", (0, 8 * number), (0, 8 * num_bytes))
 
 
-def _context(tally: Tally, facts: _Facts, sites: Sequence[str]) -> None:
-    """Two exchanges for each attention, forward and backward; how many bytes depends on its heads."""
+def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepWatch) -> None:
+    """Two exchanges for each attention, forward and backward; how many bytes depends on its heads.
+
+    Attention outside of repeated blocks, or in blocks that run as often as the model likes, is as often as it was seen.
+    """
     here = sum(facts.block_of(site) is not None for site in sites)
     number = here * len(facts.micros)
+    if (here < len(sites) and not facts.spec.blocks) or not facts.forwards.one_each(facts.spec.blocks):
+        number = watch.exchanged // (2 if facts.again else 1)
     more = 2 * number if facts.again else 0
     least = (4 * number if facts.trained else 2 * number) + (more if facts.again_least else 0)
     tally.add("all_to_all", "cp", (least, 4 * number + more), (0, 0))
@@ -275,7 +285,8 @@ def _data(facts: _Facts) -> dict[str, Traffic]:
     plan, session = facts.plan, facts.session
     local = facts.spec.model_copy(update={"parameters": tuple(local_parameters(session, facts.spec))})
     units = [unit for unit in units_of(local) if unit[0].block is not None] + root_units(session, local)
-    found = expected_traffic(local, plan, len(facts.micros), units, once=keeps_gathered(plan))
+    calls = facts.forwards.of_units(facts.spec.blocks)
+    found = expected_traffic(local, plan, facts.batches, units, once=keeps_gathered(plan), calls=calls)
     return {f"{name} over {data_axis(plan, name)}": traffic for name, traffic in found.items()}
 
 

@@ -8,7 +8,9 @@ that all of them go on or all of them stop.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+
+from torch import nn
 
 from shardwise.cost.memory import held_elements
 from shardwise.measure import state
@@ -22,6 +24,7 @@ from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.verify.adapters import adapter_lines
+from shardwise.verify.compute import compute_line
 from shardwise.verify.engine_lines import SeenGradients, engine_lines
 from shardwise.verify.options import option_lines
 from shardwise.verify.part import shard_dim_of, shard_rank, used_spec
@@ -34,6 +37,8 @@ from shardwise.verify.watch import StepWatch
 
 PROBED_STEP = 2  # counted from the start of this process: the first step still allocates
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
+_FACTORS = ("bfloat16", "float16", "float32", "float64")
+_AS_REAL = {"complex64": "float32", "complex128": "float64"}  # how DDP sends them
 
 
 class EffectsProbe:
@@ -42,9 +47,13 @@ class EffectsProbe:
     Args:
         on_receipt: called on rank 0 with the receipt, before a false line raises.
         strict: raise `ReceiptError` on all ranks when a line is false on any.
+        told: lines about the run that nothing here can check.
     """
 
-    def __init__(self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True) -> None:
+    def __init__(
+        self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True, told: tuple[Line, ...] = ()
+    ) -> None:
+        self.told = told
         self.receipt: Receipt | None = None
         self._on_receipt = on_receipt
         self._strict = strict
@@ -52,19 +61,21 @@ class EffectsProbe:
         self._watch: StepWatch | None = None
         self._before: set[str] = set()
         self._gradients: SeenGradients | None = None
+        self._scale = 0.0
 
     def on_prepared(self, session: Session) -> None:
         """Nothing yet."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Start recording when it is the step to watch."""
+        """Start recording when it is the step to watch; where fp16's scaler skips that, the next is watched."""
         self._stop_recording()
         self._seen += 1
         if self._seen < PROBED_STEP:
             self._before = {digest(micro) for micro in step.micros}
-        if self.receipt is not None or self._seen < PROBED_STEP or not _has_stepped(session):
+        if self.receipt is not None or self._seen < PROBED_STEP:
             return
         reshard(session.applied.outer)  # an evaluation may have left parameters gathered
+        self._scale = 0.0 if session.scaler is None else session.scaler.get_scale()
         self._watch = StepWatch(session, step)
 
     def on_gradients(self, session: Session, step: Step) -> None:
@@ -78,13 +89,19 @@ class EffectsProbe:
             return
         watch = self._watch
         self._stop_recording()
+        skipped = _skipped(session, self._scale)
+        if all(skipped):
+            return
         if session.applied.engine is not None:
             own = [*engine_lines(session, step, watch, self._gradients)]
         else:
             own = effects_lines(session, step, watch)
         lines = [*own, *sample_lines(session, step.micros, self._before)]
         lines += tied_lines(session)
-        lines += replica_lines(session)
+        lines += [*replica_lines(session), *self.told]
+        if any(skipped):
+            found = f"rank {', '.join(str(rank) for rank, skips in enumerate(skipped) if skips)} alone"
+            lines.append(Line(name="an overflow skips the step on", planned="every rank", found=found, ok=False))
         self.receipt = agree(session, "effects", lines)
         if self._on_receipt is not None and session.ranks.is_main:
             self._on_receipt(self.receipt)
@@ -102,12 +119,11 @@ class EffectsProbe:
         self._watch = None
 
 
-def _has_stepped(session: Session) -> bool:
-    """False while fp16's scaler has skipped every step so far, so that there is no optimizer state to look at."""
+def _skipped(session: Session, before: float) -> list[bool]:
+    """On which ranks fp16's scaler has just skipped a step: its scale fell. A later one is looked at where all did."""
     if session.scaler is None:
-        return True
-    stepped = any(True for _ in state.optimizer_tensors(session.optimizer))
-    return any(row[0] for row in gather_ints([int(stepped)], session.ranks))
+        return [False]
+    return [bool(row[0]) for row in gather_ints([int(session.scaler.get_scale() < before)], session.ranks)]
 
 
 def agree(session: Session, title: str, lines: list[Line]) -> Receipt:
@@ -137,7 +153,7 @@ def effects_lines(session: Session, step: Step, watch: StepWatch) -> list[Line]:
         *_dtype_lines(session, watch),
         *_share_lines(session),
         *traffic_lines(session, step, watch),
-        *structure_lines(session, step, watch.block_calls),
+        *structure_lines(session, step, watch.forwards),
         *option_lines(session, step, watch),
         *offload_lines(session),
         *stepping_lines(session, watch.optimizer),
@@ -159,21 +175,27 @@ def _dtype_lines(session: Session, watch: StepWatch) -> Iterator[Line]:
     plan, spec, module, recorder = session.plan, used_spec(session), session.module, watch.recorder
     own = ", ".join(sorted({p.dtype for p in spec.parameters}))
     trained = ", ".join(sorted({p.dtype for p in spec.parameters if p.trainable}))
-    yield _same("parameter dtype", own, state.dtypes(module.parameters()))
+    yield _same("parameter dtype", own, state.dtypes(_planned(session)))
     if recorder.matmul_dtypes:
-        found = ", ".join(sorted(recorder.matmul_dtypes))
-        yield _same("compute dtype", _COMPUTE.get(plan.precision, _computed(plan, spec)), found)
+        lower = _COMPUTE.get(plan.precision)
+        narrow = {lower} if lower else _computed(plan, spec, recorder.matmul_dtypes)
+        casts = plan.precision == "fp32" or plan.parsed.shards_parameters
+        yield compute_line(narrow, recorder, casts_weights=casts)
     early, late = watch.optimizer.gradient_dtypes, state.dtypes(state.gradients(module))
     yield _same("gradient dtype", trained, ", ".join(sorted(early)) if plan.optimizer_in_backward else late)
     reducing = {item.dtype for item in recorder.collectives if is_reduction(session, item)}
     if plan.dims.dp * plan.dims.cp > 1:
-        yield _same("reduction dtype", trained, ", ".join(sorted(reducing)) or "none")
+        sent = sorted({_AS_REAL.get(p.dtype, p.dtype) for p in spec.parameters if p.trainable})
+        yield _same("reduction dtype", ", ".join(sent), ", ".join(sorted(reducing)) or "none")
 
 
-def _computed(plan: Plan, spec: ModelSpec) -> str:
-    """The dtypes that a plan without a narrower one multiplies in: of its weights, and fp32 where they are packed."""
-    kinds = {p.dtype for p in spec.parameters if p.dtype != "uint8"}
-    return ", ".join(sorted(kinds | {"float32"} if plan.parsed.adapter == "qlora" else kinds))
+def _computed(plan: Plan, spec: ModelSpec, found: Collection[str]) -> set[str]:
+    """The dtypes that a plan without a narrower one multiplies in: of its weights, and fp32 where they are packed.
+
+    Integers, bytes and 8-bit floats are frozen and no factors; a complex parameter may be one or not.
+    """
+    kinds = {p.dtype for p in spec.parameters if p.dtype in _FACTORS or p.dtype in found}
+    return kinds | {"float32"} if plan.parsed.adapter == "qlora" else kinds
 
 
 def _share_lines(session: Session) -> Iterator[Line]:
@@ -185,11 +207,18 @@ def _share_lines(session: Session) -> Iterator[Line]:
     }
     trained = [p for p in spec.parameters if p.trainable]
     whole = spec.num_parameters
-    yield _share("parameters held", sum(held.values()), state.local_elements(module.parameters()), whole)
+    yield _share("parameters held", sum(held.values()), state.local_elements(_planned(session)), whole)
     expected = 0 if plan.optimizer_in_backward else sum(held[p.name] for p in trained)
     found = state.local_elements(state.gradients(module))
     yield _share("gradients held", expected, found, spec.num_trainable)
     yield from state_lines(session, workload_of(session.optimizer, canonical_names(session)))
+
+
+def _planned(session: Session) -> list[nn.Parameter]:
+    """Parameters that `prepare` has seen; a frozen teacher, say, may have come since."""
+    known = {name for p in session.spec.parameters for name in (p.name, *p.aliases)}
+    names = canonical_names(session)
+    return [p for p in session.module.parameters() if names[id(p)] in known]
 
 
 def canonical_names(session: Session) -> dict[int, str]:

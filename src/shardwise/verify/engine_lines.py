@@ -20,9 +20,9 @@ from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.units import bytes_text
-from shardwise.verify.expected import expected_block_calls
+from shardwise.verify.compute import compute_line
 from shardwise.verify.receipt import Line
-from shardwise.verify.traffic import range_text
+from shardwise.verify.structure import block_line
 from shardwise.verify.watch import StepWatch
 
 _COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -53,7 +53,7 @@ def engine_lines(session: Session, step: Step, watch: StepWatch, seen: SeenGradi
     yield from _dtype_lines(session, watch, held, seen)
     yield from _share_lines(session, engine, held, seen)
     yield from _place_lines(session, engine, held)
-    yield from _structure_lines(session, step, watch.block_calls)
+    yield from _structure_lines(session, step, watch)
     yield from _traffic_lines(session, step, watch)
 
 
@@ -75,7 +75,7 @@ def _dtype_lines(session: Session, watch: StepWatch, held: Held, seen: SeenGradi
     if held.parameters:
         yield _same("parameter dtype", compute, state.dtypes(held.parameters))
     if watch.recorder.matmul_dtypes:
-        yield _same("compute dtype", compute, ", ".join(sorted(watch.recorder.matmul_dtypes)))
+        yield compute_line({compute}, watch.recorder, casts_weights=True)
     if held.masters:
         yield _same("fp32 weights' dtype", "float32", state.dtypes(held.masters))
     if seen is not None:
@@ -162,13 +162,10 @@ def _swap_line(session: Session, engine: Any, held: Held) -> Line:
     )
 
 
-def _structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[Line]:
+def _structure_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
     plan, spec, module = session.plan, session.spec, session.module
     if spec.blocks:
-        ends = expected_block_calls(spec, plan, len(step.micros))
-        planned = f"{range_text(ends, str)} (recompute {plan.recompute})"
-        ok = ends[0] <= block_calls <= ends[1]
-        yield Line(name="block forwards per step", planned=planned, found=str(block_calls), ok=ok)
+        yield block_line(spec, plan, len(step.micros), watch.forwards, plan.recompute)
     if spec.tied:
         live = {clean_name(n): id(p) for n, p in module.named_parameters(remove_duplicate=False)}
         planned = ", ".join(" = ".join(names) for names in spec.tied)

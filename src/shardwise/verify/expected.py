@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.plan.plan import Plan
@@ -40,20 +41,36 @@ class Reduction:
         return Reduction(ranks, dims.dp * dims.cp // ranks, again)
 
 
+@dataclass(frozen=True)
+class Calls:
+    """How often a unit ran in a step: with gradients, in the last micro batch of those, and without any."""
+
+    number: int
+    in_last: int
+    aside: int = 0
+
+
 def expected_traffic(
-    spec: ModelSpec, plan: Plan, micros: int, units: list[Unit] | None = None, *, once: bool = False
+    spec: ModelSpec,
+    plan: Plan,
+    micros: int,
+    units: list[Unit] | None = None,
+    *,
+    once: bool = False,
+    calls: Mapping[str | None, Calls] | None = None,
 ) -> dict[str, Traffic]:
     """Each collective that must be seen in forward, backward and optimizer step; all others must not.
 
     Bytes are those of the whole tensor, with the padding that even shards need. A range has two ends only where frozen
     blocks leave open whether backward reaches them. ``units`` are sharding units, if they are not those of the whole
     model; it is the data-parallel part of the traffic that is told, where there is more. With ``once`` weights are
-    gathered once in a step.
+    gathered once in a step. ``calls`` are those of each block (``None`` for the rest), where they are not one for each
+    micro batch.
     """
     if plan.dims.dp * plan.dims.cp == 1:
         return {}
     if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
-        return _sharded_traffic(units_of(spec) if units is None else units, plan, micros, once=once)
+        return _sharded_traffic(units_of(spec) if units is None else units, plan, micros, calls or {}, once=once)
     reduced = sum(p.num_elements * p.itemsize for p in spec.parameters if p.trainable)
     traffic = {"all_reduce": Traffic(None, (reduced, reduced))}
     if plan.parsed.base == "zero1":
@@ -78,39 +95,63 @@ def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
     return math.ceil(rows / ranks) * ranks * (parameter.num_elements // rows)
 
 
-def _sharded_traffic(units: list[Unit], plan: Plan, micros: int, *, once: bool) -> dict[str, Traffic]:
+def _sharded_traffic(
+    units: list[Unit], plan: Plan, micros: int, calls: Mapping[str | None, Calls], *, once: bool
+) -> dict[str, Traffic]:
     way = Reduction.of(plan)
-    ranks, again, uses = way.ranks, int(way.again and not once), 1 if once else micros
-    gathers, gathered, reduces, reduced, sliced = [0, 0], [0, 0], 0, 0, 0
+    ranks = way.ranks
+    gathers, gathered, reduces, reduced, sliced = [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]
     for unit in units:
-        is_block = unit[0].block is not None
+        block = unit[0].block
         trained = [p for p in unit if p.trainable]
         size = sum(padded_elements(p, ranks) * p.gathered_itemsize(plan.precision) for p in unit)
-        least = 1 + (again if is_block and trained else 0)
-        most = 1 + (again if is_block else 0)
-        for end, times in enumerate((least, most)):
-            gathers[end] += times * uses
-            gathered[end] += times * uses * size
-        if trained:
-            reduces += 1
-            whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
-            reduced += whole
-            sliced += whole // ranks
-    if plan.syncs_every_micro_batch:
-        reduces, reduced, sliced = reduces * micros, reduced * micros, sliced * micros
+        whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
+        again = way.again and not once and block is not None
+        uses = 1 if once else micros
+        ran = calls.get(block, Calls(uses, 1))
+        several = ran.number if plan.syncs_every_micro_batch else ran.in_last
+        often = (1, max(1, several)) if trained else (0, 0)
+        if plan.syncs_every_micro_batch and trained:
+            often = (micros, max(micros, several))
+        for end, times in enumerate(_gathers(ran, uses, again=again, trained=bool(trained))):
+            gathers[end] += times
+            gathered[end] += times * size
+            reduces[end] += often[end]
+            reduced[end] += often[end] * whole
+            sliced[end] += often[end] * (whole // ranks)
     traffic = {}
     if ranks > 1:
-        traffic["all_gather"] = Traffic((gathers[0], gathers[1]), (gathered[0], gathered[1]))
-        traffic["reduce_scatter"] = Traffic((reduces, reduces), (reduced, reduced))
+        traffic["all_gather"] = Traffic(_ends(gathers), _ends(gathered))
+        traffic["reduce_scatter"] = Traffic(_ends(reduces), _ends(reduced))
     if way.replicas > 1:
-        traffic["all_reduce"] = Traffic((reduces, reduces), (sliced, sliced))
+        traffic["all_reduce"] = Traffic(_ends(reduces), _ends(sliced))
     return traffic
 
 
-def expected_block_calls(spec: ModelSpec, plan: Plan, micros: int) -> Range:
-    """Forward calls of the repeated blocks in one optimizer step, recomputed ones included."""
-    blocks = len(spec.blocks)
+def _gathers(ran: Calls, micros: int, *, again: bool, trained: bool) -> Range:
+    """How often a unit is gathered: for each forward, and ``again`` for each backward, if backward reaches it.
+
+    Two forwards before a backward share what stays gathered, and the first of their backwards lets go of it. A unit
+    that did not run may be gathered all the same, to keep all ranks at one collective.
+    """
+    fewer, more = sorted((ran.number, micros))
+    if again:
+        return ran.number + (fewer if trained else 0), 2 * more + ran.aside
+    return fewer, more + max(0, ran.number - micros) + ran.aside
+
+
+def _ends(pair: list[int]) -> Range:
+    return pair[0], pair[1]
+
+
+def expected_block_calls(spec: ModelSpec, plan: Plan, micros: int, calls: Mapping[str, int] | None = None) -> Range:
+    """Forward calls of the repeated blocks in one optimizer step, recomputed ones included.
+
+    ``calls`` are those of each block that are not recomputed, if they are not one for each micro batch; a backward may
+    then leave some out.
+    """
     trained = {p.block for p in spec.parameters if p.trainable}
     again = 0 if plan.recompute == "none" else 1
-    reached = sum(block in trained for block in spec.blocks)
-    return micros * (blocks + again * reached), micros * blocks * (1 + again)
+    calls = dict.fromkeys(spec.blocks, micros) if calls is None else calls
+    reached = sum(min(micros, number) for block, number in calls.items() if block in trained)
+    return sum(calls.values()) + again * reached, sum(calls.values()) * (1 + again)

@@ -22,6 +22,7 @@ from shardwise.checkpoint.sources.source import Source
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import ModelError, UserError, did_you_mean
 from shardwise.parallel.materialize import build, materialize
+from shardwise.spec.document import read_json
 from shardwise.train.optimizer import check_kwargs, load_object, raised_text
 
 GIVE = "give --model"
@@ -144,7 +145,7 @@ def _named(text: str, source: Source) -> KnownModel:
         if not file.is_file():
             raise ModelError(f"model '{text}': there is no file '{file}'; give a config.json or a folder with one")
         try:
-            keys = json.loads(file.read_bytes())
+            keys = read_json(file) if isinstance(file, Path) else json.loads(file.read_bytes())
         except (OSError, ValueError) as error:
             raise ModelError(f"model '{text}': '{file}' cannot be read as JSON: {error}; repair it") from None
         if not isinstance(keys, dict):

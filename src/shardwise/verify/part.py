@@ -24,7 +24,7 @@ from shardwise.train.step import Micro, Step
 
 
 def used_spec(session: Session) -> ModelSpec:
-    """This rank's part of the model; parameters that got no gradient count as frozen: nothing is reduced for them.
+    """This rank's part of the model; parameters that no rank has a gradient of count as frozen: nothing steps them.
 
     A gradient that is there but was never reduced over the ranks is one all the same, and so is one that the backward
     has stepped and freed.

@@ -15,6 +15,7 @@ from shardwise.verify.receipt import Line
 
 DISTINCT = "samples across ranks"
 SHARED = "samples within model groups"
+PACKED = "documents in a sample"
 
 
 def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Iterator[Line]:
@@ -38,6 +39,12 @@ def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Ite
         odd = [rank for ranks in teams.values() for rank in ranks if everyone[rank] != everyone[ranks[0]]]
         found = f"other samples on ranks {', '.join(map(str, odd))}" if odd else f"the same on each {size} ranks"
         yield Line(name=SHARED, planned=f"the same on each {size} ranks", found=found, ok=not odd)
+
+
+def packed_line(*, mask_borders: bool) -> Line:
+    """What packing means, told and not checked: attention goes across documents, whatever their borders' labels."""
+    borders = "first tokens without loss" if mask_borders else "first tokens with loss"
+    return Line(name=PACKED, planned="packed", found=f"attend to each other, {borders}", ok=None)
 
 
 def _distinct(everyone: dict[int, list[str]], *, repeats: bool) -> Line:

@@ -12,8 +12,9 @@ from shardwise.cost.memory import held_shape, stepped_groups, zero1_shares
 from shardwise.cost.optimizer_state import LEAN, lean_dtypes, lean_state_bytes
 from shardwise.measure import state
 from shardwise.parallel.adafactor import Adafactor, sharing, summed_elements
+from shardwise.parallel.home import home_of
 from shardwise.spec.model import ModelSpec, ParameterSpec
-from shardwise.spec.read import dtype_name
+from shardwise.spec.read import clean_name, dtype_name
 from shardwise.spec.workload import Workload
 from shardwise.train.session import Session
 from shardwise.units import bytes_text
@@ -52,8 +53,7 @@ def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
         return
     planned = "cpu" if plan.parsed.offload else session.device.type
     found = ", ".join(sorted(watch.devices)) or "nothing"
-    skipped = session.scaler is not None and not watch.devices
-    yield Line(name="optimizer steps on", planned=planned, found=found, ok=None if skipped else planned == found)
+    yield Line(name="optimizer steps on", planned=planned, found=found, ok=planned == found)
     early = sum(phase == "backward" for phase in watch.phases.values())
     if plan.optimizer_in_backward or early:
         whole = sum(p.trainable for p in used_spec(session).parameters)
@@ -65,7 +65,7 @@ def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
 def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
     """Dtypes and size of the optimizer's state: elements, or bytes where state is not shaped as the parameters are."""
     states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
-    spec = used_spec(session)
+    spec = _with_state(session, used_spec(session))
     trained = {p.dtype for p in spec.parameters if p.trainable}
     mine, every = _stepped(session, spec, workload)
     lean = workload.optimizer if workload.optimizer in LEAN else None
@@ -88,13 +88,29 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
     yield Line(name="optimizer state held", planned=texts[0], found=texts[1], ok=expected == seen)
 
 
+def _with_state(session: Session, spec: ModelSpec) -> ModelSpec:
+    """``spec``, where what an earlier step has made state of counts as trained: all ranks may skip it in this one."""
+    inner, home = getattr(session.optimizer, "optim", session.optimizer), home_of(session.module)
+    kept = {clean_name(name) for name, p in session.module.named_parameters() if inner.state.get(p)}
+    if home is not None:
+        kept |= {home.canonical(name) for name in kept}
+    trained = {p.name for p in session.spec.parameters if p.trainable}
+    parameters = (
+        p.model_copy(update={"trainable": p.trainable or (p.name in kept and p.name in trained)})
+        for p in spec.parameters
+    )
+    return spec.model_copy(update={"parameters": tuple(parameters)})
+
+
 def _stepped(session: Session, spec: ModelSpec, workload: Workload) -> tuple[list[ParameterSpec], list[ParameterSpec]]:
     """The parameters with dimensions whose state is here, and all that the optimizer steps."""
     groups = stepped_groups(spec, workload)
     mine = every = [p for group in groups for p in group if p.shape]
     ranks = session.plan.dims.dp * session.plan.dims.cp
     if session.plan.parsed.base == "zero1" and ranks > 1:
-        mine = [p for p in zero1_shares(groups, ranks)[session.ranks.rank] if p.shape]
+        dealt = zero1_shares(stepped_groups(session.spec, workload), ranks)[session.ranks.rank]  # whether used or not
+        here = {p.name for p in dealt}
+        mine = [p for p in every if p.name in here]
     return mine, every
 
 

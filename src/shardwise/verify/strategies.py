@@ -34,7 +34,7 @@ from shardwise.verify.fit import FitProbe
 from shardwise.verify.gradients import Verdict
 from shardwise.verify.judging import CLIPPED, Judge, Judged
 from shardwise.verify.receipt import Receipt
-from shardwise.verify.references import References
+from shardwise.verify.references import References, refuse_own_collectives
 from shardwise.verify.shrink import Shrunk, build_small
 from shardwise.verify.views import Watch
 
@@ -64,7 +64,10 @@ class Row(BaseModel):
 
 
 class Task(BaseModel):
-    """What the ranks of one world are to verify. ``results`` gets one `Row` a line, as each is done."""
+    """What the ranks of one world are to verify. ``results`` gets one `Row` a line, as each is done.
+
+    ``references`` is the folder with the gradients of one process.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -74,6 +77,7 @@ class Task(BaseModel):
     seq_len: int
     plans: tuple[Plan, ...]
     results: Path
+    references: Path
 
     def to_json(self) -> str:
         """For the ranks. Keys that the user left out stay out: a config says when a key that is given does nothing."""
@@ -104,7 +108,7 @@ class Task(BaseModel):
 
 def verify_all(task: Task, ranks: Ranks, told: Callable[[Row], None] | None = None) -> list[Row]:
     """Every plan of ``task`` in turn, on all ranks of a world; what the rows say is rank 0's, which ``told`` gets."""
-    references = References(task.model, ranks)
+    references = References(task.model, task.references)
     rows = []
     for plan in task.plans:
         row = _verify(task, plan, ranks, references)
@@ -167,6 +171,7 @@ def _told_once(steps: Sequence[Judged]) -> tuple[str, ...]:
 
 def _run(task: Task, plan: Plan, session: Session, references: References) -> tuple[list[Judged], dict[str, Receipt]]:
     model = task.model(SEED if session.ranks.is_main else SEED + 1)  # rank 0's weights must win
+    refuse_own_collectives(task.model(), next(iter(global_batch(task.data, plan, STEPS[-1]).values())))
     optimizer = build_optimizer(model.parameters(), task.config.optimizer)
     sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     spec = read_model(model)

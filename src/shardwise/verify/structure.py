@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.measure import state
 from shardwise.parallel.group import gather_text
+from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.verify.expected import expected_block_calls, units_of
+from shardwise.verify.forwards import Forwards
 from shardwise.verify.part import (
     group_of,
     holding_units,
@@ -34,7 +36,7 @@ REPLICAS_APART = 1e-3  # of a norm; 16-bit compute gives the same bits on each r
 REPLICAS_FLOOR = 1e-4
 
 
-def structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[Line]:
+def structure_lines(session: Session, step: Step, forwards: Forwards) -> Iterator[Line]:
     """What this rank can judge alone."""
     plan, spec, module = session.plan, used_spec(session), session.module
     unused = _trainable_here(session, spec) - spec.num_trainable
@@ -48,11 +50,8 @@ def structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[
         yield _same("sharding units", str(planned), str(len(holding_units(module))))
     if spec.blocks:
         visible = plan.model_copy(update={"recompute": "none"}) if plan.compile else plan
-        least, most = expected_block_calls(spec, visible, len(run_micros(session, step)))
         inside = " inside of the compiled blocks" if plan.compile and plan.recompute != "none" else ""
-        planned_text = f"{range_text((least, most), str)} (recompute {plan.recompute}{inside})"
-        ok = least <= block_calls <= most
-        yield Line(name="block forwards per step", planned=planned_text, found=str(block_calls), ok=ok)
+        yield block_line(spec, visible, len(run_micros(session, step)), forwards, f"{plan.recompute}{inside}")
     tied = [names if plan.dims.pp == 1 else _present(module, names) for names in spec.tied]
     tied = [names for names in tied if len(names) > 1]
     if tied:
@@ -61,6 +60,19 @@ def structure_lines(session: Session, step: Step, block_calls: int) -> Iterator[
         yield Line(name="tied parameters", planned=planned_text, found=", ".join(untied) or planned_text, ok=not untied)
     if plan.dims.pp > 1:
         yield _same("stages here", _stages_text(planned_stages(session)), _stages_text(stage_blocks(session)))
+
+
+def block_line(spec: ModelSpec, plan: Plan, micros: int, forwards: Forwards, recompute: str) -> Line:
+    """Forwards of blocks: one of each in every forward of the model, or as it made them, and the recomputed ones."""
+    calls = forwards.of_blocks(spec.blocks, micros)
+    least, most = expected_block_calls(spec, plan, micros, calls)
+    own = forwards.recomputed if plan.recompute == "none" else 0  # by a checkpoint of the model's own
+    found = forwards.block_calls - own
+    number = forwards.number or micros
+    often = f"; {number} forwards of the model" if number != micros else ""
+    planned = f"{range_text((least, most), str)} (recompute {recompute}{often})"
+    text = f"{found}, and {own} recomputed by the model itself" if own else str(found)
+    return Line(name="block forwards per step", planned=planned, found=text, ok=least <= found <= most)
 
 
 def _stages_text(stages: dict[int, tuple[str, ...]]) -> str:

@@ -11,7 +11,7 @@ from shardwise.train.step import Step
 from shardwise.units import bytes_text
 from shardwise.verify.cut import cut_traffic
 from shardwise.verify.expected import Traffic, expected_traffic
-from shardwise.verify.part import run_micros, used_spec
+from shardwise.verify.part import part_of, run_micros, used_spec
 from shardwise.verify.receipt import Line
 from shardwise.verify.stepping import with_optimizer_traffic
 from shardwise.verify.watch import StepWatch
@@ -21,14 +21,15 @@ _OWN_AXES = ("tp", "cp", "pp")
 
 def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
     """A line for each collective that is expected or was seen; over each axis, where the plan cuts the model."""
+    stepped, reduced = used_spec(session), part_of(session)  # what has no gradient is reduced as zeros all the same
     if session.plan.dims.splits_model:
-        spec = used_spec(session)
-        expected = with_optimizer_traffic(session, spec, cut_traffic(session, spec, run_micros(session, step), watch))
+        sent = cut_traffic(session, reduced, run_micros(session, step), watch)
         found = _cut_totals(session, watch.recorder.collectives)
     else:
-        spec = used_spec(session)
-        expected = with_optimizer_traffic(session, spec, expected_traffic(spec, session.plan, len(step.micros)))
+        calls = watch.forwards.of_units(reduced.blocks)
+        sent = expected_traffic(reduced, session.plan, len(step.micros), calls=calls)
         found = watch.recorder.totals()
+    expected = with_optimizer_traffic(session, stepped, sent)
     for name in sorted({*expected, *found}):
         line = _line(name, expected.get(name), *found.get(name, (0, 0)))
         fused = session.plan.async_tp and " over tp " in line.name  # inside of kernels that multiply, too

@@ -12,11 +12,12 @@ from torch.utils import _pytree
 
 from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.compiled import compiled_of
-from shardwise.parallel.context import first_sequence
+from shardwise.parallel.context import exchanged_calls, first_sequence
 from shardwise.parallel.stage_run import Span
 from shardwise.spec.read import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.train.session import Session
 from shardwise.train.step import Step
+from shardwise.verify.forwards import Forwards
 from shardwise.verify.logits import LogitsWatch
 from shardwise.verify.part import axis_of
 from shardwise.verify.stepping import OptimizerWatch
@@ -26,7 +27,7 @@ class StepWatch:
     """Hooks on the blocks and the head, and the recorder of collectives, on for one step."""
 
     def __init__(self, session: Session, step: Step) -> None:
-        self.block_calls = 0
+        self.forwards = Forwards(session, step)
         self.widths: set[int] = set()  # of the hidden states that enter blocks
         self.lengths: set[int] = set()  # of those that enter blocks but the first, where a sequence is cut
         self._first = session.spec.blocks[0] if session.spec.blocks else ""
@@ -47,13 +48,25 @@ class StepWatch:
             for name, inner in inner_blocks(session).items()
         ]
         self._hooks += [head.register_forward_hook(self._leave_head) for head in heads(session)]
+        self._hooks += self.forwards.hooks
         self.spans: list[Span] = []
         self._pipeline = session.applied.pipeline
         if self._pipeline is not None:
             self._pipeline.spans = self.spans
         self.compiled = compiled_of(session.module)
         self._compiled_before = (0, 0) if self.compiled is None else (self.compiled.calls, self.compiled.runs)
+        self._module, self._exchanged_before = session.module, exchanged_calls(session.module)
         self.recorder.__enter__()
+
+    @property
+    def exchanged(self) -> int:
+        """Attentions on exchanged heads in this step, recomputed ones too."""
+        return exchanged_calls(self._module) - self._exchanged_before
+
+    @property
+    def block_calls(self) -> int:
+        """Forwards of blocks in this step, recomputed ones too."""
+        return self.forwards.block_calls
 
     @property
     def compiled_calls(self) -> tuple[int, int]:
@@ -75,12 +88,12 @@ class StepWatch:
             self._pipeline.spans = None
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.forwards.block(name)
         if not torch.is_grad_enabled():  # an evaluation inside the step is the user's own
             return
         if self.gathers_before_first is None:
             gathers = (item for item in self.recorder.collectives if item.name == "all_gather")
             self.gathers_before_first = sum(item.axis not in ("tp", "cp", "pp") for item in gathers)
-        self.block_calls += 1
         hidden = self._hidden(name, args, kwargs)
         if hidden is not None:
             self.widths.add(hidden.shape[-1])

@@ -17,10 +17,11 @@ from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.sources.inert import Record
 from shardwise.checkpoint.sources.restricted import load_restricted, printable
 from shardwise.checkpoint.sources.source import TensorInfo
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.storage import Folder, read_small
 from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"
+LARGEST = 1 << 30  # bytes of it
 FIX = "copy the whole folder again, or take an earlier checkpoint"
 _OF_RANK = re.compile(r"__\d+\.metadata")  # what ranks write that save without talking to one another
 _PLAIN_LAYOUT = "torch.strided"
@@ -73,9 +74,9 @@ def read_contents(folder: Folder) -> Contents:
     for file in files:
         where = str(folder / file)
         try:
-            data = (folder / file).read_bytes()
+            data = read_small(folder / file, LARGEST)
         except OSError as error:
-            raise CheckpointError(f"'{where}' cannot be read: {error}; {FIX}") from None
+            raise CheckpointError(f"'{where}' cannot be read: {error.strerror or error}; {FIX}") from None
         try:
             _take(load_restricted(data, where), found, chunks)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.sources.restricted import Record
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.storage import Folder, read_small
 from shardwise.errors import CheckpointError, UserError
 
 LATEST = "latest"
@@ -37,7 +37,10 @@ def tagged_folder(path: Folder) -> Folder:
     if any(name.endswith(("_model_states.pt", "-model_states.pt", "_optim_states.pt")) for name in names):
         return path
     if LATEST in names:
-        tag = (path / LATEST).read_bytes()[:1000].decode(errors="replace").strip()
+        try:
+            tag = read_small(path / LATEST, 1000).decode(errors="replace").strip()
+        except OSError as error:
+            raise CheckpointError(f"'{path / LATEST}' cannot be read: {error.strerror or error}; {AGAIN}") from None
         if not tag or tag.startswith("/") or ".." in PurePosixPath(tag).parts:
             raise CheckpointError(f"'{path / LATEST}' names '{tag}', which is no folder beside it")
         if (path / tag).is_dir():

@@ -193,7 +193,12 @@ def _cut_as_one(
     total = sum(map(math.prod, parameters.values())) + sum(free[:-1])
     last = max((rank for rank, length in enumerate(lengths) if length), default=0)
     uneven = [rank for rank in range(last) if lengths[rank] != lengths[0]]
-    if len(free) != len(parameters) or uneven or not 0 <= sum(lengths) - total < ALIGNMENT * len(partitions):
+    if (
+        len(free) != len(parameters)
+        or min(free, default=0) < 0
+        or uneven
+        or not 0 <= sum(lengths) - total < ALIGNMENT * len(partitions)
+    ):
         raise _wrong_length(flat, partitions, f"{total} together, cut evenly,")
     starts = [lengths[0] * rank for rank in range(len(partitions))]
     found: dict[str, list[Span]] = {}
@@ -244,6 +249,8 @@ def flat_tensor(shape: tuple[int, ...], spans: Sequence[Span], files: Sequence[t
     A partition may be longer than the spans reach (padding).
     """
     dtype = getattr(files[0][1], "dtype", None)
+    if sum(span.length for span in spans) != math.prod(shape):
+        return None
     for span in spans:
         stored = files[span.rank][1]
         if not is_flat(stored) or stored.dtype != dtype or stored.shape[0] < span.begin + span.length:

@@ -118,7 +118,7 @@ def _is_deepspeed(here: _Here) -> bool:
         return True
     if not here.has("latest"):
         return False
-    tag = (here.path / "latest").read_bytes()[:200].decode(errors="replace").strip()
+    tag = _first_bytes(here.path / "latest", 200).decode(errors="replace").strip()
     inner = here.path / tag
     return tag in here.names and inner.is_dir() and any(_ZERO.fullmatch(item.name) for item in inner.iterdir())
 
@@ -130,9 +130,9 @@ def _is_accelerate(here: _Here) -> bool:
     return weights and any(name.startswith(("random_states_", "optimizer.bin")) for name in here.names)
 
 
-def _first_bytes(path: Folder) -> bytes:
+def _first_bytes(path: Folder, count: int = 4) -> bytes:
     with RangeReader(path) as reader:
-        return reader.read(0, min(4, reader.size))
+        return reader.read(0, min(count, reader.size))
 
 
 def _in_words(here: _Here) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -11,11 +10,11 @@ from typing import Any, Self
 import torch
 
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.format import Shard, short_list
+from shardwise.checkpoint.format import LARGEST_MANIFEST, Shard, parsed_json, short_list
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.shards import ShardReader
 from shardwise.checkpoint.sources.source import TensorInfo
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.storage import Folder, read_small
 from shardwise.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -148,7 +147,7 @@ def _all_parts(folder: Folder, parts: list[re.Match[str]], notes: list[str]) -> 
 
 
 def _is_plain(name: Any) -> bool:
-    return isinstance(name, str) and bool(name) and name == PurePosixPath(name).name
+    return isinstance(name, str) and bool(name) and name == PurePosixPath(name).name and name != ".."
 
 
 def _document(path: Folder) -> dict[str, Any] | None:
@@ -156,7 +155,7 @@ def _document(path: Folder) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        data = json.loads(path.read_bytes())
+        data = parsed_json(read_small(path, LARGEST_MANIFEST))
         if not isinstance(data, dict):
             raise ValueError(f"it holds {data!r:.40}, not an object")
     except (OSError, ValueError, RecursionError) as error:

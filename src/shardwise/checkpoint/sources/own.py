@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.format import checkpoint_in, read_manifest
+from shardwise.checkpoint.format import Shard, checkpoint_in, read_manifest
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.shards import ShardReader, wrong_bytes
+from shardwise.checkpoint.shards import ShardReader, in_threads, wrong_bytes
 from shardwise.checkpoint.sources.pieces import read_pieces
 from shardwise.checkpoint.sources.source import TensorInfo
 from shardwise.checkpoint.storage import Folder
@@ -57,16 +57,28 @@ class OwnSource:
     def __exit__(self, *exc: object) -> None:
         self._reader.__exit__()
 
-    def check(self, tick: Callable[[int], None] | None = None) -> None:
+    def check(
+        self, tick: Callable[[int], None] | None = None, *, prefix: str = "", rank: int = 0, ranks: int = 1
+    ) -> None:
         """Read every byte and compare the hashes; ``tick`` is told how many bytes were read.
+
+        Only of tensors whose names begin with ``prefix``, and of these ``rank``'s share where ``ranks`` share the work.
 
         Raises:
             CheckpointError: bytes are not those that were saved; names files and tensors.
         """
-        shards = [shard for entry in self.manifest.tensors.values() for shard in entry.shards]
-        wrong = [(self.path / shard.file, shard.key) for shard in shards if self._reader.wrong_hash(shard, tick)]
+        entries = [entry for name, entry in self.manifest.tensors.items() if name.startswith(prefix)]
+        shards = [(shard, DTYPES[entry.dtype]) for entry in entries for shard in entry.shards][rank::ranks]
+        wrong: list[tuple[object, str]] = []
+
+        def look(one: tuple[Shard, torch.dtype]) -> None:
+            self._reader.stored(*one)
+            if self._reader.wrong_hash(one[0], tick):
+                wrong.append((self.path / one[0].file, one[0].key))
+
+        in_threads(look, shards)
         if wrong:
-            raise CheckpointError(wrong_bytes(wrong, _FIX))
+            raise CheckpointError(wrong_bytes(sorted(wrong, key=str), _FIX))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """See `Source.read`."""

@@ -15,10 +15,15 @@ def read_pieces(reader: ShardReader, shards: Sequence[Shard], box: Box, dtype: t
     """The elements of ``box``, a contiguous CPU tensor, from the shards that hold something of it.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged, or holds another dtype.
     """
+    parts = overlaps(box, shards)
+    for shard, _ in parts:
+        reader.stored(shard, dtype)  # before room is made for what nothing but the description says
+    if sum(part.numel for _, part in parts) != box.numel:
+        raise reader.error(f"'{reader.folder}': shards do not cover {box} of a tensor; {reader.fix}")
     found = torch.empty(box.lengths, dtype=dtype)
-    for shard, part in overlaps(box, shards):
+    for shard, part in parts:
         inner = tuple(low - start for low, start in zip(part.offsets, shard.offsets, strict=True))
         place = tuple(
             slice(low - start, low - start + length)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.format import short_list
+from shardwise.checkpoint.format import LARGEST_MANIFEST, parsed_json, short_list
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.sources.restricted import printable
 from shardwise.checkpoint.sources.source import TensorInfo
 from shardwise.checkpoint.sources.state_names import GROUPS, Path, sort_out
 from shardwise.checkpoint.sources.torch_file import StoredTensor, TorchFile
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.storage import Folder, read_small
 from shardwise.errors import CheckpointError, UserError
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -84,8 +83,8 @@ class StateDictSource:
     def _indexed(self, folder: Folder, index: str) -> dict[Any, Any]:
         self.kind = "PyTorch state dict in several files"
         try:
-            places = json.loads((folder / index).read_bytes())["weight_map"]
-            if not all(name and name == PurePosixPath(name).name for name in places.values()):
+            places = parsed_json(read_small(folder / index, LARGEST_MANIFEST))["weight_map"]
+            if not all(name and name == PurePosixPath(name).name and name != ".." for name in places.values()):
                 raise ValueError("weight_map does not map names to file names")
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"'{folder / index}' is damaged: {error!r:.200}; {_FIX}") from None

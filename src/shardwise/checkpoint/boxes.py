@@ -1,0 +1,106 @@
+"""Boxes, the rectangles that tensors are cut into, and whether a set of them covers a tensor exactly once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor: ``offsets[d] .. offsets[d] + lengths[d]`` in each dimension; 0-d has no dimensions."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements inside, 1 for a 0-d tensor."""
+        return math.prod(self.lengths)
+
+
+class Placed(Protocol):
+    """A shard: where its elements belong, and where they lie."""
+
+    @property
+    def file(self) -> str:
+        """The file that has it."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        ...
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where it begins in each dimension."""
+        ...
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements in each dimension."""
+        ...
+
+
+def coverage_fault(shape: tuple[int, ...], shards: Sequence[Placed]) -> str | None:
+    """Why shards, all inside of a tensor, do not cover it exactly once; ``None`` where they do.
+
+    That their elements add up is not enough: where two overlap, others are missing, and what is read there is whatever
+    lay in memory before.
+    """
+    if not math.prod(shape) or (len(shards) == 1 and shards[0].lengths == shape):
+        return None
+    whole = Box((0,) * len(shape), shape)
+    return _fault_in(whole, [(Box(shard.offsets, shard.lengths), shard) for shard in shards])
+
+
+def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
+    """What is wrong inside of a region, given the parts of the shards that lie in it.
+
+    A region is cut where shards begin or end until nothing is left to cut: then it must be one shard's.
+    """
+    cut = _best_cut(region, [box for box, _ in parts])
+    if cut is None:
+        if len(parts) == 1:
+            return None
+        if parts:
+            first, second = (f"'{shard.key}' in {shard.file} at {list(shard.offsets)}" for _, shard in parts[:2])
+            return f"shards overlap: {first} and {second}"
+        return f"no shard holds the elements from {list(region.offsets)} on, {list(region.lengths)} of them"
+    axis, places = cut
+    if len(places) + 1 == len(parts):  # slices of one dimension, in any order: the usual case, and done by sorting
+        ordered = sorted((box.offsets[axis], box.offsets[axis] + box.lengths[axis]) for box, _ in parts)
+        begin, end = region.offsets[axis], region.offsets[axis] + region.lengths[axis]
+        if ordered == list(zip([begin, *places], [*places, end], strict=True)):
+            return None  # were one narrower elsewhere, the elements would not add up, or others overlap
+    middle = places[len(places) // 2]
+    for low, high in ((region.offsets[axis], middle), (middle, region.offsets[axis] + region.lengths[axis])):
+        inner = [(clipped, shard) for box, shard in parts if (clipped := _clip(box, axis, low, high)) is not None]
+        if fault := _fault_in(_replaced(region, axis, low, high), inner):
+            return fault
+    return None
+
+
+def _best_cut(region: Box, boxes: Sequence[Box]) -> tuple[int, list[int]] | None:
+    """The dimension in which most of the boxes begin or end inside of the region, and where; ``None``: in no one."""
+    best: tuple[int, list[int]] | None = None
+    for axis, (low, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
+        edges = {box.offsets[axis] for box in boxes} | {box.offsets[axis] + box.lengths[axis] for box in boxes}
+        inside = sorted(edge for edge in edges if low < edge < low + length)
+        if inside and (best is None or len(inside) > len(best[1])):
+            best = axis, inside
+    return best
+
+
+def _clip(box: Box, axis: int, low: int, high: int) -> Box | None:
+    begin, end = max(box.offsets[axis], low), min(box.offsets[axis] + box.lengths[axis], high)
+    return _replaced(box, axis, begin, end) if begin < end else None
+
+
+def _replaced(box: Box, axis: int, begin: int, end: int) -> Box:
+    offsets, lengths = list(box.offsets), list(box.lengths)
+    offsets[axis], lengths[axis] = begin, end - begin
+    return Box(tuple(offsets), tuple(lengths))

@@ -1,0 +1,124 @@
+"""Parameters that a step does not use stand still, as in one process. No DeepSpeed is imported here.
+
+DeepSpeed gives the optimizer flat tensors with many parameters in each: one without a gradient would be updated by
+zeros, which decays it and lets its momentum run. And the flat tensor has one count of steps for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where this rank's elements of a parameter are: in ``flat`` from ``begin`` to ``end``; none if they are equal."""
+
+    flat: torch.Tensor
+    begin: int
+    end: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor that is laid out as ``flat``."""
+        return tensor.detach()[self.begin : self.end]
+
+
+class StandStill:
+    """Puts back what an update has changed of parameters that had no gradient, and counts their steps apart.
+
+    ``apart`` has the numbers (AdamW's ``step``) of each parameter that has missed an update of its flat tensor, and
+    ``fresh`` are those of them that never had one. They are updated by themselves when they have a gradient again.
+    """
+
+    def __init__(self, base: Optimizer, parts: dict[str, Part]) -> None:
+        self.apart: dict[str, State] = {}
+        self.fresh: set[str] = set()
+        self._base, self._parts = base, parts
+        self._still: frozenset[str] = frozenset()
+        self._kept: dict[str, tuple[torch.Tensor, State]] = {}
+        self._alone = False
+        self._hooks = [
+            base.register_step_pre_hook(lambda *_: self._before()),
+            base.register_step_post_hook(lambda *_: self._after()),
+        ]
+
+    def expect(self, missing: Iterable[str]) -> None:
+        """The parameters without a gradient in the update that comes; the same on all ranks."""
+        self._still = frozenset(missing)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _stepped(self) -> Iterator[tuple[str, Part, dict[str, Any]]]:
+        """What of the update at hand needs care: parameters without a gradient, or with a count of their own."""
+        groups = {id(flat): group for group in self._base.param_groups for flat in group["params"]}
+        for name in sorted({*self._still, *self.apart}):
+            part = self._parts[name]
+            if id(part.flat) in groups:
+                yield name, part, groups[id(part.flat)]
+
+    def _before(self) -> None:
+        if self._alone or not (self._still or self.apart):
+            return
+        for name, part, _ in self._stepped():
+            state = self._base.state.get(part.flat, {})
+            copies = {key: part.of(value).clone() for key, value in state.items() if _laid_out(value, part.flat)}
+            if name not in self.apart:
+                self.apart[name] = _numbers(state)
+                self.fresh |= set() if state else {name}
+            self._kept[name] = part.of(part.flat).clone(), {} if name in self.fresh else copies
+
+    def _after(self) -> None:
+        if self._alone or not self._kept:
+            return
+        for name, part, group in self._stepped():
+            weight, copies = self._kept.pop(name)
+            state = self._base.state.get(part.flat, {})
+            part.of(part.flat).copy_(weight)
+            for key, value in state.items():
+                if _laid_out(value, part.flat):
+                    part.of(value).copy_(copies[key]) if key in copies else part.of(value).zero_()
+            if name not in self._still:
+                self._update(name, part, group, copies)
+
+    def _update(self, name: str, part: Part, group: dict[str, Any], copies: State) -> None:
+        """The user's optimizer over one parameter alone, with its own numbers."""
+        base, piece = self._base, torch.nn.Parameter(part.of(part.flat).clone())
+        assert part.flat.grad is not None
+        piece.grad = part.of(part.flat.grad)
+        if name not in self.fresh:
+            base.state[piece] = {**copies, **self.apart[name]}
+        groups, base.param_groups, self._alone = base.param_groups, [{**group, "params": [piece]}], True
+        try:
+            base.step()
+        finally:
+            base.param_groups, self._alone = groups, False
+        new = base.state.pop(piece, {})
+        part.of(part.flat).copy_(piece.detach())
+        for key, value in base.state.get(part.flat, {}).items():
+            if _laid_out(value, part.flat):
+                part.of(value).copy_(new[key])
+        self.apart[name] = _numbers(new)
+        self.fresh.discard(name)
+        if not self.apart[name]:  # nothing is counted: it is as all others again
+            del self.apart[name]
+
+
+def _laid_out(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == flat.shape
+
+
+def _numbers(state: State) -> State:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) or not value.dim()
+    }

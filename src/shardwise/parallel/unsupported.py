@@ -1,0 +1,42 @@
+"""What FSDP2 cannot do and does not say: asked for, it ends in a crash, or in an error that names no way out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.errors import ModelError
+
+
+def refuse_unsupported(outer: nn.Module, strategy: str) -> None:
+    """Let a copy of a sharded model, and a backward through a backward, say what to do instead."""
+    for part in outer.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        type(part).__deepcopy__ = functools.partialmethod(_refuse_copy, strategy)  # type: ignore[attr-defined]
+        state = part._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            group.pre_backward = functools.partial(_checked, group.pre_backward, strategy)
+
+
+def _refuse_copy(self: nn.Module, strategy: str, memo: dict[int, Any]) -> NoReturn:
+    raise ModelError(
+        f"a model that {strategy} has sharded cannot be copied (copy.deepcopy, AveragedModel); for a moving average of "
+        "its weights keep one of its parameters: ema = [p.detach().clone() for p in model.parameters()], and after "
+        "each update torch._foreach_lerp_(ema, [p.detach() for p in model.parameters()], 1 - decay)"
+    )
+
+
+def _checked(run: Callable[..., None], strategy: str, *args: Any, **options: Any) -> None:
+    """FSDP2 frees weights after their backward: another one through it would read freed memory, and has crashed."""
+    if torch.is_grad_enabled():  # the engine's way to say create_graph
+        raise ModelError(
+            f"create_graph=True (a gradient penalty, a Hessian) goes backward through the model twice, and {strategy} "
+            "frees the weights after the first time; use ddp or zero1"
+        )
+    run(*args, **options)

@@ -1,0 +1,174 @@
+"""What ranks tell each other at the end of a step's last backward: one small message, before the optimizer steps.
+
+It carries the loss, and beside it what makes a gradient wrong without any other sign: how many parameters got no
+gradient on a rank, and in which order sharded units were reduced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.errors import TrainingError
+from shardwise.parallel.apply import Applied
+from shardwise.parallel.group import Ranks, gather_text
+from shardwise.parallel.home import home_of
+from shardwise.parallel.replicate import Replicated, finish_reduction
+from shardwise.parallel.unit_order import orders_of
+from shardwise.plan.plan import Plan
+from shardwise.spec.read import clean_name
+
+
+class Agreement:
+    """The agreement of all ranks on one session's gradients."""
+
+    def __init__(self, applied: Applied, plan: Plan, ranks: Ranks) -> None:
+        self._applied, self._plan, self._ranks = applied, plan, ranks
+        self._orders = orders_of(applied.outer)
+        self._missing: dict[int, nn.Parameter] = {}
+        self._given: set[int] | None = None  # ids of what had a gradient before the first filler
+        self._message: tuple[dist.Work, list[torch.Tensor], torch.Tensor] | None = None
+        self._loss: tuple[dist.Work, torch.Tensor] | None = None
+        places = [plan.dims.place(rank) for rank in range(ranks.world_size)]
+        self._part = [(place.tp, place.pp) for place in places]  # ranks of one part reduce the same parameters
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._missing, self._message, self._loss = {}, None, None
+        self._given = None
+        for order in self._orders:
+            order.begin_step()
+            order.watch_strays()
+
+    def begin_micro(self, *, last: bool, filler: bool) -> None:
+        """Before the forward of a micro batch; fillers weigh nothing, so what only they reach has no gradient."""
+        outer = self._applied.outer
+        if filler and self._given is None:
+            self._given = {id(p) for p in self._applied.module.parameters() if p.grad is not None}
+            for order in self._orders:
+                order.before_fillers()
+        if last and isinstance(outer, Replicated) and self._plan.grad_accum > 1:
+            outer.mark()
+
+    def finish_backward(self) -> None:
+        """After each backward: have DDP reduce what it has waited for in vain."""
+        self._missing |= {id(p): p for p in finish_reduction(self._applied.outer)}
+        if self._given is not None and isinstance(self._applied.outer, Replicated):
+            trained = (p for p in self._applied.module.parameters() if p.requires_grad)
+            self._missing |= {id(p): p for p in trained if id(p) not in self._given}
+
+    def send(self, loss_sum: torch.Tensor) -> None:
+        """Start the message; ``loss_sum`` (0-d, float64) is this rank's part of the loss."""
+        if self._ranks.control is None:
+            return
+        for order in self._orders:
+            self._missing |= {id(p): p for p in order.without_gradient()}
+        digest = 0
+        for order in self._orders:
+            digest = zlib.crc32(order.digest().to_bytes(4), digest)
+        on_cpu = loss_sum.device.type == "cpu"
+        strays = sum(len(order.strays()) for order in self._orders)
+        fields = [float(loss_sum) if on_cpu else 0.0, len(self._missing), digest, strays]
+        mine = torch.tensor(fields, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
+        work = dist.all_gather(rows, mine, group=self._ranks.control, async_op=True)
+        assert work is not None
+        self._message = work, rows, mine
+        if not on_cpu:  # the host does not wait for the device
+            reduced = dist.all_reduce(loss_sum, async_op=True)
+            assert reduced is not None
+            self._loss = reduced, loss_sum
+
+    def arrive(self) -> None:
+        """Wait for the message alone."""
+        if self._message is not None:
+            self._message[0].wait()
+
+    def settle(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """The loss of all ranks, once the message is there; gradients that no rank has are ``None`` again.
+
+        Raises:
+            TrainingError: on all ranks, where gradients were not reduced alike.
+        """
+        if self._message is None:
+            return loss_sum
+        self.arrive()
+        _, rows, _ = self._message
+        self._message = None
+        if self._loss is not None:
+            self._loss[0].wait()
+        else:
+            loss_sum.copy_(torch.stack(rows)[:, 0].sum())
+        found = [(int(row[1]), int(row[2])) for row in rows]
+        if any(row[3] for row in rows):
+            self._refuse_strays()
+        self._check_order([digest for _, digest in found])
+        if any(number for number, _ in found):
+            self._leave_alone()
+        return loss_sum
+
+    def _refuse_strays(self) -> None:
+        mine = json.dumps([name for order in self._orders for name in order.strays()])
+        names = list(dict.fromkeys(name for text in gather_text(mine, self._ranks) for name in json.loads(text)))
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        raise TrainingError(
+            f"{', '.join(names[:2])}{more}: the loss uses sharded weights outside of the forward of their block (a "
+            f"penalty on model.parameters(), torch.func.functional_call), and such gradients are not reduced under "
+            f"{self._plan.strategy}; compute it inside of the block, or use ddp or zero1"
+        )
+
+    def _check_order(self, digests: list[int]) -> None:
+        first: dict[tuple[int, int], int] = {}
+        apart = [
+            (first[part], rank)
+            for rank, part in enumerate(self._part)
+            if digests[first.setdefault(part, rank)] != digests[rank]
+        ]
+        if not apart:
+            return
+        mine = json.dumps([name for order in self._orders for name in order.reductions()])
+        one, other = apart[0]
+        lists = [json.loads(text) for text in gather_text(mine, self._ranks)]
+        pairs = itertools.zip_longest(lists[one], lists[other], fillvalue="nothing")
+        at, (here, there) = next((at, pair) for at, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+        kept = "" if self._plan.optimizer_in_backward else "; no weight was changed"
+        raise TrainingError(
+            f"ranks {one} and {other} reduced other gradients under {self._plan.strategy}: reduction {at} was of "
+            f"'{here}' on rank {one} and of '{there}' on rank {other}{kept}. Which parts of the model "
+            "run depends on a rank's samples in a way that sharding cannot follow; use ddp or zero1"
+        )
+
+    def _leave_alone(self) -> None:
+        """Take back the zeros of parameters that no rank has a gradient of: an optimizer leaves them alone, as in one
+        process.
+
+        Raises:
+            TrainingError: on all ranks, where the backward has stepped them already.
+        """
+        home, pipeline = home_of(self._applied.module), self._applied.pipeline
+        tied = {name for pair in pipeline.tied for name in pair} if pipeline is not None else set()
+        named = [(clean_name(name), p) for name, p in self._applied.module.named_parameters()]
+        mine = {
+            name if home is None else home.canonical(name): p
+            for name, p in named
+            if id(p) in self._missing and name not in tied
+        }
+        lists = [json.loads(text) for text in gather_text(json.dumps([*mine]), self._ranks)]
+        nobody: dict[tuple[int, int], set[str]] = {}
+        for part, names in zip(self._part, lists, strict=True):
+            nobody[part] = nobody[part] & set(names) if part in nobody else set(names)
+        if self._plan.optimizer_in_backward and any(nobody.values()):
+            names = sorted({name for names in nobody.values() for name in names})
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise TrainingError(
+                f"{', '.join(names[:3])}{more}: no rank has a gradient in this step, and "
+                "optimizer.in_backward has stepped them by zeros; freeze them with "
+                "requires_grad_(False), or set optimizer.in_backward to false"
+            )
+        for name in nobody[self._part[self._ranks.rank]]:
+            mine[name].grad = None

@@ -1,0 +1,159 @@
+"""A Hugging Face configuration that is trained as a causal language model; what describes another model is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ModelError, did_you_mean
+from shardwise.spec.configuration import read_configuration
+
+_CAUSAL = ("gpt_neox", "gpt_neox_japanese", "trocr")  # they have ``is_decoder``, and do not look at it
+_NEAR = 0.85
+
+
+def configuration_file(path: Path) -> Path:
+    """The ``config.json`` that ``model.config`` means.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        found = file.is_file()
+    except OSError as error:
+        raise ModelError(f"model.config '{path}' cannot be read: {error.strerror}; give another path") from None
+    if not found:
+        raise ModelError(
+            f"model.config '{path}': there is no file '{file.absolute()}'; give a config.json or a folder with one "
+            "(paths in a config are relative to the folder the command runs in)"
+        )
+    return file
+
+
+def causal_configuration(path: Path, notes: list[str] | None = None) -> Any:
+    """The configuration object of transformers for ``model.config``; no code of the model's folder is run.
+
+    ``notes`` get a line for each key that has no effect and is near one that would have, and for what
+    transformers warns of in its rotary positions.
+
+    Raises:
+        ModelError: it cannot be read or used, or is of a model that is no causal language model, or is quantized.
+    """
+    file, where = configuration_file(path), f"model.config '{path}'"
+    keys = read_configuration(file, where)
+    kind = keys.get("model_type")
+    if "auto_map" in keys:
+        raise ModelError(
+            f"{where} names code of its own to be run (auto_map), and no code of a model's folder is; "
+            "use a model that transformers has, or model.factory"
+        )
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers.utils import logging as verbosity
+    except ImportError:
+        raise ModelError("model.config needs transformers; install it with: pip install 'shardwise[hf]'") from None
+    if kind not in CONFIG_MAPPING:
+        hint = did_you_mean(str(kind), CONFIG_MAPPING)
+        raise ModelError(
+            f"{where}: transformers has no model_type '{kind}'{hint}; repair '{file}' or update transformers"
+        )
+    verbosity.set_verbosity_error()
+    verbosity.disable_progress_bar()
+    told: list[str] = []
+    try:
+        with _warnings(told) if notes is not None else contextlib.nullcontext():
+            facts = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except (Exception, RecursionError) as error:  # its checks raise classes of several packages
+        reason = " ".join(str(error).split()).rstrip(".")
+        if isinstance(error, KeyError | AttributeError | TypeError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ModelError(f"{where} cannot be used: {reason:.600}; repair '{file}'") from None
+    _check_kind(facts, keys, where, file)
+    if notes is not None:
+        rotary = [line for line in dict.fromkeys(told) if "rope" in line]  # the rest is about generating text
+        notes += [f"{where}: {line}" for line in [*_near_misses(facts, keys), *rotary]]
+    facts.use_cache = False
+    return facts
+
+
+def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> None:
+    """Refuse what `AutoModelForCausalLM` would build, and train as something else than it is."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = facts.model_type
+    if type(facts) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{where}: model_type '{kind}' is no causal language model; "
+            "give the configuration of one, or use model.factory"
+        )
+    problems = []
+    built = MODEL_FOR_CAUSAL_LM_MAPPING[type(facts)].__name__
+    own_loop = "train it in a loop of your own, with shardwise.start"
+    named = keys.get("architectures") or []
+    other = [str(name) for name in named] if isinstance(named, list) else [str(named)]
+    if other and not any(name == built or _is_causal(name) for name in other):
+        problems.append(
+            f"{where} is that of {', '.join(other)} (architectures), and what is trained here is a causal language "
+            f"model, {built}; set architectures to [\"{built}\"] in '{file}' if that is meant, or {own_loop}"
+        )
+    elif getattr(facts, "is_encoder_decoder", False):
+        problems.append(
+            f"{where}: model_type '{kind}' is an encoder and a decoder, and a causal language model has one stack; "
+            f"set is_encoder_decoder to false in '{file}' to train its decoder alone, or {own_loop}"
+        )
+    elif _sees_both_ways(facts):
+        problems.append(
+            f"{where}: model_type '{kind}' reads in both directions (is_decoder is not true), so it would see each "
+            f"token that it is to predict; set is_decoder to true in '{file}', or {own_loop}"
+        )
+    if keys.get("quantization_config") is not None:
+        asked = keys["quantization_config"]
+        method = asked.get("quant_method") if isinstance(asked, dict) else asked
+        problems.append(
+            f"{where} asks for quantized weights (quantization_config: {method!s:.40}), and whole ones are trained "
+            f"here; take the key out of '{file}', or pack a frozen base with +qlora (parallel.strategy=fsdp+qlora)"
+        )
+    if problems:
+        raise ModelError(*problems)
+
+
+def _is_causal(name: str) -> bool:
+    """Whether a class's name is of a causal language model, or of a trunk, which says nothing of its use."""
+    return bool(re.search(r"CausalLM|LMHead", name)) or not re.search(r"For[A-Z]|Heads", name)
+
+
+def _sees_both_ways(facts: Any) -> bool:
+    if facts.model_type in ("xlnet", "xlm"):
+        return facts.model_type == "xlnet" or not facts.causal
+    return getattr(facts, "is_decoder", True) is not True and facts.model_type not in _CAUSAL
+
+
+def _near_misses(facts: Any, keys: dict[str, Any]) -> Iterator[str]:
+    """Keys that the configuration does not know, where it knows one of nearly that name that is not given."""
+    known = {*type(facts)().to_dict(), *type(facts).attribute_map}
+    for key in keys:
+        near = difflib.get_close_matches(key, known - set(keys), n=1, cutoff=_NEAR) if key not in known else []
+        if near:
+            yield f"'{key}' is no key of a {facts.model_type} and has no effect (did you mean '{near[0]}'?)"
+
+
+@contextlib.contextmanager
+def _warnings(into: list[str]) -> Iterator[None]:
+    """Collect what transformers warns of, which it is otherwise told to keep to itself."""
+    logger = logging.getLogger("transformers")
+    handler, level, passed_on = logging.Handler(logging.WARNING), logger.level, logger.propagate
+    handler.emit = lambda record: into.append(" ".join(record.getMessage().split()))  # type: ignore[method-assign]
+    others = logger.handlers
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = others, passed_on
+        logger.setLevel(level)

@@ -1,0 +1,90 @@
+"""Values of a config file: the bounds that every sensible one keeps, and what no value may hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+MOST_LR = 1e4  # LSTMs were trained at 30; what lies beyond is a slip, and infinite in fp32 before long
+MOST_RANKS = 1024  # of one machine
+_NOT_KEPT = {
+    "memory": "is gone when a process ends, and ranks do not share it",
+    "http": "cannot be written to",
+    "https": "cannot be written to",
+}
+
+Positive = Annotated[int, Field(ge=1, le=10**12)]
+Count = Annotated[int, Field(ge=0, le=10**12)]
+Batch = Annotated[int, Field(ge=1, le=2**24)]
+Length = Annotated[int, Field(ge=1, le=2**27)]
+Few = Annotated[int, Field(ge=1, le=2**16)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Rate = Annotated[float, Field(gt=0, le=MOST_LR)]
+
+
+def _named(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; name one")
+    return text
+
+
+def _on_disk(text: str) -> str:
+    if _scheme(text):
+        raise ValueError(
+            f"'{text}' is a URL, and the run folder is on a disk of this machine; give a path here, and "
+            f'checkpoint.folder="{text}" for checkpoints that are to lie there'
+        )
+    return text
+
+
+def _kept(text: str) -> str:
+    why = _NOT_KEPT.get(_scheme(text))
+    if why is not None:
+        raise ValueError(f"'{text}' {why}; give a path, or a URL such as s3://bucket/run")
+    return text
+
+
+def _scheme(text: str) -> str:
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    return found[1].lower() if found else ""
+
+
+Named = Annotated[str, AfterValidator(_named)]
+RunFolder = Annotated[Named, AfterValidator(_on_disk)]
+CheckpointFolder = Annotated[Named, AfterValidator(_kept)]
+
+
+def unfit_values(data: Any, where: str = "") -> Iterator[str]:
+    """Values that neither the file system nor the ranks would get as they are written, a line for each.
+
+    Arguments of a factory have no types that would refuse a date or an infinity.
+    """
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from unfit_values(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(data, list):
+        for number, value in enumerate(data):
+            yield from unfit_values(value, f"{where}.{number}")
+    elif isinstance(data, str) and "\0" in data:
+        yield f"{where}: got {data!r:.80}; it must be text without a NUL, which no name of a file or a function has"
+    elif isinstance(data, str) and not _utf8(data):
+        yield f"{where}: got {data!r:.80}; it must be text in UTF-8"
+    elif ".kwargs." in where:
+        if isinstance(data, date | datetime | time):
+            yield f"{where}: got the date {data}, which ranks would get as text; put it in quotes"
+        elif isinstance(data, float) and not math.isfinite(data):
+            yield f"{where}: got {data}; it must be a finite number"
+
+
+def _utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

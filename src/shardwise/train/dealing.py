@@ -1,0 +1,135 @@
+"""How a loader is dealt out to the ranks: by its indices, batch by batch, or not at all where it deals by itself.
+
+A sampler or a stream that knows its rank gives each rank its own part already; dealt a second time, most of the data
+would never be seen. Which those are is read off their attributes, as the common libraries name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from shardwise.errors import DataError
+
+Share = tuple[int, int]  # which part of the micro batches, from 0, and of how many
+
+RANK = ("rank", "_rank", "process_index", "dp_rank", "data_parallel_rank")
+WORLD = (
+    "num_replicas",
+    "_num_replicas",
+    "world_size",
+    "_world_size",
+    "num_processes",
+    "dp_size",
+    "dp_world_size",
+    "data_parallel_size",
+)
+_INSIDE = ("sampler", "batch_sampler", "dataset", "datasets", "pipeline", "loader", "dataloader", "base_dataloader")
+_ITERATES = ("__iter__", "__getattribute__", "_get_iterator", "_index_sampler", "_auto_collation")
+_LOOKED_AT = 200  # objects of a loader, at most
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Something in a loader that deals by rank: its name, and for whom; ``None`` where it does not say."""
+
+    name: str
+    share: Share | None
+
+
+def loads_by_index(loader: Iterable[Any]) -> bool:
+    """Whether this is PyTorch's own loader over a map-style dataset, which can be rebuilt around fewer indices.
+
+    A subclass that iterates in a way of its own (mixes, masks, moves) is not.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kinds = type(loader).__mro__
+    own = any(name in vars(kind) for kind in kinds[: kinds.index(DataLoader)] for name in _ITERATES)
+    patched = any(
+        getattr(DataLoader, name).__module__ != DataLoader.__module__ for name in ("__iter__", "_get_iterator")
+    )
+    return not (own or patched or any(name in vars(loader) for name in _ITERATES))
+
+
+def draws_known(sampler: Any) -> bool:
+    """Whether this is a sampler of PyTorch's that goes through a whole dataset, on whichever rank."""
+    if type(sampler) is BatchSampler:
+        return draws_known(sampler.sampler)
+    return type(sampler) in (RandomSampler, SequentialSampler)
+
+
+def dealer_of(loader: Iterable[Any], sharded: bool | None = None) -> Dealer | None:
+    """What deals a loader's samples out to the ranks already; ``None`` where nothing does.
+
+    ``sharded`` is what the user says of it, if anything.
+    """
+    if sharded is not None:
+        return Dealer(type(loader).__name__, None) if sharded else None
+    for part in _parts(loader):
+        if getattr(part, "__name__", "") == "split_by_node":  # a function in a pipeline of webdataset
+            return Dealer("split_by_node", None)
+        if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
+            continue  # it may well know its rank for another reason
+        rank, world = _number(part, RANK), _number(part, WORLD)
+        if rank is not None and world is not None:
+            return Dealer(type(part).__name__, (rank, world))
+    return None
+
+
+def check_dealer(dealer: Dealer, share: Share, ranks: Share, sharded: bool | None) -> None:
+    """Who deals by rank must deal by data-parallel rank.
+
+    Raises:
+        DataError: it does not.
+    """
+    deals = dealer.share or (share if sharded else ranks)
+    if deals != share:
+        raise DataError(
+            f"the loader's {dealer.name} deals for rank {deals[0]} of {deals[1]}, but this rank takes part {share[0]} "
+            f"of {share[1]} of the data; leave the sampler out, session.steps deals the samples out"
+        )
+
+
+def _parts(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader and the samplers, streams and loaders in it, from the outside in."""
+    queue: list[Any] = [loader]
+    seen: set[int] = set()
+    while queue and len(seen) < _LOOKED_AT:
+        part = queue.pop(0)
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if type(part).__module__ == "builtins" or isinstance(part, type):
+            continue
+        held = {**getattr(part, "__dict__", {})}
+        config = held.pop("_distributed", None)  # of Hugging Face's streams
+        queue += [] if config is None else [config]
+        for name, value in held.items():
+            for one in value[:64] if isinstance(value, list | tuple) else [value]:
+                known = isinstance(one, Sampler | Dataset | DataLoader)
+                if one is not None and (known or name in _INSIDE) and not isinstance(one, int | float | str):
+                    queue.append(one)
+
+
+def _number(part: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        try:
+            value = getattr(part, name, None)
+        except Exception:  # a property of somebody's own
+            continue
+        if type(value) is int:
+            return value
+    return None

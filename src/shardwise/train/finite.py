@@ -1,0 +1,63 @@
+"""No checkpoint of weights that are not numbers: looked at before each save, on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.errors import TrainingError
+from shardwise.parallel.group import gather_ints, gather_text
+from shardwise.parallel.home import home_of
+from shardwise.parallel.local import local_of
+from shardwise.spec.read import clean_name
+
+if TYPE_CHECKING:
+    from shardwise.train.session import Session
+
+
+def check_weights(session: Session) -> None:
+    """Stop before weights that an update has spoilt are saved. Collective; reads each trained weight once.
+
+    Raises:
+        TrainingError: on all ranks, with the first such parameter's name.
+    """
+    wrong = [name for name, spoilt in _spoilt(session) if spoilt]
+    counts = [row[0] for row in gather_ints([len(wrong)], session.ranks)]
+    if not any(counts):
+        return
+    first = next(text for text in gather_text(wrong[0] if wrong else "", session.ranks) if text)
+    more = f" and {max(counts) - 1} more" if max(counts) > 1 else ""
+    raise TrainingError(
+        f"step {session.steps_done}: the update has left weights that are not finite ({first}{more}); they are not "
+        "saved, and the last good checkpoint is untouched. Try a lower optimizer.lr, more optimizer.warmup_steps or a "
+        "smaller optimizer.clip_norm"
+    )
+
+
+def _spoilt(session: Session) -> list[tuple[str, bool]]:
+    """Each trained parameter, and whether this rank's part of it is not finite."""
+    held = [(name, part) for name, part in _held(session) if part.numel()]
+    if not held:
+        return []
+    fine = torch.stack([_is_finite(part) for _, part in held]).tolist()  # one wait for the device
+    return [(name, not good) for (name, _), good in zip(held, fine, strict=True)]
+
+
+def _is_finite(part: torch.Tensor) -> torch.Tensor:
+    """Whether all elements are; 0-d, and without a copy of them. A NaN is both the least and the largest."""
+    part = torch.view_as_real(part) if part.is_complex() else part
+    least, largest = (part if part.element_size() > 1 else part.float()).aminmax()
+    return least.isfinite() & largest.isfinite()
+
+
+def _held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    engine, home = session.applied.engine, home_of(session.module)
+    if engine is not None:
+        yield from (("weights of the engine", part.detach()) for part in engine.held().masters)
+        return
+    for name, parameter in session.module.named_parameters():
+        if parameter.requires_grad:
+            name = clean_name(name)
+            yield name if home is None else home.canonical(name), local_of(parameter)

@@ -1,0 +1,197 @@
+"""Hooks that users put on parameters (``register_hook``), with the meaning that they have in one process.
+
+Autograd would call them on one rank's share of one micro batch, which is right for a mask and wrong for a clip, and
+FSDP2 would not call them at all. Here each is called once in a step, on the whole gradient of the global batch, before
+clipping by the norm; what it makes of it is what the optimizer sees, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardwise.errors import ModelError, UserError
+from shardwise.parallel.home import home_of
+from shardwise.plan.plan import Plan
+from shardwise.spec.read import clean_name
+
+if TYPE_CHECKING:
+    from shardwise.train.session import Session
+    from shardwise.train.step import Step
+
+_Hooks = dict[int, Any]  # torch's own, by the number of a handle, which removes from it
+_BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+class ParameterHooks:
+    """Takes hooks off the parameters, and calls them when the gradients are whole; an observer, and a `Mail`.
+
+    ``model`` is what `Session.prepare` was given, untouched. Hooks that are registered later are taken when the next
+    step begins.
+
+    Raises:
+        ModelError: a hook that the plan has no way to call, by the parameter's name.
+    """
+
+    size = 1
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._found = {
+            clean_name(name): (getattr(p, _BEFORE), getattr(p, _AFTER))
+            for name, p in model.named_parameters()
+            if p.requires_grad and (getattr(p, _BEFORE) or getattr(p, _AFTER))
+        }
+        self._owns_after = plan.parsed.engine == "torch" and not plan.optimizer_in_backward
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self._before: dict[str, list[_Hooks]] = {}
+        self._after: dict[str, list[_Hooks]] = {}
+        self._peers: tuple[int, ...] = ()
+        _check(self._found, plan)
+
+    def on_prepared(self, session: Session) -> None:
+        """Give the parameters that are trained the hooks of those that they stand for."""
+        home = home_of(session.module)
+        for name, parameter in session.module.named_parameters():
+            name = clean_name(name) if home is None else home.canonical(clean_name(name))
+            if parameter.requires_grad:
+                self._named.append((name, parameter))
+                before, after = self._found.get(name, (None, None))
+                self._keep(self._before, name, before)
+                self._keep(self._after, name, after)
+        self._peers = tuple(range(session.ranks.world_size)) if home is None else home.ranks
+        self._take()
+
+    def post(self) -> list[int]:
+        """Which parameters have hooks, as one number, so that no rank is alone in gathering a gradient."""
+        self._take()
+        return [zlib.crc32(repr(sorted([*_active(self._before), "", *_active(self._after)])).encode())]
+
+    def deliver(self, rows: list[list[int]]) -> None:
+        """Refuse, on all ranks, hooks that not all of them have.
+
+        Raises:
+            ModelError: with the parameters that have hooks here.
+        """
+        if len(rows) > 1 and any(rows[rank] != rows[self._peers[0]] for rank in self._peers):
+            here = sorted({*_active(self._before), *_active(self._after)})
+            raise ModelError(
+                f"hooks on parameters differ between ranks (here: {', '.join(here[:3]) or 'none'}), and ranks would go "
+                "on with different weights; register the same hooks on every rank"
+            )
+
+    def on_gradients(self, session: Session, step: Step) -> None:
+        """Call each hook on the whole gradient; of random numbers all ranks draw the same."""
+        late = [name for name, parameter in self._named if parameter._backward_hooks]
+        if late:
+            raise ModelError(
+                f"{', '.join(late[:3])}: a hook was registered in the middle of step {step.number}, and saw one rank's "
+                "gradient; register it between two steps"
+            )
+        if not (self._before or self._after):
+            return
+        with torch.no_grad(), torch.random.fork_rng(devices=_gpus(session.device)):
+            torch.manual_seed(step.number)
+            for name, parameter in self._named:
+                if parameter.grad is not None and self._before.get(name):
+                    _change(name, parameter.grad, _called(self._before[name]))
+                if parameter.grad is not None:
+                    for hook in _called(self._after.get(name, [])):
+                        hook(parameter)
+
+    def on_step_start(self, session: Session, step: Step) -> None:
+        """Nothing to do."""
+
+    def on_step_end(self, session: Session, step: Step) -> None:
+        """Nothing to do."""
+
+    def on_step_abandoned(self, session: Session, step: Step) -> None:
+        """Nothing to do."""
+
+    def _take(self) -> None:
+        """What is on the parameters now; an empty place is left, from which handles that exist still remove."""
+        for name, parameter in self._named:
+            if parameter._backward_hooks:
+                self._keep(self._before, name, parameter._backward_hooks)
+                parameter._backward_hooks = None
+            if self._owns_after and parameter._post_accumulate_grad_hooks and not isinstance(parameter, DTensor):
+                self._keep(self._after, name, parameter._post_accumulate_grad_hooks)
+                parameter._post_accumulate_grad_hooks = type(parameter._post_accumulate_grad_hooks)()
+
+    @staticmethod
+    def _keep(kept: dict[str, list[_Hooks]], name: str, hooks: _Hooks | None) -> None:
+        if hooks and not any(hooks is one for one in kept.get(name, [])):
+            kept.setdefault(name, []).append(hooks)
+
+
+def _check(found: dict[str, tuple[_Hooks | None, _Hooks | None]], plan: Plan) -> None:
+    both, after = list(found), [name for name, (_, hooks) in found.items() if hooks]
+    if plan.parsed.engine == "deepspeed" and both:
+        raise ModelError(
+            f"{_some(both)} a hook, and {plan.strategy} reduces gradients by hooks of its own before the user's "
+            "would be called on the whole; take it off, or use fsdp or ddp"
+        )
+    if plan.optimizer_in_backward and both:
+        raise ModelError(
+            f"{_some(both)} a hook, and optimizer_in_backward steps a parameter before the hook could be called on "
+            "the whole gradient; set it to False, or take the hook off"
+        )
+    if after and (plan.parsed.base not in ("ddp", "zero1") or plan.dims.tp * plan.dims.pp > 1):
+        raise ModelError(
+            f"{_some(after)} a hook of register_post_accumulate_grad_hook, which is given the whole parameter, and "
+            f"{plan.strategy} holds a part of it; change the gradient by register_hook, or use ddp"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(repr(name) for name in names[:3])}{more} {'has' if len(names) == 1 else 'have'}"
+
+
+def _active(kept: dict[str, list[_Hooks]]) -> Iterator[str]:
+    return (name for name, hooks in kept.items() if any(hooks))
+
+
+def _called(kept: Iterable[_Hooks]) -> list[Any]:
+    return [hook for hooks in kept for hook in hooks.values()]
+
+
+def _gpus(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _change(name: str, gradient: torch.Tensor, hooks: list[Any]) -> None:
+    """Put what ``hooks`` make of the whole of ``gradient`` in its place. Collective where it is cut."""
+    if not hooks:
+        return
+    whole = given = _gathered(gradient) if isinstance(gradient, DTensor) else gradient
+    for hook in hooks:
+        result = hook(whole)
+        whole = whole if result is None else result
+    if whole.shape != given.shape:
+        raise UserError(
+            f"a hook of '{name}' returned shape {tuple(whole.shape)} for a gradient of {tuple(given.shape)}; "
+            "return a tensor of the same shape, or None"
+        )
+    if not isinstance(gradient, DTensor):
+        if whole is not gradient:
+            gradient.copy_(whole)
+        return
+    mesh, local = gradient.device_mesh, gradient.to_local()
+    cut = distribute_tensor(whole.contiguous(), mesh, gradient.placements, src_data_rank=None)
+    local.copy_(cut.to_local())
+
+
+def _gathered(gradient: DTensor) -> torch.Tensor:
+    """The whole gradient where the mesh computes, also of one that rests in the CPU's memory."""
+    mesh, local = gradient.device_mesh, gradient.to_local()
+    here = local.to(mesh.device_type)
+    if here is not local:
+        gradient = DTensor.from_local(
+            here, mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
+        )
+    return gradient.full_tensor()

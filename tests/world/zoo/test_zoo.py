@@ -1,0 +1,36 @@
+"""Every model of the zoo under every strategy: right, or refused by name, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.world.zoo.case import CASES
+from tests.world.zoo.harness import GOOD, column, known, run, trials_of
+from tests.world.zoo.models import LATER
+from tests.world.zoo.page import PAGE, page
+
+NAMES = [name for name in CASES if name not in LATER]
+CHUNK = 40
+
+
+def test_the_zoo_is_large_and_its_table_whole() -> None:
+    assert len(NAMES) >= 150
+    assert set(LATER) <= set(CASES)
+    assert list(known()) == NAMES
+    assert {verdict.split(":")[0] for row in known().values() for verdict in row.values()} <= set(GOOD)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("at", range(0, len(NAMES), CHUNK))
+def test_each_model_is_right_or_refused(at: int, world: int) -> None:
+    names = NAMES[at : at + CHUNK]
+    found = run([trial for trial in trials_of(list(CASES)) if trial.case in names and trial.world == world])
+    wrong = {str(trial): verdict for trial, verdict in found.items() if not verdict.startswith(GOOD)}
+    assert wrong == {}
+    expected = {str(trial): known()[trial.case][column(trial)] for trial in found}
+    assert {str(trial): verdict for trial, verdict in found.items()} == expected
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    assert PAGE.read_text() == page(), "write it with: python -m tests.world.zoo.page --write"
