@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.commands import shardwise
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,10 +52,8 @@ def start_train(config: Path, *words: str) -> subprocess.Popen[str]:
 
 def train(config: Path, *words: str, exit_code: int = 0) -> tuple[str, str]:
     """Run to the end; returns stdout and stderr."""
-    process = start_train(config, *words)
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == exit_code, f"exit code {process.returncode}\n{out}\n{err}"
-    return out, err
+    done = shardwise("train", str(config), *words, exit_code=exit_code)
+    return done.stdout, done.stderr
 
 
 def losses(folder: Path) -> dict[int, str]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardwise.errors import ShardwiseError, UserError
+from shardwise.launch import fork_server
 
 app = typer.Typer(
     help="Train a PyTorch model the simplest way that fits, with a receipt for every claim.",
@@ -66,6 +67,7 @@ def train(
         return
     if config is None:
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
+    fork_server.start()  # it imports torch for the ranks, while this process plans
     from shardwise.cli.train import run_train
 
     chosen = list(overrides or [])

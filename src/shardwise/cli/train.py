@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,11 +18,13 @@ from shardwise.checkpoint.format import saved_steps
 from shardwise.checkpoint.storage import folder_of
 from shardwise.cli.job import Job, prepare_job
 from shardwise.cli.job_checks import adapter_of, check_output
-from shardwise.errors import ConfigError, MachineError, PlanError
+from shardwise.errors import ConfigError, MachineError, PlanError, UserError
+from shardwise.launch import fork_server
 from shardwise.parallel.environment import rendezvous
 from shardwise.plan.plan import Plan, read_plan, runnable
 from shardwise.plan.strategy import parse_strategy
 from shardwise.report.plan import print_plan
+from shardwise.spec.configuration import read_configuration
 from shardwise.train.config import Config, read_config
 from shardwise.train.corpus import prepare_corpus
 
@@ -43,6 +46,7 @@ def run_train(
         raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
     plan = runnable(read_plan(plan_file)) if plan_file is not None else None
     config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
+    foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     done = finished(config)
     if done is not None and rendezvous() is None:
@@ -72,6 +76,17 @@ def run_train(
         for note in prepared.notes:
             console.print(f"links: {note}", markup=False)
         launch(prepared.job, master_port)
+
+
+def foresee(config: Config) -> None:
+    """Have the code of a Hugging Face model imported for the ranks, too; whatever is wrong is said later."""
+    server = fork_server.running()
+    if server is None or config.model.config is None:
+        return
+    place = Path(config.model.config)
+    with contextlib.suppress(UserError):
+        kind = read_configuration(place / "config.json" if place.is_dir() else place, "model").get("model_type")
+        server.preload([f"transformers.models.{kind}.modeling_{kind}"])
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from shardwise import errors
 from shardwise.errors import Interrupted, RankError, ShardwiseError, UserError
+from shardwise.launch import fork_server
 from shardwise.launch.fate import OomKills, StillWatch
 from shardwise.launch.rank import RankReport, is_peer_symptom, spare
 from shardwise.parallel import environment
@@ -92,7 +93,7 @@ class _Rank:
     """One rank. ``exit_code`` is negative for a signal and ``None`` while it runs; ``shot``: the SIGKILL was ours."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    pid: int
     log: Path
     error_file: Path
     ended_ns: int = 0
@@ -105,7 +106,7 @@ class _Rank:
         """Look whether it has ended, but leave it unreaped: so its process group's number stays its own."""
         if self.exit_code is not None:
             return
-        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             self.ended_ns = time.monotonic_ns()
             self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -113,12 +114,14 @@ class _Rank:
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to the processes it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.pid, number)
 
     def reap(self) -> None:
         """Take the ended process off the system's table."""
-        _, status, usage = os.wait4(self.process.pid, 0)
-        self.process.returncode = os.waitstatus_to_exitcode(status)
+        _, _, usage = os.wait4(self.pid, 0)
+        with contextlib.suppress(ChildProcessError):  # orphans of its group, which a fork server makes ours
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
         self.peak_bytes = usage.ru_maxrss * 1024
 
 
@@ -144,16 +147,8 @@ class _World:
                     here, threads, parent_hosts_store=True, error_file=error_file, parent_fd=ranks_end
                 )
                 with open(log, "wb") if rank else contextlib.nullcontext() as output:
-                    process = subprocess.Popen(
-                        list(command),
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        pass_fds=(ranks_end,),
-                        start_new_session=True,
-                    )
-                self.ranks.append(_Rank(rank, process, log, error_file))
+                    pid = _start(command, env, output, ranks_end)
+                self.ranks.append(_Rank(rank, pid, log, error_file))
         except OSError as unable:
             raise UserError(f"cannot start '{command[0]}' with its logs in {logs}: {unable}") from unable
         finally:
@@ -192,6 +187,26 @@ class _World:
         deadline = time.monotonic() + seconds
         while self.running() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+
+def _start(command: Sequence[str], env: dict[str, str], output: IO[bytes] | None, parent_fd: int) -> int:
+    """A process of its own session for a rank: forked by the server where there is one, else started anew."""
+    server = fork_server.running()
+    if server is not None:
+        pid = server.spawn(command, env, None if output is None else output.fileno(), parent_fd)
+        if pid is not None:
+            return pid
+    process = subprocess.Popen(
+        list(command),
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=(parent_fd,),
+        start_new_session=True,
+    )
+    process.returncode = 0  # it is waited for by its number, as a forked one is; Popen is not to look after it
+    return process.pid
 
 
 class _Stops:
@@ -249,13 +264,13 @@ def _wait(world: _World, stops: _Stops) -> None:
     still = StillWatch(STILL_S)
     while running := world.running():
         now = time.monotonic()
-        for line in still.look((rank.rank, rank.process.pid) for rank in running):
+        for line in still.look((rank.rank, rank.pid) for rank in running):
             print(f"shardwise: {line}", file=sys.stderr, flush=True)
         ended = [r.exit_code for r in world.ranks if r.exit_code]
         if stops.asked and not forwarded:
             forwarded = True
             for rank in running:  # not its group: its data workers have to go on until it has saved
-                os.kill(rank.process.pid, signal.SIGINT)
+                os.kill(rank.pid, signal.SIGINT)
         if stops.asked or any(code in _INTERRUPTED for code in ended):
             stop_by = min(stop_by, now + STOP_S)
         if any(code not in _INTERRUPTED for code in ended):

@@ -17,6 +17,12 @@ _PARENT_FD = "SHARDWISE_PARENT_FD"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _THREADS = "OMP_NUM_THREADS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LATE = (  # set by torch's compiler, by accelerate and by pytest as they go; no import reads them
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "PYTEST_CURRENT_TEST",
+)
 _HISTORY = "SHARDWISE_HISTORY"
 _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"  # above the highest level there is
@@ -100,12 +106,34 @@ def rank_environment(
         env[_THREADS] = str(threads)
     if parent_hosts_store:
         env[_AGENT_STORE] = "True"
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        env.setdefault(_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
     if error_file is not None:
         env[_ERROR_FILE] = str(error_file)
     if parent_fd is not None:
         env[_PARENT_FD] = str(parent_fd)
     return env
+
+
+def is_rank() -> bool:
+    """Whether a launcher has made this process a rank; nothing is checked, as by `rendezvous`."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def one_thread(env: dict[str, str]) -> dict[str, str]:
+    """``env`` for a process that computes nothing and is forked: OpenMP makes no threads in it."""
+    return {**env, _THREADS: "1"}
+
+
+def same_but_for_rank(env: dict[str, str], other: dict[str, str]) -> bool:
+    """Whether two environments differ only in what `rank_environment` puts into that of a rank."""
+    mine = {*_RENDEZVOUS, _ERROR_FILE, _PARENT_FD, _AGENT_STORE, _THREADS, _ALLOCATOR[0], _INTERFACE, *_LATE}
+    return all(env.get(name) == other.get(name) for name in {*env, *other} - mine)
+
+
+def become_rank(env: dict[str, str], parent_fd: int) -> None:
+    """Take over a rank's environment in a process that was forked for it, where the pipe has another number."""
+    os.environ.clear()
+    os.environ.update({**env, _PARENT_FD: str(parent_fd)})
 
 
 def take_error_file() -> Path | None:

@@ -1,0 +1,191 @@
+"""A process that imports what ranks need while the command plans, and forks each rank in milliseconds (Linux).
+
+A rank is forked twice, so that it becomes a child of the command and not of this server: whoever waits for it, signals
+it or asks how much memory it had sees what it would see of a process of its own.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.parallel import environment
+
+MODULES = (
+    "torch.distributed.fsdp",
+    "torch._dynamo",  # every optimizer imports it
+    "shardwise.cli.job",
+    "shardwise.cli.run_watch",
+    "shardwise.report.progress",
+    "shardwise.train.loop",
+)
+"""What every rank of `train` imports; seconds for each of them."""
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>: orphans below become children of this process
+_LARGEST = 1 << 20
+_servers: list[ForkServer] = []
+
+
+def running() -> ForkServer | None:
+    """The server of this process, if `start` has made one."""
+    return _servers[0] if _servers else None
+
+
+def start(modules: Sequence[str] = MODULES) -> ForkServer | None:
+    """Start the server, unless it runs; it imports ``modules`` meanwhile. ``None`` where ranks cannot be forked.
+
+    That is elsewhere than on Linux, in a process that is a rank itself, and on a machine with GPUs: CUDA does not
+    outlive a fork, and an import that only asks for the number of devices can be enough.
+    """
+    if _servers:
+        return _servers[0]
+    if sys.platform != "linux" or environment.is_rank() or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+        return None
+    if ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
+        return None
+    with contextlib.suppress(OSError):
+        _servers.append(ForkServer(modules))
+        atexit.register(stop)
+    return running()
+
+
+def stop() -> None:
+    """End the server, if there is one; ranks go on."""
+    while _servers:
+        _servers.pop().close()
+
+
+class ForkServer:
+    """The command's end of the server."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._environment = dict(os.environ)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env=environment.one_thread(self._environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the command, which tells the ranks
+            )
+        self.preload(modules)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import these, too, before the next rank; one that cannot be imported is left to the rank that needs it."""
+        with contextlib.suppress(OSError):
+            self._socket.sendmsg([json.dumps({"import": list(modules)}).encode()])
+
+    def spawn(self, command: Sequence[str], env: dict[str, str], output: int | None, parent_fd: int) -> int | None:
+        """The process id of a new rank that runs ``python -m module words…``; ``None`` where it has to be started anew.
+
+        ``output`` is where its stdout and stderr go (``None``: to ours), ``parent_fd`` the pipe that ends with us.
+        Modules are imported under the environment that the server was started with: where ``env`` has more than the
+        rank's own variables that are different, or the command is another program, the answer is ``None``.
+        """
+        if list(command[:2]) != [sys.executable, "-m"] or not environment.same_but_for_rank(env, self._environment):
+            return None
+        request = {"module": command[2], "words": list(command[3:]), "env": env, "folder": str(Path.cwd())}
+        files = [1 if output is None else output, 2 if output is None else output, parent_fd]
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+            answer = json.loads(self._socket.recv(_LARGEST) or b"null")
+        except OSError:
+            return None
+        return answer if isinstance(answer, int) else None
+
+    def close(self) -> None:
+        """End the server at once; it may be in the middle of an import."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(connection: socket.socket) -> None:
+    """Import and fork as asked, until the command is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, _LARGEST, 3)
+        if not message:
+            return
+        request = json.loads(message)
+        if "import" in request:
+            for name in request["import"]:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+            gc.collect()
+            gc.freeze()  # what is there is shared with the ranks as long as nobody writes to it
+            continue
+        pid = _fork(request, files, connection) if len(os.listdir("/proc/self/task")) == 1 else None
+        for file in files:
+            os.close(file)
+        connection.send(json.dumps(pid).encode())
+
+
+def _fork(request: dict[str, Any], files: Sequence[int], connection: socket.socket) -> int | None:
+    """Fork a process that forks the rank and ends: returns the rank's id, once it is a child of the command."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        rank = os.fork()
+        if rank == 0:
+            os.close(reader)
+            os.close(writer)
+            connection.close()
+            _become(request, files)
+        os.write(writer, array.array("q", [rank]).tobytes())
+        os._exit(0)
+    os.close(writer)
+    told = os.read(reader, 8)
+    os.close(reader)
+    os.waitpid(between, 0)
+    return int(array.array("q", told)[0]) if len(told) == 8 else None
+
+
+def _become(request: dict[str, Any], files: Sequence[int]) -> None:
+    """From here on this process is a rank: run its module as ``python -m`` would, and never return."""
+    code = 1
+    try:
+        os.setsid()
+        out, err, parent_fd = files
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        os.close(err)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(request["folder"])
+        sys.path[0] = request["folder"]
+        sys.argv = [request["module"], *request["words"]]
+        environment.become_rank(request["env"], parent_fd)
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the library has read the variable already
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # as in a process of its own; Python's random does so itself
+        sys.modules.pop(request["module"], None)
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
