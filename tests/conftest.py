@@ -15,7 +15,11 @@ import pytest
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch sets it when its compiler is first imported
 ACCELERATES_OWN = "PYTORCH_NVML_BASED_CUDA_CHECK"  # transformers imports accelerate where it is, and that sets it
-SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "shardwise.launch.fork_server")  # live as long as the test process
+SERVERS = (
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+    "shardwise.launch.fork_server",
+)  # live as long as the test process
 os.environ.setdefault("SHARDWISE_HISTORY", "off")  # tests are no runs of this machine
 GRACE_S = 2.0  # for what is on its way out; waited for only where something is left
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from shardwise.errors import CheckpointError, UserError
 from shardwise.measure.checkpoint_bench import NO_SAVE, Samples, Spread, Training, Turn, decoder_of, random_batches
 from shardwise.measure.checkpoint_peers import DCP, DCP_ASYNC, OURS, OURS_ASYNC, RAW, RAW_DIRECT, TORCH_SAVE
 from shardwise.report.checkpoint_plot import draw
-from tests.cli.configs import ROOT, environment, write_config
+from tests.cli.configs import write_config
+from tests.commands import shardwise
 from tests.worlds import run_world
 
 ALL = {RAW, OURS, OURS_ASYNC, DCP, DCP_ASYNC, TORCH_SAVE}
@@ -28,15 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """The folder, the document and what was said of a small run."""
     folder = tmp_path_factory.mktemp("bench")
     words = ["--size", "0.01", "--rounds", "1", "--step", "0.0001", "--output", str(folder), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "bench", "checkpoint", *words],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        capture_output=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
+    done = shardwise("bench", "checkpoint", *words)
     assert len(done.stdout.splitlines()) == 1, "with --json everything else is on stderr"
     return folder, json.loads(done.stdout), done.stderr
 

@@ -16,16 +16,16 @@ from shardwise.errors import UserError
 from shardwise.measure.comm.facts import COLLECTIVES
 from shardwise.report.comm_plot import draw
 from tests.cli.configs import ROOT, environment
+from tests.commands import shardwise
 
 WORDS = ["bench", "comm", "--max-size", "64KiB", "--seconds", "0.2"]
 
 
-def shardwise(*words: str, exit_code: int = 0, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    start = launcher or (sys.executable,)
-    done = subprocess.run(
-        [*start, "-m", "shardwise", *words], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=170
-    )
-    assert done.returncode == exit_code, done.stdout + done.stderr
+def launched(*words: str) -> subprocess.CompletedProcess[str]:
+    """The command as a script of torchrun's, on four ranks."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", "-m", "shardwise"]
+    done = subprocess.run([*start, *words], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
@@ -101,8 +101,7 @@ def test_what_was_measured_elsewhere_is_refused(found: tuple[Path, dict[str, Any
 
 
 def test_ranks_of_torchrun_measure_themselves(tmp_path: Path) -> None:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone")
-    done = shardwise(*WORDS, "--strategy", "fsdp+tp2", "--json", "--output", str(tmp_path), launcher=launcher)
+    done = launched(*WORDS, "--strategy", "fsdp+tp2", "--json", "--output", str(tmp_path))
     document = json.loads(done.stdout.splitlines()[-1])
     assert {item["axis"] for item in document["measured"]} == {"dp_shard", "tp"}
     assert document["ranks"] == 4 and document["measured"][0]["groups"] == [[0, 2], [1, 3]]

@@ -14,6 +14,7 @@ import pytest
 from shardwise.cli.bench_scaling import FILE, run_bench_scaling, stored
 from shardwise.errors import UserError
 from tests.cli.configs import ROOT, environment, write_config
+from tests.commands import shardwise
 
 SMALL: dict[str, Any] = {
     "train": {"global_batch": None, "micro_batch": 2, "grad_accum": 2},
@@ -24,15 +25,7 @@ SMALL: dict[str, Any] = {
 
 def bench(config: Path, output: Path, *words: str) -> tuple[dict[str, Any], str]:
     """Run the verb; its document, and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "bench", "scaling", str(config), *words, "--json", "--output", str(output)],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        capture_output=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stderr
+    done = shardwise("bench", "scaling", str(config), *words, "--json", "--output", str(output))
     assert len(done.stdout.splitlines()) == 1, "with --json everything else is on stderr"
     return json.loads(done.stdout), done.stderr
 

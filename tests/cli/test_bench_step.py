@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from shardwise.cli.bench import run_bench_step
 from shardwise.errors import UserError
 from shardwise.measure.bubble import MICRO_BATCHES, SCHEDULES
 from shardwise.report.step_plot import draw
-from tests.cli.configs import ROOT, environment, write_config
+from tests.cli.configs import write_config
+from tests.commands import shardwise
 
 LLAMA = {"model": {"config": "examples/llama-2m", "factory": None}, "data": {"seq_len": 16}}
 
@@ -25,15 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("bench")
     config = write_config(folder, **LLAMA, checkpoint={"every": None})
     words = [str(config), "--steps", "4", "--strategy", "ddp+tp2", "--strategy", "ddp+pp2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "bench", "step", *words, "--output", str(folder / "out")],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        capture_output=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stderr
+    done = shardwise("bench", "step", *words, "--output", str(folder / "out"))
     assert len(done.stdout.splitlines()) == 1, "with --json everything else is on stderr"
     return folder / "out", json.loads(done.stdout), done.stderr
 

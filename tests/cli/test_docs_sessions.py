@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.cli import configs
 from tests.cli.test_readme import fits, masked, shortened
+from tests.commands import shardwise
 
 PAGE = (configs.ROOT / "docs" / "from-ddp-to-fsdp.md").read_text()
 SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", PAGE)
@@ -62,7 +63,7 @@ def test_the_sessions_of_the_page(tmp_path: Path) -> None:
     ]
     for command, expected in SESSIONS:
         words = shlex.split(command.replace("runs/migration", str(tmp_path / "run")))
-        found = run([sys.executable, "-m", *words]).replace(str(tmp_path / "run"), "runs/migration")
+        found = said(words).replace(str(tmp_path / "run"), "runs/migration")
         wrong = fits(masked(found), masked(expected))
         assert not wrong, f"{command}: {wrong}\n{found}"
 
@@ -75,7 +76,7 @@ def test_the_sessions_on_adapters(tmp_path: Path, small_base: Path) -> None:
         words = shortened(
             shlex.split(command.replace("runs/qlora", str(tmp_path / "run"))), small_base, tmp_path / "run"
         )
-        found = run([sys.executable, "-m", *words]).replace(str(tmp_path / "run"), "runs/qlora")
+        found = said(words).replace(str(tmp_path / "run"), "runs/qlora")
         wrong = fits(masked(found), masked(expected))
         assert not wrong, f"{command}: {wrong}\n{found}"
 
@@ -85,8 +86,8 @@ def test_a_loop_of_ones_own_as_the_page_says(tmp_path: Path) -> None:
     before = in_two_ranks(tmp_path, OLD_LOOP + save + SAY)
     words = CONVERT[0].replace("mymodel:build", "tests.models:byte_decoder").split()
     places = {name: str(tmp_path / name) for name in ("last-of-ddp", "runs/mine")}
-    said = run([sys.executable, "-m", *(places.get(word, word) for word in words)])
-    assert "verified by a forward pass" in said
+    told = said([places.get(word, word) for word in words])
+    assert "verified by a forward pass" in told
     after = in_two_ranks(tmp_path, NEW_LOOP + load + SAY)
     assert after == before
 
@@ -97,6 +98,13 @@ def in_two_ranks(folder: Path, script: str) -> str:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "loop.py"]
     found = run([sys.executable, *launcher], cwd=folder)
     return found[found.index("FOUND") :].splitlines()[0]
+
+
+def said(words: Sequence[str]) -> str:
+    """All that a command line of ours prints; it must end well."""
+    assert words[0] == "shardwise"
+    done = shardwise(*words[1:])
+    return done.stdout + done.stderr
 
 
 def run(command: Sequence[str], cwd: Path = configs.ROOT) -> str:

@@ -15,6 +15,7 @@ from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.plan.plan import read_plan
 from tests.cli.configs import ROOT, environment, write_config
+from tests.commands import shardwise
 
 LLAMA_70B = {
     "model_type": "llama",
@@ -360,12 +361,5 @@ class TestProof:
             "fsdp",
             "--prove",
         ]
-        done = subprocess.run(
-            [sys.executable, "-m", "shardwise", *words, *option],
-            env=environment(),
-            text=True,
-            capture_output=True,
-            timeout=60,
-        )
-        assert done.returncode == 2
+        done = shardwise(*words, *option, exit_code=2)
         assert f"has no {' '.join(option)}; leave one of them out" in done.stderr

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.cli import configs
+from tests.commands import shardwise
 
 README = (configs.ROOT / "README.md").read_text()
 SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", README)
@@ -66,14 +65,7 @@ def test_session(command: str, expected: str, tmp_path: Path, small_base: Path) 
     words = [word.replace("runs/readme", str(tmp_path / "run")) for word in shlex.split(command)]
     words = shortened(words, small_base, tmp_path / "run")
     assert words[0] == "shardwise"
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=configs.ROOT,
-        env=configs.environment(),
-        text=True,
-        capture_output=True,
-        timeout=170,
-    )
+    done = shardwise(*words[1:], exit_code=None)
     found = (done.stdout + done.stderr).replace(str(tmp_path / "run"), "runs/readme")
     wrong = fits(masked(found), masked(expected))
     assert not wrong, f"{wrong}\n{found}"

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.report.page.record import Record
-from tests.cli.configs import ROOT, environment, start_train, train, wait_for_step, write_config
+from tests.cli.configs import start_train, train, wait_for_step, write_config
+from tests.commands import shardwise
 from tests.reports import write_links, write_scaling
 
 
 def report(folder: Path, *words: str) -> dict[str, Any]:
     """The document of ``shardwise report --json``."""
-    command = [sys.executable, "-m", "shardwise", "report", str(folder), *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    done = shardwise("report", str(folder), *words, "--json")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -71,7 +68,6 @@ def test_a_killed_run(tmp_path):
     ],
 )
 def test_mistakes_are_told_and_nothing_is_written(tmp_path, words, said):
-    command = [sys.executable, "-m", "shardwise", "report", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    done = shardwise("report", *words, cwd=tmp_path, exit_code=2)
+    assert said in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())

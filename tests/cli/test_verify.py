@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from shardwise.errors import PlanError
 from tests.cli import configs
 from tests.cli.test_docs_sessions import fits
 from tests.cli.test_readme import masked
+from tests.commands import shardwise
 from tests.verifying import prepared
 
 PAGE = (configs.ROOT / "docs" / "verify.md").read_text()
@@ -25,15 +24,7 @@ ERROR = re.compile(r"\d(\.\d)?e-\d\d")
 
 def verify(*words: str, exit_code: int = 0) -> tuple[str, str]:
     """Run to the end; returns stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "verify", *words],
-        cwd=configs.ROOT,
-        env=configs.environment() | {"SHARDWISE_HISTORY": "off"},
-        text=True,
-        capture_output=True,
-        timeout=170,
-    )
-    assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    done = shardwise("verify", *words, exit_code=exit_code)
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr
 
