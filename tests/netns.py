@@ -55,7 +55,9 @@ def why_not() -> str | None:
 
 def no_delay() -> str | None:
     """Why the link cannot have a delay; None where it can."""
-    return why_not() or (None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "no /dev/net/tun for the relay")
+    tun = os.access("/dev/net/tun", os.R_OK | os.W_OK)
+    ping = None if shutil.which("ping") else "not installed: ping (package iputils-ping)"
+    return why_not() or (ping if tun else "no /dev/net/tun for the relay")
 
 
 @dataclass

@@ -67,11 +67,13 @@ def test_bench_comm_finds_the_rate(tmp_path: Path) -> None:
 
 
 def test_bench_comm_finds_the_delay(tmp_path: Path) -> None:
-    with netns.two_hosts(rate="1gbit", delay_s=0.02) as hosts:
-        assert 0.018 < hosts.round_trip_s() / 2 < 0.04
+    """One way, not there and back: what a busy machine adds is less than a second delay of this size."""
+    delay_s = 0.05
+    with netns.two_hosts(rate="1gbit", delay_s=delay_s) as hosts:
+        assert 0.9 * delay_s < hosts.round_trip_s() / 2 < 1.9 * delay_s
         document = measure(hosts, tmp_path, "64KiB")
-        assert 0.016 < of(document, "send")["latency_s"] < 0.04
-        assert of(document, "all_reduce")["latency_s"] > of(document, "send")["latency_s"], "more steps than one"
+        assert 0.9 * delay_s < of(document, "send")["latency_s"] < 1.9 * delay_s
+        assert of(document, "all_reduce")["latency_s"] > 1.9 * delay_s, "more steps than one"
 
 
 def namespaces() -> str:

@@ -100,7 +100,7 @@ def run(case: Case) -> dict[str, Any] | None:
     block.register_forward_hook(hook)
     if case.every:
         begin = session.begin_micro
-        session.begin_micro = lambda *, last, filler: begin(last=True, filler=filler)  # type: ignore[method-assign]
+        session.begin_micro = lambda *, last, filler=False: begin(last=True, filler=filler)  # type: ignore[method-assign]
 
     def windows() -> Any:
         while True:

@@ -7,6 +7,9 @@ rounds: a few units in the last place of the largest element (`LIMIT`); a wrong 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 STAGES = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
 LIMIT = 5e-6
+ROOT = Path(__file__).parents[2]
 CLIP = 0.05
 Weights = dict[str, torch.Tensor]
 
@@ -265,6 +269,66 @@ def test_another_number_of_ranks_has_the_same_weights_and_states(tmp_path: Path)
         assert found.keys() == saved.keys()
         steps = {name for name in found if name.endswith("/step")}
         assert steps and all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def states_of(session: Any) -> Weights:
+    engine = session.applied.engine
+    return {f"{name}/{key}": v.clone() for name in engine.parameters for key, v in engine.states(name).items()}
+
+
+def states_by_hash(folder: str) -> tuple[list[str], list[str]]:
+    """The order that this process puts a set of keys in, and which states are others after a load, or once a rank has
+    them in another order."""
+    import torch.distributed as dist
+
+    from shardwise.cli.own_loop import start
+
+    wrong = []
+    for strategy in STAGES:
+        kept: list[Weights] = []
+        for loads in (False, True):
+            session = start(plan_of(strategy), receipts=False)
+            model = decoder().float()
+            model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+            if loads:
+                session.load(f"{folder}/{strategy}")
+            else:
+                for step in session.steps(ragged_batches(4)):
+                    step.run(model, loss_of)
+                    step.update(optimizer)
+                session.save(f"{folder}/{strategy}")
+            kept.append(states_of(session))
+            if not loads and dist.get_rank() == 1:
+                for flat, state in optimizer.state.items():
+                    optimizer.state[flat] = dict(reversed(state.items()))
+            kept += [] if loads else [states_of(session)]
+            session.close()
+        assert sum(name.endswith("/exp_avg") for name in kept[0]) == len(list(decoder().parameters()))
+        for what, found in zip(("in another order", "after a load"), kept[1:], strict=True):
+            wrong += [f"{strategy} {what}: {n}" for n, v in kept[0].items() if not torch.equal(v, found[n])]
+    return list({"exp_avg", "exp_avg_sq"}), wrong
+
+
+def test_states_are_gathered_alike_by_ranks_that_order_sets_differently(tmp_path: Path) -> None:
+    """Strings hash differently in each process, so a set has its own order on each rank, as under any launcher."""
+    code = "import sys; from tests.worlds import _rank_main; from tests.world import test_deepspeed_engine as here; "
+    code += "_rank_main(int(sys.argv[1]), 2, sys.argv[2], here.states_by_hash, (sys.argv[2],))"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}
+        )
+        for rank, seed in enumerate("01")
+    ]
+    try:
+        for process in processes:
+            process.wait(120)
+    finally:
+        for process in processes:
+            process.kill()
+    assert not [file.read_text() for file in tmp_path.glob("*.err")]
+    (first, wrong), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first != second, "the seeds of this test do not tell the ranks apart"
+    assert not wrong, "\n".join(wrong)
 
 
 def left_in_the_middle(strategy: str) -> float:

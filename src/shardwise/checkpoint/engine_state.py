@@ -83,7 +83,8 @@ class Shadow:
         for names in self.engine.groups:
             here = {name: _numbers(kept[name]) for name in names if name in kept}
             most = max(here.values(), key=lambda one: [float(value) for value in one.values()], default={})
-            tensors = next((kept[name] for name in here), {}).keys() - most.keys()
+            first = next((kept[name] for name in here), {})
+            tensors = [key for key in first if key not in most]  # in order: a set has another one on each rank
             groups.append({**dict.fromkeys(tensors), **most})
             apart |= {name: here.get(name) for name in names if here and here.get(name) != most}
         return groups, apart

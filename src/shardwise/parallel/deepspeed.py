@@ -365,7 +365,9 @@ class DeepSpeed:
             return found
         if self.stage < 3:
             link_states(self.zero)
-        for key, value in all_states(self.zero, parameter).items():
+        states = all_states(self.zero, parameter)
+        for key in sorted(states):  # a dictionary may have another order on another rank
+            value = states[key]
             if value is None:
                 found[key] = safe_get_full_optimizer_state(parameter, key).detach().view(self.shape(name))
             else:
