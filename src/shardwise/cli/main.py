@@ -70,8 +70,7 @@ def train(
     fork_server.start()  # it imports torch for the ranks, while this process plans
     from shardwise.cli.train import run_train
 
-    chosen = list(overrides or [])
-    chosen += [f"parallel.strategy={strategy}"] if strategy is not None else []
+    chosen = [*(overrides or []), *([f"parallel.strategy={strategy}"] if strategy is not None else [])]
     chosen += [f"parallel.nproc={nproc}"] if nproc is not None else []
     run_train(config, chosen, plan_file=plan, master_port=master_port, as_json=json, calibration=calibration)
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ MODULES = (
 )
 """What every rank of `train` imports; seconds for each of them."""
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>: orphans below become children of this process
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _LARGEST = 1 << 20
 _servers: list[ForkServer] = []
 
@@ -55,12 +56,18 @@ def start(modules: Sequence[str] = MODULES) -> ForkServer | None:
         return _servers[0]
     if sys.platform != "linux" or environment.is_rank() or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
         return None
-    if ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
+    if not adopt_orphans(True):
         return None
+    adopt_orphans(False)
     with contextlib.suppress(OSError):
         _servers.append(ForkServer(modules))
         atexit.register(stop)
     return running()
+
+
+def adopt_orphans(on: bool) -> bool:
+    """Whether orphans below this process become its children, as ranks must while they are waited for; ``False``: no way."""
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0) == 0
 
 
 def stop() -> None:
@@ -73,7 +80,7 @@ class ForkServer:
     """The command's end of the server."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._environment = dict(os.environ)
+        self._environment = environment.whole()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
@@ -103,6 +110,7 @@ class ForkServer:
             return None
         request = {"module": command[2], "words": list(command[3:]), "env": env, "folder": str(Path.cwd())}
         files = [1 if output is None else output, 2 if output is None else output, parent_fd]
+        adopt_orphans(True)
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], files)
             answer = json.loads(self._socket.recv(_LARGEST) or b"null")
@@ -143,11 +151,14 @@ def _fork(request: dict[str, Any], files: Sequence[int], connection: socket.sock
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
+        between = os.getpid()
         rank = os.fork()
         if rank == 0:
             os.close(reader)
             os.close(writer)
             connection.close()
+            while os.getppid() == between:
+                time.sleep(0.0005)
             _become(request, files)
         os.write(writer, array.array("q", [rank]).tobytes())
         os._exit(0)
@@ -175,9 +186,10 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         environment.become_rank(request["env"], parent_fd)
         import torch
 
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the library has read the variable already
+        torch.set_num_threads(environment.threads())  # the library has read the variable already
+        torch.default_generator.seed()  # by chance, as in a process of its own; Python's random does so itself
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # as in a process of its own; Python's random does so itself
+            sys.modules["numpy"].random.seed()
         sys.modules.pop(request["module"], None)
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         code = 0

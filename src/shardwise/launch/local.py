@@ -37,6 +37,7 @@ STILL_S = 30.0
 _HOST = "127.0.0.1"
 _POLL_S = 0.02
 _KILL_S = 10.0  # a process that is stuck in a driver outlives SIGKILL
+_ORPHANS_S = 1.0
 _TAIL_LINES = 15
 _INTERRUPTED = (Interrupted.exit_code, -signal.SIGINT)
 _REASONS: dict[int, str] = {
@@ -119,9 +120,10 @@ class _Rank:
     def reap(self) -> None:
         """Take the ended process off the system's table."""
         _, _, usage = os.wait4(self.pid, 0)
-        with contextlib.suppress(ChildProcessError):  # orphans of its group, which a fork server makes ours
-            while os.waitpid(-self.pid, os.WNOHANG)[0]:
-                pass
+        deadline = time.monotonic() + _ORPHANS_S
+        with contextlib.suppress(ChildProcessError):  # what it left, killed with it, which a fork server makes ours
+            while os.waitpid(-self.pid, os.WNOHANG)[0] or time.monotonic() < deadline:
+                time.sleep(0.001)
         self.peak_bytes = usage.ru_maxrss * 1024
 
 
@@ -180,6 +182,8 @@ class _World:
             spare(rank.error_file).unlink(missing_ok=True)
             if rank.exit_code is not None:
                 rank.reap()
+        if fork_server.running() is not None:
+            fork_server.adopt_orphans(False)
         if self._lifeline is not None:
             os.close(self._lifeline)
 

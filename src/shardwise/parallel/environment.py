@@ -119,6 +119,17 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def whole() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def threads() -> int:
+    """OMP_NUM_THREADS, as `rank_environment` has set it; 1 where it is no number."""
+    text = os.environ.get(_THREADS, "").split(",")[0]
+    return int(text) if text.isascii() and text.isdigit() and int(text) else 1
+
+
 def one_thread(env: dict[str, str]) -> dict[str, str]:
     """``env`` for a process that computes nothing and is forked: OpenMP makes no threads in it."""
     return {**env, _THREADS: "1"}
