@@ -117,3 +117,11 @@ def outside(name: str) -> UserError:
         f"'{name}' was called by itself: sharded weights are gathered when the prepared model is called; call "
         "model(inputs), and move what model.some_method(...) or a submodule does into the model's forward"
     )
+
+
+def left_order(name: str) -> str:
+    """What is wrong with a unit that stands elsewhere than in the order of all ranks."""
+    return (
+        f"'{name}' runs later or more often than in the first forward: sharded weights are gathered in one order on "
+        "all ranks, so a model may skip units, but not reorder or repeat them as it likes; use ddp or zero1"
+    )

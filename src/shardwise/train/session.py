@@ -327,6 +327,8 @@ class Session:
             try:
                 yield step
             finally:
+                if self._agreement is not None:
+                    self._agreement.end_step()
                 if self.steps_done != number:
                     self.notify("on_step_abandoned", step)
             if self.steps_done != number:
