@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +55,15 @@ class Entry:
     done: bool = False
 
 
+@dataclass(frozen=True)
+class View:
+    """What a unit has returned: the tensor that it is a view of, and how often that was changed by then."""
+
+    unit: str
+    base: Callable[[], torch.Tensor | None]
+    version: int
+
+
 @dataclass(eq=False)
 class Pass:
     """A forward of the root. ``pending`` is the last entry whose backward has not come."""
@@ -91,6 +102,24 @@ def needs_gradient(output: Any) -> bool:
     except ImportError:  # before PyTorch 2.13
         return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _pytree.tree_leaves(output))
     return bool(collect_grad_tensors(output))
+
+
+def views_in(unit: Unit, output: Any) -> list[View]:
+    """Tensors among what a unit returns that are views of others, and as they are now."""
+    views = (one for one in _pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one._is_view())
+    return [View(unit.name, weakref.ref(one._base), one._version) for one in views if one.requires_grad]
+
+
+def refuse_changed(views: list[View]) -> None:
+    """Raise where one of ``views`` was changed in place."""
+    for view in views:
+        base = view.base()
+        if base is not None and base._version != view.version:
+            raise ModelError(
+                f"'{view.unit}' returns a view (of view, transpose, chunk or an index), which is changed in place "
+                "afterwards, and autograd then goes around the hook that gathers the block's weights for backward; "
+                "return a copy (x.clone()), or change it out of place (x = x + y for x += y)"
+            )
 
 
 def backward_runs() -> bool:

@@ -30,12 +30,15 @@ from shardwise.parallel.unit_forwards import (
     Pass,
     Planned,
     Unit,
+    View,
     backward_runs,
     has_gradient,
     left_order,
     needs_gradient,
     outside,
+    refuse_changed,
     units_of,
+    views_in,
     with_named_error,
 )
 from shardwise.parallel.unit_stand_in import run_on_zeros
@@ -68,6 +71,7 @@ class UnitOrder:
         self._given: set[Any] | None = None  # what had a gradient before micro batches that only fill up
         self._stray: list[Any] = []
         self._in_step = False
+        self._views: list[View] = []  # that units have returned
         self.left: list[str] = []  # units that this rank has run where the others do not follow, in this step
         self.skipped: Counter[str] = Counter()  # units gathered for other ranks in this step
         self._nodes: list[Any] = []
@@ -99,6 +103,7 @@ class UnitOrder:
         self._filled.clear()
         self.left.clear()
         self.skipped.clear()
+        self._views.clear()
         self._in_step = True
         for unit in self.units:
             unit.open, unit.reduced, unit.reductions = 0, False, 0
@@ -106,6 +111,11 @@ class UnitOrder:
     def end_step(self) -> None:
         """From here on nobody is told what a rank has left."""
         self._in_step = False
+
+    def check_views(self) -> None:
+        """Before a backward: autograd does not go through a view that was changed in place after its unit."""
+        views, self._views = self._views, []
+        refuse_changed(views)
 
     def digest(self) -> int:
         """32 bits of the reductions of this step, in their order."""
@@ -173,6 +183,7 @@ class UnitOrder:
                 return register_pre(output)
             entry.backs = needs_gradient(output) or (entry.planned is not None and entry.planned.backs)
             unit.open += int(entry.backs and entry.defers)
+            self._views += views_in(unit, output)
             state._pre_backward = functools.partial(self._reach, now, entry)  # FSDP2 hooks it to the outputs
             try:
                 return register_pre(output)

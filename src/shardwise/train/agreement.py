@@ -61,6 +61,15 @@ class Agreement:
         if last and isinstance(outer, Replicated) and self._plan.grad_accum > 1:
             outer.mark()
 
+    def begin_backward(self) -> None:
+        """Before each backward: what FSDP2 could not follow.
+
+        Raises:
+            ModelError: a unit's output was changed in place, by the unit's name.
+        """
+        for order in self._orders:
+            order.check_views()
+
     def finish_backward(self) -> None:
         """After each backward: have DDP reduce what it has waited for in vain."""
         self._missing |= {id(p): p for p in finish_reduction(self._applied.outer)}
