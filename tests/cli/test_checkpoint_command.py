@@ -136,26 +136,26 @@ def test_damage_ends_with_1_and_is_named(capsys: pytest.CaptureFixture[str], tmp
     path = write_checkpoint(tmp_path)
     flip(path / SECOND, (path / SECOND).stat().st_size - 1)
     last = "rng/1/numpy"
-    out, err = command(capsys, "verify", str(path), exit_code=1)
+    out, err = command(capsys, "verify", str(path), exit_code=3)
     assert f"✗ {SECOND}: bytes are not those that were saved ({last})" in out and "✓" not in out
     assert err == (
         f"shardwise: '{path}' is damaged, as is said above; restore the files from a copy, or go on from an earlier "
         "checkpoint\n"
     )
-    document = answer(capsys, "verify", str(path), exit_code=1)
+    document = answer(capsys, "verify", str(path), exit_code=3)
     assert document["damage"] == [{"file": SECOND, "what": "bytes are not those that were saved", "tensors": [last]}]
     assert not document["ok"]
     command(capsys, "inspect", str(path))  # sizes are right, and data is not looked at
     (path / SECOND).unlink()
     for verb in ("inspect", "verify"):
-        out, _ = command(capsys, verb, str(path), exit_code=1)
+        out, _ = command(capsys, verb, str(path), exit_code=3)
         assert f"✗ {SECOND}: is missing (model/embed.weight, " in out
-        assert answer(capsys, verb, str(path), exit_code=1)["damage"][0]["file"] == SECOND
+        assert answer(capsys, verb, str(path), exit_code=3)["damage"][0]["file"] == SECOND
     (path / MANIFEST).write_bytes(b"{")
     for verb in ("inspect", "verify"):
-        out, _ = command(capsys, verb, str(path), exit_code=1)
+        out, _ = command(capsys, verb, str(path), exit_code=3)
         assert f"✗ {MANIFEST}: " in out
-        assert answer(capsys, verb, str(path), exit_code=1)["damage"][0]["file"] == MANIFEST
+        assert answer(capsys, verb, str(path), exit_code=3)["damage"][0]["file"] == MANIFEST
 
 
 def test_another_tools_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_on_a_server(capsys: pytest.CaptureFixture[str], s3: Store, monkeypatch:
     key = f"run/checkpoints/step-00000020/{SECOND}"
     data = s3.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
     s3.client().put_object(Bucket=BUCKET, Key=key, Body=data[:-1] + b"?")
-    assert answer(capsys, "verify", url, exit_code=1)["damage"][0]["tensors"] == ["rng/1/numpy"]
+    assert answer(capsys, "verify", url, exit_code=3)["damage"][0]["tensors"] == ["rng/1/numpy"]
     s3.client().delete_object(Bucket=BUCKET, Key=key)
-    assert answer(capsys, "inspect", url, exit_code=1)["damage"][0]["what"] == "is missing"
+    assert answer(capsys, "inspect", url, exit_code=3)["damage"][0]["what"] == "is missing"
     _, err = command(capsys, "inspect", "s3://no-such-bucket/run", exit_code=2)
     assert "there is no such bucket" in err
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

@@ -183,6 +183,51 @@ def sabotage_resharding(strategy: str) -> list[str]:
     return run(strategy, 1, "plain", stay)
 
 
+class AdaptiveBlocks(nn.Module):
+    """One block runs as often as its rank's samples ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1 + 2 * int(x[0, 0] > 0)):
+            x = x + self.blocks[0](x)
+        return self.head(self.blocks[1](x))
+
+
+def adaptive(strategy: str, extra: bool) -> list[str]:
+    """In the second step rank 1 runs a block once, and the others three times; ``extra`` gathers it once more."""
+    session = start(strategy, receipts=False)
+    probe = EffectsProbe(strict=False)
+    session.observers.append(probe)
+    model = AdaptiveBlocks()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    signs = [1.0] * dist.get_world_size() + [-1.0 if rank == 1 else 1.0 for rank in range(dist.get_world_size())]
+    data = [(torch.full((2, 8), sign), torch.full((2, 8), float(at))) for at, sign in enumerate(signs)]
+    for step in session.steps(data):
+        for micro in step:
+            step.backward((model(micro.inputs) - micro.labels).square().sum())
+            for _ in range(int(extra)):
+                session.phase = "backward"
+                block = session.module.blocks[0]
+                assert isinstance(block, FSDPModule)
+                block.unshard()
+                block.reshard()
+                session.phase = "other"
+        step.update(optimizer)
+    session.close()
+    assert probe.receipt is not None
+    return [f"{line.name}: {line.found}" for line in probe.receipt.lines if line.ok is False]
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_gathers_for_other_ranks_are_no_alarm_and_one_more_is(extra: bool) -> None:
+    for alarms in run_world(adaptive, 2, "fsdp", extra):
+        assert [alarm.split(":")[0] for alarm in alarms] == (["all_gather per step"] if extra else []), alarms
+
+
 def sabotage_chunks(strategy: str) -> list[str]:
     """The loss was to be computed in chunks, and the head makes all logits at once."""
     apply_module.apply_loss_chunks = lambda module, head, chunks: None

@@ -260,6 +260,12 @@ class TestUnreadable:
         (problem,) = problems(file, text="[train\nsteps = 3")
         assert problem.startswith(f"config '{file}' is not TOML") and "line 1" in problem
 
+    def test_quotes_are_spoken_of_where_they_are_missing_alone(self, file):
+        (problem,) = problems(file, text="[train]\nsteps = 3\nsteps = 4\n")
+        assert "is not TOML: Cannot overwrite a value" in problem and problem.endswith("repair it there")
+        (problem,) = problems(file, text="[train]\nout = runs\n")
+        assert problem.endswith("repair it there (text needs quotes)")
+
     def test_bytes_that_are_no_text(self, file):
         file.write_bytes(b"\xff\xfe[train]")
         (problem,) = problems(file)

@@ -258,3 +258,12 @@ def test_a_verdict_crosses_a_process_border_with_an_infinite_error() -> None:
     verdict = judge(compare(reference, found), norm=(1, 1), loss=(1, 1), clipped_error=0.0, tolerance=TOLERANCE)
     assert verdict.error == math.inf
     assert Verdict.model_validate_json(verdict.model_dump_json()) == verdict
+
+
+def test_one_parameter_that_is_multiplied_is_no_matter_of_tokens() -> None:
+    parts = {(rank, 0): made(rank) for rank in range(2)}
+    reference = {name: (parts[0, 0][name] + parts[1, 0][name]) / 8 for name in made()}
+    found = scaled(reference, 2.0, only="embed")
+    text = told(reference, found, plan_of(dp_shard=2), contributions=parts, tokens=dict.fromkeys(parts, 4))
+    assert "the gradient of embed.weight (1 parameters) is 2 × too large: dp 2" in text
+    assert "averaged" not in text and "tokens" not in text.replace("global tokens", "")

@@ -292,6 +292,25 @@ def saved_on_rank_0(session: Session, model: nn.Module, optimizer: Any, step: An
         session.save("never written")
 
 
+def twice_on_rank_0(session: Session, model: nn.Module, optimizer: Any, step: Any) -> None:
+    for micro in step:
+        loss = loss_of(model(micro.inputs), micro.labels)
+        if session.ranks.is_main:
+            loss = loss + model(micro.inputs).sum()
+        step.backward(loss)
+    step.update(optimizer)
+
+
+def evaluated_in_the_step_on_rank_0(session: Session, model: nn.Module, optimizer: Any, step: Any) -> None:
+    for micro in step:
+        loss = loss_of(model(micro.inputs), micro.labels)
+        if session.ranks.is_main:
+            with torch.no_grad():
+                model(micro.inputs)
+        step.backward(loss)
+    step.update(optimizer)
+
+
 def evaluated_on_all(session: Session, model: nn.Module, optimizer: Any, step: Any) -> None:
     ordinary(session, model, optimizer, step)
     with torch.no_grad():
@@ -314,6 +333,8 @@ def sentences() -> dict[str, str]:
     for strategy in ("ddp", "fsdp", "zero2"):
         found[f"all {strategy}"] = run(strategy, evaluated_on_all)
         found[f"one {strategy}"] = run(strategy, evaluated_on_rank_0)
+        found[f"twice {strategy}"] = run(strategy, twice_on_rank_0)
+        found[f"inside {strategy}"] = run(strategy, evaluated_in_the_step_on_rank_0)
         found[f"save {strategy}"] = run(strategy, saved_on_rank_0)
     found["order"] = run("fsdp", out_of_order)
     return found
@@ -330,7 +351,10 @@ def test_each_mistake_has_its_sentence_on_all_ranks() -> None:
         assert [found[f"all {strategy}"] for strategy in ("ddp", "fsdp", "zero2")] == [""] * 3
         for strategy in ("ddp", "fsdp", "zero2"):
             assert "rank 0 at session.save, rank 1 at the start of a step" in found[f"save {strategy}"]
-        assert found["one ddp"] == ""  # whole weights: rank 0 needs nobody
+        for strategy in ("fsdp", "zero2"):
+            assert "rank 0 at a forward of a step, rank 1 at step.backward" in found[f"twice {strategy}"]
+            assert "rank 0 at an evaluation, rank 1 at step.backward" in found[f"inside {strategy}"]
+        assert found["inside ddp"] == found["one ddp"] == ""  # whole weights: rank 0 needs nobody
         for strategy in ("fsdp", "zero2"):
             assert "rank 0 at an evaluation, rank 1 at the start of a step" in found[f"one {strategy}"]
         assert "ranks 0 and 1 reduced other gradients under fsdp" in found["order"]

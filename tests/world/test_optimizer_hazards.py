@@ -175,8 +175,10 @@ SHARDS = {
     Of(own.LocalLAMB): "LocalLAMB steps a part of a parameter otherwise",
     Of(own.DAdaptation): "DAdaptation steps a part .*use ddp, or",
     Of(optim.Rprop): "Rprop cannot step the sharded parameters of .*use ddp or zero1",
-    Of(optim.Adafactor): "Adafactor cannot step the sharded parameters",
-    Of(optim.SGD, fused=True): "SGD cannot step the sharded parameters",
+    Of(
+        optim.Adafactor
+    ): "Adafactor cannot step the sharded parameters of .*: PyTorch's Adafactor does not .* a part; use",
+    Of(optim.SGD, fused=True): "SGD cannot step the sharded parameters of .*: PyTorch's SGD.fused=True. does not",
     Of(optim.LBFGS): "LBFGS.step needs a closure",
     Of(optim.AdamW, differentiable=True): "differentiable=True",
     Of(optim.AdamW, capturable=True): "AdamW cannot step tiny parameters on trial .*capturable",

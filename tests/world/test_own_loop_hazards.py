@@ -190,6 +190,36 @@ def no_false_alarms(strategy: str) -> None:
         assert probe.receipt.ok, (kind, probe.receipt)
 
 
+class KnowsItsRank:
+    """Knows its rank, for another reason than to deal by it."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def __iter__(self) -> Any:
+        return iter(ragged_batches(8))
+
+
+def the_same_on_all_ranks() -> str:
+    session, model, optimizer, _ = prepared("ddp")
+    session.observers[-1] = EffectsProbe()
+    try:
+        for step in session.steps(KnowsItsRank()):
+            for micro in step:
+                step.backward(loss_of(model, micro))
+            step.update(optimizer)
+    except ShardwiseError as error:
+        return str(error)
+    finally:
+        session.close()
+    return ""
+
+
+def test_a_loader_that_knows_its_rank_and_gives_all_the_same_is_named() -> None:
+    for text in run_world(the_same_on_all_ranks, 2):
+        assert "the loader's KnowsItsRank knows its rank" in text and "sharded=False" in text
+
+
 class PythonShuffle(Sampler[int]):
     """Draws from a generator that no seed of torch's reaches."""
 

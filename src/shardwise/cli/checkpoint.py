@@ -1,4 +1,4 @@
-"""``shardwise checkpoint inspect`` and ``verify``: look, say, and end with 1 where something is damaged."""
+"""``shardwise checkpoint inspect`` and ``verify``: look, say, and end with 3 where something is damaged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 
 from shardwise.checkpoint.inspect import inspect_checkpoint
-from shardwise.errors import AnswerIsNo, UserError
+from shardwise.errors import CheckpointError, UserError
 from shardwise.report.checkpoint import (
     ReadProgress,
     inspection_json,
@@ -26,7 +26,7 @@ def run_inspect(place: str, *, everything: bool, as_json: bool) -> None:
 
     Raises:
         UserError: there is no checkpoint that is known.
-        AnswerIsNo: files are missing or have another size than they need, or the manifest is damaged.
+        CheckpointError: files are missing or have another size than they need, or the manifest is damaged.
     """
     try:
         found = inspect_checkpoint(place)
@@ -36,7 +36,7 @@ def run_inspect(place: str, *, everything: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(inspection_json(found)))
     if found.damage:
-        raise AnswerIsNo(f"'{found.place}' is damaged, as is said above; {_FIX}")
+        raise CheckpointError(f"'{found.place}' is damaged, as is said above; {_FIX}")
 
 
 def run_verify(place: str, *, as_json: bool) -> None:
@@ -44,7 +44,7 @@ def run_verify(place: str, *, as_json: bool) -> None:
 
     Raises:
         UserError: there is no checkpoint that is known.
-        AnswerIsNo: bytes are not those that were saved, or something is missing.
+        CheckpointError: bytes are not those that were saved, or something is missing.
     """
     from shardwise.checkpoint.verify import verify_checkpoint
 
@@ -58,7 +58,7 @@ def run_verify(place: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(verification_json(found)))
     if found.damage:
-        raise AnswerIsNo(f"'{found.place}' is damaged, as is said above; {_FIX}")
+        raise CheckpointError(f"'{found.place}' is damaged, as is said above; {_FIX}")
 
 
 def _console(as_json: bool) -> Console:

@@ -271,7 +271,11 @@ def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, a
     except ShardwiseError as error:
         return str(error)
     except Exception as error:
-        return f"{name} cannot step the sharded parameters of {plan.strategy} ({_brief(error)}); use {use}, or AdamW"
+        why = f" ({_brief(error)})"
+        if type(optimizer).__module__.startswith("torch.optim"):  # its words are about PyTorch's own insides
+            fused = "(fused=True)" if _special(optimizer) else ""
+            why = f": PyTorch's {name}{fused} does not compute with a weight of which each rank holds a part"
+        return f"{name} cannot step the sharded parameters of {plan.strategy}{why}; use {use}, or AdamW"
     if found <= limit:
         return ""
     return (

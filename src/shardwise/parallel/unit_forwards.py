@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +55,15 @@ class Entry:
     done: bool = False
 
 
+@dataclass(frozen=True)
+class View:
+    """What a unit has returned: the tensor that it is a view of, and how often that was changed by then."""
+
+    unit: str
+    base: Callable[[], torch.Tensor | None]
+    version: int
+
+
 @dataclass(eq=False)
 class Pass:
     """A forward of the root. ``pending`` is the last entry whose backward has not come."""
@@ -93,6 +104,24 @@ def needs_gradient(output: Any) -> bool:
     return bool(collect_grad_tensors(output))
 
 
+def views_in(unit: Unit, output: Any) -> list[View]:
+    """Tensors among what a unit returns that are views of others, and as they are now."""
+    views = (one for one in _pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one._is_view())
+    return [View(unit.name, weakref.ref(one._base), one._version) for one in views if one.requires_grad]
+
+
+def refuse_changed(views: list[View]) -> None:
+    """Raise where one of ``views`` was changed in place."""
+    for view in views:
+        base = view.base()
+        if base is not None and base._version != view.version:
+            raise ModelError(
+                f"'{view.unit}' returns a view (of view, transpose, chunk or an index), which is changed in place "
+                "afterwards, and autograd then goes around the hook that gathers the block's weights for backward; "
+                "return a copy (x.clone()), or change it out of place (x = x + y for x += y)"
+            )
+
+
 def backward_runs() -> bool:
     """Whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -116,4 +145,12 @@ def outside(name: str) -> UserError:
     return UserError(
         f"'{name}' was called by itself: sharded weights are gathered when the prepared model is called; call "
         "model(inputs), and move what model.some_method(...) or a submodule does into the model's forward"
+    )
+
+
+def left_order(name: str) -> str:
+    """What is wrong with a unit that stands elsewhere than in the order of all ranks."""
+    return (
+        f"'{name}' runs later or more often than in the first forward: sharded weights are gathered in one order on "
+        "all ranks, so a model may skip units, but not reorder or repeat them as it likes; use ddp or zero1"
     )

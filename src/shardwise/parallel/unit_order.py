@@ -30,13 +30,18 @@ from shardwise.parallel.unit_forwards import (
     Pass,
     Planned,
     Unit,
+    View,
     backward_runs,
     has_gradient,
+    left_order,
     needs_gradient,
     outside,
+    refuse_changed,
     units_of,
+    views_in,
     with_named_error,
 )
+from shardwise.parallel.unit_stand_in import run_on_zeros
 from shardwise.spec.read import clean_name
 
 _MARK = "_shardwise_unit_order"
@@ -65,6 +70,10 @@ class UnitOrder:
         self._filled: Counter[Any] = Counter()
         self._given: set[Any] | None = None  # what had a gradient before micro batches that only fill up
         self._stray: list[Any] = []
+        self._in_step = False
+        self._views: list[View] = []  # that units have returned
+        self.left: list[str] = []  # units that this rank has run where the others do not follow, in this step
+        self.skipped: Counter[str] = Counter()  # units gathered for other ranks in this step
         self._nodes: list[Any] = []
         for unit in self.units:
             self._patch(unit)
@@ -92,8 +101,21 @@ class UnitOrder:
         self._given = None
         self._stray.clear()
         self._filled.clear()
+        self.left.clear()
+        self.skipped.clear()
+        self._views.clear()
+        self._in_step = True
         for unit in self.units:
             unit.open, unit.reduced, unit.reductions = 0, False, 0
+
+    def end_step(self) -> None:
+        """From here on nobody is told what a rank has left."""
+        self._in_step = False
+
+    def check_views(self) -> None:
+        """Before a backward: autograd does not go through a view that was changed in place after its unit."""
+        views, self._views = self._views, []
+        refuse_changed(views)
 
     def digest(self) -> int:
         """32 bits of the reductions of this step, in their order."""
@@ -161,6 +183,7 @@ class UnitOrder:
                 return register_pre(output)
             entry.backs = needs_gradient(output) or (entry.planned is not None and entry.planned.backs)
             unit.open += int(entry.backs and entry.defers)
+            self._views += views_in(unit, output)
             state._pre_backward = functools.partial(self._reach, now, entry)  # FSDP2 hooks it to the outputs
             try:
                 return register_pre(output)
@@ -224,21 +247,23 @@ class UnitOrder:
                 self._skip(now, self.units[chosen])
         else:
             planned = self._follow(now, unit)
+            if planned is None:
+                return
         unit.entry = Entry(unit, len(now.entries), planned)
         now.entries.append(unit.entry)
 
-    def _follow(self, now: Pass, unit: Unit) -> Planned:
-        """Pass by what the order has before ``unit``."""
+    def _follow(self, now: Pass, unit: Unit) -> Planned | None:
+        """Pass by what the order has before ``unit``; ``None`` where it has none, and the step is to end in vain."""
         order = self._orders[now.has_backward]
         at = now.cursor
         while at < len(order) and order[at].unit is not unit:
             at += 1
         if at == len(order):
-            raise ModelError(
-                f"'{unit.name}' runs later or more often than in the first forward: sharded weights are gathered in "
-                "one order on all ranks, so a model may skip units, but not reorder or repeat them as it likes; use "
-                "ddp or zero1"
-            )
+            if not (now.has_backward and self._in_step):
+                raise ModelError(left_order(unit.name))
+            self.left.append(unit.name)
+            run_on_zeros(unit, self._device)
+            return None
         for planned in order[now.cursor : at]:
             self._skip(now, planned.unit, planned)
         now.cursor = at + 1
@@ -248,6 +273,7 @@ class UnitOrder:
         """Gather and free a unit that this rank does not enter, as the ranks do that enter it."""
         unit.entry = None
         self._skipped = unit.name
+        self.skipped[unit.name] += 1
         unit.state._pre_forward(unit.module, (), {})
         unit.state._post_forward(unit.module, (), None)
         now.entries.append(Entry(unit, len(now.entries), entered=False))

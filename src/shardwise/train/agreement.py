@@ -19,6 +19,7 @@ from shardwise.parallel.apply import Applied
 from shardwise.parallel.group import Ranks, gather_text
 from shardwise.parallel.home import home_of
 from shardwise.parallel.replicate import Replicated, finish_reduction
+from shardwise.parallel.unit_forwards import left_order
 from shardwise.parallel.unit_order import orders_of
 from shardwise.plan.plan import Plan
 from shardwise.spec.read import clean_name
@@ -45,6 +46,11 @@ class Agreement:
             order.begin_step()
             order.watch_strays()
 
+    def end_step(self) -> None:
+        """What runs from here on, until a step begins, is told to nobody."""
+        for order in self._orders:
+            order.end_step()
+
     def begin_micro(self, *, last: bool, filler: bool) -> None:
         """Before the forward of a micro batch; fillers weigh nothing, so what only they reach has no gradient."""
         outer = self._applied.outer
@@ -54,6 +60,15 @@ class Agreement:
                 order.before_fillers()
         if last and isinstance(outer, Replicated) and self._plan.grad_accum > 1:
             outer.mark()
+
+    def begin_backward(self) -> None:
+        """Before each backward: what FSDP2 could not follow.
+
+        Raises:
+            ModelError: a unit's output was changed in place, by the unit's name.
+        """
+        for order in self._orders:
+            order.check_views()
 
     def finish_backward(self) -> None:
         """After each backward: have DDP reduce what it has waited for in vain."""
@@ -73,7 +88,8 @@ class Agreement:
             digest = zlib.crc32(order.digest().to_bytes(4), digest)
         on_cpu = loss_sum.device.type == "cpu"
         strays = sum(len(order.strays()) for order in self._orders)
-        fields = [float(loss_sum) if on_cpu else 0.0, len(self._missing), digest, strays]
+        left = sum(len(order.left) for order in self._orders)
+        fields = [float(loss_sum) if on_cpu else 0.0, len(self._missing), digest, strays, left]
         mine = torch.tensor(fields, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
         work = dist.all_gather(rows, mine, group=self._ranks.control, async_op=True)
@@ -95,6 +111,7 @@ class Agreement:
         Raises:
             TrainingError: on all ranks, where gradients were not reduced alike.
         """
+        self.end_step()
         if self._message is None:
             return loss_sum
         self.arrive()
@@ -105,12 +122,23 @@ class Agreement:
         else:
             loss_sum.copy_(torch.stack(rows)[:, 0].sum())
         found = [(int(row[1]), int(row[2])) for row in rows]
+        if any(row[4] for row in rows):
+            self._refuse_left([rank for rank, row in enumerate(rows) if row[4]])
         if any(row[3] for row in rows):
             self._refuse_strays()
         self._check_order([digest for _, digest in found])
         if any(number for number, _ in found):
             self._leave_alone()
         return loss_sum
+
+    def _refuse_left(self, ranks: list[int]) -> None:
+        mine = json.dumps([name for order in self._orders for name in order.left])
+        names = [name for text in gather_text(mine, self._ranks) for name in json.loads(text)]
+        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{', ...' if ranks[4:] else ''}"
+        raise TrainingError(f"on {where}, {left_order(names[0])}{self._kept()}")
+
+    def _kept(self) -> str:
+        return "" if self._plan.optimizer_in_backward else "; no weight was changed in this step"
 
     def _refuse_strays(self) -> None:
         mine = json.dumps([name for order in self._orders for name in order.strays()])

@@ -427,7 +427,8 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
     except UnicodeDecodeError:
         raise ConfigError(f"config '{path}' is not text in UTF-8; save it as that") from None
     except ValueError as error:
-        raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there (text needs quotes)") from None
+        hint = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
+        raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there{hint}") from None
     problems = [problem for item in overrides if (problem := _override(data, item))]
     problems += unfit_values(data)
     parallel = data.setdefault("parallel", {}) if planned is not None else None

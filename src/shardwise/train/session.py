@@ -34,6 +34,7 @@ from shardwise.parallel.precision import grad_scaler
 from shardwise.parallel.replicate import Replicated
 from shardwise.parallel.same_batches import check_same_batches, checksum
 from shardwise.parallel.shard import discard_gradients
+from shardwise.parallel.unit_forwards import backward_runs
 from shardwise.parallel.unit_order import orders_of
 from shardwise.parallel.unsupported import refuse_unsupported
 from shardwise.plan.dims import Place
@@ -127,6 +128,7 @@ class Session:
     _trainable: list[nn.Parameter] = field(default_factory=list)
     _stop_asked: bool = False
     _forwards: int = 0
+    _gathers: bool = False
     _phase: str = "other"
 
     @property
@@ -150,6 +152,11 @@ class Session:
             self._stream = Stream(self.ranks, self.device, (self.place.dp, self.dp), self.plan.grad_accum)
             self.mail.append(self._stream.watch)
         return self._stream
+
+    @property
+    def dealer(self) -> str:
+        """What in the loop's loader was taken to deal the samples out by rank; empty where nothing was."""
+        return "" if self._stream is None else self._stream.dealer
 
     @property
     def device(self) -> torch.device:
@@ -252,7 +259,8 @@ class Session:
             for note in self._applied.warnings:
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
-        if self._applied.pipeline is None and orders_of(self._applied.outer):
+        self._gathers = self._applied.pipeline is None and bool(orders_of(self._applied.outer))
+        if self._gathers:
             self._applied.outer.register_forward_pre_hook(self._meet, prepend=True)
         self.observers[:0] = [hooks, StructureWatch()]  # before those who look at gradients
         self.mail.append(hooks)
@@ -327,6 +335,8 @@ class Session:
             try:
                 yield step
             finally:
+                if self._agreement is not None:
+                    self._agreement.end_step()
                 if self.steps_done != number:
                     self.notify("on_step_abandoned", step)
             if self.steps_done != number:
@@ -489,8 +499,17 @@ class Session:
 
     def _meet(self, module: nn.Module, args: Any) -> None:
         """A forward that is no part of a step gathers sharded weights, too: every rank must be there."""
-        if self._applied is not None and not (self.in_step and torch.is_grad_enabled()):
+        if self._applied is None or backward_runs():
+            return
+        if not (self.in_step and torch.is_grad_enabled()):
             gather_ints([], self.ranks, "an evaluation")
+        else:
+            self.meet("a forward of a step")
+
+    def meet(self, where: str) -> None:
+        """In the first step: every rank with sharded weights is at the same place; later steps are like it."""
+        if self.steps_done == self.first_step and self._applied is not None and self._gathers:
+            gather_ints([], self.ranks, where)
 
     def begin_micro(self, *, last: bool, filler: bool = False) -> None:
         """Called by `Step` before each micro batch."""

@@ -123,6 +123,8 @@ class Step:
             )
         _refuse_mean(loss_sum, micro)
         session.check_forward()
+        session.meet("step.backward")
+        session.agreement.begin_backward()
         self._backwards += 1
         loss = loss_sum * self.weight(micro)
         session.phase = "backward"

@@ -49,6 +49,7 @@ class Stream:
     batches: int = 0
     at_start: dict[str, torch.Tensor] = field(default_factory=dict)
     watch: StreamWatch = field(init=False)
+    dealer: str = ""  # what in the loader was taken to deal by rank
     _resume: tuple[Place, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +108,8 @@ class Stream:
         sharded: bool | None,
     ) -> Iterator[Any]:
         generators = _generators(loader)
+        dealer = dealer_of(loader, sharded)
+        self.dealer = "" if dealer is None else dealer.name
         if at_start:
             restore_random_states(at_start, self.device)
             for number, generator in enumerate(generators):

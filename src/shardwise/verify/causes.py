@@ -151,7 +151,8 @@ def explain(
         return (*lines, f"gradients are {name_factor(shared, setting.plan)}")
     unsummed, rest = _unsummed(rest, reference, parts, setting.plan.dims, tolerance)
     lines += unsummed
-    if rest and contributions and tokens:
+    by_factor = all(d.factor is not None for d in rest)  # weights that are all the same say nothing of tokens
+    if rest and contributions and tokens and not by_factor:
         weighed = _weights(rest, found, contributions, tokens)
         if weighed:
             return (*lines, weighed)

@@ -43,11 +43,15 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Calls:
-    """How often a unit ran in a step: with gradients, in the last micro batch of those, and without any."""
+    """How often a unit ran in a step: with gradients, in the last micro batch of those, and without any.
+
+    ``skipped``: how often it was gathered because other ranks run it, or may.
+    """
 
     number: int
     in_last: int
     aside: int = 0
+    skipped: int = 0
 
 
 def expected_traffic(
@@ -134,10 +138,12 @@ def _gathers(ran: Calls, micros: int, *, again: bool, trained: bool) -> Range:
     Two forwards before a backward share what stays gathered, and the first of their backwards lets go of it. A unit
     that did not run may be gathered all the same, to keep all ranks at one collective.
     """
-    fewer, more = sorted((ran.number, micros))
+    fewer, _ = sorted((ran.number, micros))
+    all_ran = ran.number + ran.skipped
+    more = max(all_ran, micros)
     if again:
         return ran.number + (fewer if trained else 0), 2 * more + ran.aside
-    return fewer, more + max(0, ran.number - micros) + ran.aside
+    return fewer, more + max(0, all_ran - micros) + ran.aside
 
 
 def _ends(pair: list[int]) -> Range:

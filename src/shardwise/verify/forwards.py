@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from shardwise.parallel.unit_order import orders_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.verify.expected import Calls
@@ -33,6 +34,7 @@ class Forwards:
         self.shapes: list[tuple[int, int] | None] = []
         self._by_micro: Counter[int] = Counter()
         self._session, self._step = session, step
+        self._orders = orders_of(session.applied.outer)
         self._running = self._apart = False
         if session.applied.pipeline is None:
             self.hooks.append(session.module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -48,7 +50,10 @@ class Forwards:
         if not self.number or self._apart:
             return {}
         found: dict[str | None, Calls] = {None: Calls(self.number, self._by_micro[self._end], self._aside[None])}
-        found |= {block: Calls(self.inside[block], self._last[block], self._aside[block]) for block in blocks}
+        skipped = sum((order.skipped for order in self._orders), Counter[str]())
+        found |= {
+            block: Calls(self.inside[block], self._last[block], self._aside[block], skipped[block]) for block in blocks
+        }
         return found
 
     @property

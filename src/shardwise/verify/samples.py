@@ -33,7 +33,8 @@ def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Ite
     teams: dict[tuple[int, int], list[int]] = {}
     for rank, place in enumerate(places):
         teams.setdefault((place.dp, place.cp), []).append(rank)
-    yield _distinct({ranks[0]: everyone[ranks[0]] for ranks in teams.values()}, repeats=repeats)
+    one_of_each = {ranks[0]: everyone[ranks[0]] for ranks in teams.values()}
+    yield _distinct(one_of_each, session.dealer, repeats=repeats)
     size = dims.tp * dims.pp
     if size > 1:
         odd = [rank for ranks in teams.values() for rank in ranks if everyone[rank] != everyone[ranks[0]]]
@@ -47,7 +48,7 @@ def packed_line(*, mask_borders: bool) -> Line:
     return Line(name=PACKED, planned="packed", found=f"attend to each other, {borders}", ok=None)
 
 
-def _distinct(everyone: dict[int, list[str]], *, repeats: bool) -> Line:
+def _distinct(everyone: dict[int, list[str]], dealer: str, *, repeats: bool) -> Line:
     """The line over one rank of each team."""
     holders: dict[str, list[int]] = {}
     for rank, digests in everyone.items():
@@ -58,6 +59,11 @@ def _distinct(everyone: dict[int, list[str]], *, repeats: bool) -> Line:
     found = f"{len(holders)} distinct"
     if twice:
         found += f"; the same samples on ranks {', '.join(str(r) for r in sorted(set(twice[0])))}"
+        if dealer:
+            found += (
+                f": the loader's {dealer} knows its rank, or sharded=True says so, and was trusted to give each rank "
+                "other samples; if it gives all ranks the same, call session.steps(loader, sharded=False)"
+            )
     if repeats:
         found += "; the data repeats itself from step to step"
     ok = None if repeats else not twice

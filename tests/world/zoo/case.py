@@ -106,7 +106,13 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """One model of the zoo. ``ragged`` micro batches are missing in the last window."""
+    """One model of the zoo. ``ragged`` micro batches are missing in the last window.
+
+    ``decides``: its samples decide what sharding cannot follow, which nothing can know before they come; it may stop in
+    a later step, with no weight changed in that step. ``counts``: each of its forwards changes it, whatever the
+    samples; one process then has as many forwards in a step as a rank, each on the micro batches of all ranks.
+    ``asks`` says what a model computes from the world's size: one process is told the size that the ranks have.
+    """
 
     name: str
     make: Callable[[], nn.Module]
@@ -118,6 +124,9 @@ class Case:
     ragged: int = 0
     limit: float = 1e-9
     count: Callable[[Any], int] | None = None
+    decides: bool = False
+    counts: bool = False
+    asks: str = ""
 
     def model(self) -> nn.Module:
         """The model with its first weights."""
@@ -129,6 +138,13 @@ class Case:
         """The micro batches of all steps, in their order."""
         generator = torch.Generator().manual_seed(1)
         return [self.data(generator, index) for index in range(self.steps * window - self.ragged)]
+
+    def forwards(self, window: list[tuple[Any, Any]], world: int) -> list[tuple[Any, Any]]:
+        """What one process computes in turn for the micro batches of a step on ``world`` ranks."""
+        if not self.counts:
+            return window
+        rounds = [window[at : at + world] for at in range(0, len(window), world)]
+        return [(torch.cat([x for x, _ in one]), torch.cat([y for _, y in one])) for one in rounds]
 
 
 def zoo(name: str, make: Callable[[], nn.Module], data: Data = floats(), loss: Loss = squares, **more: Any) -> None:

@@ -1,8 +1,10 @@
 """Train each case under a strategy on real ranks, and say what came of it.
 
 Verdicts: ``right``; ``warned: ...`` (differs from one process, and `prepare` said so); ``refused: ...`` (before the
-first update, on all ranks). All else is a defect: ``WRONG``, ``ALARM`` (a receipt stops a right run), ``LATE`` (a
-sentence after an update), ``RAW`` (an exception that is not Shardwise's), ``HANG`` (or a rank that died).
+first update, on all ranks); ``stopped: ...`` (in a later step, on all ranks, with that step's weights untouched, where
+samples decide); ``asked: ...`` (that of one process which is told the size of the world: the model asks for it). All
+else is a defect: ``WRONG``, ``ALARM`` (a receipt stops a right run), ``LATE`` (a sentence after an update), ``RAW`` (an
+exception that is not Shardwise's), ``HANG`` (or a rank that died).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from tests.worlds import WorldError, run_world
 
 LOOSE: tuple[str, ...] = ()  # lines of a receipt that may be false
 LIMIT_S = 20.0  # of one session; most take a tenth of a second
-GOOD = ("right", "warned", "refused")
+GOOD = ("right", "warned", "refused", "stopped", "asked")
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,16 @@ class Trial:
         return f"{self.case} | {self.strategy}{' on 4' if self.world == 4 else ''} | x{self.accum}"
 
 
-def reference(case: Case, window: int) -> dict[str, torch.Tensor]:
+def reference(case: Case, window: int, world: int = 1) -> dict[str, torch.Tensor]:
     """Weights after all steps in one plain process, to whose models there is no group."""
-    with unittest.mock.patch.object(dist, "is_initialized", lambda: False):
+    told = {"is_initialized": lambda: bool(case.asks), "get_world_size": lambda: world}
+    with unittest.mock.patch.multiple(dist, **told):
         model = case.model()
         data, optimizer = case.batches(window), case.optimizer(model)
         for at in range(0, len(data), window):
             optimizer.zero_grad()
             terms = max(1, sum((case.count or count_labels)(labels) for _, labels in data[at : at + window]))
-            for inputs, labels in data[at : at + window]:
+            for inputs, labels in case.forwards(data[at : at + window], world):
                 (case.loss(model, inputs, labels) / terms).backward()
             optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -79,6 +82,7 @@ def outcome(trial: Trial, expected: dict[str, torch.Tensor]) -> str:
     session, updates = start(plan, receipts=False), 0
     probe = EffectsProbe(strict=False)
     session.observers.append(probe)
+    before: list[torch.Tensor] = []
     try:
         plain = case.model()
         model, optimizer = session.prepare(plain, case.optimizer(plain))
@@ -89,11 +93,21 @@ def outcome(trial: Trial, expected: dict[str, torch.Tensor]) -> str:
                 step.backward(case.loss(model, micro.inputs, micro.labels))
             step.update(optimizer)
             updates += 1
-        return verdict(session.module, expected, case.limit, probe, notes)
+            before = held(session.module)
+        found = verdict(session.module, expected, case.limit, probe, notes)
+        return f"asked: {case.asks}" if case.asks and found == "right" else found
     except ShardwiseError as error:
-        return f"{'LATE' if updates else 'refused'}: {str(error).splitlines()[0]}"
+        kept = all(map(torch.equal, before, held(session.module))) if before else True
+        later = "stopped" if case.decides and kept else "LATE"
+        return f"{later if updates else 'refused'}: {str(error).splitlines()[0]}"
     finally:
         session.close()
+
+
+def held(module: torch.nn.Module) -> list[torch.Tensor]:
+    """A copy of what this rank holds of the weights."""
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
+    return [p.detach().clone() for p in local]
 
 
 def verdict(
@@ -138,7 +152,7 @@ def work(folder: str, trials: list[tuple[str, str, int, int]]) -> None:
     for index, (name, window) in enumerate(names):
         path = Path(folder) / f"{list(CASES).index(name)}-{window}.pt"
         if index % world == rank and not path.exists():
-            torch.save(reference(CASES[name], window), path)
+            torch.save(reference(CASES[name], window, world), path)
     dist.barrier()
     for number, trial in enumerate(todo):
         path = Path(folder) / f"{list(CASES).index(trial.case)}-{trial.world * trial.accum}.pt"

@@ -292,7 +292,9 @@ zoo("vmap over samples", lambda: Net(per_sample, weight=nn.Parameter(torch.randn
 zoo("functional_call of a submodule", lambda: Net(functional_call, body=mlp()))
 zoo("asks for the rank", lambda: Net(by_rank, body=stack()))
 zoo("multiplies by the world's size", lambda: Net(lambda m, x: m.body(x) * (
-    dist.get_world_size() if dist.is_initialized() else 1), body=stack()))  # fmt: skip
+    dist.get_world_size() if dist.is_initialized() else 1), body=stack()), asks="the model's own forward computes with "
+    "the world's size, so that it is another model on another number of ranks; training cannot know that it was not "
+    "meant, and `shardwise verify`, which compares with one process, names it")  # fmt: skip
 zoo("weight penalty in the loss", stack, loss=lambda m, x, y: squares(m, x, y) + sum(
     p.square().sum() for p in m.parameters()))  # fmt: skip
 zoo("head's weight in the loss", stack, loss=lambda m, x, y: squares(m, x, y) + m.head.weight.square().sum())

@@ -32,6 +32,12 @@ The receipt of the second step must agree, too.
   changed.
 - **warned**: the run goes on and its result differs from one process, as the sentence in the note says when the model
   is prepared.
+- **stopped**: samples decide what sharding cannot follow, and no rank can know before they come. Shardwise stops in the
+  step in which they do, on all ranks, with the sentence in the note; that step has changed no weight.
+- **asked**: the weights are those of one process that is told the size of the world, which the model's forward uses.
+
+A spectral norm iterates once in each forward, whatever the samples. One process then has as many forwards in a step as
+each rank has, with the micro batches of all ranks in each.
 
 The table is generated from the test that trains these models; a change of any verdict makes that test fail.
 """

@@ -174,7 +174,8 @@ zoo(
 for _name, _run in (("early exit", early_exit), ("layer drop", layer_drop), ("adaptive depth", adaptive)):
     zoo(_name, lambda run=_run: Net(run, blocks=[mlp() for _ in range(3)], head=nn.Linear(8, 8)), ROUTED)
 zoo("order of blocks by sample",
-    lambda: Net(reversed_order, blocks=[mlp() for _ in range(3)], head=nn.Linear(8, 8)), ROUTED)  # fmt: skip
+    lambda: Net(reversed_order, blocks=[mlp() for _ in range(3)], head=nn.Linear(8, 8)), ROUTED,
+    decides=True)  # fmt: skip
 zoo("adaptive depth, alike on all ranks", lambda: Net(adaptive, blocks=[mlp() for _ in range(2)],
     head=nn.Linear(8, 8)), changed(floats(), lambda x, i: (x, 1)))  # fmt: skip
 zoo("heads of tasks", lambda: Net(heads, body=mlp(), heads=[nn.Linear(8, 8), nn.Linear(8, 8)]), ROUTED)
@@ -191,7 +192,7 @@ zoo("detached for some samples", lambda: Net(
     lambda m, x, route: m.head(m.blocks[1](m.blocks[0](x).detach() if route == 1 else m.blocks[0](x))),
     blocks=[mlp(), mlp()], head=nn.Linear(8, 8)), ROUTED)  # fmt: skip
 zoo("a loss that some samples do not have", lambda: Net(lambda m, x, route: m.a(x) if route else m.b(x).detach() + m.a(
-    x), a=mlp(), b=mlp()), ROUTED)  # fmt: skip
+    x), a=mlp(), b=mlp()), ROUTED, decides=True)  # fmt: skip
 zoo("outputs by sample", lambda: Net(lambda m, x, route: {"a": m.a(x), "b": m.b(x)} if route == 2 else {"a": m.a(x)},
     a=mlp(), b=mlp()), ROUTED, through(lambda found: sum(found.values())))  # fmt: skip
 zoo("gate by token mask", lambda: Net(lambda m, x: m.a(x) + m.b(x[x[:, 0] > 0]).sum(), a=mlp(), b=mlp()))

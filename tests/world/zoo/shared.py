@@ -148,9 +148,10 @@ for _name, _wrap in {
     "symmetric": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
 }.items():
     zoo(f"parametrized: {_name}", lambda wrap=_wrap: Net(lambda m, x: m.head(torch.tanh(m.first(x))),
-        first=wrap(nn.Linear(8, 8)), head=nn.Linear(8, 8)))  # fmt: skip
+        first=wrap(nn.Linear(8, 8)), head=nn.Linear(8, 8)), counts=_name == "spectral norm")  # fmt: skip
     zoo(f"parametrized in blocks: {_name}", lambda wrap=_wrap: Net(chain, blocks=[
-        nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh()) for _ in range(2)], head=nn.Linear(8, 8)))  # fmt: skip
+        nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh()) for _ in range(2)], head=nn.Linear(8, 8)),
+        counts=_name == "spectral norm")  # fmt: skip
 
 for _name, _factor in {
     "0-d": lambda: nn.Parameter(torch.tensor(1.5)),

@@ -103,3 +103,26 @@ def _dense(model: Net, x: torch.Tensor) -> torch.Tensor:
     for block in model.blocks:
         x = torch.cat([x, torch.tanh(block(x))], -1)
     return x
+
+
+class Views(nn.Module):
+    """Returns another view of what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))).view(-1, 2, WIDTH // 2)
+
+
+def doubled(model: Net, x: torch.Tensor) -> torch.Tensor:
+    """Changes what its blocks have returned."""
+    for block in model.blocks:
+        y = block(x)
+        y.mul_(2)
+        x = y.view(-1, WIDTH)
+    return model.head(x)
+
+
+zoo("a block's view changed in place", lambda: Net(doubled, blocks=[Views(), Views()], head=nn.Linear(8, 8)))
