@@ -26,8 +26,8 @@ setup: $(TOOLS)  ## make .venv and install what is pinned in constraints.txt, wi
 train: $(READY)  ## train the example on Python's own source code: plan, falling loss, receipts
 	$(BIN)/shardwise train examples/stdlib.toml
 
-test: $(TOOLS)   ## run all the tests
-	$(BIN)/python -m pytest -q
+test: $(TOOLS)   ## run all the tests, and show the 20 slowest
+	$(BIN)/python -m pytest -q --durations=20
 
 soak: $(TOOLS)   ## kill -9 a run 500 times (SOAK_KILLS, or SOAK_MINUTES=60) and compare every resume, bit by bit
 	$(BIN)/python -m tests.faults.soak

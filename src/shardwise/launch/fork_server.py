@@ -66,7 +66,7 @@ def start(modules: Sequence[str] = MODULES) -> ForkServer | None:
 
 
 def adopt_orphans(on: bool) -> bool:
-    """Whether orphans below this process become its children, as ranks must while they are waited for; ``False``: no way."""
+    """Have orphans below this process become its children, as ranks must that it waits for; ``False``: it cannot."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0) == 0
 
 
