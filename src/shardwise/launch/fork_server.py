@@ -67,7 +67,7 @@ def start(modules: Sequence[str] = MODULES) -> ForkServer | None:
 
 def adopt_orphans(on: bool) -> bool:
     """Have orphans below this process become its children, as ranks must that it waits for; ``False``: it cannot."""
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0) == 0
+    return sys.platform == "linux" and bool(ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0) == 0)
 
 
 def stop() -> None:
