@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import IO
+from typing import IO, Any
 from unittest import mock
 
-from shardwise.launch import fork_server
+from shardwise.launch import fork_server, local
+from tests.ledger import spent
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (*fork_server.MODULES, "tests.preload")
@@ -49,6 +50,15 @@ def shardwise(*words: str, cwd: Path = ROOT, exit_code: int | None = 0) -> Compl
             texts.append(file.read())
     assert exit_code in (None, code), f"exit code {code}\n{texts[0]}\n{texts[1]}"
     return CompletedProcess(["shardwise", *words], code, *texts)
+
+
+def _counted(*arguments: Any) -> int:
+    spent("ranks")
+    return _start(*arguments)
+
+
+_start = local._start
+local._start = _counted  # for the rest of this process
 
 
 @contextmanager

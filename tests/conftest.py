@@ -12,6 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.ledger import Ledger, within_its_budget
+
+__all__ = ["within_its_budget"]
+
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch sets it when its compiler is first imported
 ACCELERATES_OWN = "PYTORCH_NVML_BASED_CUDA_CHECK"  # transformers imports accelerate where it is, and that sets it
@@ -22,6 +26,14 @@ SERVERS = (
 )  # live as long as the test process
 os.environ.setdefault("SHARDWISE_HISTORY", "off")  # tests are no runs of this machine
 GRACE_S = 2.0  # for what is on its way out; waited for only where something is left
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write what each file costs to benchmarks/tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Ledger(config), "ledger")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tests.ledger import spent
+
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "tests.preload"])
 
 
@@ -22,6 +24,7 @@ class WorldError(AssertionError):
 
 def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call ``fn(*args)`` once per rank and return the results in rank order."""
+    spent("ranks", world_size)
     with tempfile.TemporaryDirectory() as tmp:
         context = torch.multiprocessing.start_processes(
             _rank_main,

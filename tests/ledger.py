@@ -1,0 +1,109 @@
+"""What each test file costs: ranks and processes that it starts, counted; seconds, told and never judged.
+
+``pytest --record`` writes ``benchmarks/tests/budgets.json`` and ``durations.json`` anew for the files that it has run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "tests"
+BUDGETS, DURATIONS = FOLDER / "budgets.json", FOLDER / "durations.json"
+TOLD_S = 0.1
+FACTOR, SLACK = 1.25, 8
+"""A file may start a quarter and eight more than was recorded: a fixture of the session counts for whoever is first."""
+
+_counts: Counter[tuple[str, str]] = Counter()
+_seconds: dict[str, dict[str, float]] = {}
+_running = {"file": ""}
+
+
+def spent(what: str, number: int = 1) -> None:
+    """The running test starts ``number`` more ``ranks`` or ``processes``."""
+    _counts[_running["file"], what] += number
+
+
+def counted(file: str) -> dict[str, int]:
+    """What the tests of ``file`` have started so far."""
+    return {what: _counts[file, what] for what in ("ranks", "processes")}
+
+
+def over(file: str, found: dict[str, int], budgets: dict[str, dict[str, Any]]) -> str:
+    """Why ``found`` is beyond the budget of ``file``; empty where it is not."""
+    budget = budgets.get(file, {})
+    much = [
+        f"{number} {what} where {budget.get(what, 0)} are its budget"
+        for what, number in found.items()
+        if number > FACTOR * budget.get(what, 0) + SLACK
+    ]
+    if not much:
+        return ""
+    return (
+        f"{file} starts {', '.join(much)}; put more cases into one world, or record what it is worth: pytest --record "
+        f"{file}"
+    )
+
+
+def _heard(event: str, _: tuple[Any, ...]) -> None:
+    if event in ("subprocess.Popen", "os.posix_spawn"):
+        spent("processes")
+
+
+class Ledger:
+    """The plugin."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.record = config.getoption("--record")
+        self.budgets = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
+        sys.addaudithook(_heard)  # for the rest of this process
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        _running["file"] = item.nodeid.partition("::")[0]
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file, _, test = report.nodeid.partition("::")
+        tests = _seconds.setdefault(file, {})
+        tests[test] = tests.get(test, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if not self.record:
+            return
+        FOLDER.mkdir(exist_ok=True)
+        budgets = {**self.budgets, **{file: counted(file) for file in _seconds}}
+        BUDGETS.write_text(json.dumps(_existing(budgets), indent=1) + "\n")
+        before = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        durations = {**before, **{file: _told(tests) for file, tests in _seconds.items()}}
+        DURATIONS.write_text(json.dumps(_existing(durations), indent=1) + "\n")
+
+
+def _existing(files: dict[str, Any]) -> dict[str, Any]:
+    return {file: files[file] for file in sorted(files) if (FOLDER.parents[1] / file).exists()}
+
+
+def _told(tests: dict[str, float]) -> dict[str, float]:
+    """Seconds of a file, and of its tests that take long."""
+    long = {test: round(s, 1) for test, s in sorted(tests.items(), key=lambda item: -item[1]) if s >= TOLD_S}
+    return {"all": round(sum(tests.values()), 1), **long}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def within_its_budget(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A file that starts far more ranks or processes than was recorded of it fails at its end."""
+    yield
+    plugin = request.config.pluginmanager.get_plugin("ledger")
+    if plugin is None or plugin.record or os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    file = request.node.nodeid
+    problem = over(file, counted(file), plugin.budgets)
+    if problem:
+        pytest.fail(problem)
