@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Ledger(config), "ledger")
+    folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["SHARDWISE_TESTS_KEPT"] = folder.name  # `tests.kept`: ranks inherit it
 
 
 @pytest.fixture(autouse=True)

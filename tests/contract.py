@@ -23,6 +23,7 @@ from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from tests.families import VOCAB, family
+from tests.kept import kept
 
 LENGTH, MICRO_BATCH, CLIP, LIMIT = 16, 2, 0.05, 1e-9
 Gradients = dict[str, torch.Tensor]
@@ -138,12 +139,15 @@ def train(case: Case) -> dict[str, Any]:
     for index, step in enumerate(session.steps(batches)):
         step.run(model, token_loss_sum)
         result = step.update(optimizer, clip_norm=CLIP)
-        raw, clipped, norm, loss = reference(family(case.model), batches[index * per_window : (index + 1) * per_window])
+        window = batches[index * per_window : (index + 1) * per_window]
+        raw, clipped, norm, loss = kept(
+            ("contract", case.model, len(batches), index), lambda window=window: reference(family(case.model), window)
+        )
         errors += [worst(watch.raw, raw), worst(watch.clipped, clipped)]
         if step.tokens:
             errors.append((abs(float(result.grad_norm or 0.0) - norm) / norm, "norm"))
             errors.append((abs(result.loss - loss) / abs(loss), "loss"))
         names |= set(watch.raw)
     session.close()
-    expected = {n for n, p in family(case.model).named_parameters()}
+    expected = kept(("names", case.model), lambda: [n for n, _ in family(case.model).named_parameters()])
     return {"worst": max(errors), "names": sorted(names), "expected": sorted(expected), "steps": index + 1}

@@ -32,6 +32,7 @@ from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LENGTH, LIMIT, Watch, reference, worst
 from tests.families import FAMILIES, VOCAB, configuration, family
+from tests.kept import kept
 from tests.worlds import run_world
 
 LAYERS = 3
@@ -95,8 +96,8 @@ def sabotaged(how: str) -> None:
     elif how == "mask of the chunk":
         context_exchange._attend = mask_of_the_chunk  # type: ignore[assignment]
     elif how == "positions not told":
-        kept = context._Positions.__init__
-        context._Positions.__init__ = lambda self, index, ranks, layout: kept(self, 0, ranks, layout)  # type: ignore[method-assign]
+        plain = context._Positions.__init__
+        context._Positions.__init__ = lambda self, index, ranks, layout: plain(self, 0, ranks, layout)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,10 @@ def train(case: Case, sabotage: str = "") -> Outcome:
         result = step.update(optimizer, clip_norm=CLIP)
         calls.append(exchanged_calls(session.module))
         window = batches[index * per_window : (index + 1) * per_window]
-        raw, clipped, norm, loss = reference(family(case.model, layers=case.layers), window)
+        raw, clipped, norm, loss = kept(
+            ("context", case.model, case.layers, len(batches), index),
+            lambda window=window: reference(family(case.model, layers=case.layers), window),
+        )
         assert watch.raw.keys() == raw.keys(), watch.raw.keys() ^ raw.keys()
         errors += [worst(watch.raw, raw)[0], worst(watch.clipped, clipped)[0]]
         if step.tokens:

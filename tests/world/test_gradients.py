@@ -21,6 +21,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from shardwise.train.step import Step
+from tests.kept import kept
 from tests.models import decoder, ragged_batches
 from tests.worlds import WorldError, run_world
 
@@ -116,8 +117,10 @@ def train(
                 loss = loss / micro.num_tokens * (step.tokens / (world * accum))
             step.backward(loss, count=micro.num_tokens)
         result = step.update(optimizer, clip_norm=CLIP)
-        raw, clipped, norm, loss_value = reference(
-            batches[index * per_window : (index + 1) * per_window], CLIP, **options
+        window = batches[index * per_window : (index + 1) * per_window]
+        raw, clipped, norm, loss_value = kept(
+            ("gradients", sorted(options.items()), len(batches), index),
+            lambda window=window: reference(window, CLIP, **options),
         )
         for found, expected in ((watch.raw[-1], raw), (watch.clipped[-1], clipped)):
             error, _ = worst_error(found, expected)

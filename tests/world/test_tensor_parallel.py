@@ -24,6 +24,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LIMIT, Watch, reference, worst
 from tests.families import FAMILIES, VOCAB, WIDTH, family
+from tests.kept import kept
 from tests.worlds import run_world
 
 LENGTH = 8
@@ -111,7 +112,7 @@ def error_of(strategy: str, name: str, options: dict[str, Any]) -> float:
     dims = dims_for(parse_strategy(strategy), world)
     plan = Plan(strategy=strategy, dims=dims, **options)
     batches = ragged(dims.dp * accum, vocab_of(name))
-    raw, clipped, norm, loss = reference(build(name, 0), batches)
+    raw, clipped, norm, loss = kept(("tensor", name, len(batches)), lambda: reference(build(name, 0), batches))
     watch = Watch()
     session = start(plan)
     session.observers.append(watch)
