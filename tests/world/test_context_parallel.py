@@ -30,7 +30,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.spec.read import read_model
 from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.loss import token_loss_sum
-from tests.contract import CLIP, LENGTH, LIMIT, Watch, reference, worst
+from tests.contract import CLIP, LENGTH, LIMIT, Watch, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, configuration, family
 from tests.kept import kept
 from tests.worlds import run_world
@@ -115,7 +115,7 @@ def train(case: Case, sabotage: str = "") -> Outcome:
     session = start(case.plan(dist.get_world_size()), receipts=False)
     per_window = session.planner(nn.Module(), None).dims.dp * case.accum  # type: ignore[arg-type]
     batches = ragged(2 * per_window + max(1, per_window // 2))
-    watch = Watch()
+    watch = Watch(gradients_here)
     session.observers.append(watch)
     model = family(case.model, layers=case.layers, seed=0 if session.ranks.is_main else 7)
     sabotaged(sabotage)

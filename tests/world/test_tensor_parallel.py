@@ -22,7 +22,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
-from tests.contract import CLIP, LIMIT, Watch, reference, worst
+from tests.contract import CLIP, LIMIT, Watch, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, WIDTH, family
 from tests.kept import kept
 from tests.worlds import run_world
@@ -113,7 +113,7 @@ def error_of(strategy: str, name: str, options: dict[str, Any]) -> float:
     plan = Plan(strategy=strategy, dims=dims, **options)
     batches = ragged(dims.dp * accum, vocab_of(name))
     raw, clipped, norm, loss = kept(("tensor", name, len(batches)), lambda: reference(build(name, 0), batches))
-    watch = Watch()
+    watch = Watch(gradients_here)
     session = start(plan)
     session.observers.append(watch)
     torch.manual_seed(100 + session.ranks.rank)
