@@ -23,11 +23,16 @@ ROOT = Path(__file__).parents[1]
 PRELOADED = (*fork_server.MODULES, "tests.preload")
 
 
+def start_servers() -> None:
+    """Start what ranks are forked from, unless it runs."""
+    fork_server.start(PRELOADED)
+
+
 def shardwise(*words: str, cwd: Path = ROOT, exit_code: int | None = 0) -> CompletedProcess[str]:
     """``shardwise words…`` in ``cwd``; fails unless it ends with ``exit_code`` (``None``: whatever it is)."""
     from shardwise.cli.main import main
 
-    fork_server.start(PRELOADED)
+    start_servers()
     code = 0
     with (
         tempfile.TemporaryFile("w+") as out,

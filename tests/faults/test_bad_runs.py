@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from shardwise.checkpoint.format import newest
 from tests.cli import configs
+from tests.commands import start_servers
 
 FEW = {"train": {"steps": 4, "eval_samples": 8}, "checkpoint": {"every": 1}}
 
@@ -23,9 +24,10 @@ FEW = {"train": {"steps": 4, "eval_samples": 8}, "checkpoint": {"every": 1}}
 def bad_run(folder: Path, *words: str, exit_code: int, **changes: dict[str, Any]) -> str:
     """Run the command with two ranks; what it says on stderr. Its end is the end of all its processes."""
     config = configs.write_config(folder, **{**FEW, **changes})
+    start_servers()
+    before = set(psutil.Process().children(recursive=True))
     _, said = configs.train(config, *words, exit_code=exit_code)
-    left = [process for process in psutil.process_iter(["cmdline"]) if str(folder) in str(process.info["cmdline"])]
-    assert not left
+    assert set(psutil.Process().children(recursive=True)) <= before
     return said
 
 

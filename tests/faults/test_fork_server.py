@@ -76,7 +76,7 @@ def test_a_forked_rank_is_as_one_that_is_started_anew(
     folder: Path, server: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked, forked_draws, forked_files = said(folder)
-    assert psutil.Process(server._process.pid).children() == [], "ranks are the command's children, not the server's"
+    assert psutil.Process(server.pid).children() == [], "ranks are the command's children, not the server's"
     monkeypatch.setattr(fork_server, "running", lambda: None)
     anew, draws, files = said(folder)
     assert forked == anew
@@ -129,7 +129,7 @@ def test_a_server_that_died_is_done_without(folder: Path) -> None:
     before = list(fork_server._servers)
     fork_server._servers[:] = [lost]
     try:
-        os.kill(lost._process.pid, signal.SIGKILL)
+        os.kill(lost.pid, signal.SIGKILL)
         lost._process.wait()
         assert said(folder)[0]["words"] == [str(os.getpid())]
     finally:

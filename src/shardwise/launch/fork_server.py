@@ -94,6 +94,11 @@ class ForkServer:
             )
         self.preload(modules)
 
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
     def preload(self, modules: Sequence[str]) -> None:
         """Import these, too, before the next rank; one that cannot be imported is left to the rank that needs it."""
         with contextlib.suppress(OSError):
