@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test soak check bench accuracy clean
+.PHONY: help setup train test test-fast soak check bench accuracy clean
 
 help:            ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,7 +29,12 @@ train: $(READY)  ## train the example on Python's own source code: plan, falling
 test: $(TOOLS)   ## run all the tests, and show the 20 slowest
 	$(BIN)/python -m pytest -q --durations=20
 
-soak: $(TOOLS)   ## kill -9 a run 500 times (SOAK_KILLS, or SOAK_MINUTES=60) and compare every resume, bit by bit
+test-fast: $(TOOLS) ## what to run while working: no ranks but one case of each strategy
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit tests/golden
+	$(BIN)/python -m pytest -q tests/world/test_gradients.py -k "one_process and -2]"
+
+soak: $(TOOLS)   ## what takes too long for each change, then 500 kills -9 (SOAK_KILLS, or SOAK_MINUTES=60): every resume, bit by bit
+	$(BIN)/python -m pytest -q -m soak
 	$(BIN)/python -m tests.faults.soak
 
 check: $(TOOLS)  ## lint, format, types, sizes and layers

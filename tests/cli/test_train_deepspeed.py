@@ -142,6 +142,7 @@ def test_what_is_not_run_on_deepspeed_is_said(strategy: str) -> None:
         runnable_strategy(strategy)
 
 
+@pytest.mark.soak
 @needs_deepspeed
 @pytest.mark.timeout(900)  # the first use on a machine compiles for a minute or two, on a busy one for longer
 def test_nvme_swaps_to_real_files_and_stands_at_the_same_loss(tmp_path: Path) -> None:
