@@ -17,6 +17,7 @@ import pytest
 
 from tests import netns
 from tests.cli import configs
+from tests.commands import shardwise
 
 DOCTOR = [sys.executable, "-m", "shardwise", "doctor"]
 LAUNCHED = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise", "doctor"]
@@ -37,12 +38,18 @@ def run(command: list[str], *words: str, env: dict[str, str] | None = None, **op
     return done.returncode, done.stdout, done.stderr
 
 
+def here(*words: str) -> tuple[int, str, str]:
+    """The command in this process; exit code, stdout, stderr."""
+    done = shardwise("doctor", *words, exit_code=None)
+    return done.returncode, done.stdout, done.stderr
+
+
 def levels(document: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["level"] for check in document["checks"]}
 
 
 def test_the_document(tmp_path: Path) -> None:
-    code, out, err = run(DOCTOR, "--nproc", "2", "--folder", str(tmp_path), "--json")
+    code, out, err = here("--nproc", "2", "--folder", str(tmp_path), "--json")
     document = json.loads(out.splitlines()[-1])
     assert document["schema"] == 1 and document["healthy"] == (code == 0), err
     found = levels(document)
@@ -55,7 +62,7 @@ def test_the_document(tmp_path: Path) -> None:
 
 
 def test_ranks_cannot_have_for_ever() -> None:
-    code, _, err = run(DOCTOR, "--timeout", "inf")
+    code, _, err = here("--timeout", "inf")
     assert code == 2 and "86400" in err
 
 
@@ -83,7 +90,7 @@ def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_users_mistakes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, _, err = run(DOCTOR, "--folder", str(tmp_path / "file"))
+    code, _, err = here("--folder", str(tmp_path / "file"))
     assert code == 2 and "is a file" in err
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     code, _, err = run(DOCTOR, "--nproc", "2", env={**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})

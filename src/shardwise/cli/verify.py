@@ -17,6 +17,7 @@ from rich.console import Console
 
 from shardwise.cli.verify_lineup import MICRO_BATCH, Prepared, asked_for, prepare_verify
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
+from shardwise.launch import fork_server
 from shardwise.launch.rank import guarded
 from shardwise.parallel.environment import rendezvous
 from shardwise.train.config import read_config
@@ -44,6 +45,7 @@ def run_verify(
     asked = asked_for(strategies)
     if rendezvous() is not None:
         raise UserError("shardwise verify starts ranks of its own, on CPU; run it as it is, without torchrun or srun")
+    fork_server.start()  # it imports torch for the ranks of each world, while this process looks at the model
     config = read_config(config_file, overrides)
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
