@@ -89,7 +89,7 @@ def run_plan(name: str, plan: Plan, expected: Gradients) -> Cell:
         with Float64():
             model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0), given[0][0])
     except ShardwiseError as error:
-        return Cell("refused", str(error))
+        return Cell("refused", str(error).replace(f"{Path.cwd()}/", ""))  # no place of the machine it ran on
     found: tuple[float, str] = (0.0, "")
     for step in session.steps(given):
         if step.number == 1:
