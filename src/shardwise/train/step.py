@@ -123,7 +123,7 @@ class Step:
             )
         _refuse_mean(loss_sum, micro)
         session.check_forward()
-        session.meet("step.backward")
+        session.meet_before_backward()
         session.agreement.begin_backward()
         self._backwards += 1
         loss = loss_sum * self.weight(micro)
