@@ -154,11 +154,32 @@ class Meeting:
     def _late(self) -> TrainingError:
         missing, me = _without(self._group, "waits"), dist.get_rank(self._group)
         within = "the timeout of the process group" if self._limit_s is None else f"{self._limit_s:g} s"
-        return TrainingError(
+        text = (
             f"rank {me} is at {self._what or 'an exchange of all ranks'}, and "
             f"{ranks_text(missing) if missing and me not in missing else 'another rank'} did not come there within "
             f"{within}. {_FIXES.get(self._what, 'Steps need every rank')}"
         )
+        with contextlib.suppress(RuntimeError):  # those that did not come learn it when this rank ends
+            dist.distributed_c10d._get_default_store().set(_verdict(self._group), text)
+        return TrainingError(text)
+
+
+def refuse_gone(error: RuntimeError, group: dist.ProcessGroup | None) -> None:
+    """Say in a sentence what a collective has raised since a rank has ended.
+
+    Raises:
+        TrainingError: why that rank has ended, if it did not find this one where it was itself.
+        RankError: that it has ended.
+    """
+    if group is None or not _GONE.search(str(error)):
+        return
+    text = ""
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        text = store.get(_verdict(group)).decode() if store.check([_verdict(group)]) else ""
+    if text:
+        raise TrainingError(text) from error
+    raise RankError("a rank has ended in the middle of a step; what it has printed says why") from error
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -192,6 +213,10 @@ def _mark(group: dist.ProcessGroup, mark: str, *, there: bool) -> None:
             store.set(key, "1")
         else:
             store.delete_key(key)
+
+
+def _verdict(group: dist.ProcessGroup) -> str:
+    return f"shardwise/{group.group_name}/verdict"
 
 
 def _key(group: dist.ProcessGroup, mark: str, rank: int) -> str:
