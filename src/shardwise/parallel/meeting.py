@@ -35,8 +35,8 @@ _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 _FIXES = {
     "session.save": "session.save is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
     "session.load": "session.load is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
-    "an evaluation": "A forward gathers sharded weights from all ranks: take the evaluation out of "
-    "`if session.ranks.is_main`, and give each rank as many batches",
+    "an evaluation": "A forward needs all ranks where weights are sharded, and where ddp sends batch norm's "
+    "buffers: take the evaluation out of `if session.ranks.is_main`, and give each rank as many batches",
     "a forward of a step": "A forward gathers sharded weights from all ranks: call the model as often on each in a "
     "micro batch, or use ddp or zero1",
     "step.backward": "A forward gathers sharded weights from all ranks: call the model as often on each in a micro "

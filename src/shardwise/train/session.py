@@ -263,8 +263,9 @@ class Session:
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
         self._gathers = self._applied.pipeline is None and bool(orders_of(self._applied.outer))
-        if self._gathers:
-            self._applied.outer.register_forward_pre_hook(self._meet, prepend=True)
+        outer = self._applied.outer
+        if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
+            outer.register_forward_pre_hook(self._meet, prepend=True)
         self.observers[:0] = [hooks, StructureWatch()]  # before those who look at gradients
         self.mail.append(hooks)
         self.notify("on_prepared")
@@ -503,12 +504,14 @@ class Session:
             )
 
     def _meet(self, module: nn.Module, args: Any) -> None:
-        """A forward gathers sharded weights: every rank must be there. In a step of the usual kind it is."""
+        """A forward gathers sharded weights, or sends batch norm's buffers: every rank must be there. In a step of the
+        usual kind it is.
+        """
         if self._applied is None or backward_runs():
             return
         if not (self.in_step and torch.is_grad_enabled()):
             self._come_together("an evaluation")
-        elif self._calls.is_news(self.steps_done == self.first_step):
+        elif self._gathers and self._calls.is_news(self.steps_done == self.first_step):
             self._come_together("a forward of a step")
 
     def meet_before_backward(self) -> None:
