@@ -7,6 +7,7 @@ meet a gather or a reduction of the others, which aborts the process where sizes
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import re
 from collections.abc import Iterator
@@ -78,15 +79,18 @@ class Meeting:
             RankError: one has ended.
         """
         with self._named():
-            if patient or self._came(HERE_S):
-                self._work.wait()
+            if self._came(HERE_S):
                 return
         _mark(self._group, "waits", there=True)
         try:
             with self._named():
-                if not self._came(SAY_S - HERE_S):
+                self._refuse_left()
+                if self._came(SAY_S - HERE_S):
+                    return
+                if not patient:
                     self._say()
-                    self._work.wait()
+                while not self._came(SAY_S):
+                    self._refuse_left()
         finally:
             _mark(self._group, "waits", there=False)
 
@@ -129,6 +133,17 @@ class Meeting:
                 f"{'has' if len(missing) == 1 else 'have'} not come there. {_FIXES.get(self._what, '')}".rstrip()
             )
 
+    def _refuse_left(self) -> None:
+        """Raise where a rank has left and its process goes on, so that gloo does not know."""
+        if self._left():
+            # a group with a message under way waits for it when it is destroyed: this one stays until the process ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            raise self._gone()
+
+    def _left(self) -> list[int]:
+        without = _without(self._group, "left")
+        return [rank for rank in range(len(self._rows)) if rank not in without]
+
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         """What gloo raises where a rank has left or does not come, as a sentence."""
@@ -144,7 +159,7 @@ class Meeting:
 
     def _gone(self) -> AnswerIsNo | MachineError:
         where, me = self._what or "an exchange of all ranks", dist.get_rank(self._group)
-        left = [rank for rank in range(len(self._rows)) if rank not in _without(self._group, "left")]
+        left = self._left()
         if not left:
             return RankError(f"rank {me} waits at {where}, and another rank has ended; what it has printed says why")
         fix = _FIXES.get(self._what, "End the loop on all ranks at the same step")
