@@ -388,13 +388,20 @@ def others(strategy: str) -> dict[str, float | str]:
 
 
 def _run_beside(
-    strategy: str, *, extra: int = 0, freeze: str = "", twice: bool = False, penalty: bool = False
+    strategy: str,
+    *,
+    kind: str = "experts in layers",
+    extra: int = 0,
+    freeze: str = "",
+    twice: bool = False,
+    penalty: bool = False,
 ) -> float | str:
-    data = batches(2, 1, 2, extra)
-    one, plain = model_and_optimizer("experts in layers", False)
-    model, optimizer = model_and_optimizer("experts in layers", False)
+    one, plain = model_and_optimizer(kind, False)
+    model, optimizer = model_and_optimizer(kind, False)
     session = start(strategy, receipts=False)
     model, optimizer = session.prepare(model, optimizer)
+    dp = session.dp
+    data = batches(dp, 1, 2, extra)
 
     def loss(model: nn.Module, inputs: Any, labels: torch.Tensor, rank: int) -> torch.Tensor:
         found = loss_of(model(*inputs), labels)
@@ -411,7 +418,7 @@ def _run_beside(
             for index, micro in enumerate(step):
                 step.backward(loss(model, micro.inputs, micro.labels, session.ranks.rank), count=micro.num_tokens)
                 assert not index
-            window = data[2 * step.number - 2 : 2 * step.number]
+            window = data[dp * step.number - dp : dp * step.number]
             plain.zero_grad()
             total = sum(loss(one, *pair, rank) for rank, pair in enumerate(window))
             (total / sum(labels.numel() for _, labels in window)).backward()
@@ -427,6 +434,24 @@ def _run_beside(
         full = p.full_tensor() if isinstance(p, DTensor) else p
         worst = max(worst, float((full.detach() - expected[clean_name(name)].detach()).abs().max()))
     return worst
+
+
+def fillers(strategies: tuple[str, ...], extra: int) -> dict[str, float | str]:
+    """The last window lacks batches of some ranks, for each kind of model."""
+    return {
+        f"{strategy}, {kind}": _run_beside(strategy, kind=kind, extra=extra)
+        for strategy in strategies
+        for kind in KINDS
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "strategies", "extra"), [(4, ("zero1", "fsdp", "hsdp"), 3), (2, ("fsdp+offload",), 1)]
+)
+def test_a_last_window_with_fillers(world: int, strategies: tuple[str, ...], extra: int) -> None:
+    for found in run_world(fillers, world, strategies, extra):
+        assert len(found) == len(KINDS) * len(strategies)
+        assert {case: error for case, error in found.items() if isinstance(error, str) or error > LIMIT} == {}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])

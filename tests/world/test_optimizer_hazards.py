@@ -438,6 +438,17 @@ def test_a_moving_average_of_the_weights(strategy: str) -> None:
         assert ("cannot be copied" in said and "_foreach_lerp_" in said) == (strategy in ("zero2", "fsdp")), said
 
 
+def penalty_and_average(strategy: str) -> tuple[float | str, tuple[float, str]]:
+    return penalty(strategy), averaged(strategy)
+
+
+def test_a_gradient_penalty_and_a_moving_average_where_weights_are_cut_and_copied() -> None:
+    for refused, (worst, said) in run_world(penalty_and_average, 4, "hsdp"):
+        assert "create_graph=True" in str(refused) and "use ddp or zero1" in str(refused)
+        assert worst < 1e-12
+        assert "cannot be copied" in said and "_foreach_lerp_" in said
+
+
 def gone_on(strategy: str, folder: str) -> list[tuple[str, float]]:
     """Three steps in one go, and with a save and a load after the second: weights, and fp16's scale."""
     found = []

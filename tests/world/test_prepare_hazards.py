@@ -293,10 +293,10 @@ def judge(found: dict[str, str], case: str, strategy: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "fsdp+offload"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "fsdp+offload", "hsdp"])
 @pytest.mark.parametrize("case", [buffers, weights])
 def test_odd_tensors(case: Callable[[str], dict[str, str]], strategy: str) -> None:
-    for found in run_world(case, 2, strategy):
+    for found in run_world(case, 4 if strategy == "hsdp" else 2, strategy):
         judge(found, case.__name__, strategy)
 
 
@@ -382,9 +382,9 @@ def changes(strategy: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 def test_models_changed_after_prepare(strategy: str) -> None:
-    for found in run_world(changes, 2, strategy):
+    for found in run_world(changes, 4 if strategy == "hsdp" else 2, strategy):
         assert found.pop("teacher") == "right", found
         for kind, result in found.items():
             name = "bias" if kind == "added" else "head.weight"

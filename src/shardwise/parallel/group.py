@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from shardwise.errors import MachineError, ShardwiseError, TrainingError, UserError
+from shardwise.errors import MachineError, ShardwiseError, UserError
 from shardwise.parallel.environment import Rendezvous, rendezvous
+from shardwise.parallel.meeting import Meeting, say_joined, say_left
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
                 f"rank {place.rank if place else 0} cannot join the world at {where}: {error}"
             ) from error
     world = dist.get_world_size()
-    needs_control = world > 1 and not _speaks_cpu()
-    control = dist.new_group(backend="gloo") if needs_control else (dist.group.WORLD if world > 1 else None)
+    needs_control = world > 1  # also where the world speaks gloo: see `shardwise.parallel.meeting`
+    patience = datetime.timedelta(seconds=timeout_s) if owns else None
+    control = dist.new_group(backend="gloo", timeout=patience) if needs_control else None
+    if control is not None:
+        say_joined(control)
     return Ranks(
         rank=dist.get_rank(),
         world_size=world,
@@ -100,12 +104,23 @@ def leave(ranks: Ranks) -> None:
     """Destroy what `join` made; a group that existed before stays."""
     if not dist.is_initialized():
         return
+    made = ranks.control if ranks.owns_control and _registered(ranks.control) else None
+    if made is not None:
+        say_left(made)
     if ranks.control is not None:
         _settle()
     if ranks.owns_group:
         dist.destroy_process_group()
-    elif ranks.owns_control:
-        dist.destroy_process_group(ranks.control)
+    elif made is not None:
+        dist.destroy_process_group(made)
+
+
+def _registered(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group still is: a session may be closed, and its process end after that."""
+    try:
+        return dist.get_rank(group) >= 0
+    except ValueError:
+        return False
 
 
 def _settle(quiet_s: float = 0.02, limit_s: float = 2.0) -> None:
@@ -133,46 +148,28 @@ def _others_run() -> bool:
     return False
 
 
-def _speaks_cpu() -> bool:
-    """True when the default group can send CPU tensors."""
-    return "gloo" in str(dist.get_backend_config())
-
-
-_WIDTH = 96  # integers of a message, so that ranks at different points still understand each other
-_TAG = 3  # of these say what the message is about, 8 letters each
-
-
-def gather_ints(values: list[int], ranks: Ranks, what: str = "") -> list[list[int]]:
+def gather_ints(
+    values: list[int], ranks: Ranks, what: str = "", *, patient: bool = True, limit_s: float | None = None
+) -> list[list[int]]:
     """Each rank's integers, in rank order; one small collective (two for more than 92 integers).
 
-    ``what`` is what this rank is doing, in at most 24 letters.
+    ``what`` is what this rank is doing, in at most 24 letters. Unless it is ``patient``, a long wait is reported, and
+    ends after ``limit_s``.
 
     Raises:
-        TrainingError: on all ranks, where they are doing different things, each waiting for the others to join.
+        TrainingError: on all ranks, where they are doing different things, each waiting for the others to join; on
+            this one, where others have left or did not come.
     """
     if ranks.control is None:
         return [values]
-    tag = what.encode()[: 8 * _TAG].ljust(8 * _TAG, b" ")
-    head = [len(values), *(int.from_bytes(tag[at : at + 8], "little", signed=True) for at in range(0, len(tag), 8))]
-    fits = len(values) <= _WIDTH - len(head)
-    rows = _gathered([*head, *(values if fits else ())], _WIDTH, ranks)
-    if any(row[: len(head)] != head for row in rows):
-        doing = [b"".join(n.to_bytes(8, "little", signed=True) for n in row[1 : len(head)]) for row in rows]
-        texts = [text.decode(errors="replace").strip() or "another exchange" for text in doing]
-        other = next(rank for rank, row in enumerate(rows) if row[: len(head)] != rows[0][: len(head)])
-        raise TrainingError(
-            f"ranks wait for each other at different points: rank 0 at {texts[0]}, rank {other} at {texts[other]}. "
-            "Sharded weights and steps need every rank: call what rank 0 alone calls (an evaluation, a save) on all "
-            "ranks, with as many batches on each"
-        )
-    if fits:
-        return [row[len(head) : len(head) + len(values)] for row in rows]
-    return _gathered(values, len(values), ranks)
+    meeting = Meeting(values, ranks.control, what, limit_s=limit_s)
+    meeting.wait(patient=patient)
+    rows = meeting.rows()
+    return rows if meeting.fits else _gathered(values, ranks)
 
 
-def _gathered(values: list[int], width: int, ranks: Ranks) -> list[list[int]]:
-    mine = torch.zeros(width, dtype=torch.int64)
-    mine[: len(values)] = torch.tensor(values, dtype=torch.int64)
+def _gathered(values: list[int], ranks: Ranks) -> list[list[int]]:
+    mine = torch.tensor(values, dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
     dist.all_gather(rows, mine, group=ranks.control)
     return torch.stack(rows).tolist()

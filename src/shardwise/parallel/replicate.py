@@ -23,21 +23,25 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device:
     """
     if world_size == 1:
         return module
-    return Replicated(
+    outer = Replicated(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **_buffer_option(sync=bool(spec.batch_norms)),
     )
+    outer.syncs_buffers = bool(spec.batch_norms)
+    return outer
 
 
 class Replicated(DistributedDataParallel):
     """DDP through which the user's own attributes (``model.config``, ``model.generate``) can still be reached.
 
-    ``forwards`` counts calls: a backward of a loss that did not come through one reduces nothing.
+    ``forwards`` counts calls: a backward of a loss that did not come through one reduces nothing. With
+    ``syncs_buffers`` every forward is for all ranks, also without gradients.
     """
 
     forwards = 0
+    syncs_buffers = False
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)

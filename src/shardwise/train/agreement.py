@@ -18,6 +18,7 @@ from shardwise.errors import TrainingError
 from shardwise.parallel.apply import Applied
 from shardwise.parallel.group import Ranks, gather_text
 from shardwise.parallel.home import home_of
+from shardwise.parallel.meeting import Meeting
 from shardwise.parallel.replicate import Replicated, finish_reduction
 from shardwise.parallel.unit_forwards import left_order
 from shardwise.parallel.unit_order import orders_of
@@ -33,7 +34,7 @@ class Agreement:
         self._orders = orders_of(applied.outer)
         self._missing: dict[int, nn.Parameter] = {}
         self._given: set[int] | None = None  # ids of what had a gradient before the first filler
-        self._message: tuple[dist.Work, list[torch.Tensor], torch.Tensor] | None = None
+        self._message: Meeting | None = None
         self._loss: tuple[dist.Work, torch.Tensor] | None = None
         places = [plan.dims.place(rank) for rank in range(ranks.world_size)]
         self._part = [(place.tp, place.pp) for place in places]  # ranks of one part reduce the same parameters
@@ -89,12 +90,9 @@ class Agreement:
         on_cpu = loss_sum.device.type == "cpu"
         strays = sum(len(order.strays()) for order in self._orders)
         left = sum(len(order.left) for order in self._orders)
-        fields = [float(loss_sum) if on_cpu else 0.0, len(self._missing), digest, strays, left]
-        mine = torch.tensor(fields, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
-        work = dist.all_gather(rows, mine, group=self._ranks.control, async_op=True)
-        assert work is not None
-        self._message = work, rows, mine
+        loss = int(loss_sum.view(torch.int64)) if on_cpu else 0  # its bits, in a message of integers
+        fields = [len(self._missing), digest, strays, left, loss]
+        self._message = Meeting(fields, self._ranks.control, "the end of a step")
         if not on_cpu:  # the host does not wait for the device
             reduced = dist.all_reduce(loss_sum, async_op=True)
             assert reduced is not None
@@ -103,7 +101,7 @@ class Agreement:
     def arrive(self) -> None:
         """Wait for the message alone."""
         if self._message is not None:
-            self._message[0].wait()
+            self._message.wait()
 
     def settle(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks, once the message is there; gradients that no rank has are ``None`` again.
@@ -114,17 +112,15 @@ class Agreement:
         self.end_step()
         if self._message is None:
             return loss_sum
-        self.arrive()
-        _, rows, _ = self._message
-        self._message = None
+        rows, self._message = self._message.rows(), None
         if self._loss is not None:
             self._loss[0].wait()
         else:
-            loss_sum.copy_(torch.stack(rows)[:, 0].sum())
-        found = [(int(row[1]), int(row[2])) for row in rows]
-        if any(row[4] for row in rows):
-            self._refuse_left([rank for rank, row in enumerate(rows) if row[4]])
+            loss_sum.copy_(torch.tensor([row[4] for row in rows]).view(torch.float64).sum())
+        found = [(row[0], row[1]) for row in rows]
         if any(row[3] for row in rows):
+            self._refuse_left([rank for rank, row in enumerate(rows) if row[3]])
+        if any(row[2] for row in rows):
             self._refuse_strays()
         self._check_order([digest for _, digest in found])
         if any(number for number, _ in found):

@@ -22,6 +22,7 @@ from torch.utils import _pytree
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage import Folder, folder_of
 from shardwise.errors import DataError, ModelError, PlanError, UserError
+from shardwise.parallel import meeting
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
 from shardwise.parallel.context import sequence_share
 from shardwise.parallel.gradients import finish_partial, global_norm, scale_to
@@ -42,6 +43,7 @@ from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.read import clean_name
 from shardwise.train.agreement import Agreement
+from shardwise.train.calls import Calls
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
 from shardwise.train.session_state import load_session, save_session
@@ -129,6 +131,7 @@ class Session:
     _stop_asked: bool = False
     _forwards: int = 0
     _gathers: bool = False
+    _calls: Calls = field(default_factory=Calls)
     _phase: str = "other"
 
     @property
@@ -260,8 +263,9 @@ class Session:
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
         self._gathers = self._applied.pipeline is None and bool(orders_of(self._applied.outer))
-        if self._gathers:
-            self._applied.outer.register_forward_pre_hook(self._meet, prepend=True)
+        outer = self._applied.outer
+        if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
+            outer.register_forward_pre_hook(self._meet, prepend=True)
         self.observers[:0] = [hooks, StructureWatch()]  # before those who look at gradients
         self.mail.append(hooks)
         self.notify("on_prepared")
@@ -299,7 +303,7 @@ class Session:
                 self._applied.engine.discard()
             if self.plan.dims.tp > 1:
                 self.share_luck()
-        self.first_step, self.in_step = self.steps_done, False
+        self.first_step, self.in_step, self._calls = self.steps_done, False, Calls()
         while limit is None or limit > 0:
             self.phase = "data"
             given = next(source, [])
@@ -330,6 +334,7 @@ class Session:
             number = self.steps_done + 1
             step = Step(self, number, micros, *self._in_all(rows))
             self.in_step = True
+            self._calls.begin_step()
             self.agreement.begin_step()
             self.notify("on_step_start", step)
             try:
@@ -414,7 +419,7 @@ class Session:
             TrainingError: a trained weight is not finite; nothing is written.
             CheckpointError: a rank could not write its part. Earlier checkpoints stay.
         """
-        gather_ints([], self.ranks, "session.save")
+        gather_ints([], self.ranks, "session.save", patient=False, limit_s=meeting.LIMIT_S if self.in_step else None)
         folder = folder_of(folder)
         wanted = (str(folder), keep, async_save)
         if self.saver is not None and (str(self.saver.folder), self.saver.keep, self.saver.async_save) != wanted:
@@ -442,6 +447,7 @@ class Session:
             UserError: a pass has begun, or it is no checkpoint of `save`.
             CheckpointError: it is damaged, or of another model or optimizer.
         """
+        gather_ints([], self.ranks, "session.load")
         return load_session(self, folder, verify)
 
     def timing(self) -> Any:
@@ -498,18 +504,27 @@ class Session:
             )
 
     def _meet(self, module: nn.Module, args: Any) -> None:
-        """A forward that is no part of a step gathers sharded weights, too: every rank must be there."""
+        """A forward gathers sharded weights, or sends batch norm's buffers: every rank must be there. In a step of the
+        usual kind it is.
+        """
         if self._applied is None or backward_runs():
             return
         if not (self.in_step and torch.is_grad_enabled()):
-            gather_ints([], self.ranks, "an evaluation")
-        else:
-            self.meet("a forward of a step")
+            self._come_together("an evaluation")
+        elif self._gathers and self._calls.is_news(self.steps_done == self.first_step):
+            self._come_together("a forward of a step")
 
-    def meet(self, where: str) -> None:
-        """In the first step: every rank with sharded weights is at the same place; later steps are like it."""
-        if self.steps_done == self.first_step and self._applied is not None and self._gathers:
-            gather_ints([], self.ranks, where)
+    def meet_before_backward(self) -> None:
+        """In the first step, and where the micro batch had fewer forwards than in it: others may be in one still."""
+        if self._applied is not None and self._gathers and self._calls.ended(self.steps_done == self.first_step):
+            self._come_together("step.backward")
+
+    def _come_together(self, where: str) -> None:
+        """Every rank is at the same place. In a step one that does not come may be in a collective of FSDP2, and would
+        never answer.
+        """
+        limit_s = meeting.LIMIT_S if self.in_step else None
+        gather_ints([], self.ranks, where, patient=False, limit_s=limit_s)
 
     def begin_micro(self, *, last: bool, filler: bool = False) -> None:
         """Called by `Step` before each micro batch."""
@@ -519,6 +534,7 @@ class Session:
             set_gradient_sync(self.applied.outer, last or self.plan.syncs_every_micro_batch)
             self.agreement.begin_micro(last=last, filler=filler)
         self._forwards = getattr(self.applied.outer, "forwards", 0)
+        self._calls.begin_micro()
         self.phase = "forward"
 
     def clip(self, clip_norm: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import TrainingError, UserError
 from shardwise.parallel.engine import Engine
+from shardwise.parallel.meeting import refuse_gone
 from shardwise.parallel.shard import reshard
 from shardwise.parallel.stage_run import call
 from shardwise.parallel.waits import WAITS
@@ -123,22 +124,30 @@ class Step:
             )
         _refuse_mean(loss_sum, micro)
         session.check_forward()
-        session.meet("step.backward")
+        session.meet_before_backward()
         session.agreement.begin_backward()
         self._backwards += 1
         loss = loss_sum * self.weight(micro)
         session.phase = "backward"
-        if session.applied.engine is not None:
-            session.applied.engine.backward(loss)
-        else:
-            with nullcontext() if session.in_backward is None else session.in_backward.running():
-                (loss if session.scaler is None else session.scaler.scale(loss)).backward()
+        try:
+            self._run_backward(loss)
+        except RuntimeError as error:
+            refuse_gone(error, session.ranks.control)
+            raise
         if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.agreement.finish_backward()
         session.phase = "other"  # what the user sends between micro batches is not the plan's traffic
         if self._backwards == len(self.micros):
             session.agreement.send(self._loss_sum)
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        session = self._session
+        if session.applied.engine is not None:
+            session.applied.engine.backward(loss)
+        else:
+            with nullcontext() if session.in_backward is None else session.in_backward.running():
+                (loss if session.scaler is None else session.scaler.scale(loss)).backward()
 
     def weight(self, micro: Micro) -> float:
         """What a summed loss is multiplied by: the mean over ranks is then that over all labels of the global batch."""

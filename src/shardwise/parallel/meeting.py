@@ -1,0 +1,238 @@
+"""A small message that every rank sends and receives, and what is said on a rank where others do not come for theirs.
+
+Control messages have a gloo group of their own: on the group that FSDP2 uses, a rank that says something alone would
+meet a gather or a reduction of the others, which aborts the process where sizes differ, and else mixes the two up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from shardwise.errors import AnswerIsNo, MachineError, RankError, TrainingError
+
+WIDTH = 96
+"""Integers of a message, so that ranks at different points still understand each other."""
+TAG = 3
+"""Of these say what the message is about, 8 letters each."""
+HERE_S = 10.0
+"""After so long a rank that waits says so in the store: whoever has not is what the others wait for."""
+SAY_S = 30.0
+"""After so long the first of the ranks that wait names those that have not come."""
+LIMIT_S = 600.0
+"""How long a rank waits within a step. It is what NCCL gives a collective by default: where ranks are further apart in
+one step, plain PyTorch ends, too. Between steps a rank may do work of its own, and the group's timeout holds."""
+
+_GONE = re.compile(r"closed|reset by peer|broken pipe|not connected", re.IGNORECASE)
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+_FIXES = {
+    "session.save": "session.save is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
+    "session.load": "session.load is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
+    "an evaluation": "A forward needs all ranks where weights are sharded, and where ddp sends batch norm's "
+    "buffers: take the evaluation out of `if session.ranks.is_main`, and give each rank as many batches",
+    "a forward of a step": "A forward gathers sharded weights from all ranks: call the model as often on each in a "
+    "micro batch, or use ddp or zero1",
+    "step.backward": "A forward gathers sharded weights from all ranks: call the model as often on each in a micro "
+    "batch, or use ddp or zero1",
+}
+
+
+class Meeting:
+    """This rank's integers, on their way to all others, and theirs. Collective; the ranks must have a control group.
+
+    ``what`` is what this rank is doing, in at most 24 letters; where they are doing different things, each waiting for
+    the others to join, all of them raise. Whoever has not come after ``limit_s`` (else: the group's timeout) is not
+    waited for any more, and the group is of no use from then on.
+    """
+
+    def __init__(
+        self, values: list[int], group: dist.ProcessGroup, what: str = "", *, limit_s: float | None = None
+    ) -> None:
+        self._group, self._what, self._limit_s = group, what, limit_s
+        tag = what.encode()[: 8 * TAG].ljust(8 * TAG, b" ")
+        texts = (tag[at : at + 8] for at in range(0, len(tag), 8))
+        self._head = [len(values), *(int.from_bytes(text, "little", signed=True) for text in texts)]
+        self.fits = len(values) <= WIDTH - len(self._head)
+        self._mine = torch.zeros(WIDTH, dtype=torch.int64)
+        sent = [*self._head, *(values if self.fits else ())]
+        self._mine[: len(sent)] = torch.tensor(sent, dtype=torch.int64)
+        self._rows = [torch.empty_like(self._mine) for _ in range(dist.get_world_size(group))]
+        options = AllgatherOptions()
+        if limit_s is not None:  # gloo itself gives up then: a group with a message under way could never be left
+            options.timeout = timedelta(seconds=limit_s)
+        with self._named():
+            self._work = group.allgather([self._rows], [self._mine], options)
+
+    def wait(self, *, patient: bool = True) -> None:
+        """Wait until all ranks' are there; unless it is ``patient``, say after a while for whom.
+
+        Raises:
+            TrainingError: ranks did not come, or have left.
+            RankError: one has ended.
+        """
+        with self._named():
+            if self._came(HERE_S):
+                return
+        _mark(self._group, "waits", there=True)
+        try:
+            with self._named():
+                self._refuse_left()
+                if self._came(SAY_S - HERE_S):
+                    return
+                if not patient:
+                    self._say()
+                while not self._came(SAY_S):
+                    self._refuse_left()
+        finally:
+            _mark(self._group, "waits", there=False)
+
+    def rows(self) -> list[list[int]]:
+        """Each rank's integers, in rank order, once they are there; nothing where they did not fit in.
+
+        Raises:
+            TrainingError: on all ranks, where they are doing different things.
+        """
+        self.wait()
+        rows: list[list[int]] = torch.stack(self._rows).tolist()
+        size = len(self._head)
+        if any(row[:size] != self._head for row in rows):
+            doing = [b"".join(n.to_bytes(8, "little", signed=True) for n in row[1:size]) for row in rows]
+            texts = [text.decode(errors="replace").strip() or "another exchange" for text in doing]
+            other = next(rank for rank, row in enumerate(rows) if row[:size] != rows[0][:size])
+            raise TrainingError(
+                f"ranks wait for each other at different points: rank 0 at {texts[0]}, rank {other} at {texts[other]}. "
+                "Sharded weights and steps need every rank: call what rank 0 alone calls (an evaluation, a save) on "
+                "all ranks, with as many batches on each"
+            )
+        return [row[size : size + row[0]] if self.fits else [] for row in rows]
+
+    def _came(self, seconds: float) -> bool:
+        """Whether all ranks' are there after so long at the most."""
+        try:
+            self._work.wait(timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError:
+            if self._work.is_completed():
+                raise
+            return False
+        return True
+
+    def _say(self) -> None:
+        """On the first of the ranks that wait: for whom."""
+        missing, mine = _without(self._group, "waits"), dist.get_rank(self._group)
+        if missing and all(rank in missing for rank in range(mine)):
+            logging.getLogger("shardwise").warning(
+                f"rank {mine} has waited for {SAY_S:g} s at {self._what}: {ranks_text(missing)} "
+                f"{'has' if len(missing) == 1 else 'have'} not come there. {_FIXES.get(self._what, '')}".rstrip()
+            )
+
+    def _refuse_left(self) -> None:
+        """Raise where a rank has left and its process goes on, so that gloo does not know."""
+        if self._left():
+            # a group with a message under way waits for it when it is destroyed: this one stays until the process ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            raise self._gone()
+
+    def _left(self) -> list[int]:
+        without = _without(self._group, "left")
+        return [rank for rank in range(len(self._rows)) if rank not in without]
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """What gloo raises where a rank has left or does not come, as a sentence."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if _GONE.search(text):
+                raise self._gone() from error
+            if _LATE.search(text):
+                raise self._late() from error
+            raise
+
+    def _gone(self) -> AnswerIsNo | MachineError:
+        where, me = self._what or "an exchange of all ranks", dist.get_rank(self._group)
+        left = self._left()
+        if not left:
+            return RankError(f"rank {me} waits at {where}, and another rank has ended; what it has printed says why")
+        fix = _FIXES.get(self._what, "End the loop on all ranks at the same step")
+        have = "has" if len(left) == 1 else "have"
+        return TrainingError(f"{ranks_text(left)} {have} left the session, and rank {me} waits at {where}. {fix}")
+
+    def _late(self) -> TrainingError:
+        missing, me = _without(self._group, "waits"), dist.get_rank(self._group)
+        within = "the timeout of the process group" if self._limit_s is None else f"{self._limit_s:g} s"
+        text = (
+            f"rank {me} is at {self._what or 'an exchange of all ranks'}, and "
+            f"{ranks_text(missing) if missing and me not in missing else 'another rank'} did not come there within "
+            f"{within}. {_FIXES.get(self._what, 'Steps need every rank')}"
+        )
+        with contextlib.suppress(RuntimeError):  # those that did not come learn it when this rank ends
+            dist.distributed_c10d._get_default_store().set(_verdict(self._group), text)
+        return TrainingError(text)
+
+
+def refuse_gone(error: RuntimeError, group: dist.ProcessGroup | None) -> None:
+    """Say in a sentence what a collective has raised since a rank has ended.
+
+    Raises:
+        TrainingError: why that rank has ended, if it did not find this one where it was itself.
+        RankError: that it has ended.
+    """
+    if group is None or not _GONE.search(str(error)):
+        return
+    text = ""
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        text = store.get(_verdict(group)).decode() if store.check([_verdict(group)]) else ""
+    if text:
+        raise TrainingError(text) from error
+    raise RankError("a rank has ended in the middle of a step; what it has printed says why") from error
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """``rank 1``, ``ranks 1, 2``; of many the first four."""
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def say_joined(group: dist.ProcessGroup) -> None:
+    """This rank is there; a store that outlives its world may remember another group of this name."""
+    _mark(group, "left", there=False)
+
+
+def say_left(group: dist.ProcessGroup) -> None:
+    """This rank has left the session: who still waits for it can say so."""
+    _mark(group, "left", there=True)
+
+
+def _without(group: dist.ProcessGroup, mark: str) -> list[int]:
+    everyone = range(dist.get_world_size(group))
+    with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that keeps it
+        store = dist.distributed_c10d._get_default_store()
+        return [rank for rank in everyone if not store.check([_key(group, mark, rank)])]
+    return list(everyone)
+
+
+def _mark(group: dist.ProcessGroup, mark: str, *, there: bool) -> None:
+    with contextlib.suppress(RuntimeError):
+        store, key = dist.distributed_c10d._get_default_store(), _key(group, mark, dist.get_rank(group))
+        if there:
+            store.set(key, "1")
+        else:
+            store.delete_key(key)
+
+
+def _verdict(group: dist.ProcessGroup) -> str:
+    return f"shardwise/{group.group_name}/verdict"
+
+
+def _key(group: dist.ProcessGroup, mark: str, rank: int) -> str:
+    return f"shardwise/{group.group_name}/{mark}/{rank}"
