@@ -259,9 +259,12 @@ class Session:
             for note in self._applied.warnings:
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
+        engine = self._applied.engine
         self._gathers = self._applied.pipeline is None and bool(orders_of(self._applied.outer))
+        self._gathers = self._gathers if engine is None else engine.gathers
         if self._gathers:
-            self._applied.outer.register_forward_pre_hook(self._meet, prepend=True)
+            called = self._applied.outer if engine is None else self._applied.module
+            called.register_forward_pre_hook(self._meet, prepend=True)
         self.observers[:0] = [hooks, StructureWatch()]  # before those who look at gradients
         self.mail.append(hooks)
         self.notify("on_prepared")
