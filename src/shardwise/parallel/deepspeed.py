@@ -31,6 +31,7 @@ from shardwise.parallel.apply import (
     refuse_renorm,
     stop_caching,
 )
+from shardwise.parallel.deepspeed_backward import OwnBackward
 from shardwise.parallel.deepspeed_drive import SwapFolder
 from shardwise.parallel.deepspeed_order import GradientOrder
 from shardwise.parallel.deepspeed_parts import (
@@ -269,6 +270,7 @@ class DeepSpeed:
         self._order = GradientOrder(self.zero, list(trained), list(trained.values()), ranks)
         if self.stage == 3:
             SameModules(self.zero.parameter_offload.get_param_coordinator(), inner.module, plan.strategy, ranks)
+        OwnBackward(inner, plan.strategy)
         self._versions = self._seen_versions()
         self._parts = {name: part_of(self.zero, p) for name, p in trained.items()}
         self._still = StandStill(optimizer, self._parts)

@@ -25,14 +25,11 @@ def refuse_unsupported(outer: nn.Module, strategy: str) -> None:
 
 
 def refuse_unsupported_of_engine(inner: Any, strategy: str) -> None:
-    """The same for DeepSpeed's engine; under ZeRO-3 also for each module, whose copy would be empty."""
+    """The same of copies for DeepSpeed's engine; under ZeRO-3 also of each module, whose copy would be empty."""
     offload = getattr(inner.optimizer, "parameter_offload", None)
     way = "[p.detach().clone() for p in session.module.parameters()]"
     if offload is not None:
         way = "{n: w.clone() for n, w in session.applied.engine.weights()}"
-        offload.pre_sub_module_backward_function = functools.partial(
-            _checked, offload.pre_sub_module_backward_function, strategy
-        )
     for part in (inner, inner.module) if offload is None else inner.modules():
         object.__setattr__(part, "__deepcopy__", functools.partial(_refuse_copy_of_engine, strategy, way))
 
