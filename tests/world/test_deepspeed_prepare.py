@@ -189,7 +189,13 @@ WRONG: dict[Make, str] = {
     cached: "^ModelError: LARS.mine keeps parameters from before session.prepare",
     adamw_8bit: "^ModelError: AdamW8bit keeps its state by blocks",
 }
-RIGHT: list[Make] = [own.Lion, Clamping, optim.Rprop, optim.Adamax, optim.ASGD]
+
+
+def fused(params: Any) -> Optimizer:
+    return optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+RIGHT: list[Make] = [fused, own.Lion, Clamping, optim.Rprop, optim.Adamax, optim.ASGD]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -197,31 +203,12 @@ def test_optimizers_that_need_whole_parameters_are_refused(world: int) -> None:
     """On one rank nothing is cut, but all is one row: a number from all parameters is right there."""
     wrong = {make: words for make, words in WRONG.items() if world > 1 or make is not own.DAdaptation}
     cases = [(stage, "", make) for stage in STAGES[: 4 if world > 1 else 1] for make in wrong]
-    fine: list[Any] = [(stage, "", make) for stage in ("deepspeed-zero1", "deepspeed-zero3") for make in RIGHT]
-    fine = fine if world > 1 else []
+    right = RIGHT if world > 1 else [own.DAdaptation, own.Lion]
+    fine: list[Any] = [(stage, "", make) for stage in ("deepspeed-zero1", "deepspeed-zero3") for make in right]
     for found in run_world(several, world, [*cases, *fine]):
         for case, text in zip(cases, found, strict=False):
             assert re.search(wrong[case[2]], text), (case, text)
         assert not any(found[len(cases) :]), list(zip(fine, found[len(cases) :], strict=True))
-
-
-def alone(makes: list[Make]) -> list[str]:
-    """What `prepare` says on one rank."""
-    said = []
-    for make in makes:
-        session = start("deepspeed-zero2", receipts=False)
-        model = Small()
-        try:
-            session.prepare(model, make(model.parameters()))
-            said.append("")
-        except ShardwiseError as error:
-            said.append(str(error))
-        session.close()
-    return said
-
-
-def test_a_number_from_all_parameters_is_right_on_one_rank() -> None:
-    assert run_world(alone, 1, [own.DAdaptation, own.Lion]) == [["", ""]]
 
 
 def test_what_lies_oddly_in_memory_is_right_and_what_cannot_be_right_is_refused() -> None:
