@@ -49,7 +49,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     *(_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.SparseAdam, AdamW8bit),
 )
 _FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW)
-_OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
+_OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
 """DeepSpeed's own that treat each element alone; a copy of one would end the one that it was made of."""
 
 
@@ -90,8 +90,14 @@ def check_flattened(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
             f"{kind.__name__} keeps its state by blocks of a parameter, and {plan.strategy} cuts flattened parameters "
             "anywhere; use AdamW, or ddp, zero1 or fsdp"
         )
-    known = kind.__module__.startswith("deepspeed.") and kind.__name__ in _OF_DEEPSPEED
-    if kind in _ELEMENTWISE or known:
+    if kind in _ELEMENTWISE:
+        return
+    if kind.__module__.startswith("deepspeed."):
+        if kind.__name__ not in _OF_DEEPSPEED:
+            raise ModelError(
+                f"{kind.__name__} of DeepSpeed is not known to treat each element alone, and {plan.strategy} gives it "
+                f"all parameters of a group in one row; use one of {', '.join(_OF_DEEPSPEED)}, or AdamW"
+            )
         return
     for key, value in vars(optimizer).items():
         if key not in ("param_groups", "state") and any(True for _ in _parameters(value)):
