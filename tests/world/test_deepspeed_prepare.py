@@ -256,7 +256,7 @@ def late(strategy: str, kind: str, at: int, options: dict[str, Any]) -> tuple[st
 
     said, before = "", weights()
     try:
-        for step in session.steps(endless(session, kind, at), count=len):
+        for step in session.steps(fed(session, kind, at), count=len):
             for micro in step:
                 step.backward(loss_of(outer, micro.inputs, micro.labels))
                 if kind == "middle" and step.number == at:
@@ -273,14 +273,13 @@ def late(strategy: str, kind: str, at: int, options: dict[str, Any]) -> tuple[st
     return said, done, moved
 
 
-def endless(session: Any, kind: str, at: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches; the hook is there before the ``at``-th is given."""
+def fed(session: Any, kind: str, at: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches; the hook is there, or gone again, before the first one of step ``at`` is given."""
     for number, batch in enumerate(drawn(2 * STEPS)):
-        if number // 2 + 1 == at and number % 2 == 0 and kind != "middle":
-            if kind != "one rank" or session.ranks.rank == 1:
-                registered(kind, session.module.head.weight)
+        if number == 2 * (at - 1) and kind != "middle" and (kind != "one rank" or session.ranks.rank == 1):
+            hook = registered(kind, session.module.head.weight)
             if kind == "removed":
-                registered(kind, session.module.head.weight).remove()
+                hook.remove()
         yield batch
 
 
@@ -299,8 +298,10 @@ def test_hooks_registered_after_prepare_are_refused_on_all_ranks_before_an_updat
         "early": "'head.weight' has a hook, and optimizer_in_backward steps a parameter before",
         "fsdp": "'head.weight' has a hook of register_post_accumulate_grad_hook, .* fsdp holds a part",
     }
-    for found in run_world(later, 2, cases):
-        for case, (said, done, moved) in zip(cases, found, strict=True):
+    fine: list[Any] = [(s, "removed", 2, {}) for s in STAGES[1:3]] + [("fsdp", "removed", 2, early)]
+    for found in run_world(later, 2, cases + fine):
+        assert found[len(cases) :] == [("", STEPS, False)] * len(fine)
+        for case, (said, done, moved) in zip(cases, found, strict=False):
             kind = "deepspeed" if case[0].startswith("deepspeed") else "early" if case[3] else "fsdp"
             assert re.search(words[kind], said), (case, said)
             assert done == case[2] - 1 and not moved, case

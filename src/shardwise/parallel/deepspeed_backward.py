@@ -66,4 +66,4 @@ class OwnBackward:
 
 
 def _keeps_graph() -> bool:
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
