@@ -325,7 +325,7 @@ class Left(Scene):
 
 
 SCENES: dict[str, type[Scene]] = {
-    one.__name__: one for one in (Scene, Twice, Submodules, Evaluated, Scheduled, Reset, FrozenLater)
+    one.__name__: one for one in (Scene, Twice, Submodules, Evaluated, Scheduled, Reset, FrozenLater, Left)
 }
 
 
@@ -424,6 +424,7 @@ def refused(kind: str, strategy: str) -> None:
     [
         ("unfrozen", "deepspeed-zero2", "left.weight, left.bias was frozen when the session was prepared"),
         ("loss", "deepspeed-zero1+offload", "step 3: the loss is nan"),
+        ("gradient", "deepspeed-zero2+offload", "'head.weight' has a hook, and deepspeed-zero2.offload reduces"),
         ("reset", "deepspeed-zero3", "head.weight was changed in place, but deepspeed-zero3 keeps"),
     ],
 )

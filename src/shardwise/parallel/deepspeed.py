@@ -28,8 +28,10 @@ from shardwise.parallel.apply import (
     apply_to_optimizer,
     check,
     parameter_names,
+    refuse_renorm,
     stop_caching,
 )
+from shardwise.parallel.deepspeed_backward import OwnBackward
 from shardwise.parallel.deepspeed_drive import SwapFolder
 from shardwise.parallel.deepspeed_order import GradientOrder
 from shardwise.parallel.deepspeed_parts import (
@@ -47,10 +49,12 @@ from shardwise.parallel.deepspeed_walk import SameModules
 from shardwise.parallel.engine import Held, note_engine
 from shardwise.parallel.environment import local_rank_told
 from shardwise.parallel.group import Ranks, gather_text
-from shardwise.parallel.materialize import broadcast_buffers, materialize
+from shardwise.parallel.materialize import broadcast_buffers, make_contiguous, materialize
+from shardwise.parallel.optimizer_trial import check_flattened
 from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensors import check_tensors
+from shardwise.parallel.unsupported import refuse_unsupported_of_engine
 from shardwise.plan.deepspeed import Place, deepspeed_config, zero_stage
 from shardwise.plan.plan import Plan
 from shardwise.spec.model import ModelSpec
@@ -75,12 +79,14 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
     check_tensors(module, plan)
     names, spec = parameter_names(module), read_model(module)
     check_for_deepspeed(spec, optimizer, plan)
+    refuse_renorm(module, plan)
     if plan.dims.world_size != dist.get_world_size():
         raise PlanError(
             f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but {dist.get_world_size()} are running; "
             f"start {plan.dims.world_size} ranks or make a new plan"
         )
     deepspeed, device = import_deepspeed(), ranks.device
+    check_flattened(optimizer, module, plan, ranks)
     swap = _ready_to_swap(plan, ranks) if plan.parsed.nvme else None
     module, notes = apply_batch_norm(module, spec, plan)
     if plan.recompute != "none":
@@ -96,6 +102,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
             _partition(module, blocks, plan, config, device)
         else:
             materialize(module, device, broadcast=False)  # DeepSpeed sends rank 0's weights itself
+            make_contiguous(module)
         broadcast_buffers(module)
         bare = Applied(module, module, tuple(blocks), spec)
         optimizer = _trained_only(apply_to_optimizer(optimizer, names, bare, plan))
@@ -109,6 +116,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
     if plan.precision != "fp32":  # DeepSpeed has rounded them before it copied them
         engine.set_weights(lambda name: _sent(originals.pop(name, None), engine.shape(name), device))
     note_engine(module, engine)
+    refuse_unsupported_of_engine(inner, plan.strategy)
     return Applied(inner, module, tuple(blocks), spec, warnings=notes, engine=engine), optimizer
 
 
@@ -176,7 +184,11 @@ def _originals(module: nn.Module, plan: Plan) -> Weights:
 
 def _sent(original: torch.Tensor | None, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """One of rank 0's weights, on every rank."""
-    whole = torch.empty(shape, device=device) if original is None else original.to(device).clone()
+    whole = (
+        torch.empty(shape, device=device)
+        if original is None
+        else original.to(device).clone(memory_format=torch.contiguous_format)
+    )
     if dist.get_world_size() > 1:
         dist.broadcast(whole, src=0)
     return whole
@@ -191,6 +203,7 @@ def _partition(
     narrow, swapper = DTYPES[plan.precision], None
     for unit in (*blocks, module):
         materialize(unit, device, broadcast=False)
+        make_contiguous(unit)
         for parameter in unit.parameters():
             if not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(narrow)
@@ -257,8 +270,10 @@ class DeepSpeed:
         self._order = GradientOrder(self.zero, list(trained), list(trained.values()), ranks)
         if self.stage == 3:
             SameModules(self.zero.parameter_offload.get_param_coordinator(), inner.module, plan.strategy, ranks)
+        OwnBackward(inner, plan.strategy)
         self._versions = self._seen_versions()
-        self._still = StandStill(optimizer, {name: part_of(self.zero, p) for name, p in trained.items()})
+        self._parts = {name: part_of(self.zero, p) for name, p in trained.items()}
+        self._still = StandStill(optimizer, self._parts)
 
     @property
     def zero(self) -> Any:
@@ -274,6 +289,11 @@ class DeepSpeed:
         """The whole shape of a parameter."""
         parameter = self._by_name[name]
         return getattr(parameter, "ds_shape", parameter.shape)
+
+    @property
+    def gathers(self) -> bool:
+        """See `Engine`."""
+        return self.stage == 3
 
     def live_stage(self) -> int:
         """ZeRO's stage by what DeepSpeed has done: 3 where parameters are cut, 2 where gradients are."""
@@ -385,6 +405,11 @@ class DeepSpeed:
         make_states(self.zero, groups)
         self._still.apart = {name: dict(numbers or {}) for name, numbers in apart.items()}
         self._still.fresh = {name for name, numbers in apart.items() if numbers is None}
+
+    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Engine`."""
+        for name, part in self._parts.items():
+            yield name, part.of(part.flat)
 
     def range_of(self, name: str) -> tuple[int, int]:
         """The elements of a flattened parameter that this rank's optimizer has: begin and end."""

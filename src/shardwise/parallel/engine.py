@@ -34,12 +34,16 @@ class Engine(Protocol):
     """An engine around one model and its optimizer; every method but `held` is called on all ranks alike.
 
     ``title`` is its name in messages, ``base`` is the user's optimizer, and ``groups`` are the names of the
-    parameters that each of its groups stands for.
+    parameters that each of its groups stands for. It ``gathers`` where a forward needs the weights of all ranks.
     """
 
     title: str
     base: Optimizer
     groups: tuple[tuple[str, ...], ...]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a forward brings weights together that ranks hold in parts."""
 
     def shape(self, name: str) -> torch.Size:
         """The whole shape of a parameter."""
@@ -78,6 +82,9 @@ class Engine(Protocol):
 
         What is yielded is the receiver's own.
         """
+
+    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's elements of each trained parameter as the optimizer has them; none of what lies on a drive."""
 
     def set_weights(self, new: Callable[[str], torch.Tensor]) -> None:
         """Replace every parameter by a whole one, asked for by name, one at a time. Collective."""

@@ -1,4 +1,4 @@
-"""What FSDP2 cannot do and does not say: asked for, it ends in a crash, or in an error that names no way out."""
+"""What FSDP2 and DeepSpeed cannot do and do not say: asked for, it ends in a crash or a nameless error."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ def refuse_unsupported(outer: nn.Module, strategy: str) -> None:
         state = part._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
             group.pre_backward = functools.partial(_checked, group.pre_backward, strategy)
+
+
+def refuse_unsupported_of_engine(inner: Any, strategy: str) -> None:
+    """The same of copies for DeepSpeed's engine; under ZeRO-3 also of each module, whose copy would be empty."""
+    offload = getattr(inner.optimizer, "parameter_offload", None)
+    way = "[p.detach().clone() for p in session.module.parameters()]"
+    if offload is not None:
+        way = "{n: w.clone() for n, w in session.applied.engine.weights()}"
+    for part in (inner, inner.module) if offload is None else inner.modules():
+        object.__setattr__(part, "__deepcopy__", functools.partial(_refuse_copy_of_engine, strategy, way))
+
+
+def _refuse_copy_of_engine(strategy: str, way: str, memo: dict[int, Any]) -> NoReturn:
+    raise ModelError(
+        f"a model that {strategy} has taken over cannot be copied (copy.deepcopy, AveragedModel); for a moving average "
+        f"of its weights keep ema = {way} on all ranks, and bring it up to date after each update"
+    )
 
 
 def _refuse_copy(self: nn.Module, strategy: str, memo: dict[int, Any]) -> NoReturn:

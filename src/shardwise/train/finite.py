@@ -55,7 +55,7 @@ def _is_finite(part: torch.Tensor) -> torch.Tensor:
 def _held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     engine, home = session.applied.engine, home_of(session.module)
     if engine is not None:
-        yield from (("weights of the engine", part.detach()) for part in engine.held().masters)
+        yield from engine.own_weights()
         return
     for name, parameter in session.module.named_parameters():
         if parameter.requires_grad:

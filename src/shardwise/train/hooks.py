@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.errors import ModelError, UserError
+from shardwise.parallel.group import Ranks, gather_text
 from shardwise.parallel.home import home_of
 from shardwise.plan.plan import Plan
 from shardwise.spec.read import clean_name
@@ -32,7 +33,7 @@ class ParameterHooks:
     """Takes hooks off the parameters, and calls them when the gradients are whole; an observer, and a `Mail`.
 
     ``model`` is what `Session.prepare` was given, untouched. Hooks that are registered later are taken when the next
-    step begins.
+    step begins; one that the plan has no way to call is refused then, on all ranks.
 
     Raises:
         ModelError: a hook that the plan has no way to call, by the parameter's name.
@@ -46,11 +47,15 @@ class ParameterHooks:
             for name, p in model.named_parameters()
             if p.requires_grad and (getattr(p, _BEFORE) or getattr(p, _AFTER))
         }
-        self._owns_after = plan.parsed.engine == "torch" and not plan.optimizer_in_backward
+        self._plan = plan
+        self._takes = plan.parsed.engine == "torch" and not plan.optimizer_in_backward
+        self._takes_after = self._takes and _keeps_whole(plan)
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, list[_Hooks]] = {}
         self._after: dict[str, list[_Hooks]] = {}
         self._peers: tuple[int, ...] = ()
+        self._ranks: Ranks | None = None
+        self._own: set[int] = set()  # numbers of hooks that the library and DeepSpeed have put there
         _check(self._found, plan)
 
     def on_prepared(self, session: Session) -> None:
@@ -64,19 +69,31 @@ class ParameterHooks:
                 self._keep(self._before, name, before)
                 self._keep(self._after, name, after)
         self._peers = tuple(range(session.ranks.world_size)) if home is None else home.ranks
+        self._ranks = session.ranks
+        self._own = {number for _, parameter in self._named for number in parameter._post_accumulate_grad_hooks or ()}
         self._take()
 
     def post(self) -> list[int]:
-        """Which parameters have hooks, as one number, so that no rank is alone in gathering a gradient."""
+        """Which parameters have hooks, as one number, so that no rank is alone in gathering a gradient.
+
+        It is below zero where one has a hook that the plan cannot call.
+        """
         self._take()
+        if self._late():
+            return [-1]
         return [zlib.crc32(repr(sorted([*_active(self._before), "", *_active(self._after)])).encode())]
 
     def deliver(self, rows: list[list[int]]) -> None:
-        """Refuse, on all ranks, hooks that not all of them have.
+        """Refuse, on all ranks, hooks that not all of them have, and late ones that the plan cannot call.
 
         Raises:
             ModelError: with the parameters that have hooks here.
         """
+        if any(row[0] < 0 for row in rows):
+            late = next(iter(self._late().items()), ("", (None, None)))
+            told = gather_text(f"{late[0]} {int(bool(late[1][1]))}" if late[0] else "", _known(self._ranks))
+            name, _, after = next(text for text in told if text).partition(" ")
+            _check({name: ({}, {0: None} if after == "1" else {})}, self._plan)
         if len(rows) > 1 and any(rows[rank] != rows[self._peers[0]] for rank in self._peers):
             here = sorted({*_active(self._before), *_active(self._after)})
             raise ModelError(
@@ -86,6 +103,7 @@ class ParameterHooks:
 
     def on_gradients(self, session: Session, step: Step) -> None:
         """Call each hook on the whole gradient; of random numbers all ranks draw the same."""
+        _check(self._late(), self._plan)
         late = [name for name, parameter in self._named if parameter._backward_hooks]
         if late:
             raise ModelError(
@@ -114,13 +132,24 @@ class ParameterHooks:
 
     def _take(self) -> None:
         """What is on the parameters now; an empty place is left, from which handles that exist still remove."""
-        for name, parameter in self._named:
+        for name, parameter in self._named if self._takes else ():
             if parameter._backward_hooks:
                 self._keep(self._before, name, parameter._backward_hooks)
                 parameter._backward_hooks = None
-            if self._owns_after and parameter._post_accumulate_grad_hooks and not isinstance(parameter, DTensor):
+            if parameter._post_accumulate_grad_hooks and self._takes_after:
                 self._keep(self._after, name, parameter._post_accumulate_grad_hooks)
                 parameter._post_accumulate_grad_hooks = type(parameter._post_accumulate_grad_hooks)()
+
+    def _late(self) -> dict[str, tuple[_Hooks | None, _Hooks | None]]:
+        """Parameters that were given a hook since `prepare` which the plan has no way to call."""
+        found: dict[str, tuple[_Hooks | None, _Hooks | None]] = {}
+        for name, parameter in self._named:
+            before = None if self._takes else parameter._backward_hooks
+            after = None if self._takes_after else parameter._post_accumulate_grad_hooks
+            mine = {number: hook for number, hook in after.items() if number not in self._own} if after else None
+            if before or mine:
+                found[name] = before, mine
+        return found
 
     @staticmethod
     def _keep(kept: dict[str, list[_Hooks]], name: str, hooks: _Hooks | None) -> None:
@@ -140,11 +169,21 @@ def _check(found: dict[str, tuple[_Hooks | None, _Hooks | None]], plan: Plan) ->
             f"{_some(both)} a hook, and optimizer_in_backward steps a parameter before the hook could be called on "
             "the whole gradient; set it to False, or take the hook off"
         )
-    if after and (plan.parsed.base not in ("ddp", "zero1") or plan.dims.tp * plan.dims.pp > 1):
+    if after and not _keeps_whole(plan):
         raise ModelError(
             f"{_some(after)} a hook of register_post_accumulate_grad_hook, which is given the whole parameter, and "
             f"{plan.strategy} holds a part of it; change the gradient by register_hook, or use ddp"
         )
+
+
+def _keeps_whole(plan: Plan) -> bool:
+    """Whether each rank has whole parameters and whole gradients when it steps."""
+    return plan.parsed.base in ("ddp", "zero1") and plan.dims.tp * plan.dims.pp == 1
+
+
+def _known(ranks: Ranks | None) -> Ranks:
+    assert ranks is not None
+    return ranks
 
 
 def _some(names: list[str]) -> str:

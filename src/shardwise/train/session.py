@@ -262,10 +262,13 @@ class Session:
             for note in self._applied.warnings:
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
+        engine = self._applied.engine
         self._gathers = self._applied.pipeline is None and bool(orders_of(self._applied.outer))
-        outer = self._applied.outer
+        outer, called = self._applied.outer, self._applied.outer
+        if engine is not None:
+            self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
-            outer.register_forward_pre_hook(self._meet, prepend=True)
+            called.register_forward_pre_hook(self._meet, prepend=True)
         self.observers[:0] = [hooks, StructureWatch()]  # before those who look at gradients
         self.mail.append(hooks)
         self.notify("on_prepared")
