@@ -422,7 +422,7 @@ class Session:
             TrainingError: a trained weight is not finite; nothing is written.
             CheckpointError: a rank could not write its part. Earlier checkpoints stay.
         """
-        gather_ints([], self.ranks, "session.save", patient=False, limit_s=meeting.LIMIT_S if self.in_step else None)
+        self._come_together("session.save")
         folder = folder_of(folder)
         wanted = (str(folder), keep, async_save)
         if self.saver is not None and (str(self.saver.folder), self.saver.keep, self.saver.async_save) != wanted:
@@ -526,8 +526,9 @@ class Session:
         """Every rank is at the same place. In a step one that does not come may be in a collective of FSDP2, and would
         never answer.
         """
-        limit_s = meeting.LIMIT_S if self.in_step else None
-        gather_ints([], self.ranks, where, patient=False, limit_s=limit_s)
+        phase, self.phase = self.phase, "control" if self.in_step else self.phase
+        gather_ints([], self.ranks, where, patient=False, limit_s=meeting.LIMIT_S if self.in_step else None)
+        self.phase = phase
 
     def begin_micro(self, *, last: bool, filler: bool = False) -> None:
         """Called by `Step` before each micro batch."""
