@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tests.world.zoo.families_table import AXES, GOOD, batches, quiet, table
 from tests.worlds import run_world
 
 CHUNKS = 10
+OF_THE_WHOLE = re.compile("(the model|this one) has none|no block of the model|the model does not number tokens")
+"""What is in the way, where that is no layer."""
 CAST_THEMSELVES = ("gpt_neo", "gptj", "codegen", "deepseek_v3", "mamba2")
 
 
@@ -25,7 +28,11 @@ def test_every_family_is_right_or_refused(chunk: int) -> None:
     assert not {
         f"{name} {axis}": cell for name, row in found.items() for axis, cell in row.items() if cell.verdict not in GOOD
     }
-    assert all(cell.sentence for row in found.values() for cell in row.values() if cell.verdict == "refused")
+    for name, row in found.items():
+        layers = [layer for layer, _ in family(name).named_modules() if "." in layer]
+        for cell in row.values():
+            if cell.verdict == "refused":
+                assert any(layer in cell.sentence for layer in layers) or OF_THE_WHOLE.search(cell.sentence), cell
     assert all(row["fsdp"].verdict == "right" and set(row) == set(AXES) for row in found.values())
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
+from shardwise.spec.raised import in_layer
+
 _LENGTH = 16  # where nothing says how long samples are
 
 
@@ -40,7 +42,8 @@ def run_forward(
         try:
             return torch.func.functional_call(module, state, tuple(args), kwargs), ""
         except Exception as error:  # whatever the user's code raises
-            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{_line_of(error)}"
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return None, said + in_layer(error, module) + _line_of(error)
 
 
 def _line_of(error: Exception) -> str:

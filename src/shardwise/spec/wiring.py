@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.raised import in_layer
 from shardwise.spec.read import clean_name
 
 SAMPLE_LENGTH = 16
@@ -91,7 +92,7 @@ def read_wiring(module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None,
         second, failed = _look(module, spec, sample, length or SAMPLE_LENGTH, torch.bfloat16)
         watch, error = (second, None) if failed is None else (watch, error)
     if error is not None and not watch.problems:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = (" ".join(str(error).split())[:300] or type(error).__name__) + in_layer(error, module)
         raise ModelError(
             f"{where} looks at one forward under fake tensors (which have no values), and the model does not run "
             f"there: {reason}; pass session.prepare a sample of what it takes, keep values out of its control flow, "
