@@ -111,6 +111,8 @@ def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> No
     from shardwise.launch.local import run_local
 
     output = Path(job.config.train.output)
+    if job.plan.device != "cpu":  # CUDA does not outlive a fork
+        fork_server.stop()
     file = keep_job(job)
     sys.stdout.flush()
     run_local(

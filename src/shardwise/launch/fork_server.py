@@ -6,7 +6,6 @@ it or asks how much memory it had sees what it would see of a process of its own
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -37,6 +36,7 @@ MODULES = (
 """What every rank of `train` imports; seconds for each of them."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's driver, AMD's, and either under WSL
 _LARGEST = 1 << 20
 _servers: list[ForkServer] = []
 
@@ -54,7 +54,7 @@ def start(modules: Sequence[str] = MODULES) -> ForkServer | None:
     """
     if _servers:
         return _servers[0]
-    if sys.platform != "linux" or environment.is_rank() or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+    if sys.platform != "linux" or environment.is_rank() or any(map(os.path.exists, _GPUS)):
         return None
     if not adopt_orphans(True):
         return None
@@ -165,13 +165,13 @@ def _fork(request: dict[str, Any], files: Sequence[int], connection: socket.sock
             while os.getppid() == between:
                 time.sleep(0.0005)
             _become(request, files)
-        os.write(writer, array.array("q", [rank]).tobytes())
+        os.write(writer, str(rank).encode())
         os._exit(0)
     os.close(writer)
-    told = os.read(reader, 8)
+    told = os.read(reader, 20)
     os.close(reader)
     os.waitpid(between, 0)
-    return int(array.array("q", told)[0]) if len(told) == 8 else None
+    return int(told) if told else None
 
 
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:
