@@ -3,18 +3,21 @@
     python benchmarks/attribution/overhead.py --steps 60 --output benchmarks/attribution
     python benchmarks/attribution/overhead.py --of checks --steps 60 --output benchmarks/attribution
 
-``checks`` are those of `shardwise.train.agreement` and `shardwise.parallel.unit_order`: the plain contender reduces its
-loss as before and leaves FSDP2 as it is.
+``checks`` are those of `shardwise.train.agreement`, `shardwise.parallel.unit_order` and what a session looks at by
+itself (hooks, the model's structure): the plain contender reduces its loss as before and leaves FSDP2 as it is.
 
 Steps of a machine scatter by more than is looked for, so the CPU time of the thread that trains is compared, too: what
-the clock costs is work of that thread. Also how well the parts add up: the sum of all parts of each run over a
-stopwatch around the same steps.
+the clock costs is work of that thread. Checks cost less than even that resolves, and cost the same whatever the width
+of the model: they are also timed on a model of as many layers and parameters with a few elements each, and
+``cost_ratio`` is their time there beside the CPU time of the whole model's plain step. Also how well the parts of
+attribution add up: the sum of all parts of each run over a stopwatch around the same steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -28,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "ddp+tp2", "ddp+pp2")
-WARM_UP = 6
+WARM_UP = 10
 
 
 def main() -> None:
@@ -56,6 +59,7 @@ def main() -> None:
             f"{strategy}: with {arguments.of} {item['median_ratio']:.4f} of without "
             f"(quartiles {item['quartiles'][0]:.4f} to {item['quartiles'][1]:.4f}); "
             f"of the CPU time of the training thread {item['cpu_ratio']:.4f}"
+            + (f"; {1e3 * item['cost_s']:.2f} ms, {item['cost_ratio']:.4f}" if "cost_s" in item else "")
             + (f"; parts add up to {item['adds_up']:.4f} of a stopwatch" if "adds_up" in item else "")
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -90,31 +94,40 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
     ranks = join("cpu")
     accum = 4 if "pp" in strategy else 1
     plan = Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), 2), micro_batch=4 // accum, grad_accum=accum)
-    batch = torch.randint(0, 256, (4 // accum, 256), generator=torch.Generator().manual_seed(0))
-    loops, keepers = [], []
-    for watched in (True, False):
-        session, run = session_loop(plan, ranks, 1.0)
-        keepers += [Attribution.attach(session)] if watched and of == "attribution" else []
-        model = decoder()
-        with nullcontext() if watched or of == "attribution" else without_checks():
-            prepared, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch)
-        loops.append((run, prepared, optimizer))
     listener = WAITS.listener
-    times: tuple[list[float], list[float]] = ([], [])
-    cpu: tuple[list[float], list[float]] = ([], [])
-    for turn in range(WARM_UP + steps):
-        for contender in (0, 1) if turn % 2 else (1, 0):
-            WAITS.listener = listener if contender == 0 else None
-            run, prepared, optimizer = loops[contender]
-            dist.barrier()
-            begin, worked = time.perf_counter(), time.thread_time()
-            run(prepared, optimizer, [(batch, batch)] * accum)
-            if turn >= WARM_UP:
-                times[contender].append(time.perf_counter() - begin)
-                cpu[contender].append(time.thread_time() - worked)
-    WAITS.listener = listener
-    for keeper in keepers:
-        keeper.finish()
+
+    def turns(model_of: Any, length: int, number: int) -> tuple[Any, Any, list[Any]]:
+        """Seconds of each step with and without, as wall time and as CPU time of this thread."""
+        nonlocal listener
+        batch = torch.randint(0, 256, (4 // accum, length), generator=torch.Generator().manual_seed(0))
+        loops, keepers = [], []
+        for watched in (True, False):
+            session, run = session_loop(plan, ranks, 1.0)
+            keepers += [Attribution.attach(session)] if watched and of == "attribution" else []
+            model = model_of()
+            with nullcontext() if watched or of == "attribution" else without_checks(session):
+                prepared, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch)
+            loops.append((run, prepared, optimizer))
+        listener = WAITS.listener
+        times: tuple[list[float], list[float]] = ([], [])
+        cpu: tuple[list[float], list[float]] = ([], [])
+        for turn in range(WARM_UP + number):
+            for contender in (0, 1) if turn % 2 else (1, 0):
+                WAITS.listener = listener if contender == 0 else None
+                run, prepared, optimizer = loops[contender]
+                dist.barrier()
+                begin, worked = time.perf_counter(), time.thread_time()
+                run(prepared, optimizer, [(batch, batch)] * accum)
+                if turn >= WARM_UP:
+                    times[contender].append(time.perf_counter() - begin)
+                    cpu[contender].append(time.thread_time() - worked)
+        WAITS.listener = listener
+        for keeper in keepers:
+            keeper.finish()
+        return times, cpu, keepers
+
+    times, cpu, keepers = turns(decoder, 256, steps)
+    narrow = turns(functools.partial(decoder, narrow=True), 16, 4 * steps)[1] if of == "checks" else ()
     if ranks.is_main:
         ratios = sorted(ours / plain for ours, plain in zip(*times, strict=True))
         document = {
@@ -127,6 +140,10 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
             "median_ratio": statistics.median(ratios),
             "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
         }
+        if narrow:
+            cost = statistics.median(ours - plain for ours, plain in zip(*narrow, strict=True))
+            document |= {"narrow_with_cpu_s": narrow[0], "narrow_without_cpu_s": narrow[1], "cost_s": cost}
+            document["cost_ratio"] = 1 + cost / statistics.median(cpu[1])
         for timing in filter(None, (keeper.timing() for keeper in keepers)):
             document["adds_up"] = (timing.step_s + sum(timing.between_s.values())) / timing.stopwatch_s
         (output / "samples.json").write_text(json.dumps(document))
@@ -134,14 +151,15 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
 
 
 @contextmanager
-def without_checks() -> Iterator[None]:
-    """Inside, a session is prepared that reduces its loss and checks nothing."""
+def without_checks(plain_session: Any) -> Iterator[None]:
+    """Inside, ``plain_session`` is prepared so that it reduces its loss and checks nothing."""
     import torch
     import torch.distributed as dist
 
     from shardwise.parallel import shard, split
     from shardwise.train import session
     from shardwise.train.agreement import Agreement
+    from shardwise.train.hooks import ParameterHooks
 
     class Loss(Agreement):
         def finish_backward(self) -> None: ...
@@ -163,16 +181,21 @@ def without_checks() -> Iterator[None]:
         yield
     finally:
         shard.keep_order, split.keep_order, session.Agreement = plain
+    plain_session.observers.clear()  # the looks at hooks and at the model's structure
+    plain_session.mail[:] = [one for one in plain_session.mail if not isinstance(one, ParameterHooks)]
 
 
-def decoder() -> Any:
-    """The model of ``examples/stdlib.toml``, seeded."""
+def decoder(*, narrow: bool = False) -> Any:
+    """The model of ``examples/stdlib.toml``, seeded; ``narrow``: as many layers and parameters, of a few elements."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     folder = Path(__file__).parents[2] / "examples" / "llama-2m"
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, vocab_size=256))
+    config = AutoConfig.from_pretrained(folder, vocab_size=256)
+    if narrow:
+        config.update({"hidden_size": 24, "intermediate_size": 32, "head_dim": 4})
+    return AutoModelForCausalLM.from_config(config)
 
 
 if __name__ == "__main__":

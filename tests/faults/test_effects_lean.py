@@ -19,6 +19,7 @@ from shardwise.parallel.local import local_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import token_loss_sum
 from shardwise.verify.effects import EffectsProbe
 from shardwise.verify.stepping import OptimizerWatch, stepping_lines
@@ -90,6 +91,9 @@ def steps_unasked() -> Any:
 
     def after(session: Any) -> None:
         session.in_backward = InBackward(session.optimizer)
+        watch = next(one for one in session.observers if isinstance(one, ParameterHooks))
+        session.observers.remove(watch)  # it refuses these hooks as a user's, in the first step
+        session.mail.remove(watch)
 
     return run(fused, after=after)
 

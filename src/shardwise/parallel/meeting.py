@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import re
 from collections.abc import Iterator
@@ -57,19 +58,16 @@ class Meeting:
         self, values: list[int], group: dist.ProcessGroup, what: str = "", *, limit_s: float | None = None
     ) -> None:
         self._group, self._what, self._limit_s = group, what, limit_s
-        tag = what.encode()[: 8 * TAG].ljust(8 * TAG, b" ")
-        texts = (tag[at : at + 8] for at in range(0, len(tag), 8))
-        self._head = [len(values), *(int.from_bytes(text, "little", signed=True) for text in texts)]
+        self._head = [len(values), *_tag(what)]
         self.fits = len(values) <= WIDTH - len(self._head)
-        self._mine = torch.zeros(WIDTH, dtype=torch.int64)
         sent = [*self._head, *(values if self.fits else ())]
-        self._mine[: len(sent)] = torch.tensor(sent, dtype=torch.int64)
-        self._rows = [torch.empty_like(self._mine) for _ in range(dist.get_world_size(group))]
+        self._mine = torch.tensor(sent + [0] * (WIDTH - len(sent)), dtype=torch.int64)
+        self._rows = torch.empty(dist.get_world_size(group), WIDTH, dtype=torch.int64)
         options = AllgatherOptions()
         if limit_s is not None:  # gloo itself gives up then: a group with a message under way could never be left
             options.timeout = timedelta(seconds=limit_s)
         with self._named():
-            self._work = group.allgather([self._rows], [self._mine], options)
+            self._work = group.allgather([[*self._rows.unbind()]], [self._mine], options)
 
     def wait(self, *, patient: bool = True) -> None:
         """Wait until all ranks' are there; unless it is ``patient``, say after a while for whom.
@@ -101,7 +99,7 @@ class Meeting:
             TrainingError: on all ranks, where they are doing different things.
         """
         self.wait()
-        rows: list[list[int]] = torch.stack(self._rows).tolist()
+        rows: list[list[int]] = self._rows.tolist()
         size = len(self._head)
         if any(row[:size] != self._head for row in rows):
             doing = [b"".join(n.to_bytes(8, "little", signed=True) for n in row[1:size]) for row in rows]
@@ -219,6 +217,13 @@ def _without(group: dist.ProcessGroup, mark: str) -> list[int]:
         store = dist.distributed_c10d._get_default_store()
         return [rank for rank in everyone if not store.check([_key(group, mark, rank)])]
     return list(everyone)
+
+
+@functools.cache  # a step has two of them
+def _tag(what: str) -> list[int]:
+    """What a message is about, as integers."""
+    tag = what.encode()[: 8 * TAG].ljust(8 * TAG, b" ")
+    return [int.from_bytes(tag[at : at + 8], "little", signed=True) for at in range(0, len(tag), 8)]
 
 
 def _mark(group: dist.ProcessGroup, mark: str, *, there: bool) -> None:

@@ -9,6 +9,7 @@ Every string of the grammar can be planned. What this version can also run is sa
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
@@ -105,6 +106,7 @@ def runnable_strategy(text: str) -> Strategy:
     return strategy
 
 
+@functools.cache  # a plan asks for its own in every step
 def parse_strategy(text: str) -> Strategy:
     """Read ``fsdp+tp2+offload`` and the like.
 
