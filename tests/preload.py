@@ -1,7 +1,9 @@
 """Imported once by the fork server, so that each rank of a test starts with everything loaded."""
 
+import gc
 import importlib
 
+import pytest  # noqa: F401 each test module does
 import torch._dynamo  # noqa: F401 every optimizer imports it: a second for each rank
 
 import shardwise.cli.job
@@ -9,7 +11,11 @@ import shardwise.cli.own_loop
 import shardwise.report.progress
 import shardwise.train.loop
 import shardwise.verify.effects
-import shardwise.verify.fit  # noqa: F401
+import shardwise.verify.fit
+import tests.contract
+import tests.families
+import tests.models
+import tests.worlds  # noqa: F401
 from shardwise.parallel import quantise
 
 quantise.bitsandbytes()  # seconds for each rank
@@ -17,3 +23,6 @@ quantise.bitsandbytes()  # seconds for each rank
 # transformers loads a family's code when one is built; nothing is built here, as threads must not be there to fork
 for _name in ("llama", "qwen3", "gpt2", "mistral", "gemma", "bert"):
     importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
+
+gc.collect()
+gc.freeze()  # what is here is nobody's garbage: neither the collector nor who counts tensors walks it in each rank
