@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from shardwise.launch import fork_server
+from tests import kept
 from tests.ledger import Ledger, within_its_budget
 
 __all__ = ["within_its_budget"]
@@ -36,9 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Ledger(config), "ledger")
-    folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")
-    config.add_cleanup(folder.cleanup)
-    os.environ["SHARDWISE_TESTS_KEPT"] = folder.name  # `tests.kept`: ranks inherit it
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[kept.FOLDER] = folder.name  # workers and ranks inherit it
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -75,7 +74,16 @@ class Ledger:
         tests = _seconds.setdefault(file, {})
         tests[test] = tests.get(test, 0.0) + report.duration
 
-    def pytest_sessionfinish(self) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """What a worker of pytest-xdist has counted; it runs whole files, with ``--dist loadfile``."""
+        for file, what, number in getattr(node, "workeroutput", {}).get("ledger", ()):
+            _counts[file, what] += number
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["ledger"] = [(*key, number) for key, number in _counts.items()]
+            return
         if not self.record:
             return
         FOLDER.mkdir(exist_ok=True)
@@ -101,7 +109,7 @@ def within_its_budget(request: pytest.FixtureRequest) -> Iterator[None]:
     """A file that starts far more ranks or processes than was recorded of it fails at its end."""
     yield
     plugin = request.config.pluginmanager.get_plugin("ledger")
-    if plugin is None or plugin.record or os.environ.get("PYTEST_XDIST_WORKER"):
+    if plugin is None or plugin.record:
         return
     file = request.node.nodeid
     problem = over(file, counted(file), plugin.budgets)

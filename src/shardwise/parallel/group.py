@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -108,7 +110,7 @@ def leave(ranks: Ranks) -> None:
     if made is not None:
         say_left(made)
     if ranks.control is not None:
-        _settle()
+        _settle_at_exit()
     if ranks.owns_group:
         dist.destroy_process_group()
     elif made is not None:
@@ -121,6 +123,11 @@ def _registered(group: dist.ProcessGroup | None) -> bool:
         return dist.get_rank(group) >= 0
     except ValueError:
         return False
+
+
+@functools.cache  # a process may leave many worlds, and ends once
+def _settle_at_exit() -> None:
+    atexit.register(_settle)
 
 
 def _settle(quiet_s: float = 0.02, limit_s: float = 2.0) -> None:
