@@ -1,8 +1,12 @@
-"""How many small faults the tests find: ``python -m tests.mutants --number 150 --seed 15``.
+"""How many small faults the tests find.
 
-Each mutant is one changed operator, constant or condition in ``parallel/``, ``train/`` or ``checkpoint/``, drawn by the
-seed from all that there are. The tests of its kind run against a copy of the package that has it, those first that name
-its module; a test that fails has found it. ``benchmarks/tests/mutants.json`` keeps each one and what became of it.
+    python -m tests.mutants reach     # one run of all tests: which of them come by each place
+    python -m tests.mutants try       # each mutant against the tests that come by it, the quickest first
+
+A mutant is one changed operator, constant or condition inside a function of ``parallel/``, ``train/`` or
+``checkpoint/``, drawn by a seed from all that there are. All of them stand in one copy of the package, and a file says
+which one is on; so what imports seconds is imported once, and a mutant costs what its tests cost. A test that fails, or
+a world that does not end, has found it. ``benchmarks/tests/mutants.json`` keeps each one and what became of it.
 """
 
 from __future__ import annotations
@@ -10,199 +14,354 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import importlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from tests.ledger import FOLDER
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwise"
-KINDS = {
-    "parallel": [
-        "tests/world/test_gradients.py",
-        "tests/world/test_missing_gradients.py",
-        "tests/world/test_prepare_hazards.py",
-        "tests/faults/test_effects.py",
-        "tests/world/test_tensor_parallel.py",
-        "tests/world/test_pipeline_parallel.py",
-        "tests/world/test_context_parallel.py",
-        "tests/world/test_adapters.py",
-        "tests/world/test_lean_optimizers.py",
-        "tests/world/test_deepspeed_engine.py",
-    ],
-    "train": [
-        "tests/world/test_gradients.py",
-        "tests/world/test_loader_hazards.py",
-        "tests/world/test_own_loop_resume.py",
-        "tests/unit/test_config.py",
-        "tests/unit/test_corpus.py",
-        "tests/unit/test_windows.py",
-        "tests/cli/test_train.py",
-    ],
-    "checkpoint": [
-        "tests/unit/test_checkpoint_format.py",
-        "tests/world/test_checkpoint.py",
-        "tests/world/test_checkpoint_plans.py",
-        "tests/faults/test_checkpoint_damage.py",
-        "tests/faults/test_checkpoint_crashes.py",
-        "tests/unit/test_convert.py",
-        "tests/cli/test_convert_command.py",
-    ],
-}
+KINDS = ("parallel", "train", "checkpoint")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
 }  # fmt: skip
-LIMIT_S = 600
+WATCH = '''"""Which mutant is on in this process, and which tests come by one."""
+
+import os
+from pathlib import Path
+
+_HERE = Path(os.environ["SHARDWISE_MUTANTS"]) / os.environ.get("PYTEST_XDIST_WORKER", "main")
+_now = {"pid": 0, "on": -1, "test": ""}
+_seen = set()
+
+
+def is_on(number):
+    if _now["pid"] != os.getpid():
+        _seen.clear()
+        _now.update(pid=os.getpid(), on=_read("on", "-1"), test=_read("test", ""))
+        _now["on"] = int(_now["on"])
+    if _now["on"] == -2:
+        test = os.environ.get("SHARDWISE_MUTANTS_TEST", _now["test"])
+        if (number, test) not in _seen:
+            _seen.add((number, test))
+            with (_HERE / f"reached-{os.getpid()}").open("a") as file:
+                file.write(f"{number} {test}\\n")
+    return _now["on"] == number
+
+
+def _read(name, default):
+    try:
+        return (_HERE / name).read_text()
+    except OSError:
+        return default
+'''
+PLUGIN = """import os, time
+from pathlib import Path
+import pytest
+
+HERE = Path(os.environ["SHARDWISE_MUTANTS"]) / os.environ.get("PYTEST_XDIST_WORKER", "main")
+HERE.mkdir(exist_ok=True)
+(HERE / "on").write_text("-2")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    (HERE / "test").write_text(item.nodeid)
+    begin = time.monotonic()
+    found = yield
+    with (HERE / "seconds").open("a") as file:
+        file.write(f"{time.monotonic() - begin:.2f} {item.nodeid}\\n")
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        with (HERE / "failed").open("a") as file:
+            file.write(item.nodeid + "\\n")
+    return report
+"""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """The ``number``-th place in ``file`` that can be changed, on ``line``."""
+    """The ``place``-th place that can be changed inside ``function`` of ``file``."""
 
     file: str
-    number: int
+    function: str
+    place: int
     line: int
     what: str
 
 
 class _Places(ast.NodeTransformer):
-    """Visits what can be changed in a fixed order, and changes the ``wanted``-th."""
+    """Visits what can be changed in a fixed order; what ``wanted`` names is put beside its mutant."""
 
-    def __init__(self, wanted: int = -1) -> None:
-        self.found: list[tuple[int, str]] = []
-        self.wanted = wanted
+    def __init__(self, file: str, wanted: dict[tuple[str, int], int]) -> None:
+        self.file, self.wanted = file, wanted
+        self.found: list[Mutant] = []
+        self._path: list[str] = []
+        self._inside: list[int] = []  # the number of places so far, for each function around this one
 
-    def _chosen(self, node: ast.AST, what: str) -> bool:
-        self.found.append((getattr(node, "lineno", 0), what))
-        return len(self.found) - 1 == self.wanted
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        other = SWAPS.get(type(node.ops[0]))
-        if other is not None and self._chosen(node, f"{type(node.ops[0]).__name__} to {other.__name__}"):
-            node.ops[0] = other()  # type: ignore[call-overload]
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self._path.append(node.name)
+        self._inside.append(0)
+        node.body = [self.visit(statement) for statement in node.body]  # no decorators, defaults or annotations
+        self._inside.pop()
+        self._path.pop()
         return node
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        self.generic_visit(node)
-        if self._chosen(node, "and, or"):
-            node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        self._path.append(node.name)
+        node.body = [self.visit(one) if isinstance(one, ast.FunctionDef | ast.ClassDef) else one for one in node.body]
+        self._path.pop()
         return node
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        other = SWAPS.get(type(node.op))
-        if other is not None and self._chosen(node, f"{type(node.op).__name__} to {other.__name__}"):
-            node.op = other()  # type: ignore[assignment]
-        return node
+    def _or(self, plain: Any, changed: Any, what: str) -> Any:
+        if not self._inside:
+            return plain
+        key = (".".join(self._path), self._inside[-1])
+        self._inside[-1] += 1
+        self.found.append(Mutant(self.file, *key, getattr(plain, "lineno", 0), what))
+        if key not in self.wanted:
+            return plain
+        on = ast.Call(ast.Name("__is_on__", ast.Load()), [ast.Constant(self.wanted[key])], [])
+        return ast.IfExp(on, changed, plain)
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        self.generic_visit(node)
-        return node.operand if isinstance(node.op, ast.Not) and self._chosen(node, "not taken out") else node
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+    def _other(self, node: Any, attribute: str, operator: ast.AST | None, what: str) -> Any:
+        if operator is None:
             return node
+        changed = copy.deepcopy(node)
+        setattr(changed, attribute, [operator, *node.ops[1:]] if attribute == "ops" else operator)
+        return self._or(node, changed, what)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)
-        if self._chosen(node, "if turned round"):
-            node.test = ast.UnaryOp(ast.Not(), node.test)
+        old, new = type(node.ops[0]), SWAPS.get(type(node.ops[0]))
+        return self._other(node, "ops", new and new(), f"{old.__name__} to {new.__name__ if new else ''}")
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        self.generic_visit(node)
+        return self._other(node, "op", SWAPS[type(node.op)](), "and, or")
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        old, new = type(node.op), SWAPS.get(type(node.op))
+        return self._other(node, "op", new and new(), f"{old.__name__} to {new.__name__ if new else ''}")
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        self.generic_visit(node)
+        return self._or(node, copy.deepcopy(node.operand), "not taken out") if isinstance(node.op, ast.Not) else node
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        node.test = self._or(node.test, ast.UnaryOp(ast.Not(), copy.deepcopy(node.test)), "if turned round")
         return node
 
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if isinstance(node.value, bool) and self._chosen(node, f"{node.value} turned round"):
-            return ast.Constant(not node.value)
-        whole = isinstance(node.value, int) and not isinstance(node.value, bool)
-        if whole and self._chosen(node, f"{node.value} and one more"):
-            return ast.Constant(node.value + 1)  # type: ignore[operator]
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, bool):
+            return self._or(node, ast.Constant(not node.value), f"{node.value} turned round")
+        if isinstance(node.value, int):
+            return self._or(node, ast.Constant(node.value + 1), f"{node.value} and one more")
         return node
 
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        return node  # its annotation
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
         if node.value is not None:
             node.value = self.visit(node.value)
         return node
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        return node  # a message
-
-    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+    def _left(self, node: Any) -> Any:
         return node
+
+    visit_JoinedStr = visit_Raise = visit_Match = visit_Global = _left  # messages, and what no expression may stand in
 
 
 def places() -> Iterator[Mutant]:
     """All that can be changed."""
     for kind in KINDS:
         for file in sorted((PACKAGE / kind).rglob("*.py")):
-            visitor = _Places()
+            visitor = _Places(str(file.relative_to(PACKAGE)), {})
             visitor.visit(ast.parse(file.read_text()))
-            name = str(file.relative_to(PACKAGE))
-            yield from (Mutant(name, number, *found) for number, found in enumerate(visitor.found))
+            yield from visitor.found
 
 
-def tests_of(mutant: Mutant) -> list[str]:
-    """Files of tests: those that name the module, then those of its kind."""
-    module = "shardwise." + mutant.file.removesuffix(".py").replace("/", ".")
-    named = [
-        str(file.relative_to(ROOT))
-        for folder in ("unit", "world")
-        for file in sorted((ROOT / "tests" / folder).glob("test_*.py"))
-        if module in file.read_text()
+def write_package(folder: Path, mutants: Sequence[Mutant]) -> None:
+    """A copy of the package in ``folder`` with all of ``mutants`` in it, and none of them on."""
+    shutil.rmtree(folder / "shardwise", ignore_errors=True)
+    shutil.copytree(PACKAGE, folder / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "shardwise" / "_mutants.py").write_text(WATCH)
+    (folder / "mutants_plugin.py").write_text(PLUGIN)
+    wanted: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
+    for number, mutant in enumerate(mutants):
+        wanted[mutant.file][mutant.function, mutant.place] = number
+    for file, numbers in wanted.items():
+        tree = _Places(file, numbers).visit(ast.parse((PACKAGE / file).read_text()))
+        at = next(
+            i for i, one in enumerate(tree.body) if isinstance(one, ast.ImportFrom) and one.module == "__future__"
+        )
+        tree.body[at + 1 : at + 1] = ast.parse("from shardwise._mutants import is_on as __is_on__").body
+        (folder / "shardwise" / file).write_text(ast.unparse(ast.fix_missing_locations(tree)))
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """For tests that run against the copy in ``folder``."""
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "SHARDWISE_MUTANTS": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def reach(folder: Path, mutants: Sequence[Mutant], words: Sequence[str]) -> None:
+    """Run the tests (``words``: arguments of pytest) on the copy, and note which come by each mutant."""
+    write_package(folder, mutants)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutants_plugin", *words]
+    subprocess.run(command, cwd=ROOT, env=environment(folder), check=False)
+    failed: set[str] = set()
+    seconds: dict[str, float] = {}
+    found: dict[int, set[str]] = defaultdict(set)
+    for file in folder.glob("*/failed"):
+        failed |= set(file.read_text().splitlines())
+    for file in folder.glob("*/seconds"):
+        for line in file.read_text().splitlines():
+            spent, _, test = line.partition(" ")
+            seconds[test] = float(spent)
+    for file in folder.glob("*/reached-*"):
+        for line in file.read_text().splitlines():
+            number, _, test = line.partition(" ")
+            found[int(number)].add(test)
+    rows = [
+        {**asdict(mutant), "tests": sorted(found[number] & seconds.keys() - failed, key=lambda t: seconds[t])}
+        for number, mutant in enumerate(mutants)
     ]
-    return list(dict.fromkeys([*named, *KINDS[mutant.file.split("/")[0]]]))
+    document = {"failed": sorted(failed), "seconds": seconds, "mutants": rows}
+    (folder / "reach.json").write_text(json.dumps(document, indent=1))
+    print(
+        f"{sum(not row['tests'] for row in rows)} of {len(rows)} mutants are reached by no test; {len(failed)} failed"
+    )
 
 
-def found_by(mutant: Mutant) -> str:
-    """The first test that fails with the mutant, or what else became of it; empty where all pass."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        here = Path(folder)
-        shutil.copytree(PACKAGE, here / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
-        tree = copy.deepcopy(ast.parse((PACKAGE / mutant.file).read_text()))
-        changed = ast.fix_missing_locations(_Places(mutant.number).visit(tree))
-        (here / "shardwise" / mutant.file).write_text(ast.unparse(changed))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *tests_of(mutant)]
-        env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return "time"
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return "" if done.returncode == 0 else (lines or [f"exit code {done.returncode}"])[0][:160]
+def quickest(tests: Sequence[str], seconds: dict[str, float], limit_s: float) -> list[str]:
+    """The quickest of ``tests`` that take ``limit_s`` together, and at least one; sorted as pytest likes them."""
+    chosen, total = [], 0.0
+    for test in tests:
+        total += seconds[test]
+        if chosen and total > limit_s:
+            break
+        chosen.append(test)
+    return sorted(chosen)
 
 
-def main() -> int:
-    """Draw, try, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+class Tries:
+    """Forks a process for each mutant from one that has imported everything, and whose ranks come from one server."""
+
+    def __init__(self, folder: Path) -> None:
+        from multiprocessing.forkserver import _forkserver
+
+        worlds: Any = importlib.import_module("tests.worlds")
+        importlib.import_module("tests.preload")
+        self.here = folder / os.environ.get("PYTEST_XDIST_WORKER", "main")
+        self.here.mkdir(exist_ok=True)
+        with (self.here / "ranks").open("w") as out:  # what ranks print is no news here
+            kept = os.dup(1)
+            os.dup2(out.fileno(), 1)
+            worlds.run_world(_nothing, 1)
+            os.dup2(kept, 1)
+        self._server: Any = _forkserver
+
+    def found_by(self, number: int, tests: Sequence[str], limit_s: float) -> str:
+        """The first test that fails, ``time`` where they do not end; empty where all pass."""
+        (self.here / "on").write_text(str(number))
+        report = self.here / "report"
+        report.unlink(missing_ok=True)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            self._server.ensure_running = lambda: None  # it is another process's child
+            out = os.open(report, os.O_CREAT | os.O_WRONLY)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            import pytest
+
+            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "", "--assert=plain", "--tb=line", *tests])
+            sys.stdout.flush()
+            os._exit(int(code))
+        end, code = time.monotonic() + limit_s, None
+        while code is None and time.monotonic() < end:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if done else None
+            time.sleep(0.02)
+        if code is None:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for child in psutil.Process(self._server._forkserver_pid).children(recursive=True):
+            child.kill()
+        if code == 0:
+            return ""
+        lines = report.read_text(errors="replace").splitlines() if report.exists() else []
+        return next(
+            (one[:160] for one in lines if one.startswith(("FAILED", "ERROR"))), f"exit code {code}" if code else "time"
+        )
+
+
+def _nothing() -> None: ...
+
+
+def try_all(folder: Path, limit_s: float, part: int, parts: int, output: Path) -> None:
+    """Each mutant of this part that nothing has found yet, against the quickest tests that come by it."""
+    document = json.loads((folder / "reach.json").read_text())
+    seconds = document["seconds"]
+    rows = json.loads(output.read_text()) if output.exists() else {}
+    tries, sane = Tries(folder), False
+    for number, row in enumerate(document["mutants"]):
+        if number % parts != part or rows.get(str(number), {}).get("found_by"):
+            continue
+        tests = quickest(row["tests"], seconds, limit_s)
+        if tests and not sane:
+            sane = tries.found_by(-1, tests, 60 + 3 * limit_s) == ""
+            assert sane, f"with no mutant: {(tries.here / 'report').read_text()}"
+        begin = time.monotonic()
+        found = tries.found_by(number, tests, 60 + 3 * limit_s) if tests else ""
+        told = {key: value for key, value in row.items() if key != "tests"}
+        rows[str(number)] = {**told, "reached_by": len(row["tests"]), "tried": len(tests), "found_by": found}
+        output.write_text(json.dumps(rows, indent=1))
+        print(number, told, len(tests), f"{time.monotonic() - begin:.0f} s", found or "NOT FOUND", flush=True)
+
+
+def main() -> None:
+    """Draw, and do one of the two."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("reach", "try"))
+    parser.add_argument("--folder", type=Path, required=True, help="where the copy of the package is put")
     parser.add_argument("--number", type=int, default=150)
     parser.add_argument("--seed", type=int, default=15)
-    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=20.0, help="of the tests of one mutant, when they pass")
+    parser.add_argument("--part", default="0/1", help="which part of the mutants: 0/2 and 1/2 at the same time")
     parser.add_argument("--output", type=Path, default=FOLDER / "mutants.json")
-    given = parser.parse_args()
-    everything = list(places())
-    drawn = random.Random(given.seed).sample(everything, given.number)
-    rows = []
-    with ThreadPoolExecutor(given.at_once) as pool:
-        for mutant, found in zip(drawn, pool.map(found_by, drawn), strict=True):
-            rows.append({"file": mutant.file, "line": mutant.line, "what": mutant.what, "found_by": found})
-            print(len(rows), rows[-1], flush=True)
-    killed = sum(bool(row["found_by"]) for row in rows)
-    document = {"schema": 1, "seed": given.seed, "of": len(everything), "killed": killed, "mutants": rows}
-    given.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"{killed} of {len(rows)} found")
-    return 0
+    given, words = parser.parse_known_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.verb == "reach":
+        reach(given.folder, random.Random(given.seed).sample(list(places()), given.number), words)
+    elif "SHARDWISE_MUTANTS" not in os.environ:  # the copy has to come first on the path
+        os.execve(sys.executable, [sys.executable, "-m", "tests.mutants", *sys.argv[1:]], environment(given.folder))
+    else:
+        part, _, parts = given.part.partition("/")
+        try_all(given.folder, given.limit_s, int(part), int(parts), given.output)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
