@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
+AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-fast soak check bench accuracy clean
@@ -27,10 +28,10 @@ train: $(READY)  ## train the example on Python's own source code: plan, falling
 	$(BIN)/shardwise train examples/stdlib.toml
 
 test: $(TOOLS)   ## run all the tests, and show the 20 slowest
-	$(BIN)/python -m pytest -q --durations=20
+	$(BIN)/python -m pytest -q $(AT_ONCE) --durations=20
 
 test-fast: $(TOOLS) ## what to run while working: no ranks but one case of each strategy
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit tests/golden
+	$(BIN)/python -m pytest -q $(AT_ONCE) tests/unit tests/golden
 	$(BIN)/python -m pytest -q tests/world/test_gradients.py -k "one_process and -2]"
 
 soak: $(TOOLS)   ## what takes too long for each change, then 500 kills -9 (SOAK_KILLS, or SOAK_MINUTES=60): every resume, bit by bit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import pytest
 
 from shardwise.launch import fork_server
 from tests import kept
-from tests.ledger import Ledger, within_its_budget
+from tests.ledger import DURATIONS, Ledger, within_its_budget
 
 __all__ = ["within_its_budget"]
 
@@ -41,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ[kept.FOLDER] = folder.name  # workers and ranks inherit it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several workers take the files that last longest first, so that none is left alone with one at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        recorded = {file: tests["all"] for file, tests in json.loads(DURATIONS.read_text()).items()}
+        items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], 0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -59,9 +59,7 @@ def test_peaks_repeat_and_all_ranks_are_told_the_fullest(strategy: str) -> None:
     for peaks in mine:
         assert peaks["start"] == mine[0]["start"]
         for phase, peak in peaks["allocated"].items():
-            assert (
-                abs(peak - mine[0]["allocated"][phase]) <= 4096
-            )  # what gloo frees unseen may count too long
+            assert abs(peak - mine[0]["allocated"][phase]) <= 4096  # what gloo frees unseen may count too long
 
 
 def test_sharding_is_seen() -> None:
