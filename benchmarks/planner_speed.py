@@ -42,10 +42,10 @@ def search_inside() -> dict[str, Any]:
     began = time.perf_counter()
     for name in MODULES:
         importlib.import_module(f"shardwise.{name}")
+    from shardwise.hardware.cluster import parse_cluster
+    from shardwise.model.load_model import load_profile
+    from shardwise.plan.workload import Workload
     from shardwise.search.search import search
-    from shardwise.spec.cluster import parse_cluster
-    from shardwise.spec.load import load_profile
-    from shardwise.spec.workload import Workload
 
     imported, used = time.perf_counter(), time.process_time()
     model, cluster, length, batch = LARGE

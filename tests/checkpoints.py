@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardwise.checkpoint.format import LATEST, MANIFEST, Manifest, OptimizerEntry, ParamGroup, step_folder
-from shardwise.checkpoint.shards import TensorFile, code_of
-from shardwise.checkpoint.storage import Folder, write_small
+from shardwise.checkpoint.shard_files import TensorFile, code_of
+from shardwise.checkpoint.storage.local_storage import Folder, write_small
 from shardwise.plan.plan import Plan
 
 PARAMETERS = {"embed.weight": (7, 4), "blocks.0.weight": (4, 6), "blocks.1.weight": (4, 6), "scale": ()}

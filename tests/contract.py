@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional
 
-from shardwise.cli.own_loop import start
-from shardwise.parallel.home import home_of
+from shardwise.model.read import clean_name
+from shardwise.parallel.ownership import home_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from shardwise.train.step import Step

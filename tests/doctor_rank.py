@@ -7,9 +7,9 @@ import signal
 import sys
 import time
 
-from shardwise.cli import doctor_ranks
+from shardwise.doctor import rank_self_test as ranks_test
+from shardwise.doctor import start_ranks as doctor_ranks
 from shardwise.launch.rank import guarded
-from shardwise.measure.doctor import ranks_test
 
 
 def main() -> int:

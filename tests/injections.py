@@ -24,13 +24,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise
-from shardwise.measure.attribution import Attribution
-from shardwise.measure.diagnosis.causes import diagnose
-from shardwise.measure.diagnosis.finding import Finding
-from shardwise.measure.diagnosis.observe import HostWatch, observe
-from shardwise.measure.diagnosis.observed import Save
-from shardwise.measure.timing import Timing
-from shardwise.parallel.group import join, leave
+from shardwise.diagnosis.diagnose import diagnose
+from shardwise.diagnosis.finding import Finding
+from shardwise.diagnosis.observe import HostWatch, observe
+from shardwise.diagnosis.observed import Save
+from shardwise.distributed.process_group import join, leave
+from shardwise.measure.step_time.attribution import Attribution
+from shardwise.measure.step_time.timing import Timing
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy

@@ -10,10 +10,10 @@ from typing import Any
 
 import pynvml
 
-from shardwise.measure.doctor.disk import DiskFacts
-from shardwise.measure.doctor.facts import HostFacts, Limit
-from shardwise.measure.gpu.state import NvmlSource
-from shardwise.spec.topology import parse_topology
+from shardwise.doctor.checks.disk import DiskFacts
+from shardwise.doctor.machine_facts import HostFacts, Limit
+from shardwise.hardware.topology import parse_topology
+from shardwise.measure.gpu.nvml import NvmlSource
 from shardwise.units import GIB
 
 RECORDED = Path(__file__).parent / "recorded"

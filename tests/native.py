@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwise.spec.architecture import Architecture
+from shardwise.model.architecture import Architecture
 
 
 def norm_of(a: Architecture, width: int) -> nn.Module:

@@ -6,17 +6,17 @@ import importlib
 import pytest  # noqa: F401 each test module does
 import torch._dynamo  # noqa: F401 every optimizer imports it: a second for each rank
 
-import shardwise.cli.job
-import shardwise.cli.own_loop
+import shardwise.receipts.effects
+import shardwise.receipts.fit  # noqa: F401
 import shardwise.report.progress
+import shardwise.run.job
+import shardwise.run.start
 import shardwise.train.loop
-import shardwise.verify.effects
-import shardwise.verify.fit  # noqa: F401
 import tests.contract
 import tests.families
 import tests.models
 import tests.worlds  # noqa: F401
-from shardwise.parallel import quantise
+from shardwise.parallel.lora import quantize as quantise
 
 quantise.bitsandbytes()  # seconds for each rank
 

@@ -8,11 +8,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardwise.cost.calibration import CalibrationFile, MeasuredLink
-from shardwise.cost.estimate import Estimate, Phase
-from shardwise.cost.steptime import StepTime
-from shardwise.measure.diagnosis.finding import Finding
-from shardwise.measure.timing import PARTS, Spread, Timing
+from shardwise.cost.link_calibration import CalibrationFile, MeasuredLink
+from shardwise.cost.memory.estimate import Estimate, Phase
+from shardwise.cost.time.step_time import StepTime
+from shardwise.diagnosis.finding import Finding
+from shardwise.measure.step_time.timing import PARTS, Spread, Timing
 from shardwise.measure.utilisation import Utilisation
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan

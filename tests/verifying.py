@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.verify_lineup import Prepared, prepare_verify
-from shardwise.parallel.group import Ranks, join
+from shardwise.distributed.process_group import Ranks, join
+from shardwise.gradcheck.reference import write_references
+from shardwise.gradcheck.run import Row, Task, verify_all
+from shardwise.run.strategy_lineup import Prepared, prepare_verify
 from shardwise.train.config import read_config
-from shardwise.verify.references import write_references
-from shardwise.verify.strategies import Row, Task, verify_all
 from tests.cli.configs import write_config
 
 SIZES: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 Strategy × recompute × micro batch × accumulation × optimizer × precision × world.
 
-Predicted by `shardwise.search.rehearse` (the program on fake tensors). Measured from the records that torch's own CPU
+Predicted by `shardwise.dryrun.rehearse` (the program on fake tensors). Measured from the records that torch's own CPU
 allocator gives its profiler, by none of the predictor's code: the total that the allocator counts, at every
 allocation, from before the model is built. torch counts frees of other threads (gloo's) only with its flag
 ``caffe2_report_cpu_memory_usage``, which is set in the ranks. Those threads give a collective's buffers back by
@@ -31,11 +31,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwise.dryrun.record import peaks_of
+from shardwise.dryrun.rehearse import rehearse
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.search.record import peaks_of
-from shardwise.search.rehearse import rehearse
 from tests.worlds import run_world
 
 RESULTS = Path(__file__).parent / "results" / "cpu_peak.json"
@@ -88,7 +88,7 @@ def measured_peaks(document: str, optimizer: dict[str, Any], size: dict[str, int
     from torch.autograd.profiler import record_function
     from torch.profiler import ProfilerActivity, profile
 
-    from shardwise.parallel.group import join
+    from shardwise.distributed.process_group import join
     from shardwise.parallel.materialize import build
     from shardwise.train.config import OptimizerTable
     from shardwise.train.loss import token_loss_sum

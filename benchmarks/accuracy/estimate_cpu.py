@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.model.architecture import Architecture
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.architecture import Architecture
 from tests.native import Native
 from tests.worlds import run_world
 
@@ -196,14 +196,14 @@ def table_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str) -> dict[str, Any]:
     """On one rank: train three steps under the receipt, and give the peaks that it saw."""
-    from shardwise.cost.estimate import Estimate
-    from shardwise.parallel.group import join
+    from shardwise.cost.memory.estimate import Estimate
+    from shardwise.distributed.process_group import join
     from shardwise.parallel.materialize import build
+    from shardwise.receipts.fit import FitProbe
     from shardwise.train.config import OptimizerTable
     from shardwise.train.loss import token_loss_sum
     from shardwise.train.optimizer import build_optimizer
     from shardwise.train.session import Session
-    from shardwise.verify.fit import FitProbe
 
     plan, ranks = Plan.model_validate_json(document), join("cpu")
     generator = torch.Generator().manual_seed(plan.dims.place(ranks.rank).dp)
@@ -236,10 +236,10 @@ def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str
 
 def predicted(row: dict[str, Any]) -> tuple[Any, int, float]:
     """The estimate that ``shardwise train`` compares with, the search's quick one, and the seconds of the former."""
-    from shardwise.cli.job_model import traced_profile, workload_for
-    from shardwise.cost.memory import estimate, screen
-    from shardwise.spec.cluster import ClusterSpec
-    from shardwise.spec.trace import build_on_meta
+    from shardwise.cost.memory.estimate_memory import estimate, screen
+    from shardwise.hardware.cluster import ClusterSpec
+    from shardwise.model.trace import build_on_meta
+    from shardwise.run.inspect_model import traced_profile, workload_for
     from shardwise.train.config import OptimizerTable
 
     plan = plan_of(row)

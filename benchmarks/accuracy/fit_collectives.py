@@ -1,4 +1,4 @@
-"""How far `shardwise.cost.collectives` is from published NCCL sweeps, and whether its constants are still the best.
+"""How far `shardwise.cost.time.collective_time` is from published NCCL sweeps, and whether its constants are still the best.
 
     python benchmarks/accuracy/fit_collectives.py            # errors of the constants in use; results/collectives.*
     python benchmarks/accuracy/fit_collectives.py --check    # errors must be those recorded; exit status 1 if not
@@ -26,10 +26,10 @@ from typing import Any
 
 from fit_kernels import Errors, check
 
-from shardwise.cost import collectives
-from shardwise.cost.collectives import CollectiveKind, Group, collective_s, wire_share
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.hardware import Link, find_gpu
+from shardwise.cost.time import collective_time as collectives
+from shardwise.cost.time.collective_time import CollectiveKind, Group, collective_s, wire_share
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import Link, find_gpu
 
 HERE = Path(__file__).parent
 GPUS = {

@@ -1,4 +1,4 @@
-"""How far `shardwise.cost.kernels` is from published operator sweeps, and whether its constants are still the best.
+"""How far `shardwise.cost.time.kernels` is from published operator sweeps, and whether its constants are still the best.
 
     python benchmarks/accuracy/fit_kernels.py            # errors of the constants in use; writes results/kernels.*
     python benchmarks/accuracy/fit_kernels.py --check    # errors must be those recorded; exit status 1 if not
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.cost import kernels
-from shardwise.spec.hardware import GpuSpec, find_gpu
+from shardwise.cost.time import kernels
+from shardwise.hardware.gpus import GpuSpec, find_gpu
 
 HERE = Path(__file__).parent
 GPUS = {"A100 PCIe 80GB": "A100-PCIe-80GB", "B200 SXM": "B200-SXM-180GB"}

@@ -20,8 +20,9 @@ from statistics import median
 from rows import Row, load_rows
 from speed import facts, quantile
 
-from shardwise.cost import rates, time
-from shardwise.cost.kernels import generation_of
+from shardwise.cost.time import estimate_time as time
+from shardwise.cost.time import machine as rates
+from shardwise.cost.time.kernels import generation_of
 
 Factors = tuple[float, float, float, float]
 STEPS = (0.1, 0.05, 0.025)

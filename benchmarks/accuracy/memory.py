@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from rows import Row, load_rows
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.memory import estimate
-from shardwise.spec.profile import ModelProfile, Op
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import estimate
+from shardwise.model.profile import ModelProfile, Op
 from shardwise.units import GIB
 
 COMPARED = {"allocated": "allocated", "active": "allocated", "reserved": "reserved", "device": "device"}

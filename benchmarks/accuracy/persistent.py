@@ -4,7 +4,7 @@
 
 Six models × {ddp, zero1, zero2, fsdp, hsdp, zero2+offload, fsdp+offload, hsdp+offload} × 2 to 4 ranks, and five models
 × strategies that cut the model × 2 to 8 ranks. On each rank two steps are trained; then the bytes of live tensors are
-counted by `shardwise.measure.state`, and the largest over the ranks is what `shardwise.cost.memory.estimate_memory`
+counted by `shardwise.measure.state`, and the largest over the ranks is what `shardwise.cost.memory.estimate_memory.estimate_memory`
 must have said, to the byte. Where the model is cut, what is said from its profile alone (as `shardwise plan` does)
 must be the same. Writes results/persistent.json.
 """
@@ -23,13 +23,13 @@ import torch
 from benchmarks.accuracy.cpu_peak import Transformer
 from torch import nn
 
-from shardwise.cost.memory import Parts, estimate, estimate_memory
+from shardwise.cost.memory.estimate_memory import Parts, estimate, estimate_memory
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.read import read_model
+from shardwise.model.trace import trace_module
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.read import read_model
-from shardwise.spec.trace import trace_module
 from shardwise.train.config import OptimizerTable
 from shardwise.train.optimizer import build_optimizer, workload_of
 from tests.families import VOCAB, family
@@ -139,8 +139,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def counted(document: str, model: str, optimizer: str) -> dict[str, int]:
     """On one rank: two steps, then the bytes of its tensors."""
+    from shardwise.distributed.process_group import join
     from shardwise.measure.state import measure_state
-    from shardwise.parallel.group import join
     from shardwise.parallel.materialize import build
     from shardwise.train.loss import token_loss_sum
     from shardwise.train.session import Session
@@ -178,7 +178,7 @@ def counted(document: str, model: str, optimizer: str) -> dict[str, int]:
 def cut_parts(module: nn.Module, plan: Plan) -> Parts:
     """How those who cut live models would cut this one."""
     from shardwise.parallel.apply import check_cut
-    from shardwise.parallel.split import parts_of
+    from shardwise.parallel.model_parallel import parts_of
 
     spec = read_model(module)
     sample = torch.zeros(plan.micro_batch or 1, LENGTH, dtype=torch.int64)

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from shardwise.cost.held import Stack
+from shardwise.cost.memory.local_shapes import Stack
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.model.architecture import Architecture
+from shardwise.model.catalogue import find_architecture
+from shardwise.model.lora import AdapterFacts, with_adapters
+from shardwise.model.profile import ModelProfile
+from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.search.adapting import adapted
-from shardwise.spec.adapters import AdapterFacts, with_adapters
-from shardwise.spec.architecture import Architecture
-from shardwise.spec.catalogue import find_architecture
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.transformer import profile_of
-from shardwise.spec.workload import Workload
+from shardwise.plan.workload import Workload
+from shardwise.search.cost_inputs_of_plan import adapted
 
 DATA = Path(__file__).parent / "data" / "published.csv"
 FAMILIES: dict[str, dict[str, object]] = {

@@ -31,8 +31,8 @@ import targets
 from rows import load_rows, records_left_out
 
 from shardwise.cost.flops import palm_flops
-from shardwise.cost.time import step_time
-from shardwise.spec.hardware import find_gpu
+from shardwise.cost.time.estimate_time import step_time
+from shardwise.hardware.gpus import find_gpu
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

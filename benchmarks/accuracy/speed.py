@@ -19,8 +19,8 @@ from typing import Any
 from rows import Row, load_rows
 
 from shardwise.cost.flops import palm_flops
-from shardwise.cost.steptime import StepTime
-from shardwise.cost.time import step_time
+from shardwise.cost.time.estimate_time import step_time
+from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.search.enumerate import complexity
 from shardwise.search.search import PLAIN_TIE, TIE

@@ -3,7 +3,7 @@
     python benchmarks/attribution/overhead.py --steps 60 --output benchmarks/attribution
     python benchmarks/attribution/overhead.py --of checks --steps 60 --output benchmarks/attribution
 
-``checks`` are those of `shardwise.train.agreement`, `shardwise.parallel.unit_order` and what a session looks at by
+``checks`` are those of `shardwise.train.agreement`, `shardwise.parallel.data_parallel.unit_order` and what a session looks at by
 itself (hooks, the model's structure): the plain contender reduces its loss as before and leaves FSDP2 as it is.
 
 Steps of a machine scatter by more than is looked for, so the CPU time of the thread that trains is compared, too: what
@@ -82,10 +82,10 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwise.measure.attribution import Attribution
-    from shardwise.measure.step_bench import session_loop
-    from shardwise.parallel.group import join, leave
-    from shardwise.parallel.waits import WAITS
+    from shardwise.bench.step.step_bench import session_loop
+    from shardwise.distributed.comm_timer import WAITS
+    from shardwise.distributed.process_group import join, leave
+    from shardwise.measure.step_time.attribution import Attribution
     from shardwise.plan.dims import dims_for
     from shardwise.plan.plan import Plan
     from shardwise.plan.strategy import parse_strategy
@@ -156,7 +156,8 @@ def without_checks(plain_session: Any) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from shardwise.parallel import shard, split
+    from shardwise.parallel import model_parallel as split
+    from shardwise.parallel.data_parallel import fsdp as shard
     from shardwise.train import session
     from shardwise.train.agreement import Agreement
     from shardwise.train.hooks import ParameterHooks

@@ -91,9 +91,9 @@ def child(name: str, precision: Any, strategy: str, steps: int) -> dict[str, Any
     import torch
     import transformers
 
-    from shardwise.cli.own_loop import start
     from shardwise.measure.peaks import peak_watch
     from shardwise.plan.plan import Plan
+    from shardwise.run.start import start
     from shardwise.train.loss import token_loss_sum
 
     torch.set_num_threads(1)
@@ -135,10 +135,10 @@ def foresee(model: Any, plan: Any) -> int | None:
     """The peak that the planner predicts for ``plan``."""
     import torch
 
-    from shardwise.cli.job_model import traced_profile
-    from shardwise.cost.memory import estimate
+    from shardwise.cost.memory.estimate_memory import estimate
+    from shardwise.hardware.cluster import detect
     from shardwise.parallel.apply import parameter_names
-    from shardwise.spec.cluster import detect
+    from shardwise.run.inspect_model import traced_profile
     from shardwise.train.optimizer import workload_of
 
     profile = traced_profile(model, LENGTH, VOCAB, precision=plan.precision, device="cpu")
@@ -152,7 +152,7 @@ def multiply_again() -> None:
     """What the product does in fp16, in every dtype: gradients are found in backward, from a second product."""
     import torch
 
-    from shardwise.parallel import loss_chunks
+    from shardwise.parallel import chunked_loss as loss_chunks
 
     class Again(torch.autograd.Function):
         @staticmethod

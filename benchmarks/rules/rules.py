@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from shardwise.cost.memory import estimate
+from shardwise.cost.memory.estimate_memory import estimate
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.model.load_model import load_profile
+from shardwise.model.profile import ModelProfile, Unit, Weight
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.search import search
-from shardwise.search.traffic import sent_bytes
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.load import load_profile
-from shardwise.spec.profile import ModelProfile, Unit, Weight
-from shardwise.spec.workload import Workload
+from shardwise.search.traffic_per_axis import sent_bytes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "choosing-a-plan.md"
 GB = 1e9

@@ -21,9 +21,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from shardwise.bench.scaling.predict import curve_of
 from shardwise.cli.bench_scaling import FILE, read_links, stored
-from shardwise.measure.scaling.facts import MODES, Sample
-from shardwise.measure.scaling.predict import curve_of
+from shardwise.measure.scaling_facts import MODES, Sample
 from tests.netns import Hosts, two_hosts, why_not
 
 ROOT = Path(__file__).parents[2]

@@ -66,15 +66,15 @@ def one_size(config: Path, strategy: str, size: int, steps: int) -> list[dict[st
 
 def rank_main() -> int:
     """One rank. The last one holds the stopwatch; rank 0 has the bench's figures."""
+    from shardwise.bench.scaling.run_scaling import WARM_UP, measure_size
+    from shardwise.bench.scaling.scaling_plans import plan_at
     from shardwise.cli.bench_scaling import windows
-    from shardwise.cli.job import prepare_job
-    from shardwise.measure.scaling.facts import MODES
-    from shardwise.measure.scaling.plans import plan_at
-    from shardwise.measure.scaling.run import WARM_UP, measure_size
-    from shardwise.parallel.group import broadcast_text, gather_text, join, leave
+    from shardwise.distributed.process_group import broadcast_text, gather_text, join, leave
+    from shardwise.measure.scaling_facts import MODES
     from shardwise.plan.plan import Plan
+    from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
-    from shardwise.train.corpus import open_corpus
+    from shardwise.train.data.corpus import open_corpus
     from shardwise.train.model import model_factory
 
     _, _, file, strategy, number, folder = sys.argv

@@ -6,29 +6,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.cli.own_loop import start as start
-    from shardwise.cost.estimate import Estimate as Estimate
+    from shardwise.cost.memory.estimate import Estimate as Estimate
     from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.hardware.cluster import ClusterSpec as ClusterSpec
     from shardwise.measure.state import Measurement as Measurement
+    from shardwise.model.facts import ModelSpec as ModelSpec
     from shardwise.plan.dims import ParallelDims as ParallelDims
     from shardwise.plan.plan import Plan as Plan
-    from shardwise.spec.cluster import ClusterSpec as ClusterSpec
-    from shardwise.spec.model import ModelSpec as ModelSpec
-    from shardwise.spec.workload import Workload as Workload
+    from shardwise.plan.workload import Workload as Workload
+    from shardwise.receipts.receipt import Receipt as Receipt
+    from shardwise.run.start import start as start
     from shardwise.train.loss import token_loss_sum as token_loss_sum
     from shardwise.train.session import Session as Session
-    from shardwise.verify.receipt import Receipt as Receipt
 
 _HOMES = {
-    "ClusterSpec": "shardwise.spec.cluster",
-    "Estimate": "shardwise.cost.estimate",
+    "ClusterSpec": "shardwise.hardware.cluster",
+    "Estimate": "shardwise.cost.memory.estimate",
     "Measurement": "shardwise.measure.state",
-    "ModelSpec": "shardwise.spec.model",
-    "Receipt": "shardwise.verify.receipt",
-    "Workload": "shardwise.spec.workload",
+    "ModelSpec": "shardwise.model.facts",
+    "Receipt": "shardwise.receipts.receipt",
+    "Workload": "shardwise.plan.workload",
     "Session": "shardwise.train.session",
     "token_loss_sum": "shardwise.train.loss",
-    "start": "shardwise.cli.own_loop",
+    "start": "shardwise.run.start",
     "ParallelDims": "shardwise.plan.dims",
     "Plan": "shardwise.plan.plan",
     "ShardwiseError": "shardwise.errors",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.report.page import html
-from shardwise.report.page.html import make_report
-from shardwise.report.page.samples import read_links, read_scaling
+from shardwise.report.html import elements as html
+from shardwise.report.html.elements import make_report
+from shardwise.report.html.sample_files import read_links, read_scaling
 from tests.browser.pages import SIZES, browser, why_not
 from tests.reports import write_links, write_run, write_scaling
 from tests.unit.test_report import evil_run

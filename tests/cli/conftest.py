@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.job import prepare_job
-from shardwise.cli.rank import run_job
+from shardwise.run.job import prepare_job
+from shardwise.run.rank_main import run_job
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.worlds import run_world
 
 
 def _rank(text: str) -> None:
-    from shardwise.cli.job import Job
+    from shardwise.run.job import Job
 
     run_job(Job.model_validate_json(text))
 

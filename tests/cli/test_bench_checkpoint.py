@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.bench.checkpoint.checkpoint_bench import (
+    NO_SAVE,
+    Samples,
+    Spread,
+    Training,
+    Turn,
+    decoder_of,
+    random_batches,
+)
+from shardwise.bench.checkpoint.checkpoint_peers import DCP, DCP_ASYNC, OURS, OURS_ASYNC, RAW, RAW_DIRECT, TORCH_SAVE
+from shardwise.bench.checkpoint.checkpoint_plot import draw
 from shardwise.cli import bench_checkpoint as command
 from shardwise.errors import CheckpointError, UserError
-from shardwise.measure.checkpoint_bench import NO_SAVE, Samples, Spread, Training, Turn, decoder_of, random_batches
-from shardwise.measure.checkpoint_peers import DCP, DCP_ASYNC, OURS, OURS_ASYNC, RAW, RAW_DIRECT, TORCH_SAVE
-from shardwise.report.checkpoint_plot import draw
 from tests.cli.configs import write_config
 from tests.commands import shardwise
 from tests.worlds import run_world
@@ -62,9 +70,9 @@ def test_every_way_to_save_is_measured_in_every_round(found: tuple[Path, dict[st
 
 def broken(kind: str, folder: Path) -> str:
     """What is said of a contender that is not right."""
-    from shardwise.measure import checkpoint_bench as bench
-    from shardwise.measure import checkpoint_peers as peers
-    from shardwise.parallel.group import join
+    from shardwise.bench.checkpoint import checkpoint_bench as bench
+    from shardwise.bench.checkpoint import checkpoint_peers as peers
+    from shardwise.distributed.process_group import join
     from shardwise.plan.dims import dims_for
     from shardwise.plan.plan import Plan
     from shardwise.plan.strategy import parse_strategy
@@ -132,8 +140,8 @@ def test_who_does_not_save_the_state_is_found_out(tmp_path: Path, kind: str, say
 
 
 def case_of_a_config(text: str) -> dict[str, Any] | None:
-    from shardwise.cli.job import Job
-    from shardwise.parallel.group import join
+    from shardwise.distributed.process_group import join
+    from shardwise.run.job import Job
 
     request = command.Request.model_validate_json(text)
     assert request.job is not None
@@ -142,7 +150,7 @@ def case_of_a_config(text: str) -> dict[str, Any] | None:
 
 
 def test_the_model_of_a_config(tmp_path: Path) -> None:
-    from shardwise.cli.job import prepare_job
+    from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
 
     job = prepare_job(read_config(write_config(tmp_path), []), lambda text: None).job

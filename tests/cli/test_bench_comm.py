@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.bench.comm.comm_plot import draw
 from shardwise.cli.bench_comm import read_size, run_bench_comm
-from shardwise.cost.calibration import CalibrationFile, read_calibration
+from shardwise.cost.link_calibration import CalibrationFile, read_calibration
 from shardwise.errors import UserError
-from shardwise.measure.comm.facts import COLLECTIVES
-from shardwise.report.comm_plot import draw
+from shardwise.measure.comm_facts import COLLECTIVES
 from tests.cli.configs import ROOT, environment
 from tests.commands import shardwise
 

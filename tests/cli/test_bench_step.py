@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.bench.step.bubble import MICRO_BATCHES, SCHEDULES
+from shardwise.bench.step.step_plot import draw
 from shardwise.cli.bench import run_bench_step
 from shardwise.errors import UserError
-from shardwise.measure.bubble import MICRO_BATCHES, SCHEDULES
-from shardwise.report.step_plot import draw
 from tests.cli.configs import write_config
 from tests.commands import shardwise
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.inspect import Damage, Inspection, Line
-from shardwise.checkpoint.storage import folder_of
+from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.cli.main import main
-from shardwise.report.checkpoint import SHOWN, ReadProgress, print_damage, print_inspection
+from shardwise.report.checkpoint_table import SHOWN, ReadProgress, print_damage, print_inspection
 from tests.checkpoints import full_tensors, write_checkpoint
 from tests.s3 import BUCKET, Store, serve
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint import convert as convert_module
+from shardwise.checkpoint.convert import check_outputs as forward
+from shardwise.checkpoint.convert import conversion as convert_module
 from shardwise.checkpoint.format import newest, read_manifest
 from shardwise.checkpoint.load import load_checkpoint
 from shardwise.cli.convert import read_size, run_convert
 from shardwise.cli.main import app
 from shardwise.errors import CheckpointError, ModelError, ReceiptError, UserError
-from shardwise.verify import forward
 from tests.cli.configs import train, write_config
 from tests.models import ByteDecoder, byte_decoder
 

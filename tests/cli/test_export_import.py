@@ -182,8 +182,8 @@ def test_the_imported_plan_is_trained(tmp_path: Path) -> None:
 
 
 def test_a_config_for_another_drive_is_refused(tmp_path: Path) -> None:
-    from shardwise.cli.job_checks import check_plan
-    from shardwise.spec.cluster import detect
+    from shardwise.hardware.cluster import detect
+    from shardwise.run.checks import check_plan
 
     shardwise("import", str(FILES / "zero3-nvme.json"), "--cluster", "2xcpu", "-o", str(tmp_path / "plan.toml"))
     plan, cluster = read_plan(tmp_path / "plan.toml"), detect("cpu", 2)
@@ -216,7 +216,7 @@ def test_the_sessions_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_page_names_what_is_refused() -> None:
-    from shardwise.launch.deepspeed_keys import TABLES
+    from shardwise.interop.deepspeed.keys import TABLES
 
     refused = {name for name, key in TABLES[""].items() if key.fate == "not run"}
     assert not {name for name in refused if f"`{name}`" not in PAGE}

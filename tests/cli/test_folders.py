@@ -75,10 +75,10 @@ def test_weights_from_safetensors(tmp_path: Path, strategy: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from shardwise.train.config import read_config
-    from shardwise.train.corpus import prepare_corpus
+    from shardwise.train.data.corpus import prepare_corpus
+    from shardwise.train.data.order import Order
+    from shardwise.train.data.samples import samples_for
     from shardwise.train.loss import token_loss_sum
-    from shardwise.train.order import Order
-    from shardwise.train.samples import samples_for
 
     facts = LlamaConfig(
         vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

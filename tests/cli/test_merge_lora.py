@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardwise.checkpoint import merge as merge_module
+from shardwise.checkpoint.convert import check_merged as merged
+from shardwise.checkpoint.convert import check_outputs as forward
+from shardwise.checkpoint.convert import merge_lora as merge_module
 from shardwise.checkpoint.format import MANIFEST, Manifest, newest
 from shardwise.checkpoint.inspect import inspect_checkpoint
 from shardwise.checkpoint.save import Saver
@@ -26,13 +28,12 @@ from shardwise.cli.convert import run_convert
 from shardwise.cli.main import app
 from shardwise.cli.merge import run_merge
 from shardwise.errors import AnswerIsNo, CheckpointError, UserError
-from shardwise.parallel.adapters import add_adapters, set_magnitudes
+from shardwise.parallel.lora.adapters import add_adapters, set_magnitudes
+from shardwise.parallel.lora.quantize import pack
 from shardwise.parallel.materialize import materialize, parameters_on_meta
-from shardwise.parallel.quantise import pack
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
-from shardwise.report.checkpoint import print_inspection
-from shardwise.verify import forward, merged
+from shardwise.report.checkpoint_table import print_inspection
 from tests.cli.configs import train, write_config
 from tests.families import VOCAB, configuration
 
@@ -418,7 +419,7 @@ class TestPeft:
         assert (logits(tmp_path / "base") - trained).abs().max() > 0.05
 
     def test_a_scale_that_is_lost_is_found(self, tmp_path, capsys, monkeypatch, llama):
-        from shardwise.checkpoint import peft
+        from shardwise.checkpoint.convert import peft
 
         config = peft.peft_config
         monkeypatch.setattr(peft, "peft_config", lambda *a, **k: {**config(*a, **k), "use_rslora": True})
@@ -471,15 +472,15 @@ MEMORY = """
 import resource, sys
 import torch
 import shardwise.cli.merge as cli
-from shardwise.verify.known_model import KnownModel
-from shardwise.parallel.adapters import add_adapters, linear_layers
-from shardwise.checkpoint.sources.detect import open_source
+from shardwise.checkpoint.convert.known_model import KnownModel
+from shardwise.parallel.lora.adapters import add_adapters, linear_layers
+from shardwise.checkpoint.readers.detect import open_source
 
 lora, qlora, target = sys.argv[1:]
 with open_source(lora) as opened:  # the libraries, and the model on the meta device, are not what is measured
     known = cli.find_model(None, opened)
     linear_layers(known.build(real=False)), known.expected()
-    from shardwise.parallel.quantise import packed_and_unpacked
+    from shardwise.parallel.lora.quantize import packed_and_unpacked
     packed_and_unpacked(torch.randn(64, 64), True, "nf4")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for run in (lora, qlora):  # the one that needs more comes last

@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from shardwise.cli.own_loop import start
+from shardwise.run.start import start
 from tests.cli import configs
 from tests.models import decoder, ragged_batches
 from tests.worlds import run_world

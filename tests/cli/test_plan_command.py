@@ -194,7 +194,7 @@ def test_own_prices(capsys: pytest.CaptureFixture[str], llama: str, tmp_path: Pa
 
 
 def test_this_machine_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("shardwise.spec.cluster._nvml_devices", list):
+    with mock.patch("shardwise.hardware.cluster._nvml_devices", list):
         out, _ = command(capsys, "plan", "tests.models:byte_decoder", "--seq-len", "32")
     assert "CPU" in out and "▶  ddp" in out and "its speed is unknown, so simplicity decided" in out
     assert "--global-batch was not given: " in out

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.report.page.record import Record
+from shardwise.report.html.run_record import Record
 from tests.cli.configs import start_train, train, wait_for_step, write_config
 from tests.commands import shardwise
 from tests.reports import write_links, write_scaling

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.cli.job import prepare_job
-from shardwise.cli.rank import run_job
+from shardwise.run.job import prepare_job
+from shardwise.run.rank_main import run_job
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.worlds import run_world
@@ -22,7 +22,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+of
 
 
 def rank_of_job(text: str) -> None:
-    from shardwise.cli.job import Job
+    from shardwise.run.job import Job
 
     run_job(Job.model_validate_json(text))
 

@@ -14,7 +14,8 @@ import pytest
 
 from shardwise.checkpoint.format import newest
 from shardwise.errors import PlanError, UserError
-from shardwise.parallel import deepspeed_drive, deepspeed_ready
+from shardwise.parallel.engines import deepspeed_available as deepspeed_ready
+from shardwise.parallel.engines import deepspeed_nvme as deepspeed_drive
 from shardwise.plan.plan import Plan, runnable
 from shardwise.plan.strategy import runnable_strategy
 from tests.cli import configs

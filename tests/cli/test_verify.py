@@ -141,9 +141,9 @@ def batch_norm() -> Any:
 
 
 def test_a_model_that_is_too_large_for_float64_here_is_refused() -> None:
-    from shardwise.cli.verify_lineup import check_memory
     from shardwise.errors import ModelError
-    from shardwise.verify.shrink import Recipe, Shrunk
+    from shardwise.gradcheck.shrink import Recipe, Shrunk
+    from shardwise.run.strategy_lineup import check_memory
 
     large = Shrunk(recipe=Recipe(), num_parameters=10**13, was_parameters=10**13, changes=(), kept=("widths stay",))
     with pytest.raises(ModelError, match=r"for 4 copies of 10000000000000 parameters in float64.*: widths stay"):
@@ -164,7 +164,7 @@ def test_what_is_verified_if_nothing_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), ("hsdp", 4), ("fsdp+tp2", 4), ("ddp+tp4+pp2", 8)])
 def test_a_strategy_of_the_config_has_the_ranks_that_it_needs(strategy: str, world: int) -> None:
-    from shardwise.cli.verify_lineup import WORLDS, world_for
+    from shardwise.run.strategy_lineup import WORLDS, world_for
 
     assert world_for(strategy, WORLDS) == world
     assert world_for(strategy, (6,)) == 6

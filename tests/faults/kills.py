@@ -179,7 +179,7 @@ def write_texts(folder: Path, documents: int = 10) -> Path:
 
 def prepared(folder: Path, texts: Path, setting: Setting) -> str:
     """The job of a run in ``folder``, as the command prepares it; dropout, epochs, clipping, schedule, evaluation."""
-    from shardwise.cli.job import prepare_job
+    from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
 
     folder.mkdir(parents=True)
@@ -303,10 +303,10 @@ def _rank_main(rank: int, world: int, place: Path, job: str, kill: Kill | None) 
 
 
 def _train(text: str, place: Path) -> None:
-    """What `shardwise.cli.rank` does, without the receipts."""
-    from shardwise.cli.job import Job
-    from shardwise.parallel.group import join
-    from shardwise.train.corpus import open_corpus
+    """What `shardwise.run.rank_main` does, without the receipts."""
+    from shardwise.distributed.process_group import join
+    from shardwise.run.job import Job
+    from shardwise.train.data.corpus import open_corpus
     from shardwise.train.loop import Run
     from shardwise.train.session import Session
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint.exchange import gather_counts
 from shardwise.checkpoint.format import newest
+from shardwise.checkpoint.messages import gather_counts
 from shardwise.errors import CheckpointError, UserError
 from tests.faults.disk import (
     assert_goes_on,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.cli.doctor_ranks import check_ranks
+from shardwise.doctor.start_ranks import check_ranks
 
 SHORT_S, START_S = 4.0, 60.0
 """A test of a silent rank takes the first; the second is for ranks to start on a busy machine."""

@@ -13,19 +13,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise.parallel.apply as apply_module
-import shardwise.parallel.loss_chunks as loss_chunks_module
-import shardwise.parallel.shard as shard_module
+import shardwise.parallel.chunked_loss as loss_chunks_module
+import shardwise.parallel.data_parallel.fsdp as shard_module
+import shardwise.train.data.position as stream_module
 import shardwise.train.session as session_module
-import shardwise.train.stream as stream_module
-from shardwise.cli.own_loop import start
 from shardwise.errors import ReceiptError
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from shardwise.train.structure import StructureWatch
-from shardwise.verify.effects import EffectsProbe
 from tests.models import decoder, ragged_batches
 from tests.worlds import run_world
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise.parallel.adapters as adapters_module
 import shardwise.parallel.apply as apply_module
-import shardwise.parallel.quantise as quantise_module
-from shardwise.cli.own_loop import start
-from shardwise.parallel.adapters import adapted_layers
-from shardwise.plan.adapter import AdapterOptions
+import shardwise.parallel.lora.adapters as adapters_module
+import shardwise.parallel.lora.quantize as quantise_module
+from shardwise.parallel.lora.adapters import adapted_layers
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from shardwise.verify.effects import EffectsProbe
 from tests.contract import ragged
 from tests.families import family
 from tests.worlds import run_world
@@ -151,7 +151,7 @@ def scales_not_packed(strategy: str) -> list[str]:
 
 def packed_and_whole(strategy: str) -> list[str]:
     """Packed weights are not sharded: each rank holds all of them."""
-    import shardwise.parallel.shard as shard_module
+    import shardwise.parallel.data_parallel.fsdp as shard_module
 
     original = shard_module.fully_shard
 

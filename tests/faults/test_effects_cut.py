@@ -12,19 +12,19 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 import shardwise.parallel.apply as apply_module
-import shardwise.parallel.context as context_module
-import shardwise.parallel.pipeline as pipeline_module
-import shardwise.parallel.shard as shard_module
-import shardwise.parallel.split as split_module
-import shardwise.parallel.tensor_forward as tensor_forward
+import shardwise.parallel.context_parallel.attention as context_module
+import shardwise.parallel.data_parallel.fsdp as shard_module
+import shardwise.parallel.model_parallel as split_module
+import shardwise.parallel.pipeline_parallel.schedule as pipeline_module
+import shardwise.parallel.tensor_parallel.tp_forwards as tensor_forward
+import shardwise.train.data.position as stream_module
 import shardwise.train.session as session_module
-import shardwise.train.stream as stream_module
-from shardwise.cli.own_loop import start
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.effects import EffectsProbe
 from tests.families import VOCAB, family
 from tests.worlds import run_world
 

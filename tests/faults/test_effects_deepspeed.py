@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwise.errors import ReceiptError
-from shardwise.parallel import deepspeed as under_test
-from shardwise.plan.deepspeed import deepspeed_config
+from shardwise.parallel.engines import deepspeed_engine as under_test
+from shardwise.plan.deepspeed_stages import deepspeed_config
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -98,7 +98,7 @@ def sabotaged(names: list[str]) -> dict[str, str]:
     """The error of the receipt for each sabotage; empty where it held."""
     import torch.distributed as dist
 
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     found = {}
     for name in names:

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import shardwise.parallel.adafactor as adafactor_module
-import shardwise.parallel.adamw8bit as adamw8bit_module
+import shardwise.optim.adafactor as adafactor_module
+import shardwise.optim.adamw8bit as adamw8bit_module
 import shardwise.train.session as session_module
-from shardwise.cli.own_loop import start
-from shardwise.parallel.adafactor import Adafactor
-from shardwise.parallel.adamw8bit import AdamW8bit
-from shardwise.parallel.in_backward import InBackward
-from shardwise.parallel.local import local_of
+from shardwise.distributed.local_tensor import local_of
+from shardwise.optim.adafactor import Adafactor
+from shardwise.optim.adamw8bit import AdamW8bit
+from shardwise.optim.in_backward import InBackward
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.lines.optimizer_lines import OptimizerWatch, stepping_lines
+from shardwise.run.start import start
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.effects import EffectsProbe
-from shardwise.verify.stepping import OptimizerWatch, stepping_lines
 from tests.models import ragged_batches
 from tests.world.test_lean_optimizers import shapes
 from tests.worlds import run_world

@@ -20,23 +20,23 @@ from torch import nn
 
 from shardwise.checkpoint import commit
 from shardwise.checkpoint.commit import FolderLock
-from shardwise.checkpoint.convert import Extras, convert
+from shardwise.checkpoint.convert.conversion import Extras, convert
+from shardwise.checkpoint.convert.merge_lora import MergedSource, SavedAdapters
 from shardwise.checkpoint.format import LATEST, MANIFEST, newest, read_manifest
 from shardwise.checkpoint.inspect import inspect_checkpoint
+from shardwise.checkpoint.integrity import verify_checkpoint
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.matching import select
-from shardwise.checkpoint.merge import MergedSource, SavedAdapters
+from shardwise.checkpoint.readers.detect import open_source
+from shardwise.checkpoint.readers.huggingface import HuggingFaceSource
+from shardwise.checkpoint.readers.live import LiveSource
+from shardwise.checkpoint.readers.shardwise_reader import OwnSource
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint.sources.detect import open_source
-from shardwise.checkpoint.sources.huggingface import HuggingFaceSource
-from shardwise.checkpoint.sources.live import LiveSource
-from shardwise.checkpoint.sources.own import OwnSource
-from shardwise.checkpoint.verify import verify_checkpoint
 from shardwise.checkpoint.weights import BaseWeights, load_weights
 from shardwise.cli.convert import run_convert
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, UserError
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.train.resume import reading_state
 from tests.checkpoints import write_checkpoint

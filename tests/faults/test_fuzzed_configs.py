@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from shardwise.cli.job import prepare_job
-from shardwise.cli.job_checks import check_output
 from shardwise.cli.question import find_cluster
 from shardwise.cli.train import finished
-from shardwise.cost.calibration import read_calibration
-from shardwise.cost.money import read_prices
-from shardwise.launch.deepspeed_import import import_deepspeed, read_document
+from shardwise.cost.link_calibration import read_calibration
+from shardwise.cost.price import read_prices
+from shardwise.interop.deepspeed.import_config import import_deepspeed, read_document
+from shardwise.model.load_model import load_profile
 from shardwise.parallel.materialize import build
 from shardwise.plan.plan import read_plan
-from shardwise.spec.load import load_profile
+from shardwise.run.checks import check_output
+from shardwise.run.job import prepare_job
 from shardwise.train.config import Config, read_config
 from shardwise.train.model import model_factory
 from tests.faults import fuzzing
@@ -170,8 +170,8 @@ def build_and_plan(file: Path) -> str | None:
         config = Config.model_validate(
             {"model": {"config": str(file)}, "data": {"path": "corpus", "seq_len": 16}, "train": {"steps": 1}}
         )
-        from shardwise.cli.job_checks import check_model_path
-        from shardwise.cli.job_model import users_code
+        from shardwise.run.checks import check_model_path
+        from shardwise.run.inspect_model import users_code
 
         check_model_path(config)
         factory = model_factory(config, 257)

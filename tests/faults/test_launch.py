@@ -23,8 +23,9 @@ import pytest
 
 from shardwise import errors
 from shardwise.errors import DataError, DoesNotFit, Interrupted, RankError, UserError
-from shardwise.launch import fate, local
-from shardwise.launch.fate import OomKills
+from shardwise.launch import exit_status as fate
+from shardwise.launch import local
+from shardwise.launch.exit_status import OomKills
 from shardwise.launch.local import run_local
 
 COMMON = """

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.calibration import read_calibration
-from shardwise.cost.collectives import Group, collective_s
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.processor import cores_here
+from shardwise.cost.link_calibration import read_calibration
+from shardwise.cost.time.collective_time import Group, collective_s
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.cpu import cores_here
 from tests import netns
 
 ROOT = Path(__file__).parents[2]

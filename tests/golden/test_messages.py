@@ -306,7 +306,7 @@ def prepare(name: str, folder: Path, stack: ExitStack) -> list[str]:
 
 def make_shared(folder: Path) -> Path:
     """The corpus of most cases, and its prepared tokens: making them takes longer than all the rest."""
-    from shardwise.train.corpus import prepare_corpus
+    from shardwise.train.data.corpus import prepare_corpus
 
     (folder / "corpus").mkdir()
     for number in range(4):
@@ -330,7 +330,7 @@ def run_case(name: str, shared: Path, folder: Path) -> dict[str, Any]:
         stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
         stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}))
         stack.enter_context(mock.patch("psutil.virtual_memory", lambda: types.SimpleNamespace(total=HOST_BYTES)))
-        stack.enter_context(mock.patch("shardwise.spec.cluster._nvml_devices", list))
+        stack.enter_context(mock.patch("shardwise.hardware.cluster._nvml_devices", list))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(said))
         try:

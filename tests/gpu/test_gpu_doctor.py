@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from shardwise.measure.gpu.load import load_device
-from shardwise.measure.gpu.state import GpuSampler, NvmlSource
+from shardwise.measure.gpu.gpu_load import load_device
+from shardwise.measure.gpu.nvml import GpuSampler, NvmlSource
 from tests.cli import configs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")

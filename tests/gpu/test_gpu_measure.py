@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.measure.attribution import Attribution
-from shardwise.measure.step_work import WorkProbe
-from shardwise.measure.timing import PARTS
-from shardwise.measure.trace.steps import StepTrace
-from shardwise.measure.trace.words import words
+from shardwise.distributed.process_group import join
+from shardwise.hardware.cluster import detect
+from shardwise.measure.profiler.profile_steps import StepTrace
+from shardwise.measure.profiler.trace_text import words
+from shardwise.measure.step_flops import WorkProbe
+from shardwise.measure.step_time.attribution import Attribution
+from shardwise.measure.step_time.timing import PARTS
 from shardwise.measure.utilisation import peak_of, utilisation
-from shardwise.parallel.group import join
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.cluster import detect
 from shardwise.train.config import TrainTable
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.model.architecture import Architecture
+from shardwise.model.catalogue import find_architecture
+from shardwise.model.convnet import RESNET_50, convnet_profile
+from shardwise.model.lora import NF4_BYTES, unpacked_elements, with_adapters
+from shardwise.model.profile import Unit
+from shardwise.model.trace import trace_module
+from shardwise.model.transformer import profile_of
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.adapters import NF4_BYTES, unpacked_elements, with_adapters
-from shardwise.spec.architecture import Architecture
-from shardwise.spec.catalogue import find_architecture
-from shardwise.spec.convnet import RESNET_50, convnet_profile
-from shardwise.spec.profile import Unit
-from shardwise.spec.trace import trace_module
-from shardwise.spec.transformer import profile_of
 from tests.native import Native
 
 RANK, LENGTH = 4, 64

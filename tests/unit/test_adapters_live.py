@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli.job import prepare_job
-from shardwise.cli.job_checks import check_packages
-from shardwise.cli.job_model import adapted_factory
-from shardwise.cli.own_loop import start
 from shardwise.cli.train import identity
 from shardwise.errors import ConfigError, ModelError, PlanError
-from shardwise.parallel import quantise
-from shardwise.parallel.adapters import adapted_layers, add_adapters
-from shardwise.parallel.quantise import pack, packed, packing_layers, prepare_packing
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.parallel.lora import quantize as quantise
+from shardwise.parallel.lora.adapters import adapted_layers, add_adapters
+from shardwise.parallel.lora.quantize import pack, packed, packing_layers, prepare_packing
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
+from shardwise.run.checks import check_packages
+from shardwise.run.inspect_model import adapted_factory
+from shardwise.run.job import prepare_job
+from shardwise.run.start import start
 from shardwise.train.config import read_config
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.model import forward_bytes
@@ -103,7 +103,7 @@ def test_a_package_that_is_missing_is_named_before_anything_is_read(adapter: str
         return None if name == package else object()
 
     said = pytest.raises(ConfigError, match=f"pip install 'shardwise.*{package}|need.* {package}")
-    with mock.patch("shardwise.cli.job_checks.find_spec", side_effect=there), said:
+    with mock.patch("shardwise.run.checks.find_spec", side_effect=there), said:
         check_packages(adapter)
 
 

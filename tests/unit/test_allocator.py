@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardwise.cost.allocator import CachingAllocator
+from shardwise.cost.memory.allocator import CachingAllocator
 from shardwise.units import KIB, MIB
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import PlanError
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
 from shardwise.search import alternatives as module
 from shardwise.search.alternatives import alternatives, changes
-from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.load import load_profile
-from shardwise.spec.workload import Workload
 
 FSDP = Plan(
     strategy="fsdp", dims=ParallelDims(dp_shard=8), micro_batch=1, grad_accum=8, seq_len=2048, precision="bf16",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import ModelError
-from shardwise.spec.architecture import Architecture, architecture_from_config, parameter_count
+from shardwise.model.architecture import Architecture, architecture_from_config, parameter_count
 
 SMALL = {
     "num_hidden_layers": 2,

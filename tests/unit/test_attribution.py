@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from shardwise.measure import clock
-from shardwise.measure.attribution import Attribution, Totals, _CpuWait, groups_of, split_off_waiting
-from shardwise.measure.clock import COUNTED, EARLY, DeviceClock, HostClock
-from shardwise.measure.timing import PARTS
-from shardwise.parallel.waits import WAITS, Waits
+from shardwise.distributed.comm_timer import WAITS, Waits
+from shardwise.measure.step_time import clock
+from shardwise.measure.step_time.attribution import Attribution, Totals, _CpuWait, groups_of, split_off_waiting
+from shardwise.measure.step_time.clock import COUNTED, EARLY, DeviceClock, HostClock
+from shardwise.measure.step_time.timing import PARTS
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.cli import calibration
-from shardwise.cli.calibration import SECONDS, corrected_memory, corrected_time
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.steptime import StepTime
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.time.step_time import StepTime
+from shardwise.hardware.cluster import ClusterSpec
 from shardwise.measure.history import Correction, Ratio
 from shardwise.plan.plan import Plan
+from shardwise.run import calibration
+from shardwise.run.calibration import SECONDS, corrected_memory, corrected_time
 from shardwise.search.search import Costs
-from shardwise.spec.cluster import ClusterSpec
 
 MEMORY = Estimate(
     parameters=100,

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import calibration as cli_calibration
-from shardwise.cli.calibration import corrected_costs, links_told
-from shardwise.cost.calibration import CalibrationFile, check_calibration, covers, read_calibration
-from shardwise.cost.collectives import Calibration, CollectiveKind, Group, LinkFit, Measured, collective_s
+from shardwise.cost.link_calibration import CalibrationFile, check_calibration, covers, read_calibration
+from shardwise.cost.time.collective_time import Calibration, CollectiveKind, Group, LinkFit, Measured, collective_s
 from shardwise.errors import ConfigError, PlanError
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cpu import cores_here, processor_name
+from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
+from shardwise.run import calibration as cli_calibration
+from shardwise.run.calibration import corrected_costs, links_told
 from shardwise.search.candidate import Pins
 from shardwise.search.search import ask
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.load import load_profile
-from shardwise.spec.processor import cores_here, processor_name
-from shardwise.spec.workload import Workload
 
 SIZES = (1000, 10_000, 100_000)
 MEDIANS = (1e-3, 2e-3, 11e-3)

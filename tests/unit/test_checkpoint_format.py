@@ -164,7 +164,7 @@ def test_short_list() -> None:
 def test_every_code_is_what_safetensors_calls_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from shardwise.checkpoint.shards import write_file
+    from shardwise.checkpoint.shard_files import write_file
 
     tensors = {code: torch.zeros(3, 2).to(dtype) for dtype, code in CODES.items()}
     tensors |= {"scalar": torch.tensor(2.5), "columns": torch.arange(6).reshape(2, 3).t()}

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.spec import cluster
-from shardwise.spec.cluster import ClusterSpec, detect, parse_cluster
-from shardwise.spec.hardware import find_gpu
-from shardwise.spec.topology import parse_topology
+from shardwise.hardware import cluster
+from shardwise.hardware.cluster import ClusterSpec, detect, parse_cluster
+from shardwise.hardware.gpus import find_gpu
+from shardwise.hardware.topology import parse_topology
 from tests.unit.test_topology import DGX, PCIE_BOX
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from shardwise.cost.collectives import (
+from shardwise.cost.time.collective_time import (
     Calibration,
     CollectiveKind,
     Group,
@@ -16,8 +16,8 @@ from shardwise.cost.collectives import (
     known,
     wire_share,
 )
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.hardware import Link, LinkKind, find_gpu
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import Link, LinkKind, find_gpu
 
 GIB = 1024**3
 MIB = 1024**2

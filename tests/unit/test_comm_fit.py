@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardwise.measure.comm.facts import Collective, CommFit, CommSamples, bus_factor, fitting_sizes, ladder
-from shardwise.measure.comm.fit import fit
-from shardwise.measure.comm.judge import judge, latency_text, link_name, rate_text, uneven_groups
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.hardware import Link
+from shardwise.bench.comm.fit_links import fit
+from shardwise.bench.comm.judge_links import judge, latency_text, link_name, rate_text, uneven_groups
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.gpus import Link
+from shardwise.measure.comm_facts import Collective, CommFit, CommSamples, bus_factor, fitting_sizes, ladder
 
 KIB, MIB = 1024, 1024**2
 

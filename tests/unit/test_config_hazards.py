@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from shardwise.cli.main import app
+from shardwise.document import MOST_DEEP, read_json, read_toml
 from shardwise.errors import ConfigError, DataError, ModelError, UserError
-from shardwise.spec.document import MOST_DEEP, read_json, read_toml
-from shardwise.spec.load import load_profile
+from shardwise.model.load_model import load_profile
 from shardwise.train.causal import causal_configuration
 from shardwise.train.config import DataTable, read_config
-from shardwise.train.corpus import prepare_corpus
-from shardwise.train.place import matches
+from shardwise.train.data.corpus import prepare_corpus
+from shardwise.train.data.paths import matches
 
 SMALL = """
 [model]

@@ -16,16 +16,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint import convert as convert_module
-from shardwise.checkpoint import storage
-from shardwise.checkpoint.convert import Extras, convert, read_back, row_boxes
+from shardwise.checkpoint.convert import conversion as convert_module
+from shardwise.checkpoint.convert.conversion import Extras, convert, read_back, row_boxes
 from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.matching import Expected, select
+from shardwise.checkpoint.readers.detect import open_source
+from shardwise.checkpoint.readers.huggingface import HuggingFaceSource
+from shardwise.checkpoint.readers.shardwise_reader import OwnSource
 from shardwise.checkpoint.save import save_checkpoint
-from shardwise.checkpoint.sources.detect import open_source
-from shardwise.checkpoint.sources.huggingface import HuggingFaceSource
-from shardwise.checkpoint.sources.own import OwnSource
-from shardwise.checkpoint.storage import folder_of
+from shardwise.checkpoint.storage import local_storage as storage
+from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.errors import CheckpointError, ModelError, UserError
 from shardwise.plan.plan import Plan
 from tests.models import decoder, ragged_batches
@@ -259,7 +259,7 @@ class TestOpenSource:
             (tmp_path / name).write_text("global_step3\n" if name == "latest" else "")
         readers = ("_own", "_hugging_face", "_dcp", "_accelerate", "_deepspeed", "_state_dict")
         for name in readers:
-            monkeypatch.setattr(f"shardwise.checkpoint.sources.detect.{name}", lambda path, name=name: name)
+            monkeypatch.setattr(f"shardwise.checkpoint.readers.detect.{name}", lambda path, name=name: name)
         assert open_source(str(tmp_path)) == reader
 
     @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ class TestOpenSource:
     def test_files(self, tmp_path, monkeypatch, name, data, reader):
         (tmp_path / name).write_bytes(data)
         for other in ("_own", "_hugging_face", "_dcp", "_accelerate", "_deepspeed", "_state_dict"):
-            monkeypatch.setattr(f"shardwise.checkpoint.sources.detect.{other}", lambda path, other=other: other)
+            monkeypatch.setattr(f"shardwise.checkpoint.readers.detect.{other}", lambda path, other=other: other)
         assert open_source(str(tmp_path / name)) == reader
 
     def test_what_is_none_says_what_is_there_and_what_would_be(self, tmp_path):
@@ -546,8 +546,8 @@ def test_reading_back_finds_what_differs_worst_first(tmp_path):
 FRESH = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
 MEMORY = """
 import resource, sys
-import shardwise.checkpoint.sources.huggingface
-import shardwise.checkpoint.sources.own
+import shardwise.checkpoint.readers.huggingface
+import shardwise.checkpoint.readers.shardwise_reader
 import shardwise.cli.convert as cli
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

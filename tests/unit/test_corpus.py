@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from shardwise.errors import DataError, MachineError, UserError
-from shardwise.train import corpus as corpus_module
 from shardwise.train.config import DataTable
-from shardwise.train.corpus import Corpus, Tokens, open_corpus, prepare_corpus
+from shardwise.train.data import corpus as corpus_module
+from shardwise.train.data.corpus import Corpus, Tokens, open_corpus, prepare_corpus
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "é\r\n\n" for i in range(40)]
 
@@ -349,7 +349,7 @@ class TestCache:
         code = (
             "import sys, time, pathlib\n"
             "from shardwise.train.config import DataTable\n"
-            "from shardwise.train.corpus import prepare_corpus\n"
+            "from shardwise.train.data.corpus import prepare_corpus\n"
             f"table = DataTable(path={str(folder)!r}, seq_len=99, pack=False, shuffle=False)\n"
             "began = time.perf_counter()\n"
             f"corpus = prepare_corpus(table, pathlib.Path({str(tmp_path / 'cache')!r}), print)\n"
@@ -445,7 +445,7 @@ class TestCache:
         code = (
             "import datasets, pathlib\n"
             "from shardwise.train.config import DataTable\n"
-            "from shardwise.train.corpus import prepare_corpus\n"
+            "from shardwise.train.data.corpus import prepare_corpus\n"
             "before = datasets.config.HF_HUB_OFFLINE, datasets.utils.logging.get_verbosity()\n"
             f"for path in ({str(folder)!r}, 'rows.jsonl', 'rows.parquet'):\n"
             "    prepare_corpus(DataTable(path=path, seq_len=8), pathlib.Path('cache'), lambda line: None)\n"
@@ -544,7 +544,7 @@ class TestErrors:
         code = (
             "import pathlib\n"
             "from shardwise.train.config import DataTable\n"
-            "from shardwise.train.corpus import prepare_corpus\n"
+            "from shardwise.train.data.corpus import prepare_corpus\n"
             "try:\n"
             "    prepare_corpus(DataTable(path='data', seq_len=8), pathlib.Path('cache'), lambda line: None)\n"
             "except Exception as error:\n"

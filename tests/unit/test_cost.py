@@ -10,17 +10,23 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.memory import estimate_memory, held_elements, stepped_groups, unit_elements, zero1_shares
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import (
+    estimate_memory,
+    held_elements,
+    stepped_groups,
+    unit_elements,
+    zero1_shares,
+)
 from shardwise.errors import DoesNotFit, PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.facts import ModelSpec, ParameterSpec
+from shardwise.model.read import read_model
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import Workload
 from shardwise.search.choose import SIMPLEST_FIRST, choose
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.model import ModelSpec, ParameterSpec
-from shardwise.spec.read import read_model
-from shardwise.spec.workload import Workload
 from shardwise.train.optimizer import workload_of
 from shardwise.units import bytes_text
 from tests.models import Decoder, decoder, ragged_batches
@@ -164,7 +170,7 @@ class TestEstimate:
 
 def measure_world(world: int) -> dict[str, Any]:
     """On each rank: the names that its ZeRO-1 optimizer steps, and the bytes it holds after a step."""
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
     from shardwise.train.loss import token_loss_sum
 
     steps: dict[str, list[str]] = {}

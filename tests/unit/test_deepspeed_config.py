@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.launch.deepspeed_batch import solve_batch
-from shardwise.launch.deepspeed_export import beside, export_deepspeed, export_notes, twin_problems
-from shardwise.launch.deepspeed_import import (
+from shardwise.interop.deepspeed.batch_sizes import solve_batch
+from shardwise.interop.deepspeed.export import beside, export_deepspeed, export_notes, twin_problems
+from shardwise.interop.deepspeed.import_config import (
     BESIDE,
     BESIDE_KEYS,
     Imported,
     import_deepspeed,
     read_document,
 )
-from shardwise.launch.deepspeed_keys import AUTO, TABLES, Key
-from shardwise.launch.deepspeed_optimizer import read_training
-from shardwise.plan.adapter import AdapterOptions
-from shardwise.plan.deepspeed import STAGES
+from shardwise.interop.deepspeed.keys import AUTO, TABLES, Key
+from shardwise.interop.deepspeed.optimizer_section import read_training
+from shardwise.plan.deepspeed_stages import STAGES
 from shardwise.plan.dims import ParallelDims, dims_for
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.train.config import OptimizerTable

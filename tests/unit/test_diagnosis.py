@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shardwise.cost.steptime import StepTime
-from shardwise.measure.diagnosis.causes import diagnose, why_nothing
-from shardwise.measure.diagnosis.finding import Finding
-from shardwise.measure.diagnosis.observe import _catalogue, price_of
-from shardwise.measure.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
-from shardwise.measure.diagnosis.waits import workers_needed
-from shardwise.measure.diagnosis.weighing import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
-from shardwise.measure.timing import BETWEEN, PARTS, Spread, Timing
+from shardwise.cost.time.step_time import StepTime
+from shardwise.diagnosis.diagnose import diagnose, why_nothing
+from shardwise.diagnosis.finding import Finding
+from shardwise.diagnosis.observe import _catalogue, price_of
+from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
+from shardwise.diagnosis.waits import workers_needed
+from shardwise.diagnosis.weight import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.measure.step_time.timing import BETWEEN, PARTS, Spread, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.report.findings import print_findings
 from shardwise.search.alternatives import Alternative, changes
-from shardwise.spec.cluster import parse_cluster
 
 CLEAN = {"forward": 0.030, "backward": 0.060, "exposed_dp": 0.002, "optimizer": 0.005, "control": 0.001, "data": 0.001}
 

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.checkpoint import direct, shards, storage
-from shardwise.checkpoint.direct import BLOCK, LEAST, DirectWriter, aligned, is_on_disk
+from shardwise.checkpoint import shard_files as shards
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.share import Piece, Share
-from shardwise.checkpoint.stage import Stage
-from shardwise.checkpoint.storage import MIB, FileWriter
+from shardwise.checkpoint.save_plan import Piece, Share
+from shardwise.checkpoint.staging import Stage
+from shardwise.checkpoint.storage import direct_io as direct
+from shardwise.checkpoint.storage import local_storage as storage
+from shardwise.checkpoint.storage.direct_io import BLOCK, LEAST, DirectWriter, aligned, is_on_disk
+from shardwise.checkpoint.storage.local_storage import MIB, FileWriter
 
 real_pwrite = os.pwrite
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shardwise.doctor.cgroup import Allowed, allowed
+from shardwise.doctor.check import Check
+from shardwise.doctor.checks.disk import look_at_disk
+from shardwise.doctor.checks.ranks import check_ranks_test
+from shardwise.doctor.checks.versions import numbers
+from shardwise.doctor.machine_facts import Limit, _visible, look_at_host
+from shardwise.doctor.rank_self_test import RankAnswer, RanksTest, judged
+from shardwise.doctor.run_checks import examine
+from shardwise.doctor.table import print_doctor, summary, to_document
+from shardwise.environment import settings
 from shardwise.errors import UserError
-from shardwise.measure.doctor.cgroup import Allowed, allowed
-from shardwise.measure.doctor.check import Check
-from shardwise.measure.doctor.disk import look_at_disk
-from shardwise.measure.doctor.facts import Limit, _visible, look_at_host
-from shardwise.measure.doctor.look import examine
-from shardwise.measure.doctor.ranks import check_ranks_test
-from shardwise.measure.doctor.ranks_test import RankAnswer, RanksTest, judged
-from shardwise.measure.doctor.versions import numbers
-from shardwise.measure.gpu.load import DeviceLoad
+from shardwise.hardware.topology import explain_path, explain_topology, nearest_nic, parse_cores
+from shardwise.measure.gpu.gpu_load import DeviceLoad
 from shardwise.measure.gpu.xids import Xid
-from shardwise.parallel.environment import settings
-from shardwise.report.doctor import print_doctor, summary, to_document
-from shardwise.spec.topology import explain_path, explain_topology, nearest_nic, parse_cores
 from shardwise.units import GIB, MIB
 from tests.machines import MACHINES, plenty, recorded
 
@@ -382,7 +382,7 @@ class TestDisk:
         def refuse(*_, **__):
             raise OSError(30, "Read-only file system")
 
-        monkeypatch.setattr("shardwise.measure.doctor.disk._try_out", refuse)
+        monkeypatch.setattr("shardwise.doctor.checks.disk._try_out", refuse)
         found = look_at_disk(tmp_path)
         assert found.problem == "Read-only file system" and found.write_bytes_per_s is None
 

@@ -13,16 +13,16 @@ import torch._decomp
 import torch._dynamo
 from torch import nn
 
-from shardwise.cost.memory import estimate_memory
+from shardwise.cost.memory.estimate_memory import estimate_memory
+from shardwise.dryrun.dry_run import DryRun, ModelSource, dry_run, prove
+from shardwise.dryrun.extrapolate import Traced, depth_of, extended, live_by_phase, shorten
+from shardwise.dryrun.record import Event, peaks_of
 from shardwise.errors import ModelError, PlanError
+from shardwise.model.read import read_model
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.search.dryrun import DryRun, ModelSource, dry_run, prove
-from shardwise.search.extrapolate import Traced, depth_of, extended, live_by_phase, shorten
-from shardwise.search.record import Event, peaks_of
-from shardwise.spec.read import read_model
-from shardwise.spec.workload import Workload
+from shardwise.plan.workload import Workload
 from tests import preload  # noqa: F401  (as torch._dynamo: what a fork finds loaded it need not load)
 from tests.models import LENGTH, Decoder
 
@@ -170,7 +170,7 @@ def test_a_hugging_face_config_is_a_source():
 
 def test_the_caller_gets_no_process_group():
     code = (
-        "import sys; from shardwise.search.dryrun import ModelSource, dry_run; from shardwise.plan.plan import Plan;"
+        "import sys; from shardwise.dryrun.dry_run import ModelSource, dry_run; from shardwise.plan.plan import Plan;"
         "found = dry_run(ModelSource(factory='tests.models:Decoder'), Plan(micro_batch=1, seq_len=7));"
         "assert found.allocated; print([name for name in sys.modules if name in ('torch', 'torch.distributed')])"
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import environment
+from shardwise.environment import Rendezvous
 from shardwise.errors import UserError
-from shardwise.parallel import environment
-from shardwise.parallel.environment import Rendezvous
 
 WHOLE = {
     "RANK": "3",
@@ -141,7 +141,7 @@ def test_visible_devices(monkeypatch, text, expected):
 
 
 def test_neither_the_environment_nor_a_ranks_guard_loads_torch():
-    code = "import sys, shardwise.parallel.environment, shardwise.launch.local; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.environment, shardwise.launch.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.held import layout_of, unit_weights
-from shardwise.cost.memory import estimate, screen
-from shardwise.cost.time import step_time
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import estimate, screen
+from shardwise.cost.memory.local_shapes import layout_of, unit_weights
+from shardwise.cost.time.estimate_time import step_time
 from shardwise.errors import PlanError
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.model.load_model import load_profile
+from shardwise.model.lora import NF4_BYTES, NF4_PLAIN_BYTES, AdapterFacts, with_adapters
+from shardwise.model.profile import ModelProfile, Unit
 from shardwise.plan.dims import dims_for
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.search.adapting import adapted, with_adapter, with_plan
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins
+from shardwise.search.cost_inputs_of_plan import adapted, with_adapter, with_plan
 from shardwise.search.search import ask, search
-from shardwise.search.traffic import sent_bytes
-from shardwise.spec.adapters import NF4_BYTES, NF4_PLAIN_BYTES, AdapterFacts, with_adapters
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.load import load_profile
-from shardwise.spec.profile import ModelProfile, Unit
-from shardwise.spec.workload import Workload
+from shardwise.search.traffic_per_axis import sent_bytes
 from shardwise.units import GIB
 from tests.native import Native
 from tests.unit.test_adapters import SHAPE
@@ -117,9 +117,9 @@ class TestAdapterFacts:
 
 class TestPacked:
     def test_bytes_are_those_of_bitsandbytes(self):
-        from shardwise.parallel.adapters import add_adapters
-        from shardwise.parallel.quantise import pack, packed_bytes, scale_bytes
-        from shardwise.spec.transformer import profile_of
+        from shardwise.model.transformer import profile_of
+        from shardwise.parallel.lora.adapters import add_adapters
+        from shardwise.parallel.lora.quantize import pack, packed_bytes, scale_bytes
 
         shape = SHAPE.model_copy(update={"hidden": 256, "head_dim": 32, "ffn": 512, "layers": 2})
         module = Native(shape)
@@ -294,8 +294,8 @@ class TestAdvice:
 
 
 def test_the_counts_of_live_adapters_are_the_planners():
-    from shardwise.parallel.adapters import add_adapters
-    from shardwise.spec.transformer import profile_of
+    from shardwise.model.transformer import profile_of
+    from shardwise.parallel.lora.adapters import add_adapters
 
     options = AdapterOptions(rank=3, targets=("attention", "up_proj"), dora=True)
     module: nn.Module = Native(SHAPE)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli.own_loop import start
-from shardwise.cost.estimate import Estimate, Phase
+from shardwise.cost.memory.estimate import Estimate, Phase
 from shardwise.errors import ReceiptError
 from shardwise.measure.peaks import peak_watch
+from shardwise.receipts.fit import FitProbe
+from shardwise.receipts.receipt import Line
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.fit import FitProbe
-from shardwise.verify.receipt import Line
 from tests.models import decoder, ragged_batches
 
 BIG = 8 * 1024**2

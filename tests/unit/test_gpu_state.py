@@ -8,8 +8,8 @@ import time
 import pynvml
 import pytest
 
-from shardwise.measure.gpu.query import QuerySource, parse_query
-from shardwise.measure.gpu.state import GpuSampler, GpuState, NvmlSource, decode_reasons
+from shardwise.measure.gpu.nvidia_smi import QuerySource, parse_query
+from shardwise.measure.gpu.nvml import GpuSampler, GpuState, NvmlSource, decode_reasons
 from shardwise.measure.gpu.xids import parse_xids, read_xids
 from tests.machines import MACHINES, RECORDED, RecordedNvml
 

@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 
-from shardwise.plan.dims import ParallelDims
-from shardwise.plan.plan import Plan
-from shardwise.verify.causes import (
+from shardwise.gradcheck.causes import (
     Setting,
     candidates,
     explain,
@@ -19,7 +17,9 @@ from shardwise.verify.causes import (
     name_factor,
     pattern_of,
 )
-from shardwise.verify.gradients import Gradients, Verdict, compare, judge
+from shardwise.gradcheck.compare import Gradients, Verdict, compare, judge
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
 
 TOLERANCE = 1e-9
 

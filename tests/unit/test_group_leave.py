@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwise.parallel import group
+from shardwise.distributed import process_group as group
 
 
 def _works(seconds: float) -> threading.Thread:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.spec import hardware
-from shardwise.spec.hardware import find_gpu, gpu_names, pcie_bytes_per_s, unknown_gpu_message
+from shardwise.hardware import gpus as hardware
+from shardwise.hardware.gpus import find_gpu, gpu_names, pcie_bytes_per_s, unknown_gpu_message
 from shardwise.units import GIB
 
 NAMES = [

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.environment import history_file
 from shardwise.measure import history
 from shardwise.measure.history import KEPT_RUNS, MIN_RUNS, device_key, median_step_s, read_history, remember
-from shardwise.parallel.environment import history_file
 
 
 @pytest.fixture

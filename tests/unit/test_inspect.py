@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.checkpoint import boxes as boxes_module
-from shardwise.checkpoint import verify as verify_module
+from shardwise.checkpoint import integrity as verify_module
 from shardwise.checkpoint.boxes import coverage_fault
 from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, read_manifest
 from shardwise.checkpoint.inspect import Damage, inspect_checkpoint
-from shardwise.checkpoint.shards import read_header
-from shardwise.checkpoint.storage import Folder, RangeReader, folder_of
-from shardwise.checkpoint.verify import structure_faults, verify_checkpoint
+from shardwise.checkpoint.integrity import structure_faults, verify_checkpoint
+from shardwise.checkpoint.shard_files import read_header
+from shardwise.checkpoint.storage.local_storage import Folder, RangeReader, folder_of
 from shardwise.errors import UserError
 from tests.checkpoints import full_tensors, write_checkpoint
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shardwise.cost.kernels import (
+from shardwise.cost.time.kernels import (
     GENERATIONS,
     AttentionKernel,
     attention_s,
@@ -18,7 +18,7 @@ from shardwise.cost.kernels import (
     memory_s,
     supports,
 )
-from shardwise.spec.hardware import GpuSpec, find_gpu, gpu_names
+from shardwise.hardware.gpus import GpuSpec, find_gpu, gpu_names
 
 A100_PCIE = "A100-PCIe-80GB"
 B200 = "B200-SXM-180GB"

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cost.memory import estimate_memory
+from shardwise.cost.memory.estimate_memory import estimate_memory
 from shardwise.errors import ConfigError, PlanError
 from shardwise.measure import state
-from shardwise.parallel.adafactor import Adafactor, state_shapes
-from shardwise.parallel.adamw8bit import BLOCK, AdamW8bit, Blocks, dequantised, quantised, require_bitsandbytes
-from shardwise.parallel.in_backward import InBackward
+from shardwise.model.read import read_model
+from shardwise.optim.adafactor import Adafactor, state_shapes
+from shardwise.optim.adamw8bit import BLOCK, AdamW8bit, Blocks, dequantised, quantised, require_bitsandbytes
+from shardwise.optim.in_backward import InBackward
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan, runnable
-from shardwise.spec.read import read_model
 from shardwise.train.config import Config, OptimizerTable, read_config
 from shardwise.train.optimizer import build_optimizer, workload_of
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardwise.errors import ModelError
-from shardwise.spec.load import load_profile
+from shardwise.model.load_model import load_profile
 
 LLAMA = {
     "model_type": "llama",

@@ -12,17 +12,17 @@ from torch.nn import functional
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.cli.own_loop import start
-from shardwise.cost.memory import estimate, estimate_memory, screen
+from shardwise.cost.memory.estimate_memory import estimate, estimate_memory, screen
 from shardwise.errors import ConfigError, ModelError, PlanError
-from shardwise.parallel import loss_chunks
-from shardwise.parallel.loss_chunks import LateLogits, OutputHead, apply_loss_chunks, find_head
+from shardwise.hardware.cluster import detect
+from shardwise.model.read import read_model
+from shardwise.model.trace import trace_module
+from shardwise.parallel import chunked_loss as loss_chunks
+from shardwise.parallel.chunked_loss import LateLogits, OutputHead, apply_loss_chunks, find_head
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan, runnable
-from shardwise.spec.cluster import detect
-from shardwise.spec.read import read_model
-from shardwise.spec.trace import trace_module
-from shardwise.spec.workload import Workload
+from shardwise.plan.workload import Workload
+from shardwise.run.start import start
 from shardwise.train.config import read_config
 from shardwise.train.loss import token_loss_sum
 from tests.families import VOCAB, configuration, family

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.activations import unit_bytes
-from shardwise.cost.estimate import CATEGORIES
-from shardwise.cost.held import (
+from shardwise.cost.memory.activations import unit_bytes
+from shardwise.cost.memory.allocation_trace import Program
+from shardwise.cost.memory.estimate import CATEGORIES
+from shardwise.cost.memory.estimate_memory import estimate, estimate_memory, screen
+from shardwise.cost.memory.local_shapes import (
     heavy_stages,
     layout_of,
     micro_batches_held,
@@ -20,19 +22,17 @@ from shardwise.cost.held import (
     tp_shape,
     unit_weights,
 )
-from shardwise.cost.memory import estimate, estimate_memory, screen
-from shardwise.cost.program import write_program
-from shardwise.cost.replay import replay, settings_of
-from shardwise.cost.tape import Program
+from shardwise.cost.memory.simulate import replay, settings_of
+from shardwise.cost.memory.step_program import write_program
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.model.architecture import Architecture
+from shardwise.model.facts import ModelSpec, ParameterSpec
+from shardwise.model.profile import ModelProfile, Op, Unit, Weight
+from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.architecture import Architecture
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.model import ModelSpec, ParameterSpec
-from shardwise.spec.profile import ModelProfile, Op, Unit, Weight
-from shardwise.spec.transformer import profile_of
-from shardwise.spec.workload import Workload
+from shardwise.plan.workload import Workload
 from shardwise.units import GIB
 
 LLAMA = Architecture(

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
+from shardwise.model.read import find_blocks
+from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.materialize import build, materialize, parameters_on_meta
-from shardwise.parallel.recompute import apply_recompute
-from shardwise.spec.read import find_blocks
 from shardwise.train.config import Config
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.model import forward_bytes, model_factory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.cost.money import (
+from shardwise.cost.price import (
     HOURS_PER_MONTH,
     POWER_OVERHEAD,
     break_even_months,
@@ -15,7 +15,7 @@ from shardwise.cost.money import (
     training_hours,
 )
 from shardwise.errors import UserError
-from shardwise.spec.hardware import gpu_names
+from shardwise.hardware.gpus import gpu_names
 
 
 def test_hours_and_cost():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardwise.errors import DataError
-from shardwise.train.order import Order, rank_ids
+from shardwise.train.data.order import Order, rank_ids
 
 
 def test_an_epoch_is_a_permutation_of_its_own() -> None:

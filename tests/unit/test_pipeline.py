@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.cost.pipeline import (
+from shardwise.cost.time.overlap import Run, elapsed_s
+from shardwise.cost.time.pipeline_time import (
     SIMULATED_EVENTS,
     blocks_per_stage,
     bubble_fraction,
@@ -12,8 +13,7 @@ from shardwise.cost.pipeline import (
     pipeline_s,
     simulate_1f1b,
 )
-from shardwise.cost.schedule import Run, elapsed_s
-from shardwise.cost.stages import balanced_stages, even_stages
+from shardwise.plan.stage_balance import balanced_stages, even_stages
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 8), (4, 4), (4, 3), (8, 64), (5, 7)])

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.errors import PlanError
-from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.dims import ParallelDims, dims_for
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan, read_plan, split_batch
 from shardwise.plan.strategy import ALIASES, BASES, Strategy, parse_strategy, runnable_strategy
 

@@ -12,14 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from shardwise.errors import ModelError
-from shardwise.parallel.recompute import ATTENTION, MATMULS
-from shardwise.spec.architecture import Architecture, parameter_count
-from shardwise.spec.catalogue import catalogue_names, find_architecture, published_parameters
-from shardwise.spec.convnet import RESNET_50, convnet_profile
-from shardwise.spec.ops import autocast_copies, mark_selective
-from shardwise.spec.profile import ModelProfile, Op, Unit
-from shardwise.spec.trace import trace_module
-from shardwise.spec.transformer import profile_of
+from shardwise.model.architecture import Architecture, parameter_count
+from shardwise.model.catalogue import catalogue_names, find_architecture, published_parameters
+from shardwise.model.convnet import RESNET_50, convnet_profile
+from shardwise.model.operations import autocast_copies, mark_selective
+from shardwise.model.profile import ModelProfile, Op, Unit
+from shardwise.model.trace import trace_module
+from shardwise.model.transformer import profile_of
+from shardwise.parallel.activation_checkpointing import ATTENTION, MATMULS
 from tests.native import Native, ResNet
 
 BASE = {
@@ -225,7 +225,7 @@ def whole(profile: ModelProfile, name: str) -> int:
 
 def test_counting_needs_no_torch():
     code = (
-        "import sys; from shardwise.spec.load import load_profile; "
+        "import sys; from shardwise.model.load_model import load_profile; "
         "load_profile('llama-3.1-405b', seq_len=8192); load_profile('resnet-50'); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

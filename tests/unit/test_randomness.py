@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
-from shardwise.train.randomness import rank_to_follow
+from shardwise.train.rng import rank_to_follow
 
 
 def plan(strategy: str, **degrees: int) -> Plan:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.errors import AnswerIsNo, ReceiptError
-from shardwise.verify.receipt import Line, Receipt
+from shardwise.receipts.receipt import Line, Receipt
 
 TRUE = Line(name="ranks", planned="2", found="2")
 FALSE = Line(name="precision", planned="bf16", found="fp32", ok=False)

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.rank import finite
 from shardwise.cli.train import loss_text
+from shardwise.diagnosis.finding import Finding
 from shardwise.errors import MachineError, UserError
-from shardwise.measure.comm.facts import bus_factor
-from shardwise.measure.diagnosis.finding import Finding
-from shardwise.measure.timing import BETWEEN, PARTS
-from shardwise.report.page import figures as html_figures
-from shardwise.report.page import html
-from shardwise.report.page import parts as html_parts
-from shardwise.report.page.environment import environment_facts, write_environment
-from shardwise.report.page.html import make_report, render, write_report
-from shardwise.report.page.record import Record, Samples
-from shardwise.report.page.run_folder import read_run, series_of
-from shardwise.report.page.samples import read_links, read_scaling, together
-from shardwise.report.page.text import Safe, el, milliseconds, money, percent, sampled
+from shardwise.measure.comm_facts import bus_factor
+from shardwise.measure.step_time.timing import BETWEEN, PARTS
+from shardwise.report.html import elements as html
+from shardwise.report.html import figures as html_figures
+from shardwise.report.html import layout_parts as html_parts
+from shardwise.report.html.elements import make_report, render, write_report
+from shardwise.report.html.environment_section import environment_facts, write_environment
+from shardwise.report.html.run_folder import read_run, series_of
+from shardwise.report.html.run_record import Record, Samples
+from shardwise.report.html.sample_files import read_links, read_scaling, together
+from shardwise.report.html.text import Safe, el, milliseconds, money, percent, sampled
+from shardwise.run.rank_main import finite
 from tests.reports import FINDINGS, MEANS, RANKS, SLOW_S, USE, metrics, timing, write_links, write_run, write_scaling
 
 FILES = ("summary.json", "job.json", "timing.json", "findings.json", "environment.json", "metrics.jsonl")
@@ -349,7 +349,7 @@ def test_without_plotly_the_numbers_are_open(run, monkeypatch):
 
 def test_plotly_js_is_embedded_once_and_not_imported(run):
     code = (
-        "import sys; from pathlib import Path; from shardwise.report.page.html import make_report;"
+        "import sys; from pathlib import Path; from shardwise.report.html.elements import make_report;"
         f"make_report(Path({str(run)!r})); print(*sorted({{n.split('.')[0] for n in sys.modules}}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.checkpoint.sources import restricted
-from shardwise.checkpoint.sources.inert import Maker, Record
-from shardwise.checkpoint.sources.restricted import load_restricted
+from shardwise.checkpoint.readers import restricted
+from shardwise.checkpoint.readers.inert import Maker, Record
+from shardwise.checkpoint.readers.restricted import load_restricted
 from shardwise.errors import CheckpointError
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -443,7 +443,7 @@ def test_mutated_streams_are_read_or_refused():
 
 def test_nothing_that_could_run_comes_out():
     """Where the tables' names are only mentioned, an inert value comes out, none of them callable."""
-    from shardwise.checkpoint.sources.inert import _TABLE
+    from shardwise.checkpoint.readers.inert import _TABLE
 
     for full, value in _TABLE.items():
         found = load_restricted(name(full) + b".", "x")

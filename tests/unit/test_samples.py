@@ -10,8 +10,8 @@ import torch
 
 from shardwise.errors import DataError
 from shardwise.train.config import DataTable
-from shardwise.train.corpus import Tokens, prepare_corpus
-from shardwise.train.samples import DocumentSamples, PackedSamples, Samples, samples_for
+from shardwise.train.data.corpus import Tokens, prepare_corpus
+from shardwise.train.data.samples import DocumentSamples, PackedSamples, Samples, samples_for
 
 END = 256
 LENGTHS = [5, 1, 16, 0, 7, 8, 23, 2]  # bytes of the documents; their separators come on top

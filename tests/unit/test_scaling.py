@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shardwise.cli.bench_scaling import FILE, Request, document_of, finish, stored
-from shardwise.cost.collectives import Calibration, LinkFit, Measured
-from shardwise.errors import PlanError, UserError
-from shardwise.measure.scaling.facts import LeftOut, Mode, Sample, Scaling, Subject, UnitTraffic, rows_of, warnings_of
-from shardwise.measure.scaling.plans import default_sizes, plan_at, plans_of
-from shardwise.measure.scaling.predict import (
+from shardwise.bench.scaling.predict import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     HOST_COPY_BYTES_PER_S,
@@ -29,14 +24,19 @@ from shardwise.measure.scaling.predict import (
     slowest_of,
     units_of,
 )
-from shardwise.measure.timing import PARTS, Spread, Timing
+from shardwise.bench.scaling.scaling_plans import default_sizes, plan_at, plans_of
+from shardwise.bench.scaling.scaling_plot import draw
+from shardwise.bench.scaling.scaling_report import print_scaling
+from shardwise.cli.bench_scaling import FILE, Request, document_of, finish, stored
+from shardwise.cost.time.collective_time import Calibration, LinkFit, Measured
+from shardwise.errors import PlanError, UserError
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.measure.scaling_facts import LeftOut, Mode, Sample, Scaling, Subject, UnitTraffic, rows_of, warnings_of
+from shardwise.measure.step_time.timing import PARTS, Spread, Timing
+from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.report.scaling import print_scaling
-from shardwise.report.scaling_plot import draw
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.load import load_profile
 
 CPU = ClusterSpec(device="cpu", device_name="CPU", devices_per_node=2, cores_per_node=2)
 LATENCY_S, BYTES_PER_S = 1e-3, 100e6

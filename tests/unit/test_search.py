@@ -7,16 +7,22 @@ from itertools import product
 
 import pytest
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.memory import Parts
-from shardwise.cost.steptime import StepTime
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import Parts
+from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import DoesNotFit, ModelError, PlanError
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.gpus import GpuSpec, Link
+from shardwise.model.facts import ModelSpec, ParameterSpec
+from shardwise.model.load_model import load_profile
+from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.strategy import BASES, parse_strategy
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import choose_profiled
 from shardwise.search.enumerate import complexity, divisors, layouts, nearest_multiples
-from shardwise.search.explain import against, why_not
-from shardwise.search.quick import guess_s, totals_of
+from shardwise.search.explain_plan import against, why_not
+from shardwise.search.heuristics import guess_s, totals_of
 from shardwise.search.search import (
     PLAIN_TIE,
     SAID_TIE,
@@ -33,12 +39,6 @@ from shardwise.search.search import (
     syncs,
     time_of,
 )
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.hardware import GpuSpec, Link
-from shardwise.spec.load import load_profile
-from shardwise.spec.model import ModelSpec, ParameterSpec
-from shardwise.spec.profile import ModelProfile, Op, Unit, Weight
-from shardwise.spec.workload import Workload
 from shardwise.units import GIB
 
 GPU = GpuSpec(name="Device", arch="none", memory_bytes=80 * GIB, peak_flops={"bf16": 1e14})

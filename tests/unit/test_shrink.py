@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.gradcheck.shrink import Recipe, Shrunk, build_small, chosen, shrink, structure
+from shardwise.gradcheck.shrink_config import Sizes, heads_for
 from shardwise.parallel.materialize import build
-from shardwise.verify.shrink import Recipe, Shrunk, build_small, chosen, shrink, structure
-from shardwise.verify.shrink_config import Sizes, heads_for
 from tests.families import family
 
 transformers = pytest.importorskip("transformers")

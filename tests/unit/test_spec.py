@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.hardware import cluster
+from shardwise.hardware.cluster import ClusterSpec, detect
+from shardwise.model.facts import ParameterSpec, itemsize_of
+from shardwise.model.read import clean_name, dtype_name, find_blocks, read_model
+from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.materialize import parameters_on_meta
-from shardwise.parallel.recompute import apply_recompute
-from shardwise.spec import cluster
-from shardwise.spec.cluster import ClusterSpec, detect
-from shardwise.spec.model import ParameterSpec, itemsize_of
-from shardwise.spec.read import clean_name, dtype_name, find_blocks, read_model
-from shardwise.spec.workload import Workload
+from shardwise.plan.workload import Workload
 from tests.models import VOCAB, WIDTH, Block, Decoder
 
 

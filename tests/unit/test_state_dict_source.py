@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise.checkpoint.format import OptimizerEntry
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.sources.source import Source
-from shardwise.checkpoint.sources.state_dict import StateDictSource
+from shardwise.checkpoint.readers.reader import Source
+from shardwise.checkpoint.readers.state_dict import StateDictSource
 from shardwise.errors import CheckpointError, ShardwiseError, UserError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.checkpoint.sources.inert import Record
-from shardwise.checkpoint.sources.state_names import clean_names, sort_out
+from shardwise.checkpoint.readers.inert import Record
+from shardwise.checkpoint.readers.state_names import clean_names, sort_out
 from shardwise.errors import CheckpointError
 
 T = "a tensor"

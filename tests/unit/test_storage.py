@@ -18,8 +18,8 @@ import pytest
 import s3fs
 from upath import UPath
 
-from shardwise.checkpoint import remote
-from shardwise.checkpoint.storage import (
+from shardwise.checkpoint.storage import remote
+from shardwise.checkpoint.storage.local_storage import (
     MIB,
     FileWriter,
     Folder,

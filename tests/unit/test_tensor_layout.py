@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import tensor_layout
-from shardwise.parallel.tensor_layout import TensorLayout, chunk
+from shardwise.model.read import read_model
+from shardwise.parallel.tensor_parallel.parallelize import tensor_layout
+from shardwise.parallel.tensor_parallel.tensor_layout import TensorLayout, chunk
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
-from shardwise.spec.read import read_model
 from tests.families import FAMILIES, HEADS, INNER, KV_HEADS, VOCAB, WIDTH, configuration, family
 
 SMALL: dict[str, Any] = {

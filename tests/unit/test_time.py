@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from shardwise.cost.flops import mfu, palm_flops
-from shardwise.cost.rates import LASTING, machine_of
-from shardwise.cost.steptime import StepTime
-from shardwise.cost.time import Rates, step_time
-from shardwise.cost.unit_time import Split, unit_time
+from shardwise.cost.time.estimate_time import Rates, step_time
+from shardwise.cost.time.layer_time import Split, unit_time
+from shardwise.cost.time.machine import LASTING, machine_of
+from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.model.architecture import Architecture
+from shardwise.model.lora import with_adapters
+from shardwise.model.profile import ModelProfile
+from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.adapters import with_adapters
-from shardwise.spec.architecture import Architecture
-from shardwise.spec.cluster import ClusterSpec, parse_cluster
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.transformer import profile_of
-from shardwise.spec.workload import Workload
+from shardwise.plan.workload import Workload
 
 PARTS = (
     "compute_s",

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from shardwise.spec import topology
-from shardwise.spec.hardware import find_gpu
-from shardwise.spec.topology import Topology, link_of, parse_topology, read_topology
+from shardwise.hardware import topology
+from shardwise.hardware.gpus import find_gpu
+from shardwise.hardware.topology import Topology, link_of, parse_topology, read_topology
 
 LEGEND = """
 Legend:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.sources import torch_file
-from shardwise.checkpoint.sources.inert import Record
-from shardwise.checkpoint.sources.torch_file import StoredTensor, TorchFile
-from shardwise.checkpoint.storage import RangeReader, folder_of
+from shardwise.checkpoint.readers import torch_file
+from shardwise.checkpoint.readers.inert import Record
+from shardwise.checkpoint.readers.torch_file import StoredTensor, TorchFile
+from shardwise.checkpoint.storage.local_storage import RangeReader, folder_of
 from shardwise.errors import CheckpointError
 
 

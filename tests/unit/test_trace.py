@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.spec.profile import ModelProfile, Unit
-from shardwise.spec.trace import trace_module
+from shardwise.model.profile import ModelProfile, Unit
+from shardwise.model.trace import trace_module
 from tests.models import LENGTH, VOCAB, WIDTH, Decoder
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from shardwise.measure.trace.events import (
+from shardwise.measure.profiler.events import (
     kind_of,
     parse_events,
     product_size,
@@ -15,8 +15,8 @@ from shardwise.measure.trace.events import (
     self_seconds,
     union,
 )
-from shardwise.measure.trace.summary import bound_of, short_name, summarise
-from shardwise.measure.trace.words import words
+from shardwise.measure.profiler.summary import bound_of, short_name, summarise
+from shardwise.measure.profiler.trace_text import words
 
 GEMM = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(Params)"
 ELEMENTS = "void at::native::vectorized_elementwise_kernel<4, add>(int)"

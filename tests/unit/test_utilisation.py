@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.cost.flops import palm_flops
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.hardware.gpus import find_gpu
 from shardwise.measure.utilisation import (
     StepWork,
     axis_uses,
@@ -13,10 +15,8 @@ from shardwise.measure.utilisation import (
     utilisation,
     utilisation_lines,
 )
+from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import AXES, ParallelDims
-from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.hardware import find_gpu
-from shardwise.spec.load import load_profile
 
 WORK = StepWork(parameters=10**9, tokens=2**20, model_flops=8e15, executed_flops=10e15)
 NODES = parse_cluster("2x8xH100-SXM")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-import shardwise.train.windows as windows_module
+import shardwise.train.data.windows as windows_module
+from shardwise.distributed.process_group import Ranks
 from shardwise.errors import DataError
-from shardwise.parallel.group import Ranks
-from shardwise.train.windows import RankBatches, rank_batches, split_batch, windows
+from shardwise.train.data.windows import RankBatches, rank_batches, split_batch, windows
 from tests.worlds import run_world
 
 NUMBER, BATCH = 23, 2
@@ -64,7 +64,7 @@ def taken(batches: Any) -> list[list[int]]:
 
 def batches_of_all_kinds() -> dict[str, Any]:
     """On each rank: what its share of each loader is. The random states of the ranks differ, as they do in life."""
-    from shardwise.parallel.group import join
+    from shardwise.distributed.process_group import join
 
     ranks = join("cpu")
     torch.manual_seed(1000 + ranks.rank)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cost.stages import balanced_stages
 from shardwise.errors import ModelError
+from shardwise.model.read import read_model
+from shardwise.model.wiring import BlockCall, Wiring, read_wiring
 from shardwise.parallel.apply import stop_caching
 from shardwise.parallel.materialize import build
-from shardwise.spec.read import read_model
-from shardwise.spec.wiring import BlockCall, Wiring, read_wiring
+from shardwise.plan.stage_balance import balanced_stages
 from tests.families import FAMILIES, VOCAB, WIDTH, family
 
 EMBEDDING = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint.sources.accelerate import AccelerateSource
-from shardwise.checkpoint.sources.detect import open_source
+from shardwise.checkpoint.readers.accelerate import AccelerateSource
+from shardwise.checkpoint.readers.detect import open_source
 from shardwise.errors import CheckpointError
 
 pytest.importorskip("accelerate", reason="the folders are written by Accelerate itself: pip install accelerate")

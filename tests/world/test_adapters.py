@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli.own_loop import start
-from shardwise.parallel.adapters import add_adapters, set_magnitudes
-from shardwise.parallel.quantise import pack, packed_bytes
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.parallel.lora.adapters import add_adapters, set_magnitudes
+from shardwise.parallel.lora.quantize import pack, packed_bytes
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, Case, Gradients, Watch, ragged, reference, worst
 from tests.families import family
@@ -79,7 +79,7 @@ def _in_order(model: nn.Module, case: Case) -> nn.Module:
 
 
 def _cleaned(gradients: Gradients) -> Gradients:
-    from shardwise.spec.read import clean_name
+    from shardwise.model.read import clean_name
 
     return {clean_name(name): value for name, value in gradients.items()}
 

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.weights import BaseWeights
-from shardwise.cli.own_loop import start
-from shardwise.measure.step_work import WorkProbe
-from shardwise.parallel.adapters import add_adapters
+from shardwise.measure.step_flops import WorkProbe
+from shardwise.parallel.lora.adapters import add_adapters
+from shardwise.parallel.lora.quantize import packed, packed_bytes
 from shardwise.parallel.materialize import build
-from shardwise.parallel.quantise import packed, packed_bytes
-from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.dims import dims_for
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.receipts.expected_part import axis_of
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.part import axis_of
 from tests.families import family
 from tests.world.test_checkpoint_memory import MIB, status
 from tests.worlds import run_world

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.cli.own_loop import start
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.effects import EffectsProbe
 from tests.contract import Watch, ragged, reference, worst
 from tests.families import family
 from tests.worlds import run_world
@@ -33,7 +33,7 @@ def model_of_peft(seed: int, dtype: torch.dtype) -> nn.Module:
 
 
 def train(dtype: torch.dtype) -> dict[str, Any]:
-    from shardwise.spec.read import clean_name
+    from shardwise.model.read import clean_name
 
     found = {}
     for strategy in STRATEGIES:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwise.cli.own_loop import start
-from shardwise.parallel.adapters import add_adapters, set_magnitudes
-from shardwise.parallel.quantise import pack, packing_layers
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.parallel.lora.adapters import add_adapters, set_magnitudes
+from shardwise.parallel.lora.quantize import pack, packing_layers
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.effects import EffectsProbe
 from tests.contract import CLIP, Case, Watch, ragged, reference
 from tests.families import VOCAB, family
 from tests.models import ByteAttention

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwise.checkpoint.format import newest, read_manifest
-from shardwise.cli.own_loop import start
 from shardwise.errors import UserError
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import read_metrics
 from tests.contract import ragged

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.cli.own_loop import start
+from shardwise.distributed import control_message as meeting
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import meeting
+from shardwise.run.start import start
 from shardwise.train.session import Session
 from tests.worlds import WorldError, run_world
 

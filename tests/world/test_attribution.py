@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from shardwise.measure import borders
-from shardwise.measure.attribution import Attribution
-from shardwise.measure.timing import BETWEEN, PARTS, Timing
-from shardwise.parallel.group import join
-from shardwise.parallel.waits import WAITS
+from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.process_group import join
+from shardwise.measure.step_time import comm_hooks as borders
+from shardwise.measure.step_time.attribution import Attribution
+from shardwise.measure.step_time.timing import BETWEEN, PARTS, Timing
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy

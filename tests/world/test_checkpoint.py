@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint import commit as commit_module
 from shardwise.checkpoint import save as save_module
-from shardwise.checkpoint import shards as shards_module
-from shardwise.checkpoint import storage as storage_module
+from shardwise.checkpoint import shard_files as shards_module
 from shardwise.checkpoint.format import newest, read_manifest
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all, rng_for
 from shardwise.checkpoint.save import save_checkpoint
+from shardwise.checkpoint.storage import local_storage as storage_module
 from shardwise.checkpoint.weights import load_weights
 from shardwise.errors import CheckpointError, ModelError, UserError
 from shardwise.plan.plan import Plan

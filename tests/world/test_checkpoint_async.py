@@ -20,17 +20,17 @@ from torch import nn
 
 from shardwise.checkpoint import commit as commit_module
 from shardwise.checkpoint import save as save_module
-from shardwise.checkpoint import stage as stage_module
-from shardwise.checkpoint import storage as storage_module
+from shardwise.checkpoint import staging as stage_module
 from shardwise.checkpoint.commit import FolderLock
 from shardwise.checkpoint.format import newest, read_manifest
 from shardwise.checkpoint.layout import engine_of
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
-from shardwise.cli.job import Job, prepare_job
-from shardwise.cli.own_loop import start
-from shardwise.cli.rank import run_job
+from shardwise.checkpoint.storage import local_storage as storage_module
 from shardwise.errors import CheckpointError, UserError
+from shardwise.run.job import Job, prepare_job
+from shardwise.run.rank_main import run_job
+from shardwise.run.start import start
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.world.test_checkpoint_matrix import here, plan_for

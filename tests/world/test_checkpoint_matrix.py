@@ -15,14 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise.checkpoint import share as share_module
+from shardwise.checkpoint import save_plan as share_module
 from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.layout import engine_of
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all
 from shardwise.checkpoint.save import save_checkpoint
-from shardwise.cli.own_loop import start
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
+from shardwise.run.start import start
 from tests.worlds import run_world
 
 IDS = torch.tensor([[0, 1, 2, 6, 3]])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as Cut
 from shardwise.checkpoint.layout import box_of
 from shardwise.checkpoint.load import load_checkpoint
 from shardwise.checkpoint.save import save_checkpoint
-from shardwise.cli.own_loop import start
+from shardwise.run.start import start
 from tests.world.test_checkpoint_matrix import here, plan_for
 from tests.worlds import run_world
 

@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise.checkpoint import share as share_module
+from shardwise.checkpoint import save_plan as share_module
 from shardwise.checkpoint.format import Manifest, read_manifest
 from shardwise.checkpoint.load import load_checkpoint
 from shardwise.checkpoint.save import Saver, save_checkpoint
 from shardwise.checkpoint.weights import load_weights
 from shardwise.errors import CheckpointError, CheckpointMismatch, ModelError
-from shardwise.parallel.home import Home, set_home
+from shardwise.model.read import clean_name
+from shardwise.parallel.ownership import Home, set_home
 from shardwise.plan.plan import Plan
-from shardwise.spec.read import clean_name
 from tests.worlds import run_world
 
 LAYERS, WIDTH, ROWS = 4, 6, 7

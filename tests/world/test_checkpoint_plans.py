@@ -21,12 +21,12 @@ from shardwise.checkpoint.layout import engine_of
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all
 from shardwise.checkpoint.save import Saver, save_checkpoint
 from shardwise.checkpoint.weights import load_weights
-from shardwise.cli.own_loop import start
-from shardwise.parallel.home import home_of
+from shardwise.model.read import clean_name, read_model
+from shardwise.parallel.ownership import home_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name, read_model
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.cli.test_checkpoint_command import answer
 from tests.families import VOCAB, configuration, family

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.measure.comm.bench import AxisGroup, axes_of, bench_comm, call_of
-from shardwise.measure.comm.facts import COLLECTIVES, Axis, Collective, CommSamples, ladder
-from shardwise.parallel.group import join
+from shardwise.bench.comm.time_collectives import AxisGroup, axes_of, bench_comm, call_of
+from shardwise.distributed.process_group import join
+from shardwise.measure.comm_facts import COLLECTIVES, Axis, Collective, CommSamples, ladder
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError, PlanError
-from shardwise.parallel.compiled import check_options
-from shardwise.parallel.compiled_look import check_compile
+from shardwise.model.read import read_model
+from shardwise.parallel.compile import check_options
+from shardwise.parallel.compile_check import check_compile
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import read_model
 from tests.families import family
 from tests.world.test_context_parallel import LAYERS, LIMIT, Case, train
 from tests.worlds import run_world
@@ -144,7 +144,7 @@ def test_a_machine_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 def lengths_of_every_kind() -> str:
     """A block that is compiled anew for every value of an attribute: PyTorch stops at a limit."""
-    from shardwise.parallel.compiled import apply_compile
+    from shardwise.parallel.compile import apply_compile
 
     module = Blocks(torch.sin)
     apply_compile(list(module.blocks), Plan(strategy="ddp", compile=True))

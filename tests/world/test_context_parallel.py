@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import DataError, ModelError
-from shardwise.parallel import context, context_exchange
-from shardwise.parallel.compiled import Compiled, compiled_of
-from shardwise.parallel.context import check_context, exchanged_calls, sequence_share
-from shardwise.parallel.shard import gathered_ahead
+from shardwise.model.read import read_model
+from shardwise.parallel.compile import Compiled, compiled_of
+from shardwise.parallel.context_parallel import attention as context
+from shardwise.parallel.context_parallel import ulysses as context_exchange
+from shardwise.parallel.context_parallel.attention import check_context, exchanged_calls, sequence_share
+from shardwise.parallel.data_parallel.fsdp import gathered_ahead
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import read_model
+from shardwise.run.start import start
 from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LENGTH, LIMIT, Watch, gradients_here, reference, worst

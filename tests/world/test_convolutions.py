@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.cli.own_loop import start
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
+from shardwise.run.start import start
 from tests.worlds import run_world
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero2+offload", "fsdp+offload")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.sources.detect import open_source
+from shardwise.checkpoint.readers.detect import open_source
 from shardwise.errors import CheckpointError
 from tests.worlds import run_world
 

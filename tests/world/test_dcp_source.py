@@ -16,10 +16,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from upath import UPath
 
-from shardwise.checkpoint import storage
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.sources.dcp import DcpSource, pieces
-from shardwise.checkpoint.sources.dcp_metadata import cover_problem
+from shardwise.checkpoint.readers.dcp import DcpSource, pieces
+from shardwise.checkpoint.readers.dcp_metadata import cover_problem
+from shardwise.checkpoint.storage import local_storage as storage
 from shardwise.errors import CheckpointError
 from tests.peers import write_dcp
 from tests.worlds import run_world

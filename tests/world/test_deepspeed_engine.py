@@ -84,7 +84,7 @@ def contract(cases: list[tuple[str, int, dict[str, Any], str]]) -> list[str]:
     """Two steps of SGD with rate 1 for each case; the second window is short. Returns what was wrong."""
     import torch.distributed as dist
 
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     wrong = []
     for strategy, accum, variant, recompute in cases:
@@ -151,7 +151,7 @@ def test_the_gradient_and_the_update_are_those_of_one_process(world: int) -> Non
 
 def narrow(strategies: list[str]) -> dict[str, float]:
     """How far a bf16 gradient is from the one in float64, of the largest element; the norm that is told."""
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     found = {}
     batches = ragged_batches(4)
@@ -180,7 +180,7 @@ def test_bf16_computes_narrow_and_keeps_the_fp32_weights_it_was_given() -> None:
 
 def round_trip(folder: str, saving: str, loading: list[str], precision: str) -> list[str]:
     """Save under one strategy after two steps; the next two are the same under another. Returns what was wrong."""
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     def run(strategy: str, first: int, save: bool) -> Weights:
         session = start(plan_of(strategy, grad_accum=2, precision=precision), receipts=False)
@@ -214,7 +214,7 @@ def round_trip(folder: str, saving: str, loading: list[str], precision: str) -> 
 def whole(session: Any) -> Weights:
     from torch.distributed.tensor import DTensor
 
-    from shardwise.spec.read import clean_name
+    from shardwise.model.read import clean_name
 
     if session.applied.engine is not None:
         return {name: value.clone() for name, value in session.applied.engine.weights()}
@@ -243,7 +243,7 @@ def test_under_bf16_the_fp32_weights_are_what_is_saved(tmp_path: Path) -> None:
 
 
 def other_world(folder: str, strategy: str, save: bool) -> Weights:
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     session = start(plan_of(strategy), receipts=False)
     model = decoder().float()
@@ -281,7 +281,7 @@ def states_by_hash(folder: str) -> tuple[list[str], list[str]]:
     them in another order."""
     import torch.distributed as dist
 
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     wrong = []
     for strategy in STAGES:
@@ -333,7 +333,7 @@ def test_states_are_gathered_alike_by_ranks_that_order_sets_differently(tmp_path
 
 def left_in_the_middle(strategy: str) -> float:
     """A loop that is left after one of two backwards; the next step's gradient, against one process."""
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     session = start(plan_of(strategy, grad_accum=2), receipts=False)
     model = decoder().float()
@@ -359,7 +359,7 @@ def test_an_abandoned_step_leaves_nothing_behind(strategy: str) -> None:
 
 
 def one_step(kind: str, strategy: str) -> None:
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     session = start(plan_of(strategy), receipts=False)
     model: nn.Module = nn.Linear(4, 4)

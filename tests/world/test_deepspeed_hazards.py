@@ -148,7 +148,7 @@ def trained(cases: list[tuple[str, str, int, str]]) -> list[str]:
     """Runs each case, and returns what was off."""
     import torch.distributed as dist
 
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     wrong = []
     for strategy, pattern, accum, kind in cases:
@@ -181,8 +181,8 @@ def test_what_a_step_does_not_use_does_not_move() -> None:
 
 
 def apart(strategy: str, pattern: str, patience_s: float) -> None:
-    from shardwise.cli.own_loop import start
-    from shardwise.parallel import deepspeed_walk
+    from shardwise.parallel.engines import deepspeed_module_order as deepspeed_walk
+    from shardwise.run.start import start
 
     deepspeed_walk.PATIENCE_S = patience_s
     session = start(plan_of(strategy), receipts=False)
@@ -214,7 +214,7 @@ def resumed(folder: str, saving: str, loading: list[str], kind: str) -> list[str
     """Save after two steps under one strategy, go on under others; returns what is not one process's."""
     import torch.distributed as dist
 
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
     from tests.world.test_deepspeed_engine import whole
 
     batches = batches_of(often, dist.get_world_size(), 1)
@@ -333,7 +333,7 @@ def played(cases: list[tuple[str, str, str, int]]) -> list[str]:
     """Each scene under each strategy, against one process; what is off, or what was raised."""
     import torch.distributed as dist
 
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     wrong = []
     for strategy, scene, kind, accum in cases:
@@ -396,7 +396,7 @@ def test_a_loop_of_ones_own_is_that_of_one_process() -> None:
 
 
 def refused(kind: str, strategy: str) -> None:
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     session = start(plan_of(strategy), receipts=False)
     model = Branches()
@@ -439,7 +439,7 @@ def narrow(strategies: list[str]) -> list[str]:
     """In bf16: what is never used stays to the bit, and the rest is near one process in float64."""
     import torch.distributed as dist
 
-    from shardwise.cli.own_loop import start
+    from shardwise.run.start import start
 
     wrong = []
     for strategy in strategies:

@@ -17,8 +17,8 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer, swa_utils
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ShardwiseError, TrainingError
+from shardwise.run.start import start
 from tests import optimizers as own
 from tests.world.test_deepspeed_engine import plan_of
 from tests.worlds import run_world
@@ -170,7 +170,7 @@ def cached(params: Any) -> Optimizer:
 
 
 def adamw_8bit(params: Any) -> Optimizer:
-    from shardwise.parallel.adamw8bit import AdamW8bit
+    from shardwise.optim.adamw8bit import AdamW8bit
 
     return AdamW8bit(params, lr=0.01)
 

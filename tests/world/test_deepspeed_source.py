@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 from upath import UPath
 
-from shardwise.checkpoint import storage
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.sources import deepspeed_zero
-from shardwise.checkpoint.sources.deepspeed import DeepSpeedSource
-from shardwise.checkpoint.sources.detect import open_source
+from shardwise.checkpoint.readers import deepspeed_zero
+from shardwise.checkpoint.readers.deepspeed import DeepSpeedSource
+from shardwise.checkpoint.readers.detect import open_source
+from shardwise.checkpoint.storage import local_storage as storage
 from shardwise.errors import CheckpointError, UserError
 from tests.peers import write_deepspeed
 from tests.peers.write_deepspeed import CASES, STATE, STEPS

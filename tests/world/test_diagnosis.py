@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.measure.attribution import Attribution
-from shardwise.measure.diagnosis.causes import diagnose
-from shardwise.measure.diagnosis.observe import HostWatch, device_state, gpu_states, observe
-from shardwise.measure.diagnosis.observed import HostUse
-from shardwise.measure.gpu.state import DeviceTrack, GpuTrack
-from shardwise.parallel.group import Ranks, join
+from shardwise.diagnosis.diagnose import diagnose
+from shardwise.diagnosis.observe import HostWatch, device_state, gpu_states, observe
+from shardwise.diagnosis.observed import HostUse
+from shardwise.distributed.process_group import Ranks, join
+from shardwise.measure.gpu.nvml import DeviceTrack, GpuTrack
+from shardwise.measure.step_time.attribution import Attribution
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from tests.injections import Case, Result, run_case

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ModelError, ReceiptError
 from shardwise.measure.state import local
+from shardwise.receipts.drift import DriftWatch, bit_sums
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from shardwise.verify.drift import DriftWatch, bit_sums
 from tests.families import family
 from tests.models import Decoder, decoder, ragged_batches
 from tests.worlds import run_world

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.cli.job import Job, prepare_job
+from shardwise.distributed.process_group import gather_ints
 from shardwise.errors import Interrupted
-from shardwise.parallel.group import gather_ints
+from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.faults.kills import write_texts
@@ -97,8 +97,8 @@ def test_stopped_before_its_first_step_it_goes_on_bit_for_bit(tmp_path: Path) ->
 
 def train_here(text: str, stop_after: int | None) -> dict[int, list[list[int]]]:
     """The loop of `shardwise train` on this rank; the ids that it really fetched, for each micro batch of each step."""
-    from shardwise.parallel.group import join
-    from shardwise.train.corpus import open_corpus
+    from shardwise.distributed.process_group import join
+    from shardwise.train.data.corpus import open_corpus
     from shardwise.train.loop import Run
     from shardwise.train.session import Session
 

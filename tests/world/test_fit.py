@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.cli.own_loop import start
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.memory import estimate_memory
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import estimate_memory
+from shardwise.model.read import read_model
 from shardwise.parallel.apply import check_cut, parameter_names
-from shardwise.parallel.split import parts_of
+from shardwise.parallel.model_parallel import parts_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import read_model
+from shardwise.receipts.fit import FitProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import workload_of
-from shardwise.verify.fit import FitProbe
 from tests.families import VOCAB, family
 from tests.models import decoder, ragged_batches
 from tests.worlds import run_world

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli.own_loop import start
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from shardwise.train.step import Step
@@ -71,7 +71,7 @@ class Watch:
 
 
 def gradients(module: nn.Module) -> Gradients:
-    from shardwise.spec.read import clean_name
+    from shardwise.model.read import clean_name
 
     found = {}
     for name, parameter in module.named_parameters():

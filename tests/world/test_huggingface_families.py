@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.cli.own_loop import start
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.effects import EffectsProbe
 from tests.world.zoo.families import FAMILIES, family
 from tests.world.zoo.families_table import AXES, GOOD, batches, quiet, table
 from tests.worlds import run_world

@@ -15,20 +15,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise.checkpoint.layout import engine_of
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all
 from shardwise.checkpoint.save import save_checkpoint
-from shardwise.cli.own_loop import start
-from shardwise.cost.memory import estimate_memory
+from shardwise.cost.memory.estimate_memory import estimate_memory
 from shardwise.errors import PlanError, UserError
-from shardwise.parallel.adafactor import Adafactor
-from shardwise.parallel.adamw8bit import BLOCK, AdamW8bit, dequantised
+from shardwise.model.read import clean_name, read_model
+from shardwise.optim.adafactor import Adafactor
+from shardwise.optim.adamw8bit import BLOCK, AdamW8bit, dequantised
 from shardwise.parallel.apply import parameter_names
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name, read_model
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.fit import FitProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import workload_of
-from shardwise.verify.effects import EffectsProbe
-from shardwise.verify.fit import FitProbe
 from tests.models import VOCAB, decoder, ragged_batches
 from tests.worlds import run_world
 

@@ -32,17 +32,17 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from shardwise.cli.job import prepare_job
-from shardwise.cli.own_loop import start
-from shardwise.cli.run_watch import RunWatch
+from shardwise.distributed.process_group import join
 from shardwise.errors import DataError, UserError
-from shardwise.parallel.group import join
-from shardwise.report.plan import print_plan
+from shardwise.report.plan_table import print_plan
+from shardwise.run.callbacks import RunWatch
+from shardwise.run.job import prepare_job
+from shardwise.run.start import start
 from shardwise.train.config import read_config
-from shardwise.train.dealing import dealer_of, loads_by_index
-from shardwise.train.items import from_text, to_text
+from shardwise.train.data.data_sharding import dealer_of, loads_by_index
+from shardwise.train.data.items import from_text, to_text
+from shardwise.train.data.windows import windows
 from shardwise.train.session import Session
-from shardwise.train.windows import windows
 from tests.cli.configs import write_config
 from tests.worlds import WorldError, run_world
 

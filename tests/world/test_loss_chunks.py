@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.cli.own_loop import start
-from shardwise.parallel.loss_chunks import LateLogits
+from shardwise.parallel.chunked_loss import LateLogits
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.effects import EffectsProbe
 from tests.contract import Case, ragged, train, whole_gradients
 from tests.families import family
 from tests.worlds import run_world

@@ -16,15 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ModelError, TrainingError, UserError
-from shardwise.parallel.unit_order import UnitOrder, orders_of
+from shardwise.model.read import clean_name
+from shardwise.parallel.data_parallel.unit_order import UnitOrder, orders_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.session import Session
-from shardwise.verify.effects import EffectsProbe
 from tests.worlds import run_world
 
 WIDTH, VOCAB, STEPS, LIMIT = 8, 11, 6, 1e-12

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwise.cli.own_loop import start
 from shardwise.measure.collectives import CollectiveRecorder
-from shardwise.verify.compute import compute_line
-from shardwise.verify.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.lines.dtype_lines import compute_line
+from shardwise.run.start import start
 from tests.contract import Gradients, Watch, worst
 from tests.models import VOCAB, Decoder
 from tests.worlds import run_world

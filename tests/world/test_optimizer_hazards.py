@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ModelError, TrainingError
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from shardwise.verify.effects import EffectsProbe
 from tests import optimizers as own
 from tests.cli.configs import train, write_config
 from tests.models import decoder, ragged_batches

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.families import VOCAB, family
 from tests.worlds import WorldError, run_world

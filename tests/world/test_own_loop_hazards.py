@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import DataError, ModelError, ShardwiseError, UserError
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from shardwise.verify.effects import EffectsProbe
 from tests.models import Decoder, decoder, ragged_batches
 from tests.worlds import run_world
 

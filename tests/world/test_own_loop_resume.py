@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import UserError
+from shardwise.run.start import start
 from tests.worlds import run_world
 
 SAMPLES, BATCH, EPOCHS = 46, 2, 3

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import PlanError, UserError
-from shardwise.parallel.pipeline import check_pipeline
+from shardwise.model.read import clean_name
+from shardwise.parallel.pipeline_parallel.schedule import check_pipeline
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import LIMIT, Case, Watch, ragged, train, worst
 from tests.families import FAMILIES, VOCAB, family

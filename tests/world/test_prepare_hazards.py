@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ModelError
-from shardwise.parallel.home import home_of
-from shardwise.plan.adapter import AdapterOptions
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
+from shardwise.parallel.ownership import home_of
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from shardwise.verify.effects import EffectsProbe
 from tests.contract import ragged
 from tests.families import family
 from tests.models import VOCAB, WIDTH, Block, ragged_batches

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from shardwise.checkpoint import commit as commit_module
 from shardwise.checkpoint.format import newest, read_manifest, saved_steps
 from shardwise.checkpoint.inspect import inspect_checkpoint
+from shardwise.checkpoint.integrity import verify_checkpoint
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver, save_checkpoint
-from shardwise.checkpoint.storage import folder_of
-from shardwise.checkpoint.verify import verify_checkpoint
-from shardwise.cli.job import Job, prepare_job
-from shardwise.cli.rank import run_job
+from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.errors import CheckpointError, UserError
 from shardwise.plan.plan import Plan
+from shardwise.run.job import Job, prepare_job
+from shardwise.run.rank_main import run_job
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.s3 import BUCKET, Store, serve

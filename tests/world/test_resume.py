@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint.format import newest
-from shardwise.cli.job import Job, prepare_job
 from shardwise.errors import Interrupted
+from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
 from shardwise.train.metrics import read_metrics
 from tests.cli import configs
@@ -23,8 +23,8 @@ from tests.worlds import WorldError, run_world
 
 def train_here(text: str, stop_after: int | None, slow_disk_s: float) -> tuple[list[str], list[dict[str, Any]]]:
     """The loop of `shardwise train` on this rank: what it said, and the options of the optimizer at the end."""
-    from shardwise.parallel.group import join
-    from shardwise.train.corpus import open_corpus
+    from shardwise.distributed.process_group import join
+    from shardwise.train.data.corpus import open_corpus
     from shardwise.train.loop import Run
     from shardwise.train.resume import options_of
     from shardwise.train.session import Session

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.measure.scaling.facts import Mode, Sample
-from shardwise.measure.scaling.plans import plan_at
-from shardwise.measure.scaling.run import WARM_UP, forget, measure_size
-from shardwise.parallel.group import join
-from shardwise.parallel.waits import WAITS
+from shardwise.bench.scaling.run_scaling import WARM_UP, forget, measure_size
+from shardwise.bench.scaling.scaling_plans import plan_at
+from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.process_group import join
+from shardwise.measure.scaling_facts import Mode, Sample
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from shardwise.measure.bubble import idle_share
-from shardwise.measure.plain import plain_loop
-from shardwise.measure.step_bench import plan_for, shardwise_loop, strategies_for
-from shardwise.parallel.group import join
-from shardwise.parallel.stage_run import Span
+from shardwise.bench.step.bubble import idle_share
+from shardwise.bench.step.plain import plain_loop
+from shardwise.bench.step.step_bench import plan_for, shardwise_loop, strategies_for
+from shardwise.distributed.process_group import join
+from shardwise.parallel.pipeline_parallel.stage_runtime import Span
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy

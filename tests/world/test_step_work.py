@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.measure import step_work
-from shardwise.measure.step_work import WorkProbe
+from shardwise.distributed.process_group import join
+from shardwise.measure import step_flops as step_work
+from shardwise.measure.step_flops import WorkProbe
 from shardwise.measure.utilisation import StepWork, utilisation
-from shardwise.parallel.group import join
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.receipts.expected_part import axis_of
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from shardwise.verify.part import axis_of
 from tests.worlds import run_world
 
 VOCAB, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, LENGTH, BATCH = 64, 32, 48, 4, 4, 2, 16, 8

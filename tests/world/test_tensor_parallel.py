@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ModelError
-from shardwise.parallel import split
-from shardwise.parallel.tensor_layout import TensorLayout
+from shardwise.parallel import model_parallel as split
+from shardwise.parallel.tensor_parallel.tensor_layout import TensorLayout
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LIMIT, Watch, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, WIDTH, family

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.distributed.process_group import join
 from shardwise.errors import ConfigError
-from shardwise.measure.trace.steps import StepTrace, summary_file, trace_file
-from shardwise.measure.trace.summary import TraceSummary
-from shardwise.measure.trace.words import words
-from shardwise.parallel.group import join
+from shardwise.measure.profiler.profile_steps import StepTrace, summary_file, trace_file
+from shardwise.measure.profiler.summary import TraceSummary
+from shardwise.measure.profiler.trace_text import words
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.report.trace import print_trace
+from shardwise.report.trace_table import print_trace
 from shardwise.train.config import TrainTable
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session

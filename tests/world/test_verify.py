@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.verify.strategies import Row
+from shardwise.gradcheck.run import Row
 from tests.verifying import rows_of, task_for, transformers_config
 from tests.worlds import run_world
 
@@ -75,13 +75,13 @@ def partial_never_summed() -> None:
 
 
 def tied_never_summed() -> None:
-    from shardwise.parallel.pipeline import Pipeline
+    from shardwise.parallel.pipeline_parallel.schedule import Pipeline
 
     Pipeline.finish_gradients = lambda self: None  # type: ignore[method-assign]
 
 
 def key_heads_swapped() -> None:
-    import shardwise.parallel.split as split
+    import shardwise.parallel.model_parallel as split
 
     right = split.distribute
 
@@ -96,7 +96,7 @@ def local_attention() -> None:
     """Each rank of cp attends to its own tokens only, with a causal mask over these."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    import shardwise.parallel.context_exchange as exchange
+    import shardwise.parallel.context_parallel.ulysses as exchange
 
     def local(held: Any, name: str, *args: Any, **options: Any) -> torch.Tensor:
         held.calls += 1
@@ -108,8 +108,8 @@ def local_attention() -> None:
 def zero_bubble_unguarded() -> None:
     """The schedule runs with weights that are freed after the forward, as torch alone would let it."""
     import shardwise.parallel.apply as apply
-    import shardwise.parallel.pipeline as pipeline
-    from shardwise.parallel.stage_run import RunStage
+    import shardwise.parallel.pipeline_parallel.schedule as pipeline
+    from shardwise.parallel.pipeline_parallel.stage_runtime import RunStage
 
     apply.check_pipeline = pipeline.check_pipeline = lambda *_: None
     RunStage.keep_gathered = lambda self: None  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.verify.strategies import Row
+from shardwise.gradcheck.run import Row
 from tests.cli import configs
 from tests.cli.test_verify import verify
 from tests.models import ByteDecoder

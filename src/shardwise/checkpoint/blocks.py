@@ -10,7 +10,7 @@ import torch
 
 from shardwise.checkpoint.format import TensorEntry
 from shardwise.checkpoint.layout import local_of
-from shardwise.parallel.adamw8bit import (
+from shardwise.optim.adamw8bit import (
     BLOCK,
     MOMENTS,
     AdamW8bit,

@@ -25,7 +25,14 @@ from shardwise.checkpoint.format import (
     saved_steps,
     step_folder,
 )
-from shardwise.checkpoint.storage import Folder, read_small, remove_folder, rename_folder, sync_folder, write_small
+from shardwise.checkpoint.storage.local_storage import (
+    Folder,
+    read_small,
+    remove_folder,
+    rename_folder,
+    sync_folder,
+    write_small,
+)
 from shardwise.errors import CheckpointError, UserError
 
 LOCK = ".lock"

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.layout import inner_model
-from shardwise.parallel.engine import Engine, engine_around
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
+from shardwise.parallel.engines.engine import Engine, engine_around
 
 
 class Shadow:

@@ -19,7 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardwise.checkpoint.boxes import coverage_fault
-from shardwise.checkpoint.storage import Folder, read_small
+from shardwise.checkpoint.storage.local_storage import Folder, read_small
 from shardwise.errors import CheckpointError
 
 SCHEMA = 2

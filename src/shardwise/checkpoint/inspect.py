@@ -21,7 +21,7 @@ from shardwise.checkpoint.format import (
     read_manifest,
     saved_steps,
 )
-from shardwise.checkpoint.storage import Folder, RangeReader, file_sizes, folder_of, is_local
+from shardwise.checkpoint.storage.local_storage import Folder, RangeReader, file_sizes, folder_of, is_local
 from shardwise.errors import CheckpointError
 
 THREADS = 16  # requests to a server at once
@@ -182,7 +182,7 @@ def plain_fault(path: object, error: Exception) -> str:
 
 def _of_source(place: str | Folder) -> Inspection:
     from shardwise.checkpoint.dtypes import CODES
-    from shardwise.checkpoint.sources.detect import open_source  # which loads torch, and ours is read without
+    from shardwise.checkpoint.readers.detect import open_source  # which loads torch, and ours is read without
 
     try:
         opened = open_source(place)

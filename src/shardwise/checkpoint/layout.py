@@ -20,12 +20,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.boxes import Box as Box
 from shardwise.errors import CheckpointError, ModelError
-from shardwise.parallel.adapters import adapters_of
-from shardwise.parallel.home import Home, home_of
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
+from shardwise.parallel.lora.adapters import adapters_of
+from shardwise.parallel.ownership import Home, home_of
 
 _COMPILED_PART = "_orig_mod."
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.blocks import Regrouping, regrouping, room_for_scales
 from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
 from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, part_of, slots_of
 from shardwise.checkpoint.parts import is_in_parts, joined
-from shardwise.checkpoint.shards import (
+from shardwise.checkpoint.shard_files import (
     ShardReader,
     code_of,
     entry_dtype,
@@ -27,10 +27,10 @@ from shardwise.checkpoint.shards import (
     touched,
     wrong_bytes,
 )
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.storage.local_storage import Folder
+from shardwise.distributed.local_tensor import empty_beside
 from shardwise.errors import CheckpointError, CheckpointMismatch
-from shardwise.parallel.home import Home
-from shardwise.parallel.local import empty_beside
+from shardwise.parallel.ownership import Home
 
 # how an optimizer computes, not what: these stay as the live optimizer has them
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})

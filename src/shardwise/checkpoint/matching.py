@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.format import short_list
-from shardwise.checkpoint.sources.source import Source, TensorInfo
+from shardwise.checkpoint.readers.reader import Source, TensorInfo
 from shardwise.errors import CheckpointError, ModelError, did_you_mean
 from shardwise.units import bytes_text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import ParamGroup, short_list
 from shardwise.checkpoint.layout import part_of
 from shardwise.errors import CheckpointError

@@ -21,16 +21,16 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.commit import FolderLock, abandon, begin, commit, move_latest, prune, take_away
 from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
 from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
-from shardwise.checkpoint.report import Head, failure_of, fault_of, merged, write_share
-from shardwise.checkpoint.share import Holdings, Share, deal, holdings_of
-from shardwise.checkpoint.stage import Copy, Stage
-from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.save_plan import Holdings, Share, deal, holdings_of
+from shardwise.checkpoint.save_report import Head, failure_of, fault_of, merged, write_share
+from shardwise.checkpoint.staging import Copy, Stage
+from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError
 from shardwise.plan.plan import Plan
 

@@ -11,16 +11,16 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, part_of, slots_of, transient_names
-from shardwise.checkpoint.shards import BUFFER, in_threads
-from shardwise.checkpoint.sources.detect import open_source
-from shardwise.checkpoint.sources.own import OwnSource
-from shardwise.checkpoint.sources.source import Source
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.readers.detect import open_source
+from shardwise.checkpoint.readers.reader import Source
+from shardwise.checkpoint.readers.shardwise_reader import OwnSource
+from shardwise.checkpoint.shard_files import BUFFER, in_threads
+from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.errors import ModelError, did_you_mean
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
 
 _PREFIX = "model/"
 

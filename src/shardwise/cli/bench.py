@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.job import Job, prepare_job
+from shardwise.bench.step.step_plot import draw
 from shardwise.cli.train import launch
 from shardwise.errors import UserError
 from shardwise.launch.rank import guarded
 from shardwise.plan.plan import Plan
-from shardwise.report.step_plot import draw
+from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import optimizer_problems, read_config
 
 if TYPE_CHECKING:
-    from shardwise.measure.bubble import BubbleSamples
-    from shardwise.measure.step_bench import StepSamples
+    from shardwise.bench.step.bubble import BubbleSamples
+    from shardwise.bench.step.step_bench import StepSamples
 
 PLANS = "plans.json"
 SAMPLES = "samples.json"
@@ -42,8 +42,8 @@ def run_bench_step(
     Raises:
         UserError: the config or a strategy is none that there is a hand-written loop for.
     """
-    from shardwise.measure.bubble import BubbleSamples
-    from shardwise.measure.step_bench import StepSamples
+    from shardwise.bench.step.bubble import BubbleSamples
+    from shardwise.bench.step.step_bench import StepSamples
 
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -85,11 +85,11 @@ def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Pl
     Raises:
         UserError: every problem.
     """
-    from shardwise.measure.plain import check_plain
-    from shardwise.measure.step_bench import plan_for, strategies_for
+    from shardwise.bench.step.plain import check_plain
+    from shardwise.bench.step.step_bench import plan_for, strategies_for
+    from shardwise.model.read import read_model
     from shardwise.parallel.materialize import build
-    from shardwise.parallel.split import decide
-    from shardwise.spec.read import read_model
+    from shardwise.parallel.model_parallel import decide
     from shardwise.train.model import model_factory
 
     world, parallel = job.plan.dims.world_size, job.config.parallel
@@ -172,10 +172,10 @@ def keep(
 
 def rank_main() -> int:
     """One rank of the bench; rank 0 writes the samples into the job's output folder."""
-    from shardwise.measure.bubble import bench_bubble
-    from shardwise.measure.step_bench import bench_step
-    from shardwise.parallel.group import join, leave
-    from shardwise.train.corpus import open_corpus
+    from shardwise.bench.step.bubble import bench_bubble
+    from shardwise.bench.step.step_bench import bench_step
+    from shardwise.distributed.process_group import join, leave
+    from shardwise.train.data.corpus import open_corpus
     from shardwise.train.model import model_factory
 
     job = Job.model_validate_json(Path(sys.argv[1]).read_text())
@@ -203,8 +203,8 @@ def rank_main() -> int:
 
 def windows(job: Job, corpus: Any, plan: Plan, ranks: Any) -> Any:
     """This rank's micro batches of each step on its device: hand-written loops move nothing."""
-    from shardwise.train.order import Order
-    from shardwise.train.samples import samples_for, step_batches
+    from shardwise.train.data.order import Order
+    from shardwise.train.data.samples import samples_for, step_batches
 
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)

@@ -17,13 +17,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.job import Job, prepare_job
-from shardwise.cli.job_checks import adapter_of
 from shardwise.errors import UserError
 from shardwise.launch.rank import guarded
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.run.checks import adapter_of
+from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import OptimizerTable, read_config
 from shardwise.units import GIB, bytes_text, seconds_text
 
@@ -216,7 +216,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _keep(document: dict[str, Any], output: Path, console: Console) -> None:
-    from shardwise.report.checkpoint_plot import draw
+    from shardwise.bench.checkpoint.checkpoint_plot import draw
 
     output.mkdir(parents=True, exist_ok=True)
     device = str(document["device"]).replace(" ", "-").lower()
@@ -238,7 +238,7 @@ def rank_main() -> int:
 
     import torch
 
-    from shardwise.parallel.group import join, leave
+    from shardwise.distributed.process_group import join, leave
 
     warnings.filterwarnings("ignore", module=r"torch\.")  # a peer's warnings are no news of ours
     request = Request.model_validate_json(Path(sys.argv[1]).read_text())
@@ -266,7 +266,7 @@ def _case(request: Request, job: Job | None, strategy: str, ranks: Any) -> dict[
     """One strategy, measured."""
     import statistics
 
-    from shardwise.measure import checkpoint_bench as bench
+    from shardwise.bench.checkpoint import checkpoint_bench as bench
 
     console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, quiet=not ranks.is_main)
     dims = dims_for(parse_strategy(strategy), ranks.world_size)
@@ -309,10 +309,10 @@ def _corpus_batches(job: Job, ranks: Any) -> tuple[int, Any]:
     """The size of the vocabulary, and this rank's micro batches of the config's data."""
     from collections.abc import Iterator
 
-    from shardwise.measure.plain import Batch
-    from shardwise.train.corpus import open_corpus
-    from shardwise.train.order import Order, rank_ids
-    from shardwise.train.samples import samples_for
+    from shardwise.bench.step.plain import Batch
+    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.data.order import Order, rank_ids
+    from shardwise.train.data.samples import samples_for
 
     corpus = open_corpus(job.corpus)
     data = samples_for(corpus.train, job.config.data, corpus.separator)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
+from shardwise.environment import rendezvous, visible_devices
 from shardwise.errors import PlanError, UserError
+from shardwise.hardware.cluster import ClusterSpec, detect, parse_cluster
+from shardwise.hardware.cpu import cores_here, processor_name
 from shardwise.launch.rank import guarded
-from shardwise.parallel.environment import rendezvous, visible_devices
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import DeviceType, Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.cluster import ClusterSpec, detect, parse_cluster
-from shardwise.spec.processor import cores_here, processor_name
 
 if TYPE_CHECKING:
-    from shardwise.parallel.group import Ranks
+    from shardwise.distributed.process_group import Ranks
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 LEAST = 8  # bytes: two elements of fp32
@@ -193,9 +193,9 @@ def _unwritable(folder: Path) -> list[str]:
 
 def rank_main(request: Request) -> int:
     """One rank; rank 0 shows and keeps what was found."""
-    from shardwise.measure.comm.bench import bench_comm
-    from shardwise.measure.comm.facts import ladder
-    from shardwise.parallel.group import join, leave
+    from shardwise.bench.comm.time_collectives import bench_comm
+    from shardwise.distributed.process_group import join, leave
+    from shardwise.measure.comm_facts import ladder
 
     ranks = join(request.plan.device)
     console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, width=None if _tty(request) else WIDTH)
@@ -206,7 +206,7 @@ def rank_main(request: Request) -> int:
 
     found = bench_comm(request.plan, ranks, ladder(*request.sizes_bytes), request.seconds, say=say)
     if ranks.is_main:
-        from shardwise.report.comm import conclude
+        from shardwise.bench.comm.comm_report import conclude
 
         document = conclude(request.cluster, facts(request, ranks), found, request.output, console)
         if request.as_json:
@@ -225,7 +225,7 @@ def facts(request: Request, ranks: Ranks) -> dict[str, Any]:
 
     import torch
 
-    from shardwise.measure.comm.bench import backend_of
+    from shardwise.bench.comm.time_collectives import backend_of
 
     on_gpu = ranks.device.type == "cuda"
     backend, versions = backend_of(ranks)

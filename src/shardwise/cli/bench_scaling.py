@@ -20,14 +20,18 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
-from shardwise.cli.job import Job, Prepared, prepare_job
-from shardwise.cli.job_checks import check_output
-from shardwise.cli.job_model import traced_profile
+from shardwise.bench.scaling.predict import Curve, curve_of, units_of
+from shardwise.bench.scaling.scaling_plans import default_sizes, plans_of
+from shardwise.bench.scaling.scaling_plot import draw
+from shardwise.bench.scaling.scaling_report import print_scaling
 from shardwise.cli.train import launch
-from shardwise.cost.calibration import check_calibration, read_calibration
+from shardwise.cost.link_calibration import check_calibration, read_calibration
+from shardwise.environment import rendezvous, visible_devices
 from shardwise.errors import MachineError, UserError
+from shardwise.hardware.cluster import ClusterSpec, detect
+from shardwise.hardware.cpu import processor_name
 from shardwise.launch.rank import guarded
-from shardwise.measure.scaling.facts import (
+from shardwise.measure.scaling_facts import (
     MODES,
     LeftOut,
     Mode,
@@ -39,21 +43,17 @@ from shardwise.measure.scaling.facts import (
     rows_of,
     warnings_of,
 )
-from shardwise.measure.scaling.plans import default_sizes, plans_of
-from shardwise.measure.scaling.predict import Curve, curve_of, units_of
-from shardwise.parallel.environment import rendezvous, visible_devices
 from shardwise.plan.plan import Plan
-from shardwise.report.scaling import print_scaling
-from shardwise.report.scaling_plot import draw
-from shardwise.search.adapting import adapted, with_plan
-from shardwise.spec.cluster import ClusterSpec, detect
-from shardwise.spec.processor import processor_name
-from shardwise.spec.workload import Workload
+from shardwise.plan.workload import Workload
+from shardwise.run.checks import check_output
+from shardwise.run.inspect_model import traced_profile
+from shardwise.run.job import Job, Prepared, prepare_job
+from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.train.config import Config, read_config
 
 if TYPE_CHECKING:
-    from shardwise.cost.collectives import Calibration
-    from shardwise.parallel.group import Ranks
+    from shardwise.cost.time.collective_time import Calibration
+    from shardwise.distributed.process_group import Ranks
 
 FILE = "scaling.json"
 PLANS, SAMPLES = "plans.json", "samples.json"
@@ -243,7 +243,7 @@ def _launched(
 
 def rank_main() -> int:
     """One rank of one size; rank 0 writes the samples into the job's output folder."""
-    from shardwise.parallel.group import join, leave
+    from shardwise.distributed.process_group import join, leave
 
     job = Job.model_validate_json(Path(sys.argv[1]).read_text())
     folder = Path(job.config.train.output)
@@ -258,11 +258,11 @@ def rank_main() -> int:
 
 def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks, steps: int) -> list[Sample]:
     """Each plan on this world, the same plan only once; samples on rank 0. Collective."""
-    from shardwise.measure.scaling.run import forget, measure_size
-    from shardwise.train.corpus import open_corpus
+    from shardwise.bench.scaling.run_scaling import forget, measure_size
+    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.data.order import Order
+    from shardwise.train.data.samples import samples_for, step_batches
     from shardwise.train.model import model_factory
-    from shardwise.train.order import Order
-    from shardwise.train.samples import samples_for, step_batches
 
     opened = open_corpus(corpus)
     factory = model_factory(config, opened.vocab_size)
@@ -288,7 +288,7 @@ def _under_launcher(config: Config, request: Request, console: Console, *, as_js
     """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
 
     def inner() -> int:
-        from shardwise.parallel.group import join, leave, prepared_by_main
+        from shardwise.distributed.process_group import join, leave, prepared_by_main
 
         ranks = join(config.parallel.device)
         if config.parallel.threads is not None and ranks.device.type == "cpu":

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shardwise.checkpoint.inspect import inspect_checkpoint
 from shardwise.errors import CheckpointError, UserError
-from shardwise.report.checkpoint import (
+from shardwise.report.checkpoint_table import (
     ReadProgress,
     inspection_json,
     print_inspection,
@@ -46,7 +46,7 @@ def run_verify(place: str, *, as_json: bool) -> None:
         UserError: there is no checkpoint that is known.
         CheckpointError: bytes are not those that were saved, or something is missing.
     """
-    from shardwise.checkpoint.verify import verify_checkpoint
+    from shardwise.checkpoint.integrity import verify_checkpoint
 
     console = _console(as_json)
     try:

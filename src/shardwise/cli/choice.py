@@ -15,12 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.job import Job, prepare_job
 from shardwise.cli.train import launch
 from shardwise.errors import DoesNotFit, PlanError, UserError
 from shardwise.launch.rank import guarded
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import BASES
+from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
 from shardwise.units import seconds_text
 
@@ -136,13 +136,13 @@ def rank_main() -> int:
 
     import torch
 
-    from shardwise.measure.choice_bench import time_plans
-    from shardwise.measure.plain import Batch
-    from shardwise.parallel.group import join, leave
-    from shardwise.train.corpus import open_corpus
+    from shardwise.bench.step.choice_bench import time_plans
+    from shardwise.bench.step.plain import Batch
+    from shardwise.distributed.process_group import join, leave
+    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.data.order import Order, rank_ids
+    from shardwise.train.data.samples import samples_for
     from shardwise.train.model import model_factory
-    from shardwise.train.order import Order, rank_ids
-    from shardwise.train.samples import samples_for
 
     job = Job.model_validate_json(Path(sys.argv[1]).read_text())
     output = Path(job.config.train.output)

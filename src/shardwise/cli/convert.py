@@ -23,19 +23,19 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shardwise.checkpoint.convert import Extras, To, Written, convert, refuse_taken
+from shardwise.checkpoint.convert.check_outputs import NotTheSame, Verdict, check_conversion, widest
+from shardwise.checkpoint.convert.conversion import Extras, To, Written, convert, refuse_taken
+from shardwise.checkpoint.convert.known_model import KnownModel, find_model
+from shardwise.checkpoint.convert.merge_lora import holds_adapters, saved_adapters
 from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.matching import MODEL, Expected, Selection, select
-from shardwise.checkpoint.merge import holds_adapters, saved_adapters
-from shardwise.checkpoint.sources.detect import open_source
-from shardwise.checkpoint.sources.huggingface import CONFIG, HuggingFaceSource
-from shardwise.checkpoint.sources.own import OwnSource
-from shardwise.checkpoint.sources.source import Source
-from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.readers.detect import open_source
+from shardwise.checkpoint.readers.huggingface import CONFIG, HuggingFaceSource
+from shardwise.checkpoint.readers.reader import Source
+from shardwise.checkpoint.readers.shardwise_reader import OwnSource
+from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError, did_you_mean
 from shardwise.units import bytes_text, seconds_text
-from shardwise.verify.forward import NotTheSame, Verdict, check_conversion, widest
-from shardwise.verify.known_model import KnownModel, find_model
 
 SCHEMA = 1
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -231,9 +231,9 @@ def _run_peft(
     source: Source, asked: _Asked, target: Folder, known: KnownModel | str, answer: _Answer
 ) -> tuple[Written, Verdict]:
     """Adapters as peft has them; the base is no part of it."""
-    from shardwise.checkpoint.peft import peft_config, peft_selection
-    from shardwise.parallel.adapters import linear_layers
-    from shardwise.verify.peft_folder import check_peft_folder
+    from shardwise.checkpoint.convert.check_peft import check_peft_folder
+    from shardwise.checkpoint.convert.peft import peft_config, peft_selection
+    from shardwise.parallel.lora.adapters import linear_layers
 
     saved = saved_adapters(source)
     if not isinstance(known, KnownModel) or not isinstance(source, OwnSource):
@@ -441,7 +441,7 @@ class Bar:
             self._bar.stop()
 
     def begin(self, what: str, num_bytes: int) -> None:
-        """See `shardwise.checkpoint.convert.Progress`."""
+        """See `shardwise.checkpoint.convert.conversion.Progress`."""
         if self._bar is None:
             return
         if self._task is not None:
@@ -449,6 +449,6 @@ class Bar:
         self._task = self._bar.add_task(what, total=num_bytes or None)
 
     def tick(self, num_bytes: int) -> None:
-        """See `shardwise.checkpoint.convert.Progress`."""
+        """See `shardwise.checkpoint.convert.conversion.Progress`."""
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, num_bytes)

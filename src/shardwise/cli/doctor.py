@@ -11,9 +11,9 @@ from typing import Literal
 
 from rich.console import Console
 
+from shardwise.environment import Rendezvous, rendezvous
 from shardwise.errors import AnswerIsNo, UserError
 from shardwise.launch.rank import guarded
-from shardwise.parallel.environment import Rendezvous, rendezvous
 
 
 def run_doctor(*, nproc: int | None, folder: Path, timeout_s: float, as_json: bool) -> None:
@@ -28,11 +28,11 @@ def run_doctor(*, nproc: int | None, folder: Path, timeout_s: float, as_json: bo
         if nproc is not None:
             raise UserError(f"--nproc {nproc}: the launcher has started {place.world_size} ranks already; leave it out")
         guarded(lambda: run_under_launcher(place, folder, timeout_s, as_json))
-    from shardwise.cli.doctor_ranks import check_ranks
-    from shardwise.measure.doctor.facts import look_at_host
-    from shardwise.measure.doctor.look import examine
-    from shardwise.measure.doctor.ranks import check_ranks_test
-    from shardwise.report.doctor import print_doctor, summary, to_document
+    from shardwise.doctor.checks.ranks import check_ranks_test
+    from shardwise.doctor.machine_facts import look_at_host
+    from shardwise.doctor.run_checks import examine
+    from shardwise.doctor.start_ranks import check_ranks
+    from shardwise.doctor.table import print_doctor, summary, to_document
 
     facts = look_at_host(nproc, folder)
     device: Literal["cpu", "cuda"] = "cuda" if _cuda() else "cpu"
@@ -52,12 +52,12 @@ def run_doctor(*, nproc: int | None, folder: Path, timeout_s: float, as_json: bo
 
 def run_under_launcher(place: Rendezvous, folder: Path, timeout_s: float, as_json: bool) -> int:
     """This process is a rank: the first of each host looks at it, all are tested, the first that answers speaks."""
-    from shardwise.measure.doctor.check import Check
-    from shardwise.measure.doctor.facts import look_at_host
-    from shardwise.measure.doctor.look import examine
-    from shardwise.measure.doctor.ranks import check_ranks_test
-    from shardwise.measure.doctor.ranks_test import self_test
-    from shardwise.report.doctor import print_doctor, to_document
+    from shardwise.doctor.check import Check
+    from shardwise.doctor.checks.ranks import check_ranks_test
+    from shardwise.doctor.machine_facts import look_at_host
+    from shardwise.doctor.rank_self_test import self_test
+    from shardwise.doctor.run_checks import examine
+    from shardwise.doctor.table import print_doctor, to_document
 
     facts, note = None, ""
     if place.local_rank == 0:

@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 from shardwise.cli.question import choice_problems, find_cluster
 from shardwise.errors import PlanError, UserError, did_you_mean
-from shardwise.launch.deepspeed_export import export_deepspeed, export_notes
-from shardwise.launch.deepspeed_import import Imported, import_deepspeed, read_document
-from shardwise.launch.deepspeed_optimizer import Row
+from shardwise.interop.deepspeed.export import export_deepspeed, export_notes
+from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed, read_document
+from shardwise.interop.deepspeed.optimizer_section import Row
 from shardwise.plan.plan import Plan, Recompute, read_plan
 from shardwise.plan.strategy import Engine
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.cli.calibration import corrected_costs, read_links
 from shardwise.cli.plan import answer_console
 from shardwise.cli.question import LOSSES, Asked, choice_problems, read_question
 from shardwise.errors import PlanError, UserError
+from shardwise.model.load_model import load_profile
 from shardwise.plan.plan import Plan, read_plan
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.report.candidates import print_explanation, print_facts
-from shardwise.search.adapting import with_plan
-from shardwise.search.axes import purposes
+from shardwise.run.calibration import corrected_costs, read_links
+from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
-from shardwise.search.explain import against, why_not
+from shardwise.search.cost_inputs_of_plan import with_plan
+from shardwise.search.explain_plan import against, why_not
 from shardwise.search.search import Question, ask, cost_of, search
-from shardwise.spec.load import load_profile
 
 
 def run_explain(

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from shardwise.checkpoint.convert import Written, convert, refuse_taken
+from shardwise.checkpoint.convert.check_merged import MergeVerdict, NotMerged, Pieces, check_merge
+from shardwise.checkpoint.convert.conversion import Written, convert, refuse_taken
+from shardwise.checkpoint.convert.known_model import KnownModel, find_model
+from shardwise.checkpoint.convert.merge_lora import MergedSource, saved_adapters
 from shardwise.checkpoint.matching import Selection, select
-from shardwise.checkpoint.merge import MergedSource, saved_adapters
-from shardwise.checkpoint.report import versions
-from shardwise.checkpoint.sources.detect import open_source
-from shardwise.checkpoint.sources.huggingface import HuggingFaceSource
-from shardwise.checkpoint.sources.live import LiveSource
-from shardwise.checkpoint.sources.own import OwnSource
-from shardwise.checkpoint.sources.source import Source
-from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.readers.detect import open_source
+from shardwise.checkpoint.readers.huggingface import HuggingFaceSource
+from shardwise.checkpoint.readers.live import LiveSource
+from shardwise.checkpoint.readers.reader import Source
+from shardwise.checkpoint.readers.shardwise_reader import OwnSource
+from shardwise.checkpoint.save_report import versions
+from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.checkpoint.weights import base_digest
 from shardwise.cli.convert import (
     DTYPES,
@@ -32,11 +34,9 @@ from shardwise.cli.convert import (
     read_size,
 )
 from shardwise.errors import ModelError, UserError, did_you_mean
-from shardwise.parallel.adapters import linear_layers
+from shardwise.parallel.lora.adapters import linear_layers
 from shardwise.parallel.materialize import build
 from shardwise.units import bytes_text, seconds_text
-from shardwise.verify.known_model import KnownModel, find_model
-from shardwise.verify.merged import MergeVerdict, NotMerged, Pieces, check_merge
 
 SCHEMA = 1
 ONTO = ("unpacked", "original")

@@ -6,13 +6,13 @@ import sys
 
 from rich.console import Console
 
-from shardwise.cli.calibration import corrected_costs
 from shardwise.cli.question import Asked, Words, read_words, write_plan_file
 from shardwise.errors import DoesNotFit
+from shardwise.model.profile import ModelProfile
 from shardwise.report.candidates import print_candidates, print_recommendation
 from shardwise.report.plan_json import document
+from shardwise.run.calibration import corrected_costs
 from shardwise.search.search import ask, search
-from shardwise.spec.profile import ModelProfile
 
 PIPED = 132
 
@@ -31,7 +31,7 @@ def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
         console.print(line, markup=False)
 
     def shorter(length: int) -> ModelProfile:
-        from shardwise.spec.load import load_profile
+        from shardwise.model.load_model import load_profile
 
         return load_profile(asked.model, seq_len=length, compiled=asked.compiled)
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.cli.question import Asked
-    from shardwise.search.dryrun import DryRun, ModelSource
-    from shardwise.spec.architecture import Architecture
+    from shardwise.dryrun.dry_run import DryRun, ModelSource
+    from shardwise.model.architecture import Architecture
 
 
 def prove_candidate(model: str, asked: Asked, candidate: Candidate, console: Console) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def prove_candidate(model: str, asked: Asked, candidate: Candidate, console: Con
     Raises:
         UserError: this version does not run what was asked, or the model cannot be built from what was given.
     """
-    from shardwise.search.dryrun import prove
+    from shardwise.dryrun.dry_run import prove
 
     plan, optimizer = candidate.plan, asked.optimizer
     ignored = [name for name, on in (("--compile", asked.compiled), ("--loss fused", asked.fused_loss)) if on]
@@ -60,7 +60,7 @@ def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
     Raises:
         UserError: it cannot be built, only counted.
     """
-    from shardwise.search.dryrun import ModelSource
+    from shardwise.dryrun.dry_run import ModelSource
 
     path = Path(model)
     if path.is_dir() or path.suffix == ".json":
@@ -68,7 +68,7 @@ def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
     if ":" in model:
         place, _, name = model.rpartition(":")
         return _function(Path(place), name) if place.endswith(".py") else ModelSource(factory=model)
-    from shardwise.spec.catalogue import find_architecture
+    from shardwise.model.catalogue import find_architecture
 
     architecture = find_architecture(model)
     if architecture is None:
@@ -86,7 +86,7 @@ def _check_is_that_model(source: ModelSource, architecture: Architecture) -> Non
     """
     import torch
 
-    from shardwise.spec.architecture import parameter_count
+    from shardwise.model.architecture import parameter_count
 
     name, expected = architecture.name, parameter_count(architecture)
     fix = "give its config.json or package.module:factory"

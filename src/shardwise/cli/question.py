@@ -10,18 +10,18 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwise.cli.calibration import read_links
-from shardwise.cost.calibration import CalibrationFile, covers
-from shardwise.cost.money import Prices, price_of, read_prices
+from shardwise.cost.link_calibration import CalibrationFile, covers
+from shardwise.cost.price import Prices, price_of, read_prices
+from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, UserError, did_you_mean
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan, Precision, Recompute
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import OptimizerName, Workload
+from shardwise.run.calibration import read_links
 from shardwise.search.candidate import Pins
 from shardwise.search.search import unknown_links
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.document import read_json, read_toml
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.workload import OptimizerName, Workload
 
 USUAL_LENGTH = 4096
 SHORTER = (2048, 1024, 512, 128)
@@ -221,7 +221,7 @@ _KEPT = {"model", "micro_batch", "recompute", "precision", "optimizer", "optimiz
 
 def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, ...]) -> list[str]:
     """What is wrong with the adapters that were asked for."""
-    from shardwise.spec.adapters import with_adapters
+    from shardwise.model.lora import with_adapters
 
     try:
         with_adapters(profile, parse_strategy(strategy).adapter, targets=targets)
@@ -297,24 +297,24 @@ def read_count(text: str) -> float:
 def find_cluster(text: str | None) -> ClusterSpec:
     """The cluster of a ``--cluster`` text or file; this machine without one."""
     if text is not None:
-        from shardwise.spec.cluster import parse_cluster
+        from shardwise.hardware.cluster import parse_cluster
 
         return parse_cluster(text)
-    from shardwise.parallel.environment import visible_devices
-    from shardwise.spec.cluster import detect
+    from shardwise.environment import visible_devices
+    from shardwise.hardware.cluster import detect
 
     return detect(visible=visible_devices())
 
 
 def _prices(path: Path) -> Prices:
-    from shardwise.spec.hardware import gpu_names
+    from shardwise.hardware.gpus import gpu_names
 
     return read_prices(path, gpu_names())
 
 
 def _profile(words: Words) -> tuple[ModelProfile, list[str]]:
     """The model's profile; where no length is given, the usual one or the longest that it can take, and it is said."""
-    from shardwise.spec.load import load_profile
+    from shardwise.model.load_model import load_profile
 
     lengths = [words.seq_len] if words.seq_len is not None else [USUAL_LENGTH, *SHORTER]
     before: list[str] = []

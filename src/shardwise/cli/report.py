@@ -15,8 +15,8 @@ def run_report(run: Path, *, output: Path | None, scaling: Path | None, links: P
         UserError: the folder holds no run, or samples are not what they should be; all that is wrong.
         MachineError: the files cannot be written.
     """
-    from shardwise.report.page.html import make_report
-    from shardwise.report.page.samples import read_links, read_scaling, together
+    from shardwise.report.html.elements import make_report
+    from shardwise.report.html.sample_files import read_links, read_scaling, together
 
     given = together(
         lambda: None if scaling is None else read_scaling(scaling),

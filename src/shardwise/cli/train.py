@@ -15,18 +15,18 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.checkpoint.format import saved_steps
-from shardwise.checkpoint.storage import folder_of
-from shardwise.cli.job import Job, prepare_job
-from shardwise.cli.job_checks import adapter_of, check_output
+from shardwise.checkpoint.storage.local_storage import folder_of
+from shardwise.environment import rendezvous
 from shardwise.errors import ConfigError, MachineError, PlanError, UserError
 from shardwise.launch import fork_server
-from shardwise.parallel.environment import rendezvous
+from shardwise.model.configuration import read_configuration
 from shardwise.plan.plan import Plan, read_plan, runnable
 from shardwise.plan.strategy import parse_strategy
-from shardwise.report.plan import print_plan
-from shardwise.spec.configuration import read_configuration
+from shardwise.report.plan_table import print_plan
+from shardwise.run.checks import adapter_of, check_output
+from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import Config, read_config
-from shardwise.train.corpus import prepare_corpus
+from shardwise.train.data.corpus import prepare_corpus
 
 SUMMARY = "summary.json"
 
@@ -59,7 +59,7 @@ def run_train(
             print(json.dumps(done))
         return
     if rendezvous() is not None:
-        from shardwise.cli.rank import run_under_launcher
+        from shardwise.run.rank_main import run_under_launcher
 
         run_under_launcher(config, plan, as_json=as_json, calibration=calibration)
         return
@@ -106,7 +106,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def launch(job: Job, master_port: int, module: str = "shardwise.cli.rank") -> None:
+def launch(job: Job, master_port: int, module: str = "shardwise.run.rank_main") -> None:
     """Start one process for each rank of ``job`` and wait for them."""
     from shardwise.launch.local import run_local
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shardwise.cli.verify_lineup import MICRO_BATCH, Prepared, asked_for, prepare_verify
+from shardwise.environment import rendezvous
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.rank import guarded
-from shardwise.parallel.environment import rendezvous
+from shardwise.run.strategy_lineup import MICRO_BATCH, Prepared, asked_for, prepare_verify
 from shardwise.train.config import read_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardwise.gradcheck.run import Row
     from shardwise.plan.plan import Plan
-    from shardwise.verify.strategies import Row
 
 TIMEOUT_S = 300.0
 PIPED = 132
@@ -51,7 +51,7 @@ def run_verify(
     width = None if stream.isatty() else PIPED
     console = Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
     prepared = prepare_verify(config, asked, nproc, lambda text: console.print(text, markup=False))
-    from shardwise.report.verify import print_heading, print_rows, to_document
+    from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
 
     shrunk, seq_len = prepared.shrunk, prepared.seq_len
     print_heading(shrunk, seq_len, MICRO_BATCH, config, console)
@@ -85,9 +85,9 @@ def run_worlds(prepared: Prepared) -> tuple[list[Row], ShardwiseError | None]:
 def _run_world(
     prepared: Prepared, world: int, plans: Sequence[Plan], references: Path
 ) -> tuple[list[Row], ShardwiseError | None]:
+    from shardwise.gradcheck.reference import write_references
+    from shardwise.gradcheck.run import Row
     from shardwise.launch.local import run_local
-    from shardwise.verify.references import write_references
-    from shardwise.verify.strategies import Row
 
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     results, file = folder / "rows.jsonl", folder / "task.json"
@@ -132,8 +132,8 @@ def rank_main() -> int:
     """One rank: every strategy of its world in turn."""
     import logging
 
-    from shardwise.parallel.group import join, leave
-    from shardwise.verify.strategies import Task, verify_all
+    from shardwise.distributed.process_group import join, leave
+    from shardwise.gradcheck.run import Task, verify_all
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to be fast is no news
     task = Task.model_validate_json(Path(sys.argv[1]).read_text())

@@ -7,9 +7,9 @@ weight, which the paper does not have, counts 4: it has no gradient of its own.
 
 from __future__ import annotations
 
+from shardwise.hardware.gpus import GpuSpec
+from shardwise.model.profile import ModelProfile, Op, Unit
 from shardwise.plan.plan import Recompute
-from shardwise.spec.hardware import GpuSpec
-from shardwise.spec.profile import ModelProfile, Op, Unit
 
 PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 

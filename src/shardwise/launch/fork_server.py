@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.parallel import environment
+from shardwise import environment
 
 MODULES = (
     "torch.distributed.fsdp",
     "torch._dynamo",  # every optimizer imports it
-    "shardwise.cli.job",
-    "shardwise.cli.run_watch",
+    "shardwise.run.job",
+    "shardwise.run.callbacks",
     "shardwise.report.progress",
     "shardwise.train.loop",
 )

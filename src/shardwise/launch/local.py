@@ -17,12 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from shardwise import errors
+from shardwise import environment, errors
 from shardwise.errors import Interrupted, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
-from shardwise.launch.fate import OomKills, StillWatch
+from shardwise.launch.exit_status import OomKills, StillWatch
 from shardwise.launch.rank import RankReport, is_peer_symptom, spare
-from shardwise.parallel import environment
 from shardwise.units import bytes_text
 
 REPORT_S = 2.0

@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise import errors
+from shardwise import environment, errors
 from shardwise.errors import Interrupted, ShardwiseError, UserError
-from shardwise.parallel import environment
 
 LAST_BARRIER_S = 10.0
 """How long a rank that is done stays for its peers: what they may still need is in flight already."""

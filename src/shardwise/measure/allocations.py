@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
+from shardwise.environment import quiet_profiler
 from shardwise.measure.state import local
-from shardwise.parallel.environment import quiet_profiler
 
 Result = TypeVar("Result")
 _torch: Any = torch.autograd  # its stubs do not know the profiler's functions

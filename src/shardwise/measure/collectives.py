@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.spec.read import dtype_name
+from shardwise.model.read import dtype_name
 
 # c10d operator → (its field name, the argument that holds the whole tensor)
 _OPERATORS = {

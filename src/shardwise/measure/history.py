@@ -1,6 +1,6 @@
 """The history of this machine: what was predicted and what was measured, one JSON line for each run.
 
-Kept in the user's data folder (`shardwise.parallel.environment.history_file`), never in a repository, never sent
+Kept in the user's data folder (`shardwise.environment.history_file`), never in a repository, never sent
 anywhere. A line holds a device's name, versions and numbers: no path, no name of a model or a data set. No torch here.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shardwise.parallel.environment import history_file
-from shardwise.spec.hardware import find_gpu
+from shardwise.environment import history_file
+from shardwise.hardware.gpus import find_gpu
 from shardwise.train.metrics import read_metrics
 
 KEPT_RUNS = 500

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.parallel.engine import Engine
-from shardwise.spec.read import dtype_name
+from shardwise.model.read import dtype_name
+from shardwise.parallel.engines.engine import Engine
 
 
 class Peaks(BaseModel):

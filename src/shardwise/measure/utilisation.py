@@ -17,12 +17,12 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
-from shardwise.cost.collectives import wire_share
 from shardwise.cost.flops import PEAK_OF
-from shardwise.measure.trace.words import rate_text
+from shardwise.cost.time.collective_time import wire_share
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import GpuSpec, Link
+from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.plan.dims import AXES, ParallelDims
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.hardware import GpuSpec, Link
 from shardwise.units import bytes_text, seconds_text
 
 Traffic = Mapping[str, Mapping[str, int]]

@@ -20,28 +20,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwise.distributed.mesh import Meshes, build_mesh
 from shardwise.errors import ModelError, UserError
-from shardwise.parallel.adapters import Adapters, adapters_of, add_adapters, packed_spec
-from shardwise.parallel.compiled import apply_compile, check_options
-from shardwise.parallel.compiled_look import check_compile
-from shardwise.parallel.context import apply_context, check_context
-from shardwise.parallel.context_look import ContextLayout
-from shardwise.parallel.engine import Engine
-from shardwise.parallel.home import home_of
-from shardwise.parallel.loss_chunks import OutputHead, apply_loss_chunks, find_head
+from shardwise.model.facts import ModelSpec
+from shardwise.model.read import clean_name, read_model
+from shardwise.parallel.activation_checkpointing import apply_recompute
+from shardwise.parallel.chunked_loss import OutputHead, apply_loss_chunks, find_head
+from shardwise.parallel.compile import apply_compile, check_options
+from shardwise.parallel.compile_check import check_compile
+from shardwise.parallel.context_parallel.attention import apply_context, check_context
+from shardwise.parallel.context_parallel.inspect_attention import ContextLayout
+from shardwise.parallel.data_parallel.ddp import apply_replicate
+from shardwise.parallel.data_parallel.fsdp import apply_shard
+from shardwise.parallel.data_parallel.zero1 import shard_optimizer
+from shardwise.parallel.engines.engine import Engine
+from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, packed_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, send_what_ddp_cannot, settle
-from shardwise.parallel.mesh import Meshes, build_mesh
-from shardwise.parallel.pipeline import Pipeline, check_pipeline
+from shardwise.parallel.model_parallel import Decision, apply_split, decide
+from shardwise.parallel.ownership import home_of
+from shardwise.parallel.pipeline_parallel.schedule import Pipeline, check_pipeline
 from shardwise.parallel.precision import apply_autocast
-from shardwise.parallel.recompute import apply_recompute
-from shardwise.parallel.replicate import apply_replicate
-from shardwise.parallel.shard import apply_shard
-from shardwise.parallel.split import Decision, apply_split, decide
-from shardwise.parallel.tensors import check_tensors
-from shardwise.parallel.zero1 import shard_optimizer
+from shardwise.parallel.unsupported_tensors import check_tensors
 from shardwise.plan.plan import Plan
-from shardwise.spec.model import ModelSpec
-from shardwise.spec.read import clean_name, read_model
 
 _MARK = "_shardwise_prepared"
 

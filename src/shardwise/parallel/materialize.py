@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise.parallel.send import is_sent_by_ddp, send
+from shardwise.distributed.broadcast import is_sent_by_ddp, send
 
 
 @contextmanager
@@ -64,13 +64,13 @@ Fill = Callable[[nn.Module], None]
 
 def settle(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcast: bool = True) -> None:
     """`materialize` for a unit with adapters or without: its base is filled and packed before anything is cut."""
-    from shardwise.parallel.adapters import set_magnitudes
+    from shardwise.parallel.lora.adapters import set_magnitudes
 
     materialize(unit, device, broadcast=broadcast or fill is not None, frozen=fill is None)
     if fill is not None:
         fill(unit)
     if any(hasattr(child, "weight_options") for child in unit.modules()):
-        from shardwise.parallel.quantise import pack
+        from shardwise.parallel.lora.quantize import pack
 
         pack(unit)
     if any(hasattr(child, "lora_magnitude_vector") for child in unit.modules()):

@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.dims import ParallelDims
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
-from shardwise.spec.document import read_json, read_toml
 
 RunPrecision = Literal["fp32", "bf16", "fp16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are planned, not run

@@ -9,15 +9,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.money import Prices, break_even_months, dollars_per_million_tokens, price_of
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.price import Prices, break_even_months, dollars_per_million_tokens, price_of
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
 from shardwise.search.candidate import Candidate, SearchResult
-from shardwise.search.explain import memory_arithmetic, time_parts
+from shardwise.search.explain_plan import memory_arithmetic, time_parts
 from shardwise.search.search import usable_bytes
-from shardwise.search.traffic import sent_bytes, traffic_text
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.profile import ModelProfile
+from shardwise.search.traffic_per_axis import sent_bytes, traffic_text
 from shardwise.units import bytes_text, count_text, seconds_text
 
 ROWS, REASONS = 12, 8

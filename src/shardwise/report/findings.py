@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from shardwise.measure.diagnosis.finding import Finding
+from shardwise.diagnosis.finding import Finding
 
 _MARKS = {"alarm": "[bold red]alarm[/]", "hint": "[yellow]hint[/]", "fine": "[green]fine[/]"}
 

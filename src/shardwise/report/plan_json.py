@@ -8,17 +8,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardwise.cost.estimate import Estimate
 from shardwise.cost.flops import palm_flops
-from shardwise.cost.money import dollars_per_million_tokens
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.price import dollars_per_million_tokens
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import GradientSync, Precision, Recompute
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.search import usable_bytes
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.workload import Workload
 
 
 class Facts(BaseModel):

@@ -9,17 +9,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from shardwise.measure.diagnosis.causes import why_nothing
-from shardwise.measure.diagnosis.finding import Finding
-from shardwise.measure.timing import Timing
+from shardwise.diagnosis.diagnose import why_nothing
+from shardwise.diagnosis.finding import Finding
+from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import Utilisation, utilisation_lines
+from shardwise.receipts.receipt import Receipt
 from shardwise.report.findings import print_findings
 from shardwise.report.receipts import receipt_table
-from shardwise.report.timing import timing_table
-from shardwise.train.corpus import Corpus
+from shardwise.report.timing_table import timing_table
+from shardwise.train.data.corpus import Corpus
 from shardwise.train.loop import Outcome
 from shardwise.units import count_text, seconds_text
-from shardwise.verify.receipt import Receipt
 
 PLAIN_LINES = 10
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardwise.verify.receipt import Receipt
+from shardwise.receipts.receipt import Receipt
 
 
 def receipt_table(receipt: Receipt) -> Table:

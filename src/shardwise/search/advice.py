@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import find_gpu, gpu_names
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.strategy import SHARDED, Strategy
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.enumerate import complexity, divisors
-from shardwise.search.explain import room_text
+from shardwise.search.explain_plan import room_text
 from shardwise.search.search import Question, ask, search, simplest_fit, usable_bytes
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.hardware import find_gpu, gpu_names
-from shardwise.spec.profile import ModelProfile
 from shardwise.units import bytes_text, seconds_text
 
 MOST_NODES = 4096

@@ -10,14 +10,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
-from shardwise.search.adapting import with_plan
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins
+from shardwise.search.cost_inputs_of_plan import with_plan
 from shardwise.search.search import ask, cost_of
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.workload import Workload
 
 Change = Literal["micro batch", "recompute", "strategy", "schedule"]
 

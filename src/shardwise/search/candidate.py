@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.steptime import StepTime
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.time.step_time import StepTime
 from shardwise.plan.plan import Plan, Precision, Recompute
 from shardwise.plan.strategy import Strategy
 

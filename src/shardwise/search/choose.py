@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.memory import Parts, estimate_memory
-from shardwise.cost.steptime import StepTime
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import Parts, estimate_memory
+from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import DoesNotFit, ModelError, PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.facts import ModelSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity
-from shardwise.search.explain import with_reasons
+from shardwise.search.explain_plan import with_reasons
 from shardwise.search.search import USABLE_IF_UNKNOWN, Costs, Question, ask, cost_of, rank, search
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.model import ModelSpec
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.workload import Workload
 from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")

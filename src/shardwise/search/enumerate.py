@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import PlanError
-from shardwise.plan.cuts import context_fits, context_problem, length_problem, tensor_problem
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, dims_for
+from shardwise.plan.divisibility import context_fits, context_problem, length_problem, tensor_problem
 from shardwise.plan.plan import Plan, Recompute, axis_problems
 from shardwise.plan.strategy import BASES, DEGREES, SHARDED, Base, Strategy
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.workload import Workload
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 LEAST_TOKENS = 2048  # of one sample on a rank, below which context parallel is not tried unless it is pinned

@@ -11,24 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.estimate import Estimate
-from shardwise.cost.money import training_cost, training_hours
-from shardwise.cost.steptime import StepTime
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.price import training_cost, training_hours
+from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import GradientSync, Plan, Precision, Recompute
-from shardwise.search.adapting import adapted, adapter_of, with_adapter
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
+from shardwise.search.cost_inputs_of_plan import adapted, adapter_of, with_adapter
 from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts, with_options
-from shardwise.search.quick import Totals, floor_bytes, guess_s, totals_of
-from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.profile import ModelProfile
-from shardwise.spec.workload import Workload
+from shardwise.search.heuristics import Totals, floor_bytes, guess_s, totals_of
 from shardwise.units import bytes_text
 
 if TYPE_CHECKING:
-    from shardwise.cost.collectives import Calibration
-    from shardwise.cost.time import Rates
+    from shardwise.cost.time.collective_time import Calibration
+    from shardwise.cost.time.estimate_time import Rates
 
 TIE = 0.02  # plans this close in predicted time are chosen between by simplicity
 PLAIN_TIE = 0.05  # and so are those that neither cut the model nor offload: what fits is not sharded for less than this
@@ -127,8 +127,8 @@ def default_precision(cluster: ClusterSpec) -> Precision:
 
 def default_costs(rates: Rates | None = None, calibration: Calibration | None = None) -> Costs:
     """The cost model of this package, with what was measured of the device and of the links."""
-    from shardwise.cost.memory import estimate, screen
-    from shardwise.cost.time import step_time
+    from shardwise.cost.memory.estimate_memory import estimate, screen
+    from shardwise.cost.time.estimate_time import step_time
 
     if rates is None and calibration is None:
         return Costs(estimate=estimate, screen=screen, step_time=step_time)
@@ -203,7 +203,7 @@ def search(
         PlanError: what is pinned cannot be laid out, or the global batch goes with no strategy.
     """
     from shardwise.search.advice import advice
-    from shardwise.search.explain import with_reasons
+    from shardwise.search.explain_plan import with_reasons
 
     asked = pins or Pins()
     question = ask(profile, workload, cluster, asked, costs=costs, rates=rates, only_runnable=only_runnable)

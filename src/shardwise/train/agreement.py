@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.distributed.control_message import Meeting
+from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import TrainingError
+from shardwise.model.read import clean_name
 from shardwise.parallel.apply import Applied
-from shardwise.parallel.group import Ranks, gather_text
-from shardwise.parallel.home import home_of
-from shardwise.parallel.meeting import Meeting
-from shardwise.parallel.replicate import Replicated, finish_reduction
-from shardwise.parallel.unit_forwards import left_order
-from shardwise.parallel.unit_order import orders_of
+from shardwise.parallel.data_parallel.ddp import Replicated, finish_reduction
+from shardwise.parallel.data_parallel.unit_forwards import left_order
+from shardwise.parallel.data_parallel.unit_order import orders_of
+from shardwise.parallel.ownership import home_of
 from shardwise.plan.plan import Plan
-from shardwise.spec.read import clean_name
 
 
 class Agreement:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ModelError, did_you_mean
-from shardwise.spec.configuration import read_configuration
+from shardwise.model.configuration import read_configuration
 
 _CAUSAL = ("gpt_neox", "gpt_neox_japanese", "trocr")  # they have ``is_decoder``, and do not look at it
 _NEAR = 0.85

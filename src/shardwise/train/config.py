@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shardwise.document import MOST_DEEP, parse_toml, read_toml
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.adapter import AdapterOptions
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import PipelineSchedule, Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
-from shardwise.spec.document import MOST_DEEP, parse_toml, read_toml
 from shardwise.train.config_problems import explain
 from shardwise.train.config_values import (
     Batch,

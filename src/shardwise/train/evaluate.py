@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.parallel.context import sequence_share
-from shardwise.parallel.shard import reshard
+from shardwise.parallel.context_parallel.attention import sequence_share
+from shardwise.parallel.data_parallel.fsdp import reshard
+from shardwise.train.data.samples import Samples
 from shardwise.train.loss import token_loss_sum
-from shardwise.train.samples import Samples
 from shardwise.train.session import Session
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.distributed.local_tensor import local_of
+from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.errors import TrainingError
-from shardwise.parallel.group import gather_ints, gather_text
-from shardwise.parallel.home import home_of
-from shardwise.parallel.local import local_of
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
+from shardwise.parallel.ownership import home_of
 
 if TYPE_CHECKING:
     from shardwise.train.session import Session

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import ModelError, UserError
-from shardwise.parallel.group import Ranks, gather_text
-from shardwise.parallel.home import home_of
+from shardwise.model.read import clean_name
+from shardwise.parallel.ownership import home_of
 from shardwise.plan.plan import Plan
-from shardwise.spec.read import clean_name
 
 if TYPE_CHECKING:
     from shardwise.train.session import Session

@@ -14,30 +14,30 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.checkpoint.weights import BaseWeights, load_weights
 from shardwise.errors import ConfigError, Interrupted
-from shardwise.parallel.adapters import add_adapters
-from shardwise.parallel.context import sequence_share
+from shardwise.parallel.context_parallel.attention import sequence_share
+from shardwise.parallel.data_parallel.ddp import finish_reduction
+from shardwise.parallel.lora.adapters import add_adapters
 from shardwise.parallel.materialize import build
-from shardwise.parallel.replicate import finish_reduction
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
 from shardwise.train.config import Config
-from shardwise.train.corpus import Corpus
+from shardwise.train.data.corpus import Corpus
+from shardwise.train.data.order import Order
+from shardwise.train.data.samples import Samples, samples_for, step_batches
 from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
 from shardwise.train.optimizer import build_optimizer, learning_rate
-from shardwise.train.order import Order
-from shardwise.train.randomness import random_states, rank_to_follow, restore_random_states, seed_everything
-from shardwise.train.samples import Samples, samples_for, step_batches
+from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
 

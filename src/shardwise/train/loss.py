@@ -10,9 +10,9 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from shardwise.distributed.comm_timer import WAITS
 from shardwise.errors import DataError, ModelError
-from shardwise.parallel.loss_chunks import LateLogits
-from shardwise.parallel.waits import WAITS
+from shardwise.parallel.chunked_loss import LateLogits
 
 IGNORED = -100
 

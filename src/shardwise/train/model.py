@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.document import read_json
 from shardwise.errors import ModelError, did_you_mean
-from shardwise.spec.document import read_json
 from shardwise.train.causal import causal_configuration, configuration_file
 from shardwise.train.config import Config
 from shardwise.train.optimizer import check_kwargs, load_object

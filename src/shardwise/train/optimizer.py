@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.parallel.adafactor import Adafactor
-from shardwise.parallel.adamw8bit import AdamW8bit
-from shardwise.spec.workload import OptimizerName, Workload
+from shardwise.optim.adafactor import Adafactor
+from shardwise.optim.adamw8bit import AdamW8bit
+from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.train.config import OptimizerTable
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import Manifest, saved_steps
 from shardwise.checkpoint.load import newest_of_all
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.errors import CheckpointError, CheckpointMismatch, ConfigError, ShardwiseError
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config, OptimizerTable

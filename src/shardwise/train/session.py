@@ -20,37 +20,37 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.storage.local_storage import Folder, folder_of
+from shardwise.distributed import control_message as meeting
+from shardwise.distributed.process_group import Ranks, gather_ints, leave
+from shardwise.distributed.same_batches import check_same_batches, checksum
 from shardwise.errors import DataError, ModelError, PlanError, UserError
-from shardwise.parallel import meeting
+from shardwise.model.facts import ModelSpec
+from shardwise.model.read import clean_name
+from shardwise.optim.in_backward import InBackward
+from shardwise.optim.trial import check_optimizer
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
-from shardwise.parallel.context import sequence_share
-from shardwise.parallel.gradients import finish_partial, global_norm, scale_to
-from shardwise.parallel.group import Ranks, gather_ints, leave
-from shardwise.parallel.home import home_of
-from shardwise.parallel.in_backward import InBackward
+from shardwise.parallel.context_parallel.attention import sequence_share
+from shardwise.parallel.data_parallel.ddp import Replicated
+from shardwise.parallel.data_parallel.fsdp import discard_gradients
+from shardwise.parallel.data_parallel.unit_forwards import backward_runs
+from shardwise.parallel.data_parallel.unit_order import orders_of
+from shardwise.parallel.data_parallel.unsupported import refuse_unsupported
+from shardwise.parallel.grad_norm import finish_partial, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
-from shardwise.parallel.optimizer_trial import check_optimizer
+from shardwise.parallel.ownership import home_of
 from shardwise.parallel.precision import grad_scaler
-from shardwise.parallel.replicate import Replicated
-from shardwise.parallel.same_batches import check_same_batches, checksum
-from shardwise.parallel.shard import discard_gradients
-from shardwise.parallel.unit_forwards import backward_runs
-from shardwise.parallel.unit_order import orders_of
-from shardwise.parallel.unsupported import refuse_unsupported
 from shardwise.plan.dims import Place
 from shardwise.plan.plan import Plan
-from shardwise.spec.model import ModelSpec
-from shardwise.spec.read import clean_name
 from shardwise.train.agreement import Agreement
 from shardwise.train.calls import Calls
+from shardwise.train.data.position import Stream
+from shardwise.train.data.windows import split_batch, windows
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
 from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
-from shardwise.train.stream import Stream
 from shardwise.train.structure import StructureWatch
-from shardwise.train.windows import split_batch, windows
 
 Planner = Callable[[nn.Module, Optimizer], Plan]
 
@@ -92,7 +92,7 @@ class Timekeeper(Protocol):
     """Knows where the time of steps goes."""
 
     def timing(self) -> Any:
-        """`shardwise.measure.timing.Timing` of the steps so far; ``None`` before the second, and off rank 0."""
+        """`shardwise.measure.step_time.timing.Timing` of the steps so far; ``None`` before the second, and off rank 0."""
 
     def detach(self) -> None:
         """Nothing is to be timed any more; what is known stays."""
@@ -243,7 +243,7 @@ class Session:
             )
         hooks = ParameterHooks(model, self._plan)
         if self._plan.parsed.engine == "deepspeed":
-            from shardwise.parallel.deepspeed import apply_deepspeed
+            from shardwise.parallel.engines.deepspeed_engine import apply_deepspeed
 
             self._applied, self._optimizer = apply_deepspeed(model, optimizer, self._plan, self.ranks)
         else:
@@ -454,7 +454,7 @@ class Session:
         return load_session(self, folder, verify)
 
     def timing(self) -> Any:
-        """Where the time of steps went so far: a `shardwise.measure.timing.Timing`, on rank 0; else ``None``."""
+        """Where the time of steps went so far: a `shardwise.measure.step_time.timing.Timing`, on rank 0; else ``None``."""
         return None if self.timekeeper is None else self.timekeeper.timing()
 
     def stop(self) -> None:

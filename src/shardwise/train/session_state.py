@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint import exchange
+from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.load import load_checkpoint, newest_of_all, rng_for
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint.storage import Folder, folder_of
+from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError
-from shardwise.parallel.adapters import adapters_of
+from shardwise.parallel.lora.adapters import adapters_of
+from shardwise.train.data.position import Place
 from shardwise.train.finite import check_weights
-from shardwise.train.randomness import random_states, rank_to_follow
 from shardwise.train.resume import reading_state, refuse_other_base
-from shardwise.train.stream import Place
+from shardwise.train.rng import random_states, rank_to_follow
 
 if TYPE_CHECKING:
     from shardwise.train.session import Session

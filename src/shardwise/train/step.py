@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.control_message import refuse_gone
 from shardwise.errors import TrainingError, UserError
-from shardwise.parallel.engine import Engine
-from shardwise.parallel.meeting import refuse_gone
-from shardwise.parallel.shard import reshard
-from shardwise.parallel.stage_run import call
-from shardwise.parallel.waits import WAITS
+from shardwise.parallel.data_parallel.fsdp import reshard
+from shardwise.parallel.engines.engine import Engine
+from shardwise.parallel.pipeline_parallel.stage_runtime import call
 
 if TYPE_CHECKING:
     from shardwise.train.session import Session

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.spec.read import clean_name
+from shardwise.model.read import clean_name
 
 if TYPE_CHECKING:
     from shardwise.train.session import Session

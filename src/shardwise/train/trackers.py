@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwise.environment import wandb_mode
 from shardwise.errors import ConfigError
-from shardwise.parallel.environment import wandb_mode
 from shardwise.train.config import Config
 
 FILE = "trackers.json"

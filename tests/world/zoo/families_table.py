@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ShardwiseError
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from shardwise.verify.effects import EffectsProbe
 from tests.contract import Gradients, Watch, worst
 from tests.world.zoo.exact import Float64
 from tests.world.zoo.families import FAMILIES, LENGTH, VOCAB, family

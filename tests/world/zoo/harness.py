@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.cli.own_loop import start
 from shardwise.errors import ShardwiseError
+from shardwise.model.read import clean_name
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.spec.read import clean_name
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.run.start import start
 from shardwise.train.loss import count_labels
-from shardwise.verify.effects import EffectsProbe
 from tests.world.zoo.case import Case
 from tests.world.zoo.models import CASES, LATER
 from tests.world.zoo.page import EXPECTED

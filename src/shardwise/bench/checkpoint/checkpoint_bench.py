@@ -1,0 +1,418 @@
+"""What saving a checkpoint costs a training that goes on: several ways to save, in turns, beside real steps.
+
+One model trains under one strategy, and every contender saves its live state. A turn of a contender is one save and the
+steps after it; in every round each has one turn, in random order, and one more turn has no save at all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from torch.nn import functional
+
+from shardwise.bench.checkpoint.checkpoint_peers import (
+    DCP_ASYNC,
+    OURS,
+    OURS_ASYNC,
+    PEERS,
+    RAW,
+    RAW_DIRECT,
+    Contender,
+    Dcp,
+    Ours,
+    Raw,
+    TorchSave,
+    live_digests,
+)
+from shardwise.bench.step.plain import Batch
+from shardwise.checkpoint.storage.direct_io import is_on_disk
+from shardwise.checkpoint.storage.local_storage import remove_folder
+from shardwise.distributed.process_group import Ranks
+from shardwise.errors import CheckpointError
+from shardwise.plan.plan import Plan
+from shardwise.train.config import OptimizerTable
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.session import Session
+
+NO_SAVE = "no save"
+STEPS = 10  # after each save
+VOCABULARY, SEQ_LEN, LAYERS = 256, 16, 12
+STATE_COPIES = 3  # of a parameter under AdamW: itself and two averages
+_PER_LAYER = 12  # weights of a layer, in squares of its width
+_MOST_SAMPLES = 1 << 12
+_WARM_UP = 3
+
+
+class Turn(BaseModel):
+    """One save and the steps after it; seconds of the slowest rank.
+
+    ``seconds`` is until the save was durable, ``stall_s`` how long the loop stood still for it, ``loop_s`` from the
+    call of the save to the end of the last of ``steps_s``, and ``late_s`` how long the save went on after that.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    contender: str
+    round: int
+    num_bytes: int
+    seconds: float
+    stall_s: float
+    loop_s: float
+    late_s: float
+    steps_s: tuple[float, ...]
+    load: float
+
+
+class Spread(BaseModel):
+    """Quartiles of the rounds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of one value or more."""
+        low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3
+        return cls(low=low, median=median, high=high)
+
+
+class Row(BaseModel):
+    """What one contender needed; ratios are of the two turns of a round.
+
+    ``of_raw`` is the raw write's time over its own, ``of_direct`` that of the one past the page cache, ``over_ours``
+    its time over that of our save of the same kind, ``stall_of_sync`` its stall over that of our save in the
+    foreground. For ``dip`` and ``lost_s`` see `Samples`.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    contender: str
+    num_bytes: int
+    seconds: Spread
+    bytes_per_s: Spread
+    of_raw: Spread
+    of_direct: Spread | None
+    over_ours: Spread | None
+    stall_s: Spread
+    stall_of_sync: Spread
+    dip: Spread
+    lost_s: Spread
+
+
+def _seconds(turn: Turn) -> float:
+    return turn.seconds
+
+
+class Samples(BaseModel):
+    """All the turns under one strategy, and what was trained meanwhile."""
+
+    model_config = ConfigDict(frozen=True)
+
+    strategy: str
+    state_bytes: int
+    samples_of_a_step: int | None
+    checked: tuple[str, ...]
+    turns: tuple[Turn, ...]
+
+    @property
+    def contenders(self) -> list[str]:
+        """Those who saved, in the order in which they were made."""
+        return list(self.checked)
+
+    def of(self, contender: str) -> list[Turn]:
+        """The turns of one contender, by round."""
+        return sorted((turn for turn in self.turns if turn.contender == contender), key=lambda turn: turn.round)
+
+    def paired(self, one: str, other: str, value: Callable[[Turn], float]) -> list[float]:
+        """``value`` of ``one`` over that of ``other``, round by round."""
+        pairs = zip(self.of(one), self.of(other), strict=True)
+        return [value(a) / value(b) if value(b) else math.nan for a, b in pairs]
+
+    def dips(self, contender: str) -> list[float]:
+        """Median step after a save over the median step of the round's turn without one; 1 is no difference."""
+        return self.paired(contender, NO_SAVE, lambda turn: statistics.median(turn.steps_s))
+
+    def lost(self, contender: str) -> list[float]:
+        """Seconds by which a save and the steps after it took longer than as many steps without a save."""
+        return [a.loop_s - b.loop_s for a, b in zip(self.of(contender), self.of(NO_SAVE), strict=True)]
+
+    def summary(self) -> list[Row]:
+        """One row for each contender."""
+        return [self._row(contender) for contender in self.contenders]
+
+    def _row(self, name: str) -> Row:
+        turns = self.of(name)
+        rival = OURS_ASYNC if name == DCP_ASYNC else OURS
+        return Row(
+            contender=name,
+            num_bytes=turns[-1].num_bytes,
+            seconds=Spread.of([turn.seconds for turn in turns]),
+            bytes_per_s=Spread.of([turn.num_bytes / turn.seconds for turn in turns]),
+            of_raw=Spread.of(self.paired(RAW, name, _seconds)),
+            of_direct=Spread.of(self.paired(RAW_DIRECT, name, _seconds)) if RAW_DIRECT in self.checked else None,
+            over_ours=Spread.of(self.paired(name, rival, _seconds)) if name in PEERS else None,
+            stall_s=Spread.of([turn.stall_s for turn in turns]),
+            stall_of_sync=Spread.of([a.stall_s / b.stall_s for a, b in zip(turns, self.of(OURS), strict=True)]),
+            dip=Spread.of(self.dips(name)),
+            lost_s=Spread.of(self.lost(name)),
+        )
+
+
+class Decoder(nn.Module):
+    """A small decoder of a size that is asked for; made up, as only its bytes and its time matter."""
+
+    def __init__(self, width: int, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(_Layer(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [samples, tokens, vocabulary]."""
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.first(hidden)).chunk(3, dim=-1)
+        hidden = hidden + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return hidden + self.down(functional.gelu(self.up(self.second(hidden))))
+
+
+def decoder_of(state_bytes: int) -> Callable[[], nn.Module]:
+    """A factory of the `Decoder` whose fp32 weights and AdamW state take about ``state_bytes``."""
+    weights = state_bytes / (4 * STATE_COPIES)
+    width = max(16, round(math.sqrt(weights / (_PER_LAYER * LAYERS)) / 16) * 16)
+    layers = max(1, round((weights - 2 * VOCABULARY * width) / (_PER_LAYER * width * width)))
+    return lambda: Decoder(width, layers)
+
+
+class Training:
+    """A training that goes on: one step at a time, and before the weights change somebody is asked."""
+
+    def __init__(
+        self, factory: Callable[[], nn.Module], table: OptimizerTable, plan: Plan, ranks: Ranks, seed: int
+    ) -> None:
+        self.ranks = ranks
+        self.plan = plan
+        self._table = table
+        self._session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+        torch.manual_seed(seed)
+        made = factory()
+        self.model, self.optimizer = self._session.prepare(made, build_optimizer(made.parameters(), table))
+        self._waiting: list[list[Batch]] = []
+        self._steps = self._session.run_windows(self._feed())
+
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """One step on this rank's micro batch: its seconds without those that ``before_update`` took, and these."""
+        begin = time.perf_counter()
+        self._waiting.append([batch])
+        current = next(self._steps)
+        for micro in current:
+            current.backward(token_loss_sum(self.model(micro.inputs), micro.labels), count=micro.num_tokens)
+        asked = time.perf_counter()
+        before_update()
+        waited = time.perf_counter() - asked
+        current.update(self.optimizer, clip_norm=self._table.clip_norm)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin - waited, waited
+
+    def _feed(self) -> Iterator[list[Any]]:
+        while True:
+            yield self._waiting.pop()
+
+
+def random_batches(samples: int, ranks: Ranks) -> Iterator[Batch]:
+    """Random tokens, [samples, SEQ_LEN], for the `Decoder`."""
+    generator = torch.Generator().manual_seed(ranks.rank)
+    while True:
+        tokens = torch.randint(VOCABULARY, (samples, SEQ_LEN + 1), generator=generator).to(ranks.device)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def samples_for_step(training: Training, step_s: float) -> int:
+    """Samples of a micro batch with which a step takes ``step_s`` at least, up to the double."""
+    samples = 1
+    while True:
+        batches = random_batches(samples, training.ranks)
+        times = [training.step(next(batches))[0] for _ in range(_WARM_UP)]
+        if _slowest([min(times)])[0] >= step_s or samples >= _MOST_SAMPLES:
+            return samples
+        samples *= 2
+
+
+def bench_checkpoints(
+    training: Training,
+    batches: Iterator[Batch],
+    folder: Path,
+    *,
+    rounds: int,
+    seed: int,
+    samples_of_a_step: int | None = None,
+    tick: Callable[[int], None] = lambda done: None,
+) -> Samples:
+    """Let every contender save ``rounds`` times beside the training; collective.
+
+    Before that each one saves once, and what it wrote is read back and compared bit for bit. Nothing is left in
+    ``folder``, which all ranks see. ``tick`` is told how many rounds are done.
+
+    Raises:
+        CheckpointError: a contender did not write what it was to write.
+    """
+    training.step(next(batches))  # an optimizer has no state before
+    contenders = list(_contenders(training, batches, folder))
+    try:
+        order = random.Random(seed)
+        turns: list[Turn] = []
+        for number in range(rounds):
+            places: list[Contender | None] = [*contenders, None]
+            order.shuffle(places)
+            for contender in places:
+                turns.append(_turn(training, batches, contender, number))
+            tick(number + 1)
+    finally:
+        for contender in contenders:
+            contender.close()
+    return Samples(
+        strategy=training.plan.strategy,
+        state_bytes=_total(contenders[0].share_bytes if isinstance(contenders[0], Ours) else 0),
+        samples_of_a_step=samples_of_a_step,
+        checked=tuple(contender.name for contender in contenders),
+        turns=tuple(turns),
+    )
+
+
+def _contenders(training: Training, batches: Iterator[Batch], folder: Path) -> Iterator[Contender]:
+    """Each one, after it has shown that what it writes can be read back."""
+    state = (training.model, training.optimizer)
+
+    def room(name: str) -> Path:
+        path = folder / name
+        path.mkdir(exist_ok=True)
+        return path
+
+    ours = Ours(room("ours"), *state, training.plan, background=False)
+    makers: list[Callable[[], Contender]] = [
+        lambda: ours,
+        lambda: Ours(room("ours-async"), *state, training.plan, background=True),
+        lambda: Raw(room("raw"), ours.share_bytes, direct=False),
+        lambda: Dcp(room("dcp"), *state, background=False),
+        lambda: Dcp(room("dcp-async"), *state, background=True),
+        lambda: TorchSave(room("torch-save"), *state, sharded=training.plan.parsed.shards_parameters),
+    ]
+    if hasattr(os, "O_DIRECT") and is_on_disk(folder):
+        makers.insert(3, lambda: Raw(room("raw-direct"), ours.share_bytes, direct=True))
+    for make in makers:
+        contender = make()
+        _check(training, batches, contender)
+        yield contender
+
+
+def _check(training: Training, batches: Iterator[Batch], contender: Contender) -> None:
+    """Save, go on training meanwhile, read back, and compare with what the state was when `save` was called."""
+    expected = contender.written() if isinstance(contender, Raw) else live_digests(training.model, training.optimizer)
+    contender.save(0)
+    training.step(next(batches), contender.before_update)
+    contender.finish()
+    if live_digests(training.model, training.optimizer) == expected:
+        raise CheckpointError("a step has changed nothing of the state; so nothing can be said of a checkpoint")
+    dist.barrier()
+    found = contender.restored()
+    wrong = sorted(name for name in expected if found.get(name) != expected[name])  # a peer names tied tensors twice
+    if wrong:
+        raise CheckpointError(f"{contender.name} did not save {', '.join(wrong[:3])} as it was")
+    _clear(contender.folder)
+
+
+def _turn(training: Training, batches: Iterator[Batch], contender: Contender | None, number: int) -> Turn:
+    """One save and the steps after it, from a disk that has nothing left to do."""
+    training.step(next(batches))
+    os.sync()
+    dist.barrier()
+    load = os.getloadavg()[0]
+    steps, stall = [], 0.0
+    begin = time.perf_counter()
+    if contender is not None:
+        contender.save(number + 1)
+        stall = time.perf_counter() - begin
+    for _ in range(STEPS):
+        dist.barrier()  # so that none is charged for another's wait
+        took, waited = training.step(next(batches), contender.before_update if contender else lambda: None)
+        steps.append(took)
+        stall += waited
+    loop = time.perf_counter() - begin
+    if contender is not None:
+        contender.finish()
+    late = time.perf_counter() - begin - loop
+    dist.barrier()
+    num_bytes = _bytes_in(contender.folder) if contender else 0
+    seconds, stall, loop, late, *slowest = _slowest([contender.seconds if contender else 0, stall, loop, late, *steps])
+    if contender is not None:
+        _clear(contender.folder)
+    return Turn(
+        contender=contender.name if contender else NO_SAVE,
+        round=number,
+        num_bytes=num_bytes,
+        seconds=seconds,
+        stall_s=stall,
+        loop_s=loop,
+        late_s=late,
+        steps_s=tuple(slowest),
+        load=load,
+    )
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _clear(folder: Path) -> None:
+    """Remove what was saved; a run's lock stays."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in folder.iterdir():
+            if path.is_dir():
+                remove_folder(path)
+            elif not path.name.startswith(".lock"):
+                path.unlink()
+    dist.barrier()
+
+
+def _slowest(values: Sequence[float]) -> list[float]:
+    """Each value's largest over the ranks."""
+    wire = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(wire, op=dist.ReduceOp.MAX)
+    return list(wire.tolist())
+
+
+def _total(value: int) -> int:
+    wire = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(wire)
+    return int(wire)

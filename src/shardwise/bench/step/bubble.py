@@ -1,0 +1,124 @@
+"""The pipeline bubble as it is: the share of a step in which a stage computes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from shardwise.bench.step.plain import Batch
+from shardwise.bench.step.step_bench import session_loop
+from shardwise.cost.time.pipeline_time import bubble_fraction
+from shardwise.distributed.process_group import Ranks, gather_ints
+from shardwise.errors import PlanError
+from shardwise.model.read import find_blocks
+from shardwise.parallel.pipeline_parallel.schedule import check_pipeline
+from shardwise.parallel.pipeline_parallel.stage_runtime import Span
+from shardwise.plan.plan import PipelineSchedule, Plan
+from shardwise.train.config import Config
+from shardwise.train.optimizer import build_optimizer
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+STEPS, WARM_UP = 12, 2
+SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved-1f1b")
+
+
+class BubbleSamples(BaseModel):
+    """Idle shares of the steps that were watched, over all stages, for one schedule and number of micro batches."""
+
+    model_config = ConfigDict(frozen=True)
+
+    strategy: str
+    schedule: str
+    stages: int
+    virtual: int
+    micro_batches: int
+    shares: tuple[float, ...]
+
+    @property
+    def formula(self) -> float:
+        """What equal stages without transfers idle: (p - 1) / (v · m + p - 1)."""
+        return bubble_fraction(self.stages, self.micro_batches, self.virtual)
+
+    def quantile(self, share: float) -> float:
+        """A quantile of the shares."""
+        ordered = sorted(self.shares)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def bench_bubble(
+    config: Config,
+    plan: Plan,
+    factory: Callable[[], nn.Module],
+    windows: Callable[[Plan], Iterator[list[Batch]]],
+    ranks: Ranks,
+    steps: int,
+) -> list[BubbleSamples]:
+    """Watch some steps of ``plan`` under each schedule, with each number of micro batches of one size.
+
+    ``windows(plan)`` are this rank's micro batches of each step. Schedules that the model has too few blocks for are
+    left out.
+    """
+    found = []
+    for schedule in SCHEDULES:
+        virtual = 2 if schedule == "interleaved-1f1b" else 1
+        for micros in MICRO_BATCHES:
+            changes = {"pipeline_schedule": schedule, "virtual_stages": virtual, "grad_accum": micros}
+            changed = plan.model_copy(update=changes)
+            torch.manual_seed(config.train.seed)
+            model = factory()
+            try:
+                check_pipeline(changed, len(find_blocks(model)))
+            except PlanError:
+                continue
+            shares = _watch(config, changed, model, windows(changed), ranks, min(steps, STEPS))
+            found.append(
+                BubbleSamples(
+                    strategy=plan.strategy,
+                    schedule=schedule,
+                    stages=plan.dims.pp,
+                    virtual=virtual,
+                    micro_batches=micros,
+                    shares=tuple(shares),
+                )
+            )
+    return found
+
+
+def _watch(
+    config: Config, plan: Plan, model: nn.Module, windows: Iterator[list[Batch]], ranks: Ranks, steps: int
+) -> list[float]:
+    """The idle share of each of ``steps`` steps, the mean over ranks."""
+    session, run = session_loop(plan, ranks, config.optimizer.clip_norm)
+    made = build_optimizer(list(model.parameters()), config.optimizer)
+    prepared, optimizer = session.prepare(model, made, next(windows)[0][0])
+    pipeline, shares = session.applied.pipeline, []
+    assert pipeline is not None
+    for turn in range(WARM_UP + steps):
+        micros = next(windows)
+        spans: list[Span] = []
+        pipeline.spans = spans
+        dist.barrier()
+        begin = time.perf_counter()
+        run(prepared, optimizer, micros)
+        pipeline.spans = None
+        if turn >= WARM_UP:
+            shares.append(idle_share(spans, begin, ranks))
+    return shares
+
+
+def idle_share(spans: Sequence[Span], begin_s: float, ranks: Ranks) -> float:
+    """The share, from the first to the last work of any stage, in which ranks computed nothing; their mean. Collective.
+
+    Clocks of different ranks are compared by ``begin_s``, when all have left one barrier.
+    """
+    busy = sum(span.end_s - span.start_s for span in spans)
+    first = min(span.start_s for span in spans) - begin_s
+    last = max(span.end_s for span in spans) - begin_s
+    rows = gather_ints([int(value * 1e9) for value in (busy, first, last)], ranks)
+    whole = max(row[2] for row in rows) - min(row[1] for row in rows)
+    return 1.0 - sum(row[0] for row in rows) / (len(rows) * whole)

@@ -1,0 +1,158 @@
+"""Step time of Shardwise against a plain loop: same model, same data, same process, turn by turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from shardwise.bench.step.plain import Batch, MakeOptimizer, PlainStep, plain_loop
+from shardwise.distributed.process_group import Ranks
+from shardwise.errors import UserError
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import runnable_strategy
+from shardwise.train.config import Config
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.session import Session
+
+WARM_UP = 5
+MICRO_BATCHES = 4  # of a pipeline, where the batch allows it
+
+
+class StepSamples(BaseModel):
+    """Raw step times in seconds of both contenders, turn by turn, on rank 0."""
+
+    model_config = ConfigDict(frozen=True)
+
+    strategy: str
+    batch: str = ""
+    shardwise_s: tuple[float, ...]
+    plain_s: tuple[float, ...]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Plain over Shardwise, sorted; 1.00 is no overhead, more is faster than plain."""
+        return sorted(plain / ours for plain, ours in zip(self.plain_s, self.shardwise_s, strict=True))
+
+    def quantile(self, share: float) -> float:
+        """A quantile of the ratios."""
+        return self.ratios[min(len(self.ratios) - 1, int(share * len(self.ratios)))]
+
+
+def strategies_for(world_size: int) -> tuple[str, ...]:
+    """What is compared where nothing is asked for: all that so many ranks allow."""
+    even = ("ddp+tp2", "ddp+pp2") if world_size % 2 == 0 else ()
+    both = ("fsdp+tp2",) if world_size % 4 == 0 else ()
+    return ("ddp", "fsdp", *even, *both)
+
+
+def plan_for(plan: Plan, strategy: str, world_size: int) -> Plan:
+    """``plan`` under another strategy, with the same global batch: in one micro batch, a pipeline's in some.
+
+    Raises:
+        PlanError: the strategy does not go with so many ranks.
+        UserError: its data-parallel ranks do not divide the global batch.
+    """
+    known = runnable_strategy(strategy)
+    if known.adapter != "none":
+        raise UserError(
+            f"strategy '{strategy}': bench step has no hand-written loop with adapters; time "
+            f"'{str(known).replace(f'+{known.adapter}', '')}'"
+        )
+    dims = dims_for(known, world_size)
+    batch = plan.global_batch or plan.dims.dp
+    if batch % dims.dp:
+        raise UserError(
+            f"strategy '{strategy}' has {dims.dp} data-parallel ranks, and the global batch {batch} is no multiple of "
+            f"that; set train.global_batch={(batch // dims.dp + 1) * dims.dp}"
+        )
+    share = batch // dims.dp
+    accum = next(m for m in range(min(MICRO_BATCHES, share), 0, -1) if share % m == 0) if dims.pp > 1 else 1
+    changes = {"strategy": strategy, "dims": dims, "micro_batch": share // accum, "grad_accum": accum}
+    return plan.model_copy(update={**changes, "recompute": "none", "pipeline_schedule": "1f1b", "virtual_stages": 1})
+
+
+def bench_step(
+    config: Config,
+    plan: Plan,
+    factory: Callable[[], nn.Module],
+    windows: Iterator[list[Batch]],
+    ranks: Ranks,
+    steps: int,
+) -> StepSamples:
+    """Time ``steps`` optimizer steps of each contender on this rank, one turn each, the order swapped every turn.
+
+    ``windows`` are the micro batches of each step on this rank. All ranks meet before each step, so that none is
+    charged for another's wait.
+    """
+
+    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return build_optimizer(parameters, config.optimizer)
+
+    sample = next(windows)[0][0]
+    clip, seed = config.optimizer.clip_norm, config.train.seed
+    contenders = (
+        shardwise_loop(_build(factory, seed), plan, ranks, make_optimizer, clip, sample),
+        plain_loop(_build(factory, seed), plan, ranks, make_optimizer, clip),
+    )
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(WARM_UP + steps):
+        micros = next(windows)
+        for contender in (0, 1) if turn % 2 else (1, 0):
+            dist.barrier()
+            begin = time.perf_counter()
+            contenders[contender](micros)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn >= WARM_UP:
+                times[contender].append(time.perf_counter() - begin)
+    ours, plain = (tuple(found) for found in times)
+    return StepSamples(strategy=plan.strategy, batch=plan.batch_equation(), shardwise_s=ours, plain_s=plain)
+
+
+def _build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return factory()
+
+
+def shardwise_loop(
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks,
+    make_optimizer: MakeOptimizer,
+    clip_norm: float | None,
+    sample: Any = None,
+) -> PlainStep:
+    """The same step as `plain_loop`'s through a `Session`, as ``shardwise train`` runs it. Collective."""
+    session, run = session_loop(plan, ranks, clip_norm)
+    prepared, optimizer = session.prepare(model, make_optimizer(list(model.parameters())), sample)
+    return lambda micros: run(prepared, optimizer, micros)
+
+
+def session_loop(
+    plan: Plan, ranks: Ranks, clip_norm: float | None
+) -> tuple[Session, Callable[[nn.Module, torch.optim.Optimizer, Sequence[Batch]], float]]:
+    """A session that is fed by hand, and a function that does one step with it and returns the loss."""
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    waiting: list[list[Any]] = []
+
+    def feed() -> Iterator[list[Any]]:
+        while True:
+            yield waiting.pop()
+
+    steps = session.run_windows(feed())
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, micros: Sequence[Batch]) -> float:
+        waiting.append(list(micros))
+        step = next(steps)
+        step.run(model, token_loss_sum)
+        return step.update(optimizer, clip_norm=clip_norm).loss
+
+    return session, run

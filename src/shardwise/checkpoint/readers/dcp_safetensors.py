@@ -1,0 +1,110 @@
+"""PyTorch DCP folders in safetensors: each rank's pieces, with their offsets in the files' metadata.
+
+That is what ``HuggingFaceStorageWriter(save_distributed=True)`` leaves where nobody has consolidated it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from pydantic import ValidationError
+
+from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.format import Shard, TensorEntry, short_list
+from shardwise.checkpoint.layout import Box
+from shardwise.checkpoint.readers.pieces import read_pieces
+from shardwise.checkpoint.readers.reader import TensorInfo
+from shardwise.checkpoint.shard_files import ShardReader
+from shardwise.checkpoint.storage.local_storage import Folder, RangeReader
+from shardwise.errors import CheckpointError
+
+PIECES = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # how that writer names its files
+_OFFSETS = "DCP_SHARDING_INFO"
+_FIX = "copy or save the folder again, with the files of all ranks"
+
+
+class DcpSafetensorsSource:
+    """A folder of `PIECES`, as a `Source`."""
+
+    def __init__(self, path: Folder) -> None:
+        """Read the headers of all files.
+
+        Raises:
+            CheckpointError: a header is damaged, says nothing of offsets, or the pieces do not make up the tensors.
+        """
+        self.kind = "PyTorch DCP folder of safetensors"
+        self.place = str(path)
+        self.aliases: Mapping[str, str] = {}
+        self.optimizer: Mapping[str, Any] | None = None
+        self.step: int | None = None
+        self.notes: Sequence[str] = (
+            "the files do not say how many ranks wrote them; only the shapes show that the last ones are not missing",
+        )
+        self._folder = path
+        self._reader = ShardReader(path, _FIX)
+        try:
+            self._entries = self._read_entries(sorted(p.name for p in path.iterdir() if PIECES.fullmatch(p.name)))
+        except BaseException:
+            self._reader.__exit__()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = {
+            f"model/{name}": TensorInfo(DTYPES[entry.dtype], entry.shape) for name, entry in self._entries.items()
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._reader.__exit__()
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """See `Source.read`."""
+        entry = self._entries[name.removeprefix("model/")]
+        return read_pieces(self._reader, entry.shards, box, DTYPES[entry.dtype])
+
+    def _read_entries(self, files: list[str]) -> dict[str, TensorEntry]:
+        pieces: dict[str, dict[tuple[int, ...], Shard]] = defaultdict(dict)
+        dtypes: dict[str, set[str]] = defaultdict(set)
+        for file in files:
+            held = self._reader.entries(file)
+            offsets = self._offsets(file)
+            for key, stored in held.items():
+                begin = offsets.get(key, {}).get("saved_offsets", [0] * len(stored.shape))
+                if not (isinstance(begin, list) and all(type(n) is int for n in begin)):
+                    raise CheckpointError(f"'{self.place}/{file}' is damaged: the offsets of {key} are {begin}; {_FIX}")
+                dtypes[key].add(stored.dtype)
+                if all(stored.shape):
+                    shard = Shard(file=file, key=key, offsets=tuple(begin), lengths=stored.shape, hash="")
+                    pieces[key].setdefault(shard.offsets, shard)  # copies of one piece are of replicas
+        entries, problems = {}, []
+        for key, kinds in dtypes.items():
+            shards = tuple(pieces[key].values())
+            ends = [tuple(o + n for o, n in zip(s.offsets, s.lengths, strict=False)) for s in shards]
+            try:
+                shape = tuple(max(axis) for axis in zip(*ends, strict=True)) if ends else (0,)
+                entries[key] = TensorEntry(dtype="/".join(sorted(kinds)), shape=shape, shards=shards)
+            except (ValidationError, ValueError) as error:
+                why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+                why = why.removeprefix("Value error, ")
+                problems.append(f"{key}: {why}")
+        if problems:
+            raise CheckpointError(f"'{self.place}' does not hold all of its tensors: {short_list(problems)}; {_FIX}")
+        return entries
+
+    def _offsets(self, file: str) -> dict[str, Any]:
+        try:
+            with RangeReader(self._folder / file) as reader:  # the header, which `entries` has found to be one
+                header = json.loads(reader.read(8, int.from_bytes(reader.read(0, 8), "little")))
+            found = json.loads(header["__metadata__"][_OFFSETS])
+            if not isinstance(found, dict) or not all(isinstance(item, dict) for item in found.values()):
+                raise ValueError("it is no table")
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"'{self.place}/{file}' does not say where its pieces belong ({_OFFSETS}: {error}); {_FIX}"
+            ) from None
+        return found

@@ -1,0 +1,248 @@
+"""What of a live model and optimizer this rank writes: each element of the whole state by exactly one rank."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import messages as exchange
+from shardwise.checkpoint.format import ParamGroup
+from shardwise.checkpoint.layout import (
+    Box,
+    Slot,
+    box_of,
+    copies_of,
+    engine_of,
+    local_of,
+    part_of,
+    plain,
+    ranks_of,
+    slots_of,
+)
+from shardwise.checkpoint.shard_files import code_of
+from shardwise.errors import CheckpointError
+from shardwise.parallel.ownership import Home
+
+SPLIT = 1 << 22  # bytes from which a tensor that several ranks hold is written in parts, one by each of them
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that this rank writes.
+
+    ``tensor`` is the live memory of the box, in any strides, and ``owner`` the tensor that others change it by (a
+    DTensor counts its changes by itself). It is ``steady`` where only the optimizer's step writes to it, so that it
+    may be read until then.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+    owner: torch.Tensor
+    steady: bool
+
+
+@dataclass
+class Share:
+    """All that one rank contributes: its pieces by name, and what it knows of state that is no tensor.
+
+    ``others`` are tensors that other ranks write (name to dtype and shape), named so that none is forgotten. ``groups``
+    are those of the optimizer on this rank's stage, told by the first of its ranks and ``None`` elsewhere.
+    """
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    others: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[ParamGroup] | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all the pieces."""
+        return sum(piece.tensor.nbytes for piece in self.pieces.values())
+
+
+@dataclass
+class Holdings:
+    """What a rank could write: what only it holds, and what others hold too (with the groups that hold all of it).
+
+    ``ranks`` hold the same part of the model as this one does. ``buffers`` are plain buffers, which other parts of the
+    model may hold too.
+    """
+
+    ranks: tuple[int, ...] = ()
+    buffers: list[str] = field(default_factory=list)
+    mine: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    shared: dict[str, tuple[torch.Tensor, bool, list[list[int]]]] = field(default_factory=dict)
+    share: Share = field(default_factory=Share)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that nobody else can write."""
+        return sum(local_of(tensor).nbytes for tensor, _ in self.mine.values())
+
+    @property
+    def mark(self) -> int:
+        """A number for what all of ``ranks`` must hold alike: names, shapes and dtypes of what each could write."""
+        alike = [n for n, (_, _, copies) in self.shared.items() if self.everywhere(copies)]
+        lines = [f"{n} {tuple(self.shared[n][0].shape)} {self.shared[n][0].dtype}\n" for n in sorted(alike)]
+        return zlib.crc32("".join(lines).encode())
+
+    def everywhere(self, copies: list[list[int]]) -> bool:
+        """Whether every rank that holds this part of the model holds something of these copies."""
+        return sum(map(len, copies)) == len(self.ranks)
+
+    def leave(self, owners: Mapping[str, int]) -> None:
+        """Let go of the buffers that another part of the model, on the ``owners``' ranks, writes."""
+        here = exchange.rank()
+        self.mine = {name: held for name, held in self.mine.items() if owners.get(name, here) == here}
+
+    def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]], *, steady: bool = True) -> None:
+        """File a tensor under whoever may write it; ``copies`` are the groups of ranks that each hold all of it."""
+        if len(copies) > 1:
+            self.shared[name] = (tensor, steady, copies)
+        elif exchange.rank() in copies[0]:
+            self.mine[name] = (tensor, steady)
+
+
+def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None) -> Holdings:
+    """Everything this rank holds of a model, its optimizer and its generators' states (uint8); no collective.
+
+    Raises:
+        CheckpointError: there is something that cannot be stored.
+        ModelError: as `slots_of`.
+    """
+    slots, home = slots_of(model), part_of(model)
+    found = Holdings(ranks_of(home))
+    first = found.ranks[0]
+    for slot in slots:
+        name = f"model/{slot.name}"
+        if home is not None and slot.name in home.borrowed:
+            continue
+        is_plain_buffer = slot.is_buffer and not isinstance(slot.tensor, DTensor)
+        copies = [[first]] if is_plain_buffer else copies_of(slot.tensor, found.ranks)
+        found.add(name, slot.tensor, copies, steady=not slot.is_buffer)
+        if is_plain_buffer and exchange.rank() == first:
+            found.buffers.append(name)
+        found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}
+    if home is not None:  # all of them: rank 0 speaks for the other stages too
+        found.share.aliases = {f"model/{alias}": f"model/{name}" for alias, name in home.aliases.items()}
+    _add_optimizer(found, optimizer, slots, home)
+    for name, generator in (rng or {}).items():
+        if generator.dtype != torch.uint8:
+            raise CheckpointError(f"rng '{name}' is {generator.dtype}; give generator states as uint8 tensors")
+        found.mine[f"rng/{exchange.rank()}/{name}"] = (generator, False)
+    return found
+
+
+def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
+    """This rank's share, once it is known how many bytes each rank writes anyway; every rank comes to the same answer.
+
+    Large tensors that several ranks hold are cut along their first dimension, one part for each copy; small ones go
+    to the copy with the least to do. What only some ranks hold copies of (a tensor-parallel rank's own replicas) is
+    dealt without regard to the rest, which those ranks alone know of. Ranks of another pipeline stage do not count.
+
+    ``marks`` are every rank's `Holdings.mark`, or -1 of a rank that failed to look.
+
+    Raises:
+        CheckpointError: a mark is another one than that of the first rank of this stage.
+    """
+    first = holdings.ranks[0]
+    odd = [str(rank) for rank in holdings.ranks if marks[rank] != marks[first]]
+    if odd and -1 not in marks:
+        raise CheckpointError(
+            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} hold other tensors whole than rank "
+            f"{first}: model and optimizer state that are not sharded must have the same names and shapes on every rank"
+        )
+    here = exchange.rank()
+    all_loads: dict[str, list[int]] = defaultdict(lambda: list(own_bytes))
+    share = holdings.share
+    for name, (tensor, steady) in holdings.mine.items():
+        share.pieces[name] = _piece(tensor, steady)
+    for name in sorted(holdings.shared, key=lambda n: (-_all_bytes(holdings.shared[n][0]), n)):
+        tensor, steady, copies = holdings.shared[name]
+        loads = all_loads["" if holdings.everywhere(copies) else str(copies)]
+        if here == copies[0][0]:
+            share.others[name] = (code_of(tensor), tuple(tensor.shape))
+        parts = len(copies)
+        rows = tensor.shape[0] // max(1, len(copies[0])) if tensor.dim() else 0
+        if _all_bytes(tensor) >= SPLIT * parts and rows >= parts:
+            mine = next((number for number, ranks in enumerate(copies) if here in ranks), None)
+            if mine is not None:
+                share.pieces[name] = _piece(tensor, steady, part=mine, parts=parts)
+            for ranks in copies:
+                for rank in ranks:
+                    loads[rank] += _all_bytes(tensor) // (parts * len(ranks))
+            continue
+        chosen = min(copies, key=lambda group: (max(loads[rank] for rank in group), group))
+        for rank in chosen:
+            loads[rank] += -(-_all_bytes(tensor) // len(chosen))
+        if here in chosen:
+            share.pieces[name] = _piece(tensor, steady)
+    return share
+
+
+def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) -> Piece:
+    """The local part of a tensor, or the ``part``-th of ``parts`` runs of its rows."""
+    box, local = box_of(tensor), local_of(tensor)
+    if parts > 1 and box.numel:
+        begin, end = box.lengths[0] * part // parts, box.lengths[0] * (part + 1) // parts
+        box = Box((box.offsets[0] + begin, *box.offsets[1:]), (end - begin, *box.lengths[1:]))
+        local = local[begin:end]
+    return Piece(code_of(tensor), tuple(tensor.shape), box, local, tensor, steady)
+
+
+def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], home: Home | None) -> None:
+    names = {id(slot.tensor): slot.name for slot in slots}
+    borrowed = frozenset() if home is None else home.borrowed
+    groups: list[ParamGroup] = []
+    for number, group in enumerate(optimizer.param_groups):
+        unknown = sum(id(parameter) not in names for parameter in group["params"])
+        if unknown:
+            raise CheckpointError(
+                f"parameter group {number} of the optimizer has {unknown} parameters that the model does not; "
+                "build the optimizer from the model's parameters after it is sharded"
+            )
+        options = {key: plain(value, f"optimizer option {key}") for key, value in group.items() if key != "params"}
+        own = tuple(name for p in group["params"] if (name := names[id(p)]) not in borrowed)
+        groups.append(ParamGroup(params=own, options=options))
+    found.share.groups = groups if exchange.rank() == found.ranks[0] else None
+    engine = engine_of(optimizer)
+    for group in engine.param_groups:
+        for parameter in group["params"]:
+            if names[id(parameter)] not in borrowed:
+                _add_state(found, names[id(parameter)], parameter, engine, spread=engine is not optimizer)
+
+
+def _add_state(found: Holdings, of: str, parameter: torch.Tensor, engine: Optimizer, *, spread: bool) -> None:
+    """The state of one parameter; ``spread`` says that this rank alone has it."""
+    for key, value in engine.state.get(parameter, {}).items():
+        name = f"optimizer/{of}/{key}"
+        if "/" in key:
+            raise CheckpointError(f"{name}: a state key with a slash cannot be stored")
+        if isinstance(value, torch.Tensor):
+            _refuse_local(name, value, parameter)
+            found.add(name, value, [[exchange.rank()]] if spread else copies_of(value, found.ranks))
+        else:
+            found.share.scalars.setdefault(of, {})[key] = plain(value, name)
+
+
+def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    """A plain tensor shaped as a shard is different on each rank: stored as one tensor it would be lost."""
+    here, whole = local_of(parameter).shape, parameter.shape
+    is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+    if is_plain and value.dim() and value.shape == here != whole:
+        raise CheckpointError(f"{name} is a plain tensor with the shape of the local shard; make it a DTensor")
+
+
+def _all_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,182 @@
+"""What a rank reports of its share, how the reports become one manifest, and what is said when a save fails."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors
+import torch
+from pydantic import ValidationError
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import messages as exchange
+from shardwise.checkpoint.format import Manifest, OptimizerEntry, TensorEntry, short_list
+from shardwise.checkpoint.layout import engine_of, plain
+from shardwise.checkpoint.parts import merged_groups
+from shardwise.checkpoint.save_plan import Share
+from shardwise.checkpoint.shard_files import write_file
+from shardwise.checkpoint.storage.local_storage import Folder, free_bytes
+from shardwise.errors import CheckpointError, UserError
+from shardwise.plan.plan import Plan
+from shardwise.units import bytes_text
+
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a manifest says beside the tensors, on rank 0.
+
+    ``names`` are all of a model that lies in parts, in its order; empty where every rank has all of them.
+    """
+
+    step: int
+    plan: Plan
+    state: dict[str, Any]
+    optimizer: str
+    model: dict[str, Any] | None
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        plan: Plan,
+        state: dict[str, Any],
+        optimizer: Optimizer,
+        model: dict[str, Any] | None,
+        names: tuple[str, ...] = (),
+    ) -> Head:
+        """The head as it is now, in values of its own: the caller may change its state afterwards.
+
+        Raises:
+            CheckpointError: ``state`` holds something that JSON cannot.
+        """
+        kind = type(engine_of(optimizer)).__name__
+        return cls(step, plan, plain(state, "state"), kind, plain(model, "model"), names)
+
+
+def write_share(working: Folder, share: Share, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
+    """Write this rank's file into ``working`` and report what is in it, as JSON; never raises.
+
+    A rank that holds nothing writes no file. ``wrong`` is what went wrong before; nothing is written then.
+    """
+    path = working / f"rank-{rank:05d}.safetensors"
+    report: dict[str, Any] = {"rank": rank, "path": str(path), "file": None, "needed": share.num_bytes}
+    report |= {"entries": {}, "scalars": {}, "groups": None, "aliases": {}, "fault": None}
+    try:
+        if wrong is not None:
+            raise wrong
+        held = {name: piece.tensor for name, piece in share.pieces.items() if piece.box.numel}
+        hashes = write_file(path, held) if held else {}
+        report["entries"] = {name: [dtype, shape, None, None] for name, (dtype, shape) in share.others.items()}
+        for name, piece in share.pieces.items():
+            box = [piece.box.offsets, piece.box.lengths] if name in hashes else None
+            report["entries"][name] = [piece.dtype, piece.shape, box, hashes.get(name)]
+        report["scalars"] = share.scalars
+        if share.groups is not None:
+            report["groups"] = [group.model_dump() for group in share.groups]
+        if rank == 0:
+            report["aliases"] = share.aliases
+        if held:
+            report |= {"file": path.name, "size": path.stat().st_size}
+    except Exception as error:
+        report["fault"] = fault_of(error)
+    return report
+
+
+def merged(working: Folder, reports: list[dict[str, Any]], head: Head) -> Manifest:
+    """The manifest of a checkpoint whose ranks have written their shares into ``working``.
+
+    Raises:
+        CheckpointError: rank 0 does not see what others wrote, or the shares do not make up the whole state.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    seen: set[tuple[str, str]] = set()
+    scalars: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        file = report["file"]
+        if file and not ((working / file).is_file() and (working / file).stat().st_size == report["size"]):
+            raise CheckpointError(
+                f"rank 0 does not see '{file}' as rank {report['rank']} wrote it to '{working}'; "
+                "use a folder on a disk that all nodes share"
+            )
+        for name, (dtype, shape, box, made) in report["entries"].items():
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "shards": []})
+            if entry["dtype"] != dtype or entry["shape"] != shape:
+                raise CheckpointError(f"{name} has another shape or dtype on rank {report['rank']} than on others")
+            if box and (name, str(box)) not in seen:
+                seen.add((name, str(box)))
+                entry["shards"].append({"file": file, "key": name, "offsets": box[0], "lengths": box[1], "hash": made})
+        for name, values in report["scalars"].items():
+            scalars.setdefault(name, {}).update(values)
+    entries, broken = {}, []
+    for name, entry in tensors.items():
+        try:
+            entries[name] = TensorEntry.model_validate(entry)
+        except ValidationError as error:
+            broken.append(f"{name}: {error.errors()[0]['msg']}")
+    broken += [f"model/{name}: no rank has it" for name in head.names if f"model/{name}" not in tensors]
+    if broken:
+        raise CheckpointError(f"the ranks do not hold all of the state: {short_list(broken)}")
+    groups = {report["rank"]: report["groups"] for report in reports if report["groups"] is not None}
+    return Manifest(
+        step=head.step,
+        plan=head.plan.model_dump(mode="json", by_alias=True),
+        plan_fingerprint=head.plan.fingerprint,
+        versions=versions(),
+        ranks=len(reports),
+        tensors=entries,
+        aliases=reports[0]["aliases"],
+        optimizer=OptimizerEntry(name=head.optimizer, groups=tuple(merged_groups(groups, head.names)), state=scalars),
+        state=head.state,
+        model=head.model,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def versions() -> dict[str, str]:
+    """What wrote the checkpoint: library to version."""
+    try:
+        own = importlib.metadata.version("shardwise")
+    except importlib.metadata.PackageNotFoundError:
+        own = "unknown"
+    return {"shardwise": own, "torch": str(torch.__version__), "safetensors": safetensors.__version__}
+
+
+def fault_of(error: Exception) -> dict[str, Any]:
+    """What went wrong on a rank, as JSON."""
+    if isinstance(error, OSError) and error.errno:
+        return {"errno": error.errno}
+    return exchange.describe(error)
+
+
+def failure_of(faults: list[dict[str, Any]], folder: Folder, needed: int | None = None) -> exchange.Failure:
+    """What every rank raises: the first rank's trouble, with the numbers (as far as they are known) and the fix."""
+    first = faults[0]
+    fault = first["fault"]
+    also = [str(other["rank"]) for other in faults[1:]]
+    also_text = f" (ranks {', '.join(also)} too)" if also else ""
+    if "errno" not in fault:
+        return {"kind": fault["kind"], "text": f"rank {first['rank']}{also_text}: {fault['text']}"}
+    why = os.strerror(fault["errno"])
+    if fault["errno"] in _NOT_ALLOWED:
+        text = f"rank {first['rank']}{also_text} cannot write checkpoints to '{folder}': {why}; choose a folder you "
+        return {"kind": UserError.__name__, "text": f"{text}may write to (train.output or checkpoint.folder)"}
+    text = f"rank {first['rank']}{also_text} could not write '{first['path']}': {why}; {_room(folder, needed)}"
+    text += "make room or choose a folder on another disk (train.output or checkpoint.folder). "
+    return {"kind": CheckpointError.__name__, "text": f"{text}Earlier checkpoints are untouched."}
+
+
+def _room(folder: Folder, needed: int | None) -> str:
+    try:
+        free = free_bytes(folder)
+    except OSError:
+        free = None
+    known = "an unknown number of bytes is" if free is None else f"{bytes_text(free)} are"
+    return f"{known} free; " if needed is None else f"the checkpoint needs {bytes_text(needed)} and {known} free; "

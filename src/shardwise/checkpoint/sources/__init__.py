@@ -1,1 +1,0 @@
-"""Other tools' checkpoints, read tensor by tensor and without running anything that a file asks for."""

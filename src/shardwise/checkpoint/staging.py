@@ -1,0 +1,105 @@
+"""A copy of a share in memory of its own, so that training can go on while it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.checkpoint.save_plan import Piece, Share
+from shardwise.checkpoint.shard_files import file_order
+from shardwise.checkpoint.storage.direct_io import aligned
+from shardwise.errors import CheckpointError
+
+
+class Stage:
+    """Room for one share, taken once and used again: pinned where the tensors are on a GPU.
+
+    It is taken outside of torch's CPU allocator, so that what is measured of a training does not change with it, and
+    laid out as the file will be, so that it is written from where it is.
+    """
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, share: Share) -> Copy:
+        """Copy what may change at any time, and return what copies the rest.
+
+        Raises:
+            MemoryError: there is no room.
+        """
+        devices = {piece.tensor.device for piece in share.pieces.values() if piece.tensor.device.type != "cpu"}
+        copy = Copy(share, next(iter(devices), None), self)
+        copy.take(steady=False)
+        copy.hold_back()
+        return copy
+
+    def room(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """At least so many bytes."""
+        if self._room.numel() < num_bytes:
+            self._room = torch.empty(0, dtype=torch.uint8)  # first the old one goes
+            if pinned:
+                self._room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._room = torch.from_numpy(aligned(num_bytes))
+        return self._room
+
+
+@dataclass
+class Copy:
+    """A share on its way into a `Stage`."""
+
+    share: Share
+    device: torch.device | None
+    stage: Stage
+
+    def __post_init__(self) -> None:
+        self._versions = {name: _version(piece) for name, piece in self.share.pieces.items()}
+        self._done: dict[str, Piece] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if self.device is not None:
+            self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def finish(self) -> Share:
+        """Copy what is left; the share as it was when the copy began, in the stage's memory.
+
+        Raises:
+            CheckpointError: something has changed a tensor in the meantime.
+        """
+        self.take(steady=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        steady = [(name, piece) for name, piece in self.share.pieces.items() if piece.steady]
+        changed = [name for name, piece in steady if _version(piece) != self._versions[name]]
+        if changed:
+            raise CheckpointError(
+                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} changed while being saved in the "
+                "background; change weights only by the optimizer's step, or set checkpoint.async_save to false"
+            )
+        return replace(self.share, pieces={name: self._done[name] for name in self.share.pieces})
+
+    def hold_back(self) -> None:
+        """Let what the device is asked to do from now on begin after what was copied so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def take(self, *, steady: bool) -> None:
+        """Copy the pieces that are steady, or those that are not."""
+        places, total = {}, 0
+        for name in file_order({name: piece.tensor.element_size() for name, piece in self.share.pieces.items()}):
+            places[name] = total
+            total += self.share.pieces[name].tensor.nbytes
+        room = self.stage.room(total, pinned=self.device is not None)
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            for name, piece in self.share.pieces.items():
+                if piece.steady == steady:
+                    flat = room[places[name] : places[name] + piece.tensor.nbytes]
+                    held = flat.view(piece.tensor.dtype).view(piece.tensor.shape)
+                    held.copy_(piece.tensor, non_blocking=True)
+                    self._done[name] = replace(piece, tensor=held)
+
+
+def _version(piece: Piece) -> tuple[int, ...]:
+    """How often the memory of a piece was changed in place, as far as that is counted (not through ``.data``)."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in (piece.tensor, piece.owner))

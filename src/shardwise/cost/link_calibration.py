@@ -1,0 +1,219 @@
+"""The file of ``bench comm`` that ``plan`` reads: what was measured of the links, on what, and whether it may be used.
+
+Two machines are told apart by what is planned with: the kind of device and its name, what joins the devices of a node,
+and of CPUs, whose cores do the sending, processor and number of cores. Host names are not: they change with every
+container. What is not told apart: driver and NCCL of another version, a cable that has been replaced since.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.cost.time.collective_time import Calibration, CollectiveKind, LinkFit, Measured
+from shardwise.document import read_toml
+from shardwise.errors import ConfigError, PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import LinkKind, find_gpu
+
+Where = Literal["node", "network"]
+KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+FIX = "measure this one with: shardwise bench comm"
+
+
+class MeasuredLink(BaseModel):
+    """One collective on one axis: the median seconds of each message size, and the fit of them.
+
+    ``latency_s`` and ``bus_bytes_per_s`` are None where the sizes did not show them. Intervals are 95 % of a bootstrap.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    collective: CollectiveKind
+    axis: str
+    where: Where
+    ranks: int = Field(ge=2)
+    per_node: int = Field(ge=1)
+    groups: int = Field(default=1, ge=1)
+    latency_s: float | None = Field(default=None, ge=0)
+    latency_interval_s: tuple[float, float] | None = None
+    bus_bytes_per_s: float | None = Field(default=None, gt=0)
+    bus_interval_bytes_per_s: tuple[float, float] | None = None
+    sizes_bytes: tuple[int, ...] = Field(min_length=1)
+    median_s: tuple[float, ...] = Field(min_length=1)
+
+
+class CalibrationFile(BaseModel):
+    """A calibration, and on what, by what and when it was measured. ``link`` is what joins the devices of a node."""
+
+    model_config = ConfigDict(frozen=True)
+
+    schema_version: Literal[1] = Field(alias="schema", serialization_alias="schema")
+    kind: Literal["links"]
+    date: str
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    processor: str | None = None
+    cores_per_node: int | None = None
+    link: LinkKind | None = None
+    nodes: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1)
+    ranks: int = Field(ge=2)
+    backend: str
+    versions: dict[str, str] = {}
+    strategy: str
+    measured: tuple[MeasuredLink, ...]
+
+    def to_toml(self) -> str:
+        """As it is kept."""
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+    def calibration(self) -> Calibration:
+        """For the cost model. Of two axes with groups of one shape the slower stands for both: costs know no axis."""
+        found: dict[tuple[str, int, int], Measured] = {}
+        for link in self.measured:
+            one = _entry(link, self.devices_per_node)
+            key = (one.kind, one.ranks, one.per_node)
+            last = one.curve[-1][0]
+            if key not in found or one.seconds(last) > found[key].seconds(last):
+                found[key] = one
+        return Calibration(measured=tuple(found.values()))
+
+    def rates(self) -> dict[str, tuple[float, str]]:
+        """Bus bytes/s by axis (``dp``, ``tp``, ``cp``, ``pp``), of the collective that got most, and where from."""
+        found: dict[str, tuple[float, str]] = {}
+        for link in self.measured:
+            axis = "dp" if link.axis.startswith("dp") else link.axis
+            rate = link.bus_bytes_per_s
+            if rate is not None and rate > found.get(axis, (0.0, ""))[0]:
+                found[axis] = rate, f"bench comm, {link.collective}, {self.date}"
+        return found
+
+    def says(self) -> str:
+        """Where costs come from, in few words: ``links measured 2026-11-21 with gloo (2 ranks)``."""
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"links measured {self.date} with {self.backend} ({self.ranks} ranks{nodes})"
+
+
+def _entry(link: MeasuredLink, devices_per_node: int) -> Measured:
+    """Seconds never fall as messages grow: what noise lowers is raised to what a smaller one took."""
+    across = link.where == "network"
+    curve: list[tuple[float, float]] = []
+    for size, seconds in sorted(zip(link.sizes_bytes, link.median_s, strict=True)):
+        curve.append((float(size), max(seconds, curve[-1][1] if curve else 0.0)))
+    fit = None
+    if link.latency_s is not None and link.bus_bytes_per_s is not None:
+        fit = LinkFit(link.latency_s, link.bus_bytes_per_s)
+    ranks, per_node = (2, 1 if across else 2) if link.collective == "send" else (link.ranks, link.per_node)
+    sharing = max(1, devices_per_node // link.per_node) if across else 1
+    return Measured(link.collective, ranks, per_node, tuple(curve), fit, sharing)
+
+
+def read_calibration(path: Path) -> CalibrationFile:
+    """Read a file of ``bench comm``.
+
+    Raises:
+        ConfigError: it cannot be read or is none; every problem.
+    """
+    again = "; make it with: shardwise bench comm"
+    try:
+        data: dict[str, Any] = read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"--calibration '{path}' cannot be read: {error.strerror}{again}") from None
+    except ValueError as error:
+        raise ConfigError(f"--calibration '{path}' is no TOML: {error}{again}") from None
+    try:
+        file = CalibrationFile.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors()]
+        raise ConfigError(*(f"--calibration '{path}': {line}{again}" for line in lines)) from None
+    problems = [
+        f"--calibration '{path}': measured.{place}: {wrong}{again}"
+        for place, link in enumerate(file.measured)
+        if (wrong := _wrong(link))
+    ]
+    if not file.measured:
+        problems.append(f"--calibration '{path}': measured: there is nothing{again}")
+    if problems:
+        raise ConfigError(*problems)
+    return file
+
+
+def _wrong(link: MeasuredLink) -> str:
+    if len(link.sizes_bytes) != len(link.median_s):
+        return f"{len(link.sizes_bytes)} sizes and {len(link.median_s)} medians"
+    if len(set(link.sizes_bytes)) != len(link.sizes_bytes):
+        return "a size is there twice"
+    if min(link.sizes_bytes) <= 0 or not all(0 < seconds < float("inf") for seconds in link.median_s):
+        return "sizes and seconds must be above 0"
+    if math.inf in (link.latency_s, link.bus_bytes_per_s):
+        return "latency and bandwidth must be finite"
+    if link.per_node > link.ranks:
+        return f"{link.per_node} of {link.ranks} ranks in a node"
+    return ""
+
+
+def check_calibration(file: CalibrationFile, cluster: ClusterSpec, *, processor: str, name: str = "") -> list[str]:
+    """What of ``cluster`` the file does not cover, in words, for the catalogue stands in for it.
+
+    ``processor`` is that of this machine, where a cluster of CPUs always is. ``name`` is the file's, for messages.
+
+    Raises:
+        PlanError: it was measured on another device or machine; all that differs.
+    """
+    told = f"--calibration '{name}'" if name else "the calibration"
+    problems = []
+    if file.device != cluster.device:
+        problems.append(f"{told} was measured on {_called(file.device)}, and the plan is for {_called(cluster.device)}")
+    elif file.device == "cuda" and not _same_gpu(file.device_name, cluster.device_name):
+        problems.append(f"{told} was measured on {file.device_name}, and the plan is for {cluster.device_name}")
+    elif file.device == "cpu" and file.processor != processor:
+        problems.append(f"{told} was measured on a machine with '{file.processor}', and this one has '{processor}'")
+    elif file.device == "cpu" and file.cores_per_node != cluster.cores_per_node:
+        problems.append(
+            f"{told} was measured on {file.cores_per_node} cores, and the ranks have {cluster.cores_per_node}"
+        )
+    kind = cluster.link.kind if cluster.link is not None else None
+    if not problems and file.link is not None and kind is not None and file.link != kind:
+        problems.append(f"{told} was measured over {file.link}, and devices of the cluster are joined by {kind}")
+    if problems:
+        raise PlanError(*(f"{problem}; {FIX}" for problem in problems))
+    return _not_covered(file, cluster, told)
+
+
+def _not_covered(file: CalibrationFile, cluster: ClusterSpec, told: str) -> list[str]:
+    lines = []
+    needed: list[tuple[Where, str, bool]] = [
+        ("node", "inside a node", cluster.devices_per_node > 1),
+        ("network", "between nodes", cluster.nodes > 1),
+    ]
+    for where, words, needs in needed:
+        here = [link for link in file.measured if link.where == where]
+        fitted = {link.collective for link in here if link.latency_s is not None and link.bus_bytes_per_s is not None}
+        missing = [kind for kind in KINDS if kind not in fitted]
+        if needs and missing:
+            what = "nothing" if not here else f"no latency or bandwidth of {', '.join(missing)}"
+            lines.append(
+                f"{told} has {what} {words}; the catalogue stands in where it knows the link"
+                + (", but in groups of the very shape that was measured" if here else "")
+            )
+    return lines
+
+
+def covers(file: CalibrationFile, cluster: ClusterSpec) -> bool:
+    """Whether every collective was measured wherever the cluster has links, so that the catalogue is not asked."""
+    return not _not_covered(file, cluster, "")
+
+
+def _same_gpu(one: str, other: str) -> bool:
+    known, asked = find_gpu(one), find_gpu(other)
+    return known.name == asked.name if known is not None and asked is not None else one == other
+
+
+def _called(device: str) -> str:
+    return "CPUs" if device == "cpu" else "GPUs"

@@ -1,0 +1,205 @@
+"""Activation bytes of one unit and one sample on one rank: what is kept, what lives for a moment, forward and backward.
+
+Tensor parallel divides what an op keeps by its cut. A column-cut product keeps its input whole, because PyTorch's
+tensor parallel gathers the rows in front of it and saves what was gathered (Megatron gathers again in backward and
+keeps a share; so do plans with fp32 masters). Context parallel divides all rows. The loss of those plans takes its
+softmax and its gradient in place (Megatron-LM, ``vocab_parallel_cross_entropy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwise.cost.memory.local_shapes import FP32, Layout, Same
+from shardwise.model.operations import autocast_copies
+from shardwise.model.profile import Op, Unit
+from shardwise.plan.divisibility import kv_repeats
+from shardwise.plan.plan import Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class OpBytes:
+    """Bytes of one op for one sample. ``gradient_in`` is the gradient that its backward hands on."""
+
+    saved: float
+    temporary: float
+    gradient_in: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """Bytes of one unit for one sample. ``ops`` are those before the loss; ``logits`` counts the elements it reads.
+
+    Backward of the loss holds ``loss_copies`` fp32 tensors of that size: log-probabilities and the gradients of both
+    sides; where the vocabulary is divided, the logits and their gradient.
+    ``kept`` stays from forward to backward, ``again`` is made a second time in backward by recompute; ``forward`` is
+    the most that lives beside it for a moment in forward.
+    """
+
+    ops: tuple[OpBytes, ...]
+    input: float
+    kept: float
+    again: float
+    forward: float
+    logits: float
+    loss_copies: int
+
+
+def unit_bytes(unit: Unit, layout: Layout, recompute: Recompute, compiled: bool) -> UnitBytes:
+    """Work out `UnitBytes`; cached by the unit's identity."""
+    mode = recompute if unit.kind == "block" else "none"
+    cuts = Cuts(
+        layout.tp,
+        layout.cp,
+        sequence=layout.sequence and (unit.kind == "block" or layout.stack != "shardwise"),
+        vocab=layout.vocab,
+        regathers=layout.masters,
+        exchanges=layout.cp > 1 and layout.stack == "shardwise",
+        own_loss=layout.stack == "shardwise",
+    )
+    return _unit_bytes(Same(unit), layout.width, layout.autocasts, cuts, mode, compiled)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What divides a unit's rows, heads and columns.
+
+    ``regathers``: Megatron-LM's way, see the top of this file. ``exchanges``: attention sees all tokens of some heads.
+    """
+
+    tp: int
+    cp: int
+    sequence: bool
+    vocab: bool
+    regathers: bool
+    exchanges: bool
+    own_loss: bool
+
+    def of_input(self, op: Op) -> int:
+        """Ranks that what an op keeps is divided over: a product cut by columns has its whole input."""
+        if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
+            return 1
+        whole = op.kind == "matmul" and op.cut in ("column", "vocab") and not self.regathers
+        return 1 if whole else self.tp
+
+    def of_gradient(self, op: Op) -> int:
+        """Ranks that the gradient of an op's input is divided over, before it is summed over them."""
+        return 1 if op.cut == "none" or (op.kind == "matmul" and op.cut in ("column", "vocab")) else self.tp
+
+    def of_output(self, op: Op) -> int:
+        """Ranks that an op's result is divided over: a product cut by rows makes whole partial sums."""
+        if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
+            return 1
+        return 1 if op.kind == "matmul" and op.cut == "row" else self.tp
+
+    def of_entry(self, unit: Unit) -> int:
+        """Sequence parallel: the stream between blocks is divided where the block's norms are."""
+        return self.tp if self.sequence and any(op.cut == "sequence" for op in unit.ops) else 1
+
+
+@lru_cache(maxsize=4096)
+def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recompute, compiled: bool) -> UnitBytes:
+    unit = same.unit
+    autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # a narrow base makes a narrow stream
+    seen = unit.autocast_ops if autocasts else ()
+    ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
+    shares = autocasts and cuts.tp > 1 and cuts.sequence and cuts.own_loss
+    for op in _entered_once(seen or unit.ops) if shares else seen or unit.ops:
+        if op.kind == "loss":
+            divided = cuts.tp > 1 and cuts.vocab and op.cut == "vocab"
+            logits = op.temporary / (cuts.cp * (cuts.tp if divided else 1))
+            continue
+        ops.append(_op_bytes(op, width, autocasts and not seen, cuts, compiled))
+        if op.kept_by_selective:
+            result = _output_bytes(op, width, cuts)
+            outputs += result
+            shared += 0.0 if op.temporary else result  # a later op would have kept it, too
+    if autocasts and not seen and not shares:
+        ops.append(OpBytes(autocast_copies(unit.ops) * width, 0.0, 0.0, 0.0))
+    entry = unit.input_elements * (FP32 if autocasts else width) / (cuts.cp * cuts.of_entry(unit))
+    saved = sum(op.saved for op in ops)
+    kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]
+    again = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
+    return UnitBytes(
+        ops=tuple(ops),
+        input=entry,
+        kept=kept,
+        again=again,
+        forward=_forward_peak(ops, keeps=mode == "none"),
+        logits=logits,
+        loss_copies=_loss_copies(cuts, divided=divided) if logits else 0,
+    )
+
+
+def _entered_once(ops: Sequence[Op]) -> Iterator[Op]:
+    """Under autocast every product that reads a norm's result keeps a narrow copy of its own; where sequences are
+    gathered in front of them, they are cast and gathered once for all that read one tensor (``parallel.tensor``).
+    """
+    reader: tuple[int, int] | None = None
+    for op in ops:
+        if op.kind == "norm" or op.cut == "row":
+            reader = None
+        elif op.kind == "matmul" and op.cut == "column" and op.saved >= op.m * op.k:
+            if reader == (op.m, op.k):
+                yield replace(op, saved=op.saved - op.m * op.k)
+                continue
+            reader = (op.m, op.k)
+        yield op
+
+
+def _loss_copies(cuts: Cuts, *, divided: bool) -> int:
+    """Fp32 copies of the logits in the loss's backward: Megatron-LM works in place, a loss over a cut vocabulary keeps
+    the logits and makes their gradient (``train.loss``; torch's own also log-probabilities and exponentials).
+    """
+    if cuts.regathers:
+        return 1
+    if divided:
+        return 2 if cuts.own_loss else 4
+    return 3
+
+
+def _op_bytes(op: Op, width: int, autocasts: bool, cuts: Cuts, compiled: bool) -> OpBytes:
+    """Under autocast what a norm keeps, the stream between sublayers, is fp32. Fused ops keep no fp32 copies."""
+    fused = compiled and op.fusible
+    rows = FP32 if autocasts and op.kind == "norm" else width
+    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cuts.cp * cuts.of_input(op))
+    temporary = 0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (cuts.cp * cuts.of_output(op))
+    if cuts.exchanges and op.kind == "attention":
+        kept, moment = _exchanged(op, width, cuts)
+        saved, temporary = saved + kept, temporary + moment
+    gradient_in = op.m * op.k * width / (cuts.cp * cuts.of_gradient(op)) if op.kind == "matmul" else saved
+    elements = op.k * op.n / (cuts.tp if op.cut in ("column", "row", "vocab") else 1)
+    return OpBytes(saved, temporary, gradient_in, elements if op.weight and op.kind == "matmul" else 0.0)
+
+
+def _exchanged(op: Op, width: int, cuts: Cuts) -> tuple[float, float]:
+    """What the exchange of tokens for heads around an attention keeps besides, and what it makes for a moment.
+
+    Kept are what is repeated of keys and values, and the result as the model takes it back; for a moment the packed
+    queries, keys and values that are sent.
+    """
+    each = op.m * op.head_dim * width / cuts.cp
+    heads, keys = op.heads / cuts.tp, max(1, op.kv_heads // cuts.tp)
+    repeats = kv_repeats(keys, cuts.cp)
+    return each * (heads + 2 * keys * (repeats - 1)), each * (heads + 2 * keys * repeats)
+
+
+def _output_bytes(op: Op, width: int, cuts: Cuts) -> float:
+    """What selective recompute keeps of an op: its result, of an attention also a row's log-sum (fp32)."""
+    if op.kind == "attention":
+        return op.m * op.heads * (op.head_dim * width + FP32) / (cuts.tp * cuts.cp)
+    return op.m * op.n * width / (cuts.cp * cuts.of_output(op))
+
+
+def _forward_peak(ops: list[OpBytes], *, keeps: bool) -> float:
+    """Most bytes beside what is kept for good, over the ops of one forward.
+
+    Where nothing is kept, an op's results and those of the op before it live together.
+    """
+    if keeps:
+        return max((op.temporary for op in ops), default=0.0)
+    pairs = zip([0.0, *(op.saved for op in ops)], ops, strict=False)
+    return max((before + op.saved + op.temporary for before, op in pairs), default=0.0)

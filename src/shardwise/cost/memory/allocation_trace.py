@@ -1,0 +1,60 @@
+"""`Program`, how a step is computed, and `Tape`: its allocations and frees in order, with category and stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.cost.memory.estimate import CATEGORIES, PhaseName
+from shardwise.plan.plan import Recompute
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARIES = range(len(CATEGORIES))
+COMPUTE, GATHER, REDUCE = range(3)  # streams
+WRITTEN = 4  # blocks of a row that are written op by op
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """How a step is computed, whatever the rank.
+
+    Under ``gradients_wait`` only the last micro batch reduces sharded gradients (``set_requires_gradient_sync``), and
+    whole fp32 ones wait until then; otherwise shards add up. Whole gradients wait beside DDP's buckets (``no_sync``),
+    unless ``buckets_add``. ``fused_loss`` is one kernel that reads narrow logits and writes their gradient in their
+    place. ``loss_chunks`` above 1 makes logits in parts, and their gradients with them. ``written`` blocks of a row are
+    written op by op. ``steps_early`` steps each parameter as soon as its gradient is final, and frees that.
+    """
+
+    grad_accum: int = 1
+    recompute: Recompute = "none"
+    gradients_wait: bool = True
+    buckets_add: bool = False
+    fused_loss: bool = False
+    loss_chunks: int = 1
+    written: int = WRITTEN
+    steps_early: bool = False
+
+
+class Tape:
+    """Allocations and frees in order. ``events`` holds (bytes, category, stream), or (-1 - handle, 0, 0) for a free."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int, int]] = []
+        self.phases: list[tuple[int, PhaseName]] = []
+        self.count = 0
+
+    def alloc(self, num_bytes: float, category: int, stream: int = COMPUTE) -> int:
+        """Returns the handle; -1 for nothing."""
+        size = int(num_bytes)
+        if size <= 0:
+            return -1
+        self.events.append((size, category, stream))
+        self.count += 1
+        return self.count - 1
+
+    def free(self, *handles: int) -> list[int]:
+        """Free each; -1 is ignored. Returns what is left of them: nothing."""
+        self.events += [(-1 - handle, 0, 0) for handle in handles if handle >= 0]
+        return []
+
+    def phase(self, name: PhaseName) -> None:
+        """What follows belongs to ``name``."""
+        self.phases.append((len(self.events), name))

@@ -1,0 +1,313 @@
+"""Bytes that a rank holds, by category and by phase. Nothing is run.
+
+`estimate` plays the program of one rank (`shardwise.cost.memory.step_program`) to a model of the caching allocator and sees the
+peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest, in microseconds.
+`estimate_memory` is what a run's receipt compares with: closed formulas over a live model's parameters, exact for
+parameters, gradients and optimizer state; there allocator, context and communicators are not counted.
+A category that is not known is ``None``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwise.cost.memory.allocation_trace import WRITTEN, Program, Tape
+from shardwise.cost.memory.cost_inputs import Setting
+from shardwise.cost.memory.estimate import CATEGORIES, Estimate
+from shardwise.cost.memory.framework_overhead import context_bytes
+from shardwise.cost.memory.local_shapes import Layout, Stack, layout_of
+from shardwise.cost.memory.lower_bound import screen
+from shardwise.cost.memory.optimizer_state import LEAN, lean_state_bytes
+from shardwise.cost.memory.simulate import Played, fullest, replay, settings_of
+from shardwise.cost.memory.step_program import write_program
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.facts import ModelSpec, ParameterSpec, itemsize_of
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
+
+__all__ = [
+    "Parts",
+    "estimate",
+    "estimate_memory",
+    "held_elements",
+    "held_shape",
+    "screen",
+    "stepped_groups",
+    "unit_elements",
+    "zero1_shares",
+]
+
+NEAR = 0.85  # of the highest live peak: below, no rank's allocator reserves most
+STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a live model lies over the axes that cut it, as those who cut it say.
+
+    ``shard_dim`` names the dim of each parameter that tensor parallel cuts; others are whole on its ranks. ``stages``
+    are the names of the parameters of each rank of a pipeline, any of a tied one's; empty without a pipeline.
+    """
+
+    shard_dim: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[frozenset[str], ...] = ()
+
+
+def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts | None = None) -> Estimate:
+    """Bytes on the fullest rank under ``plan``; see the module's docstring for what is left out.
+
+    Without ``parts`` the model is taken as whole on every tensor- and pipeline-parallel rank.
+    """
+    parts = parts or Parts()
+    each = [_held(spec, plan, workload, parts, names) for names in parts.stages or (None,)]
+    parameters, gradients = max(one[0] for one in each), max(one[1] for one in each)
+    states = [one[2] for one in each if one[2] is not None]
+    optimizer = max(states) if states else None
+    saved = workload.activation_bytes.get(plan.recompute)
+    logits, chunked = workload.logits_bytes, plan.loss_chunks > 1  # the log-probabilities are not kept then
+    micro = plan.micro_batch or 1
+    makes_room = plan.parsed.offload and plan.device != "cpu"  # a CPU's own memory is the host's
+    offloaded = parameters + gradients + (optimizer or 0) if makes_room else 0
+    return Estimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=None if saved is None else (saved - (logits or 0) * chunked) * micro,
+        logits=None if logits is None else math.ceil(logits * micro / plan.loss_chunks),
+        buffers=_gather_bytes(spec, plan),
+        offloaded_bytes=offloaded,
+    )
+
+
+def held_elements(
+    parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
+) -> int:
+    """Elements of ``parameter`` at rest on a rank; see `held_shape`."""
+    return math.prod(held_shape(parameter, plan, rank, shard_dim=shard_dim, tp_rank=tp_rank))
+
+
+def held_shape(
+    parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
+) -> tuple[int, ...]:
+    """Shape of ``parameter`` at rest on a rank of the sharding axis, which counts context-parallel ranks, too.
+
+    Tensor parallel cuts ``shard_dim`` first, then FSDP2 dim 0 of what is left, each into chunks of
+    ``ceil(size / ranks)``; the last ranks may hold less or nothing.
+    """
+    shape = list(parameter.shape)
+    if shard_dim is not None:
+        shape[shard_dim] = _chunk(shape[shard_dim], plan.dims.tp, tp_rank)
+    if plan.parsed.shards_parameters and shape:
+        shape[0] = _chunk(shape[0], plan.dims.dp_shard * plan.dims.cp, rank)
+    return tuple(shape)
+
+
+def _chunk(size: int, ranks: int, rank: int) -> int:
+    each = math.ceil(size / ranks)
+    return max(0, min(each, size - rank * each))
+
+
+def stepped_groups(spec: ModelSpec, workload: Workload) -> list[list[ParameterSpec]]:
+    """The trainable parameters that the optimizer steps, by its parameter groups."""
+    trainable = {p.name: p for p in spec.parameters if p.trainable}
+    if workload.parameter_groups is None:
+        return [list(trainable.values())]
+    return [[trainable[name] for name in group if name in trainable] for group in workload.parameter_groups]
+
+
+def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[list[ParameterSpec]]:
+    """Which rank steps which parameter under ``zero1``.
+
+    Group after group, largest first, each to the rank with the least so far: ZeroRedundancyOptimizer's own rule.
+    """
+    shares: list[list[ParameterSpec]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for group in groups:
+        for parameter in sorted(group, key=lambda p: p.num_elements, reverse=True):
+            rank = loads.index(min(loads))
+            shares[rank].append(parameter)
+            loads[rank] += parameter.num_elements
+    return shares
+
+
+def _held(
+    spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts, names: frozenset[str] | None
+) -> tuple[int, int, int | None]:
+    """Bytes of parameters, gradients and state of a stage's fullest rank; ``names`` None is the whole model."""
+
+    def is_here(parameter: ParameterSpec) -> bool:
+        return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))
+
+    def held(parameter: ParameterSpec) -> int:
+        return held_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
+
+    sizes = {p.name: held(p) for p in spec.parameters if is_here(p)}
+    gradients = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
+    gradients = 0 if plan.optimizer_in_backward else gradients  # freed as soon as each is stepped
+    if workload.optimizer_states is None:
+        return sum(sizes.values()), gradients, None
+    groups = [[p for p in group if p.name in sizes] for group in stepped_groups(spec, workload)]
+    ranks = plan.dims.dp * plan.dims.cp
+    shares = zero1_shares(groups, ranks) if plan.parsed.base == "zero1" else [[p for group in groups for p in group]]
+    state = max(
+        sum(_state(p, plan, workload, parts, sizes[p.name]) + workload.scalar_states * STATE_ITEMSIZE for p in share)
+        for share in shares
+    )
+    return sum(sizes.values()), gradients, state
+
+
+def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Parts, size: int) -> int:
+    """Bytes of a parameter's state with dimensions, of which ``size`` bytes are on the fullest rank."""
+    if workload.optimizer not in LEAN:
+        return size * (workload.optimizer_states or 0)
+    here = held_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
+    return lean_state_bytes(parameter.shape, here, here, parameter.itemsize, workload)
+
+
+def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
+    """Peak of the short-lived copies: gathered units, unsharded gradients, or autocast's narrow weights."""
+    compute = itemsize_of(plan.precision)
+    if not plan.parsed.shards_parameters:
+        return 0 if plan.precision == "fp32" else spec.num_parameters * compute
+    units = unit_elements(spec)
+    root = units.pop(None, 0)
+    if plan.parsed.reshards_after_forward:
+        gathered = root + sum(sorted(units.values(), reverse=True)[:2])  # one in use, one prefetched
+    else:
+        gathered = root + sum(units.values())
+    waits = plan.grad_accum > 1 and not plan.syncs_every_micro_batch
+    waiting = spec.num_trainable * STATE_ITEMSIZE if waits else 0
+    largest = max([root, *units.values()])
+    return gathered * compute + waiting + largest * STATE_ITEMSIZE  # and one unit's gradient on its way
+
+
+def unit_elements(spec: ModelSpec) -> dict[str | None, int]:
+    """Elements in each sharding unit: a block's name, or ``None`` for everything outside the blocks."""
+    units: dict[str | None, int] = {}
+    for parameter in spec.parameters:
+        units[parameter.block] = units.get(parameter.block, 0) + parameter.num_elements
+    return units
+
+
+def estimate(
+    profile: ModelProfile,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    expandable: bool = True,
+    fused_loss: bool | None = None,
+    buckets_add: bool = False,
+    flat: bool = False,
+    stack: Stack | None = None,
+) -> Estimate:
+    """Bytes on the fullest rank under ``plan``, by category and phase; `shardwise.cost.memory.step_program` says what is left out.
+
+    The keywords say what program runs; their defaults are this package's, others are for comparing with measurements of
+    other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth
+    more. ``fused_loss`` takes the place of the workload's.
+    ``buckets_add`` accumulates in the buckets of whole gradients; DDP's ``no_sync`` keeps a second copy beside them.
+    ``flat`` is FSDP1 over whole blocks: a gradient is that of the whole flat parameter where any of it trains (so
+    PyTorch's documentation of ``use_orig_params``). ``stack`` is whose program runs where an axis cuts the model.
+    ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it is ``allocated``.
+    ``phases``: ``load`` of random weights (rank 0's; others' are the same), ``first_step`` (all of it, without state
+    before its end), ``forward``, ``backward`` and ``optimizer`` of later steps, ``save`` and ``resume``, which copy one
+    tensor at a time through the host. Of a pipeline each figure is of the stage that holds most of it.
+    """
+    layout = replace(layout_of(plan, stack), flat=flat)
+    micro = plan.micro_batch or 1
+    written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
+    fused_loss = workload.fused_loss if fused_loss is None else fused_loss
+    waits, adds = plan.gradient_sync == "last", buckets_add or layout.masters
+    early = plan.optimizer_in_backward
+    program = Program(plan.grad_accum, plan.recompute, waits, adds, fused_loss, plan.loss_chunks, written, early)
+    ranks = list(settings_of(profile, layout, workload, micro, program))
+    tapes = [write_program(setting) for setting in ranks]
+    context = context_bytes(layout, cluster) if workload.framework_overhead else 0
+    played = fullest(_played(tapes, cuda=layout.is_cuda, expandable=expandable))
+    squeezed = _squeezed(tapes, played, cluster, context, expandable=expandable) if layout.is_cuda else None
+    played = squeezed or played
+
+    def at_rest(setting: Setting, name: str) -> int:
+        pairs = zip(setting.weights, setting.pieces, strict=True)
+        return sum(getattr(weights, name) * piece.count for weights, piece in pairs)
+
+    parameters = max(at_rest(setting, "parameters") for setting in ranks)
+    gradients = max(at_rest(setting, "gradients") for setting in ranks)
+    if early:
+        gradients = max(weights.gradients for setting in ranks for weights in setting.weights)
+    known = workload.optimizer is not None or workload.optimizer_states is not None
+    state = max(setting.optimizer for setting in ranks) if known else None
+    offloaded = parameters + gradients + (state or 0) if layout.offloads else 0
+    reserved = played.peak("reserved")
+    most = dict(zip(CATEGORIES, played.most, strict=True))
+    return Estimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        activations=most["activations"],
+        logits=most["logits"],
+        buffers=most["buffers"],
+        temporaries=most["temporaries"],
+        context=context,
+        allocated=played.peak("allocated"),
+        reserved=reserved,
+        device=reserved + context,
+        offloaded_bytes=offloaded,
+        host_bytes=_host_bytes(profile, layout, cluster, offloaded),
+        phases=played.phases,
+        notes=_notes(profile, layout, workload, known=known, squeezed=squeezed is not None),
+    )
+
+
+def _played(tapes: list[Tape], *, cuda: bool, expandable: bool) -> list[Played]:
+    """Of several ranks only those that can reserve most go through the allocator's model, which takes its time."""
+    if len(tapes) == 1 or not cuda:
+        return [replay(tape, cuda=cuda, expandable=expandable) for tape in tapes]
+    lives = [replay(tape, cuda=False) for tape in tapes]
+    most = max(live.peak("allocated") for live in lives) * NEAR
+    return [
+        replay(tape, cuda=True, expandable=expandable) if live.peak("allocated") >= most else live
+        for tape, live in zip(tapes, lives, strict=True)
+    ]
+
+
+def _squeezed(
+    tapes: list[Tape], played: Played, cluster: ClusterSpec, context: int, *, expandable: bool
+) -> Played | None:
+    """The same where only cached memory does not fit: PyTorch gives it back to the device and tries again."""
+    memory = cluster.device_memory_bytes
+    if memory is None or played.peak("reserved") + context <= memory or played.peak("allocated") + context > memory:
+        return None
+    limit = memory - context
+    again = fullest([replay(tape, cuda=True, expandable=expandable, limit_bytes=limit) for tape in tapes])
+    return again if again.fits else None
+
+
+def _host_bytes(profile: ModelProfile, layout: Layout, cluster: ClusterSpec, offloaded: int) -> int:
+    """Host RAM of the fullest node: what is offloaded there, and rank 0's whole model while it is built.
+
+    What is swapped to a drive passes through buffers here, which are not counted. On a CPU the ranks' own memory is not
+    repeated here. Python, libraries and the data loader are not counted.
+    """
+    ranks = min(cluster.devices_per_node, layout.replicas * layout.tp * layout.pp)
+    whole = sum(math.ceil(w.num_elements * w.itemsize) * u.count for u in profile.units for w in u.weights)
+    return whole + (0 if layout.strategy.nvme else offloaded * ranks)
+
+
+def _notes(
+    profile: ModelProfile, layout: Layout, workload: Workload, *, known: bool, squeezed: bool
+) -> tuple[str, ...]:
+    notes = list(profile.unknown)
+    if layout.is_cuda and workload.framework_overhead:
+        notes.append("context and communicator buffers are typical figures, good to some 0.3 GiB")
+    if layout.strategy.engine == "deepspeed":
+        notes.append("counted as the same plan on PyTorch; DeepSpeed's own buffers are not known")
+    if squeezed:
+        notes.append("fits only because the allocator gives cached memory back and asks again, which costs time")
+    if not known:
+        notes.append("the optimizer is not known: its state is left out")
+    return tuple(notes)

@@ -1,0 +1,36 @@
+"""Device memory outside the allocator: the CUDA context and the communicators' buffers. Rough, and told as such.
+
+Neither is documented by NVIDIA; both change with driver, CUDA and NCCL versions.
+"""
+
+from __future__ import annotations
+
+from shardwise.cost.memory.local_shapes import Layout
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.units import MIB
+
+# The context with PyTorch's kernels loaded lazily (since CUDA 11.7; before, more than 1 GB). Some 300 MB are reported
+# on small devices (github.com/pytorch/pytorch issue 107667); it grows with the multiprocessors, for whose threads local
+# memory is set aside. By generation, within 0.2 GiB or so.
+CONTEXT_BYTES = {"volta": 380 * MIB, "turing": 300 * MIB, "ampere": 480 * MIB, "ada": 450 * MIB}
+NEWEST_CONTEXT_BYTES = 600 * MIB  # Hopper and later, and what is not known
+# A communicator's buffers grow with its channels, and those with the link's speed (github.com/NVIDIA/nccl issue 986):
+# 544 MB for two and 688 MB for four A100s over NVLink of 300 GB/s (issue 964). H100s take no more.
+GROUP_BYTES = 600 * MIB
+GROUP_BYTES_FULL_AT = 300e9  # bytes per second of the link, one direction
+SLOWEST_GROUP_BYTES = 100 * MIB  # two channels, over PCIe or sockets
+
+
+def context_bytes(layout: Layout, cluster: ClusterSpec) -> int:
+    """Bytes of context and communicators on one device; 0 on a CPU. Each mesh axis has a communicator of its own."""
+    if not layout.is_cuda or cluster.device == "cpu":
+        return 0
+    arch = cluster.gpu.arch.lower() if cluster.gpu is not None else ""
+    context = next((size for name, size in CONTEXT_BYTES.items() if name in arch), NEWEST_CONTEXT_BYTES)
+    speed = cluster.link.bytes_per_s if cluster.link is not None and cluster.link.bytes_per_s else GROUP_BYTES_FULL_AT
+    group = max(SLOWEST_GROUP_BYTES, int(GROUP_BYTES * min(1.0, speed / GROUP_BYTES_FULL_AT)))
+    replicas = layout.replicas // layout.shard_ranks if layout.shards else 1
+    degrees = (layout.shard_ranks if layout.shards else layout.replicas, replicas, layout.tp, layout.cp)
+    groups = sum(degree > 1 for degree in degrees)
+    pipeline = 2 * SLOWEST_GROUP_BYTES if layout.pp > 1 else 0
+    return context + groups * group + pipeline

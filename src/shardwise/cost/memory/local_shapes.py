@@ -1,0 +1,499 @@
+"""What one rank holds at rest: its pipeline stage, its part of each weight, gradients and optimizer state. Exact.
+
+FSDP2 cuts dim 0 into chunks of ``ceil(rows / ranks)`` and pads what it sends to equal chunks; the first rank is the
+fullest. ``zero1`` deals out whole parameters, the largest first, to the rank with the least so far. Tensor parallel
+cuts ``Weight.tp_dim`` first, into chunks of ``ceil(size / tp)``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
+from shardwise.model.profile import ModelProfile, Op, Unit, Weight
+from shardwise.plan.plan import PipelineSchedule, Plan
+from shardwise.plan.stage_balance import balanced_stages, even_stages
+from shardwise.plan.strategy import Strategy, parse_strategy
+from shardwise.plan.workload import Workload
+
+FP32 = 4
+STATE_ITEMSIZE = FP32  # step counters, and what is factored or quantised is scaled in fp32
+QUANTISED_BLOCK = 256  # elements that share an fp32 scale in 8-bit Adam (Dettmers 2021, arXiv 2110.02861; bitsandbytes)
+QUANTISED_FROM = 4096  # tensors with fewer elements keep fp32 state (bitsandbytes: min_8bit_size)
+
+
+# Whose program runs where an axis cuts the model: this package's, Megatron-LM's (also what is planned for ``zero1``
+# beside tensor or pipeline parallel, which this version does not run), or torchtitan's, which is PyTorch's own parts
+# with ring attention. In the latter two, embedding and head work on cut sequences, too.
+Stack = Literal["shardwise", "megatron", "torchtitan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The plain numbers of a plan that decide what a rank holds. Hashable and cheap, unlike the plan.
+
+    Ranks of one context-parallel group hold equal weights and different gradients, so state is cut over them, too:
+    ``replicas`` ranks reduce gradients together, FSDP2 cuts over ``shard_ranks`` of them.
+
+    ``masters``: whole weights rest in the narrow type, and fp32 masters of them are optimizer state; gradients add up
+    in fp32 buffers. So Megatron-LM's mixed-precision optimizers keep them.
+    """
+
+    strategy: Strategy
+    replicas: int
+    shard_ranks: int
+    tp: int
+    pp: int
+    cp: int
+    width: int  # bytes of an element in forward and backward
+    is_cuda: bool
+    stack: Stack = "shardwise"
+    masters: bool = False
+    schedule: PipelineSchedule = "1f1b"
+    virtual: int = 1  # stages of a rank
+    sequence: bool = True  # what lies between tensor-parallel regions is cut along the sequence
+    vocab: bool = True  # logits stay cut over the vocabulary
+    flat: bool = False  # FSDP1: a unit is one flat parameter with one gradient
+
+    @property
+    def shards(self) -> bool:
+        """FSDP2 gathers units for use and reduces their gradients, be they cut over ``shard_ranks`` or whole."""
+        return self.strategy.shards_parameters or self.replicates
+
+    @property
+    def replicates(self) -> bool:
+        """``ddp`` with data-parallel ranks beside tensor or pipeline parallel: FSDP2 over shards of one rank.
+
+        Whole fp32 weights at rest, and a copy of each unit while it is used (``parallel.split``).
+        """
+        return self.strategy.base == "ddp" and self.tp * self.pp > 1 and self.replicas > 1 and not self.masters
+
+    @property
+    def reshards(self) -> bool:
+        """Blocks free their gathered weights after forward and gather them again for backward."""
+        return self.strategy.reshards_after_forward or self.replicates
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Weights stay gathered from forward to backward, in a pipeline from the first micro batch to the last.
+
+        zero2 asks for it, zero-bubble schedules need it, and torch's own pipeline stages do so whatever is asked.
+        """
+        zero_bubble = self.pp > 1 and self.schedule in ("interleaved-zero-bubble", "zbv")
+        return not self.reshards or zero_bubble or (self.pp > 1 and self.stack != "shardwise")
+
+    @property
+    def sums_replicas(self) -> bool:
+        """What was reduced inside a sharding group is reduced once more, over the groups."""
+        return self.shards and self.replicas > self.shard_ranks
+
+    @property
+    def autocasts(self) -> bool:
+        """Whole fp32 weights are copied to the narrow type as they are used."""
+        return not self.shards and self.width < FP32 and not self.masters
+
+    @property
+    def offloads(self) -> bool:
+        """Parameters, gradients and optimizer state rest in host memory (a CPU's own memory is the host's)."""
+        return (self.strategy.offload or self.strategy.nvme) and self.is_cuda
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``count`` equal units, one after the other, on one stage. A block is a sharding unit of its own."""
+
+    unit: Unit
+    count: int
+
+    @property
+    def is_block(self) -> bool:
+        """Sharded, and recomputed, on its own; everything else belongs to the root."""
+        return self.unit.kind == "block"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWeights:
+    """Bytes of one unit's weights on one rank.
+
+    ``gathered`` are the whole weights in the compute type, one size for each tensor; ``reduce_in`` the padded fp32
+    gradient that is reduced, ``reduce_out`` this rank's part of it; ``copies`` autocast's narrow weights, that of a
+    head which is the embedding too; ``exchanged`` the columns of fused projections that a tensor-parallel rank takes
+    from others, because it computes with other ones than it holds.
+    """
+
+    parameters: int
+    gradients: int
+    trained: int  # elements at rest of the trained weights
+    largest: int  # those of the largest of them
+    whole: int  # as they are made, before they are cut
+    gathered: tuple[int, ...]
+    sent: int
+    shard_sent: int
+    whole_gradients: int  # in the type that backward makes them in
+    last_gradient: int  # that of the last weight
+    waiting: int  # whole fp32 gradients that wait for the last micro batch
+    reduce_in: int
+    reduce_out: int
+    copies: int
+    exchanged: int
+    widened: int  # the largest weight that is stored narrower than it is computed with
+
+
+def stack_of(strategy: Strategy, stack: Stack | None) -> Stack:
+    """``stack``, or whose program is planned where none is named."""
+    not_run = strategy.base == "zero1" and strategy.tp * strategy.pp > 1
+    return stack or ("megatron" if not_run else "shardwise")
+
+
+def layout_of(plan: Plan, stack: Stack | None = None) -> Layout:
+    """The numbers of ``plan`` that decide what a rank holds, in the program of ``stack``."""
+    dims, strategy = plan.dims, _strategy(plan.strategy)
+    width = 4 if plan.precision == "fp32" else 2
+    whole = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
+    stack = stack_of(strategy, stack)
+    return Layout(
+        strategy=strategy,
+        replicas=dims.dp_replicate * dims.dp_shard * dims.cp,
+        shard_ranks=dims.dp_shard * dims.cp if strategy.shards_parameters else 1,
+        tp=dims.tp,
+        pp=dims.pp,
+        cp=dims.cp,
+        width=width,
+        is_cuda=plan.device == "cuda",
+        stack=stack,
+        masters=whole and stack == "megatron",
+        schedule=plan.pipeline_schedule,
+        virtual=plan.virtual_stages if dims.pp > 1 else 1,
+        sequence=plan.sequence_parallel,
+        vocab=plan.loss_parallel,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _strategy(text: str) -> Strategy:
+    return parse_strategy(text)
+
+
+def stage_pieces(profile: ModelProfile, layout: Layout, rank: int) -> tuple[Piece, ...]:
+    """The units of a pipeline rank, in the order of its stages.
+
+    What stands before the first block is the first stage's, the rest the last's. A tied weight is on both of the stages
+    that use it.
+    """
+    if layout.pp == 1:
+        return tuple(Piece(unit, unit.count) for unit in profile.units)
+    counts = stage_counts(profile, layout)
+    number = len(counts)
+    own = [stage for stage in range(number) if rank_of(layout, stage) == rank]
+    pieces: list[Piece] = []
+    for stage in own:
+        pieces += _stage_pieces(profile, sum(counts[:stage]), sum(counts[: stage + 1]), stage == 0, stage == number - 1)
+    if own[-1] == number - 1 and own[0] != 0:
+        pieces += [Piece(unit, unit.count) for unit in _tied_copies(profile)]
+    return tuple(pieces)
+
+
+def _stage_pieces(profile: ModelProfile, first: int, last: int, begins: bool, ends: bool) -> Iterator[Piece]:
+    seen = 0
+    for unit in profile.units:
+        if unit.kind == "block":
+            here = min(last, seen + unit.count) - max(first, seen)
+            if here > 0:
+                yield Piece(unit, here)
+            seen += unit.count
+        elif begins if seen == 0 else ends:
+            yield Piece(unit, unit.count)
+
+
+def stage_counts(profile: ModelProfile, layout: Layout) -> tuple[int, ...]:
+    """Blocks of each pipeline stage: balanced by the operations of products, as those who cut live models do it.
+
+    Other stacks deal out blocks evenly.
+    """
+    if layout.stack != "shardwise":
+        return blocks_per_stage(profile.num_blocks, layout.pp)
+    return _stage_counts(SameProfile(profile), layout.pp * layout.virtual)
+
+
+@lru_cache(maxsize=1024)
+def _stage_counts(same: SameProfile, stages: int) -> tuple[int, ...]:
+    units = same.profile.units
+    if stages > same.profile.num_blocks:
+        return blocks_per_stage(same.profile.num_blocks, stages)
+    place = next(i for i, unit in enumerate(units) if unit.kind == "block")
+    before = sum(_products(unit) * unit.count for unit in units[:place])
+    after = sum(_products(unit) * unit.count for unit in units[place:] if unit.kind != "block")
+    blocks = [_products(unit) for unit in units if unit.kind == "block" for _ in range(unit.count)]
+    if len(set(blocks)) == 1:
+        return even_stages(len(blocks), blocks[0] or 1.0, before, after, stages)
+    return balanced_stages(blocks, before, after, stages)
+
+
+def _products(unit: Unit) -> float:
+    """Operations of matrix products and convolutions; attention's are not seen where a live model is looked at."""
+    return sum(2.0 * op.m * op.k * op.n for op in unit.ops if op.kind in ("matmul", "conv"))
+
+
+def rank_of(layout: Layout, stage: int) -> int:
+    """The pipeline rank of a stage: around and around, or forth and back for ``zbv``."""
+    if layout.schedule == "zbv" and stage >= layout.pp:
+        return 2 * layout.pp - 1 - stage
+    return stage % layout.pp
+
+
+def _tied_copies(profile: ModelProfile) -> list[Unit]:
+    """Units that hold the second copy of each weight that the first and the last stage share."""
+    kept = {name.rpartition(".")[2] for name, _ in profile.tied} | {name for name, _ in profile.tied}
+    found = []
+    for unit in profile.units:
+        if unit.kind == "block":
+            break
+        shared = tuple(w for w in unit.weights if w.name in kept or f"{unit.name}.{w.name}" in kept)
+        if shared:
+            found.append(Unit(f"{unit.name} (tied)", "other", shared, (), 0))
+    return found
+
+
+def heavy_stages(profile: ModelProfile, layout: Layout) -> tuple[int, ...]:
+    """Pipeline ranks that can be the fullest: the first (most micro batches in flight), the last (head and loss), and
+    the first of those with more blocks than the first has.
+    """
+    if layout.pp == 1:
+        return (0,)
+    counts = stage_counts(profile, layout)
+    each = [0] * layout.pp
+    for stage, count in enumerate(counts):
+        each[rank_of(layout, stage)] += count
+    more = next((rank for rank in range(1, layout.pp - 1) if each[rank] > each[0]), None)
+    return (0, *(() if more is None else (more,)), layout.pp - 1)
+
+
+def micro_batches_held(layout: Layout, rank: int, grad_accum: int) -> int:
+    """Micro batches whose activations a pipeline rank holds at the fullest moment, in units of all its stages."""
+    if layout.pp == 1:
+        return 1
+    if layout.schedule == "gpipe" or (grad_accum < layout.pp and layout.stack == "shardwise"):
+        return grad_accum  # with fewer micro batches than stages this version runs them as gpipe
+    return math.ceil(in_flight(rank, layout.pp, grad_accum, layout.virtual))
+
+
+def unit_weights(unit: Unit, layout: Layout) -> UnitWeights:
+    """Bytes of one of ``unit`` on the fullest rank; cached by the unit's identity."""
+    ranks = layout.shard_ranks if layout.shards else 1
+    return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
+
+
+class SameProfile:
+    """A profile that is equal only to itself."""
+
+    __slots__ = ("profile",)
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameProfile) and self.profile is other.profile
+
+    def __hash__(self) -> int:
+        return id(self.profile)
+
+
+class Same:
+    """A unit that is equal only to itself: hashing its contents would cost more than what is cached."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.unit is other.unit
+
+    def __hash__(self) -> int:
+        return id(self.unit)
+
+
+@lru_cache(maxsize=4096)
+def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, masters: bool, flat: bool) -> UnitWeights:
+    """With ``flat`` a gradient is as large as the unit where any of it trains, and as wide as its weights."""
+    weights = same.unit.weights
+    if masters:
+        weights = tuple(replace(w, itemsize=min(w.itemsize, wide)) for w in weights)
+    shapes = [tp_shape(weight, tp, vocab=same.unit.kind != "block") for weight in weights]
+    local = [math.prod(shape) for shape in shapes]
+    at_rest = [rest_elements(shape, ranks) for shape in shapes]
+    both = [(w, n, rest, rest * ranks) for w, n, rest in zip(weights, local, at_rest, strict=True)]
+    trained = [row for row in both if row[0].trainable]
+    carried = both if flat and trained else trained
+    reduced = wide if flat else FP32
+    sent = [math.ceil(padded * min(w.itemsize - w.scales, wide)) for w, _, _, padded in both]
+    scales = sum(math.ceil(n * w.scales) for w, n, _, _ in both) if any(w.scales for w in weights) else 0
+    cast = not shards and wide < FP32 and same.unit.kind != "embedding"
+    read = sum(op.k * op.n for op in same.unit.ops if op.kind == "matmul" and op.weight)
+    tied = max(0, read - sum(w.num_elements for w in weights)) if same.unit.kind == "head" else 0
+    return UnitWeights(
+        parameters=sum(math.ceil(rest * (w.itemsize - w.scales)) for w, _, rest, _ in both) + scales,
+        gradients=sum(math.ceil(rest * (FP32 if masters else max(w.itemsize, wide))) for w, _, rest, _ in carried),
+        trained=sum(rest for _, _, rest, _ in trained),
+        largest=max((rest for _, _, rest, _ in trained), default=0),
+        whole=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
+        gathered=_merged(sent),
+        sent=sum(sent),
+        shard_sent=sum(sent) // ranks,
+        whole_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in carried),
+        last_gradient=trained[-1][1] * wide if trained and shards and ranks > 1 else 0,
+        waiting=sum(n * reduced for _, n, _, _ in carried),
+        reduce_in=sum(padded * reduced for _, _, _, padded in carried),
+        reduce_out=sum(rest * reduced for _, _, rest, _ in carried),
+        copies=(sum(n for w, n, _, _ in both if len(w.shape) > 1 and w.itemsize > wide) + tied) * wide if cast else 0,
+        exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.unit, tp) * wide,
+        widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
+    )
+
+
+def _merged(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes, with those below 1 MiB added up: they share segments."""
+    values = list(sizes)
+    large = [size for size in values if size >= 1 << 20]
+    small = sum(size for size in values if size < 1 << 20)
+    return tuple([*large, small] if small else large)
+
+
+def exchanged_elements(unit: Unit, tp: int) -> int:
+    """Elements of weights that one of ``tp`` ranks gathers from others for each use of ``unit``.
+
+    Queries, keys and values (or a gate and what it gates) in one projection lie one after the other, and a rank's share
+    of each is not what it holds; and so with key-value heads of which there are fewer than ranks.
+    """
+    attention = next((op for op in unit.ops if op.kind == "attention"), None)
+    few = attention is not None and attention.kv_heads % tp != 0
+    found, columns = 0, list[Op]()
+    for op in unit.ops:
+        if op.kind != "matmul":
+            continue
+        if op.cut == "column":
+            columns.append(op)
+        elif op.cut == "row":
+            if len(columns) == 1 and columns[0].n > op.k:
+                found += columns[0].k * math.ceil(columns[0].n / tp)
+            elif few and attention is not None:
+                narrow = [one for one in columns if one.n == attention.kv_heads * attention.head_dim < op.k]
+                found += sum(one.k * attention.head_dim * max(1, attention.kv_heads // tp) for one in narrow)
+            columns = []
+    return found
+
+
+def tp_shape(weight: Weight, tp: int, *, vocab: bool = True) -> tuple[int, ...]:
+    """Shape of ``weight`` on the fullest rank of a tensor-parallel group.
+
+    Only a ``vocab`` is cut into uneven parts; another size that ``tp`` does not divide stays whole.
+    """
+    if tp == 1 or weight.tp_dim is None or (not vocab and weight.shape[weight.tp_dim] % tp):
+        return weight.shape
+    dim = weight.tp_dim
+    return (*weight.shape[:dim], math.ceil(weight.shape[dim] / tp), *weight.shape[dim + 1 :])
+
+
+def rest_elements(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a tensor on the fullest of ``ranks`` ranks: FSDP2's first chunk of dim 0."""
+    if ranks == 1 or not shape or not shape[0]:
+        return math.prod(shape)
+    return math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+
+
+def optimizer_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int | None:
+    """Optimizer state of the fullest rank of a stage; ``None`` where the optimizer is not known.
+
+    AdamW: two tensors of the weight's size and a step counter. 8-bit AdamW: two bytes and two scales a block of 256,
+    its lookup tables not counted. SGD: its momentum. Adafactor: one row and one column for a matrix, the whole for a
+    vector (Shazeer 2018, arXiv 1804.04235). Fp32 masters of narrow weights are one tensor more; with them ``zero1``
+    cuts one flat buffer evenly, as Megatron-LM's distributed optimizer does.
+    """
+    if workload.optimizer is None and workload.optimizer_states is None:
+        return None
+    if layout.strategy.base == "zero1" and layout.replicas > 1:
+        if layout.masters:
+            return optimizer_mean_bytes(pieces, layout, workload)
+        return _fullest_share(pieces, layout, workload)
+    ranks = layout.shard_ranks if layout.shards else 1
+    master = FP32 if layout.masters else 0
+    return sum(
+        piece.count
+        * (
+            _state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload, w)
+            + master * _elements(w, piece, layout)
+        )
+        for piece in pieces
+        for w in piece.unit.weights
+        if w.trainable
+    )
+
+
+def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int | None:
+    """An even share of a stage's optimizer state under ``zero1``: no more than the fullest rank's, found sooner."""
+    if workload.optimizer is None and workload.optimizer_states is None:
+        return None
+    master = FP32 if layout.masters else 0
+    whole = sum(
+        p.count * (_state_bytes(_local(w, p, layout), workload, w) + master * _elements(w, p, layout))
+        for p in pieces
+        for w in p.unit.weights
+        if w.trainable
+    )
+    return whole // layout.replicas
+
+
+def _local(weight: Weight, piece: Piece, layout: Layout) -> tuple[int, ...]:
+    return tp_shape(weight, layout.tp, vocab=not piece.is_block)
+
+
+def _elements(weight: Weight, piece: Piece, layout: Layout) -> int:
+    return math.prod(_local(weight, piece, layout))
+
+
+def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    return shape if ranks == 1 or not shape else (math.ceil(shape[0] / ranks), *shape[1:])
+
+
+def _fullest_share(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int:
+    """ZeroRedundancyOptimizer's partition, as `cost.memory.zero1_shares`, kept as sums on a heap."""
+    shapes = [
+        (_local(w, piece, layout), w)
+        for piece in pieces
+        for _ in range(piece.count)
+        for w in piece.unit.weights
+        if w.trainable
+    ]
+    loads = [(0, rank) for rank in range(layout.replicas)]
+    states = [0] * layout.replicas
+    for shape, weight in sorted(shapes, key=lambda one: math.prod(one[0]), reverse=True):
+        load, rank = heapq.heappop(loads)
+        heapq.heappush(loads, (load + math.prod(shape), rank))
+        states[rank] += _state_bytes(shape, workload, weight)
+    return max(states)
+
+
+@lru_cache(maxsize=4096)
+def _counts(optimizer: str | None, states: int | None, scalars: int) -> tuple[int, int]:
+    """Tensors of the weight's shape and 0-d ones."""
+    if optimizer == "sgd":
+        return (1 if states is None or states > 1 else states), 0
+    return (2 if states is None else states), scalars
+
+
+def _state_bytes(shape: tuple[int, ...], workload: Workload, weight: Weight) -> int:
+    """State is as wide as the weight that it belongs to; factors, counters and scales are fp32."""
+    elements, width = math.prod(shape), math.ceil(weight.itemsize)
+    states, scalars = _counts(workload.optimizer, workload.optimizer_states, workload.scalar_states)
+    fixed = scalars * STATE_ITEMSIZE
+    if workload.optimizer == "adafactor":
+        held = math.prod(shape[:-1]) + elements // max(1, shape[-2]) if len(shape) > 1 else elements
+        return held * STATE_ITEMSIZE + fixed
+    if workload.optimizer == "adamw8bit" and weight.num_elements >= QUANTISED_FROM:
+        return states * (elements + math.ceil(elements / QUANTISED_BLOCK) * STATE_ITEMSIZE) + fixed
+    return states * elements * width + fixed

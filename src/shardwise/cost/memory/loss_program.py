@@ -1,0 +1,85 @@
+"""What the loss allocates and frees, forward and backward: a part of `shardwise.cost.memory.step_program`'s list."""
+
+from __future__ import annotations
+
+from shardwise.cost.memory.allocation_trace import LOGITS, Tape
+from shardwise.cost.memory.cost_inputs import Setting
+from shardwise.cost.memory.local_shapes import FP32
+
+
+class LossWriter:
+    """Writes the loss to the tape. ``last_gather`` and ``late`` are what the forward still holds when it begins."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.s = setting
+        self.tape = Tape()
+        self.last_gather = -1
+        self.late: list[int] = []
+        self.log_probabilities = -1
+
+    def logits(self) -> float:
+        """Elements of one micro batch's logits; 0 on a stage without the loss."""
+        return max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro
+
+    def loss(self, narrow: int, elements: float) -> None:
+        """Narrow logits, their fp32 copy, log-probabilities; then the gradients of both in backward."""
+        tape = self.tape
+        widens = self.s.layout.width < FP32 and not self.s.program.fused_loss
+        wide = tape.alloc(elements * FP32, LOGITS) if widens else narrow
+        tape.free(self.last_gather)  # ``FSDPState._post_forward`` holds it while it widens what goes out
+        self.last_gather = -1
+        if self.s.program.fused_loss:
+            self.log_probabilities = narrow
+            return
+        if wide != narrow:
+            tape.free(narrow)
+        if self.s.layout.masters:  # its softmax in place
+            self.log_probabilities = wide
+            return
+        self.log_probabilities = tape.alloc(elements * FP32, LOGITS)
+        tape.free(wide)
+
+    def chunked_loss(self, elements: float) -> None:
+        """A chunk's logits in fp32, their narrow gradient and a part of the head's; what stays for backward are the
+        fp32 gradients of the hidden states and of the head (`parallel.loss_chunks`).
+        """
+        tape, width, chunks = self.tape, self.s.layout.width, self.s.program.loss_chunks
+        tape.free(self.last_gather, *self.late)
+        self.last_gather, self.late = -1, []
+        hidden, weight = self._head_elements()
+        self.log_probabilities = tape.alloc((hidden + weight) * FP32, LOGITS)
+        wide = tape.alloc(elements / chunks * FP32, LOGITS)
+        if width < FP32:
+            tape.free(tape.alloc((elements + weight) / chunks * width, LOGITS))
+        tape.free(wide)
+
+    def _head_elements(self) -> tuple[float, float]:
+        """Elements of the hidden states that enter the head, and of its weight; 0 for one that is not trained."""
+        s = self.s
+        ops = [op for unit in s.bytes if unit.logits for op in unit.ops if op.gradient_in]
+        head = next((op for op in reversed(ops) if op.weight_gradient), ops[-1])  # a frozen one has no gradient
+        weights = (w for piece in s.pieces for w in piece.unit.weights)
+        trained = any(w.trainable and w.num_elements == head.weight_gradient for w in weights)
+        return head.gradient_in / s.layout.width * s.micro, head.weight_gradient if trained else 0.0
+
+    def loss_gradient(self) -> int:
+        """The gradient of the logits, at compute width."""
+        tape, s = self.tape, self.s
+        elements = self.logits()
+        if s.program.loss_chunks > 1 and elements:
+            if s.layout.width < FP32:  # cast before they go on
+                tape.free(tape.alloc(sum(self._head_elements()) * s.layout.width, LOGITS))
+            tape.free(self.log_probabilities)
+            return -1
+        if s.program.fused_loss:
+            return self.log_probabilities
+        copies = max((b.loss_copies for b in s.bytes), default=0)
+        outer = [tape.alloc(elements * FP32, LOGITS) for _ in range(copies - 2)]
+        inner = self.log_probabilities if s.layout.masters else tape.alloc(elements * FP32, LOGITS)
+        if not s.layout.masters:
+            tape.free(self.log_probabilities, *outer)
+        if s.layout.width == FP32:
+            return inner
+        incoming = tape.alloc(elements * s.layout.width, LOGITS)
+        tape.free(inner)
+        return incoming

@@ -1,0 +1,161 @@
+"""A lower estimate of a rank's peak in microseconds, for search: sums over the moments at which plans are fullest.
+
+Each moment is a line in the micro batch, ``fixed + each × micro batch``; the lines of a plan are worked out once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.cost.memory.activations import UnitBytes, unit_bytes
+from shardwise.cost.memory.local_shapes import (
+    FP32,
+    Layout,
+    Piece,
+    UnitWeights,
+    heavy_stages,
+    layout_of,
+    micro_batches_held,
+    optimizer_bytes,
+    optimizer_mean_bytes,
+    stage_pieces,
+    unit_weights,
+)
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes at one moment: ``fixed``, and ``each`` for a sample of the micro batch."""
+
+    fixed: float
+    each: float = 0.0
+
+
+class _Key:
+    """What decides the lines. Profile, plan and workload are told apart by identity or by the few fields that count."""
+
+    __slots__ = ("_facts", "_hash", "plan", "profile", "workload")
+
+    def __init__(self, profile: ModelProfile, plan: Plan, workload: Workload) -> None:
+        dims = plan.dims
+        self.profile, self.plan, self.workload = profile, plan, workload
+        self._facts = (
+            id(profile),
+            plan.strategy,
+            dims.dp_replicate,
+            dims.dp_shard,
+            dims.tp,
+            dims.pp,
+            dims.cp,
+            plan.precision,
+            plan.recompute,
+            plan.gradient_sync,
+            plan.sequence_parallel,
+            plan.loss_parallel,
+            plan.loss_chunks,
+            plan.optimizer_in_backward,
+            plan.pipeline_schedule,
+            plan.virtual_stages,
+            plan.device,
+            min(plan.grad_accum, dims.pp + 1),
+            workload.optimizer,
+            workload.optimizer_states,
+            workload.scalar_states,
+            workload.optimizer_temporaries,
+            workload.loop_temporaries,
+            workload.compiled,
+            workload.fused_loss,
+        )
+        self._hash = hash(self._facts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._facts == other._facts
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def screen(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
+    """Live bytes at the peak of the fullest rank, some per cent low; allocator and context are not counted."""
+    micro = plan.micro_batch or 1
+    return int(max(line.fixed + line.each * micro for line in _lines(_Key(profile, plan, workload))))
+
+
+@lru_cache(maxsize=16384)
+def _lines(key: _Key) -> tuple[Line, ...]:
+    plan, workload = key.plan, key.workload
+    layout = layout_of(plan)
+    lines: list[Line] = []
+    for stage in heavy_stages(key.profile, layout):
+        held = micro_batches_held(layout, stage, plan.grad_accum)
+        pieces = stage_pieces(key.profile, layout, stage)
+        lines += _stage_lines(pieces, layout, workload, plan, held)
+    return tuple(lines)
+
+
+def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, plan: Plan, held: int) -> list[Line]:
+    recompute, grad_accum = plan.recompute, plan.grad_accum
+    rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, workload.compiled)) for p in pieces]
+    parameters = sum(w.parameters * p.count for p, w, _ in rows)
+    gradients = sum(w.gradients * p.count for p, w, _ in rows)
+    if plan.optimizer_in_backward:
+        gradients = max(w.gradients for _, w, _ in rows)
+    shares = layout.strategy.base == "zero1" and layout.replicas > 1
+    state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
+    rest = 0 if layout.offloads else parameters + state
+    temporaries = 0.0
+    if workload.optimizer != "adamw8bit" and not shares and not layout.masters:
+        largest = max((w.largest for _, w, _ in rows), default=0) * FP32
+        temporaries = sum(w.trained * p.count for p, w, _ in rows) * FP32 * workload.optimizer_temporaries
+        temporaries += largest * workload.loop_temporaries
+        temporaries = min(temporaries, largest) if plan.optimizer_in_backward else temporaries
+    kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
+    if layout.autocasts:
+        copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")
+    if recompute == "none":
+        copies += sum(w.exchanged * p.count for p, w, _ in rows)
+    base = rest + _gathered(rows, layout)
+    buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
+    waits = 0  # beside the last micro batch: gradients that wait whole, or grow outside DDP's buckets
+    if grad_accum > 1:
+        whole = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
+        here = 0 if layout.offloads or layout.masters else gradients
+        waits = sum(w.waiting * p.count for p, w, _ in rows) if whole else here
+    wide = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
+    if plan.loss_chunks > 1:
+        each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
+        wide = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
+    logits = max(wide, default=0.0)
+    again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
+    own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
+    own = own if layout.shards and not layout.keeps_weights else 0
+    lines = [] if layout.offloads else [Line(parameters + gradients + state + temporaries)]
+    lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if workload.fused_loss else FP32)
+    for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else max(1, held - 1))):
+        each = kept * crowd + lost * (crowd - 1)
+        lines.append(Line(base + fixed + copies * crowd, each + logits))
+        lines.append(Line(base + fixed + copies * crowd + own, each + again))
+    if own and grad_accum == 1:
+        lines += _reducing(rows, base, kept)
+    return lines
+
+
+def _reducing(rows: list[tuple[Piece, UnitWeights, UnitBytes]], base: float, kept: float) -> list[Line]:
+    """The end of the backward of the block before the last: two whole blocks, one gradient whole, one in reduction."""
+    piece, weights, unit = next(row for row in reversed(rows) if row[0].is_block)
+    if piece.count < 3:
+        return []
+    sent = weights.sent if weights.sent != weights.parameters else 0
+    moving = weights.reduce_in + weights.whole_gradients + sum(weights.gathered) + sent
+    return [Line(base + moving, kept - 2 * unit.kept)]
+
+
+def _gathered(rows: list[tuple[Piece, UnitWeights, UnitBytes]], layout: Layout) -> int:
+    """Whole weights that stay from forward to backward."""
+    if not layout.shards:
+        return 0
+    return sum(sum(w.gathered) * p.count for p, w, _ in rows if layout.keeps_weights or not p.is_block)

@@ -1,0 +1,149 @@
+"""The settings of a plan's ranks, and their programs played to the allocator model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.cost.memory.activations import unit_bytes
+from shardwise.cost.memory.allocation_trace import Program, Tape
+from shardwise.cost.memory.allocator import Block, CachingAllocator
+from shardwise.cost.memory.cost_inputs import Setting
+from shardwise.cost.memory.estimate import CATEGORIES, Phase, PhaseName
+from shardwise.cost.memory.local_shapes import (
+    FP32,
+    Layout,
+    Piece,
+    heavy_stages,
+    micro_batches_held,
+    optimizer_bytes,
+    rank_of,
+    stage_pieces,
+    unit_weights,
+)
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Recompute
+from shardwise.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Peaks of a program: by phase, and of each category whenever it holds most (in the order of `CATEGORIES`).
+
+    ``fits`` is False where a limit was given and could not be kept.
+    """
+
+    phases: tuple[Phase, ...]
+    most: tuple[int, ...]
+    fits: bool = True
+
+    def peak(self, what: Literal["allocated", "reserved"]) -> int:
+        """The highest of all phases."""
+        return max(getattr(phase, what) or 0 for phase in self.phases)
+
+
+def settings_of(
+    profile: ModelProfile, layout: Layout, workload: Workload, micro: int, program: Program
+) -> Iterator[Setting]:
+    """The ranks that can be the fullest: one for each pipeline stage that differs."""
+    for stage in heavy_stages(profile, layout):
+        pieces = stage_pieces(profile, layout, stage)
+        weights = tuple(unit_weights(piece.unit, layout) for piece in pieces)
+        state = optimizer_bytes(pieces, layout, workload) or 0
+        sent = sent_bytes(profile, layout, stage, program.recompute, compiled=workload.compiled)
+        yield Setting(
+            pieces=pieces,
+            weights=weights,
+            bytes=tuple(unit_bytes(piece.unit, layout, program.recompute, workload.compiled) for piece in pieces),
+            layout=layout,
+            program=program,
+            micro=micro,
+            held=micro_batches_held(layout, stage, program.grad_accum),
+            optimizer=state,
+            temporaries=_temporaries(pieces, layout, workload, state, early=program.steps_early),
+            sent=sent,
+            received=2 * sent * program.grad_accum if layout.stack == "torchtitan" else 0.0,
+        )
+
+
+def sent_bytes(profile: ModelProfile, layout: Layout, rank: int, recompute: Recompute, *, compiled: bool) -> float:
+    """Bytes of a sample's hidden state that a pipeline rank's last stage sends on, and keeps for its backward."""
+    if layout.pp == 1 or layout.stack == "megatron" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
+        return 0.0
+    block = next(unit for unit in profile.units if unit.kind == "block")
+    return unit_bytes(block, layout, recompute, compiled).input
+
+
+def _temporaries(
+    pieces: tuple[Piece, ...], layout: Layout, workload: Workload, state: int, *, early: bool = False
+) -> int:
+    """What lives only while the optimizer steps. 8-bit Adam works tensor by tensor, on GPUs in place.
+
+    ``torch.optim`` with foreach makes one tensor for each weight (``_multi_tensor_adam``: the root of the second
+    moment); fused makes none, and those that keep fp32 masters are fused. The plain loop makes some for one weight at a
+    time. Under zero1 only for this rank's share, which is as its state. ``early`` steps one weight at a time.
+    """
+    largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * FP32
+    if workload.optimizer == "adamw8bit":
+        return int(largest * workload.loop_temporaries)
+    if layout.masters:
+        return 0
+    trained = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * FP32
+    if layout.strategy.base == "zero1" and layout.replicas > 1 and workload.optimizer_states:
+        trained = min(trained, state // workload.optimizer_states)
+    if early:
+        return int(largest * max(workload.optimizer_temporaries, workload.loop_temporaries))
+    return int(trained * workload.optimizer_temporaries + largest * workload.loop_temporaries)
+
+
+def replay(tape: Tape, *, cuda: bool, expandable: bool = True, limit_bytes: int | None = None) -> Played:
+    """Live bytes by phase and category; on CUDA also what the allocator reserves, with no more than ``limit_bytes``."""
+    live = [0] * len(CATEGORIES)
+    most = [0] * len(CATEGORIES)
+    allocator = CachingAllocator(expandable=expandable, limit_bytes=limit_bytes)
+    handles: list[tuple[int, int, Block | None]] = []
+    phases: list[Phase] = []
+    starts = [*tape.phases, (len(tape.events), "resume")]
+    total, peak = 0, 0
+    for (begin, name), (end, _) in itertools.pairwise(starts):
+        peak = total
+        for size, category, stream in tape.events[begin:end]:
+            if size < 0:
+                size, category, block = handles[-1 - size]
+                if cuda:
+                    allocator.free(block)
+                live[category] -= size
+                total -= size
+            else:
+                handles.append((size, category, allocator.alloc(size, stream) if cuda else None))
+                live[category] += size
+                total += size
+                peak = max(peak, total)
+                most[category] = max(most[category], live[category])
+        phases.append(Phase(name=name, allocated=peak, reserved=allocator.peak_reserved if cuda else peak))
+    return Played(phases=tuple(_merged(phases)), most=tuple(most), fits=not allocator.out_of_memory)
+
+
+def _merged(phases: list[Phase]) -> Iterator[Phase]:
+    """One for each name."""
+    names: tuple[PhaseName, ...] = ("load", "first_step", "forward", "backward", "optimizer", "save", "resume")
+    for name in names:
+        same = [phase for phase in phases if phase.name == name]
+        if same:
+            yield Phase(
+                name=name, allocated=max(p.allocated for p in same), reserved=max(p.reserved or 0 for p in same)
+            )
+
+
+def fullest(played: list[Played]) -> Played:
+    """Of several ranks, each figure of the one that holds most."""
+    if len(played) == 1:
+        return played[0]
+    phases = tuple(
+        Phase(name=same[0].name, allocated=max(p.allocated for p in same), reserved=max(p.reserved or 0 for p in same))
+        for same in zip(*(one.phases for one in played), strict=True)
+    )
+    most = tuple(max(column) for column in zip(*(one.most for one in played), strict=True))
+    return Played(phases, most, all(one.fits for one in played))

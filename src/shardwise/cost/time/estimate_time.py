@@ -1,0 +1,528 @@
+"""Seconds of one optimizer step: kernels by shape, collectives by link, overlap by simulation, pipeline by schedule.
+
+The program that is timed is the one that ``train`` runs: gradients synchronise in the last micro batch, or in each of a
+sharded plan that says so (``Plan.gradient_sync``), sharded units are gathered in every forward (and in every backward
+where they are freed in between), one unit ahead; ddp reduces while the last backward runs. Context parallel exchanges
+tokens for heads around each attention. What this version does not run (``zero1`` beside tensor or pipeline parallel)
+is timed as Megatron-LM does it.
+
+Left out: data loading, evaluation, checkpoints, other jobs on the network, clocks that fall with temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from shardwise.cost.flops import mfu
+from shardwise.cost.memory.local_shapes import Stack, stack_of
+from shardwise.cost.time.collective_time import Calibration, CollectiveKind
+from shardwise.cost.time.kernels import AttentionKernel, generation_name
+from shardwise.cost.time.layer_time import COMPUTE_BYTES, Split, UnitTime, is_finite, unit_time
+from shardwise.cost.time.machine import IN_STEP, Machine, Rates, machine_of
+from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
+from shardwise.cost.time.overlap import Run, elapsed_s
+from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
+from shardwise.cost.time.step_time import StepTime
+from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy, parse_strategy
+from shardwise.plan.workload import Workload
+
+__all__ = ["Rates", "step_time"]
+
+CONTENTION = 0.15  # seconds that computation grows by for each second of communication it hides; assumed, not fitted
+JITTER = 0.004  # part of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
+STEP_HOST_S = 1e-3  # host time of a step that is no unit's and that the device waits for: clip, schedule, logging
+MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
+# How sharply the larger of device and host time wins (see `_hosted`); with `unit_time`'s SKEW_S and launches, chosen
+# among values that vTrain's rows, their errors and their regret, do not tell apart.
+HOST_POWER = 6.0
+ASYNC_TP_HIDES = 0.5  # part of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
+# Middle 80 % of measured over predicted by GPU generation, each published source predicted by factors fitted without it
+# (benchmarks/accuracy/holdout.py); kernel and host constants and what is known of each program had seen it. Ada and
+# CDNA 3 have one small source each: they are taken as others, whose interval is that of the five sources predicted by
+# the factors of no source (theirs, Volta's, GeForce's and SimuMax's B200), each counting the same.
+SPREAD = {
+    "ampere": (0.93, 1.18),
+    "hopper": (0.85, 1.27),
+    "blackwell": (0.95, 1.81),
+    "volta": (0.88, 1.32),
+    "ampere-consumer": (0.92, 1.97),
+    "other": (0.89, 1.61),
+}
+
+
+# Copies of whole weights as they are computed with: none, those of autocast, or those of FSDP2 over shards of one rank.
+Copies = Literal["none", "autocast", "units"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """Compares by identity, so that large frozen values can be keys of a cache that keeps them alive."""
+
+    value: object
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Seconds of the data-parallel collectives of one unit, and of the copies around them on the compute stream."""
+
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    copy_forward_s: float = 0.0
+    copy_backward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Seconds of one micro batch on one pipeline stage. ``sync_s`` is what the last backward takes longer."""
+
+    forward_s: float
+    backward_s: float
+    sync_s: float
+    compute_s: float
+    again_s: float
+    tp_s: float
+    cp_s: float
+    host_forward_s: float
+    host_backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What stages are made of: for each unit whether it is a block, its seconds and its traffic."""
+
+    strategy: Strategy
+    pipelined: bool
+    every: bool  # gradients are reduced after every micro batch
+    blocks: tuple[bool, ...]
+    times: tuple[UnitTime, ...]
+    traffic: tuple[_Traffic, ...]
+    contention: float
+    tp_share: float
+
+
+def step_time(
+    profile: ModelProfile,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    rates: Rates | None = None,
+    calibration: Calibration | None = None,
+    virtual_stages: int | None = None,
+    async_tp: bool | None = None,
+    autocast: bool | None = None,
+    sequence_parallel: bool | None = None,
+    attention: AttentionKernel | None = None,
+    padded: bool = False,
+    stack: Stack | None = None,
+) -> StepTime:
+    """Seconds of one step of ``plan`` on the slowest rank, and where they go.
+
+    ``rates`` are a probe's result and take the place of the hardware table (they must be there for a CPU). The other
+    keywords say what another program does, to compare with what was published of it; None is what the plan says and
+    this package runs. ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the
+    products beside it. ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch;
+    other stacks keep a narrow copy instead. ``stack`` is whose program runs where an axis cuts the model.
+    ``sequence_parallel`` False and ``attention`` "unfused" are Megatron-LM's tensor parallel and attention of before
+    2022; None for the latter is cuDNN's where Megatron-LM runs (its Transformer Engine), else flash attention.
+    ``padded`` rounds the vocabulary up without tensor parallelism too, as Megatron-LM does.
+
+    Raises:
+        PlanError: the device's speed or a link's bandwidth is not known.
+    """
+    machine = machine_of(cluster, plan.precision, rates, calibration)
+    strategy = parse_strategy(plan.strategy)
+    split = _split(
+        plan, workload, strategy, stack_of(strategy, stack), sequence_parallel, attention=attention, padded=padded
+    )
+    async_tp = plan.async_tp if async_tp is None else async_tp
+    virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
+    copies = _copies(plan, strategy, autocast, megatron=split.hides_reduction)
+    key = _Same(profile)
+    where = _Same(cluster)
+    times = _unit_times(key, where, rates, calibration, split)
+    stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
+    send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
+    own = MICRO_HOST_S if rates is None else 0.0
+    timed = {id(s): _with_host(s, plan, own) if workload.framework_overhead else _alone(s) for s in stages}
+    hosted = [timed[id(stage)] for stage in stages]
+    parts = _micro_batches(plan, stages, hosted, send, virtual)
+    optimizer, after, offload = update_s(
+        machine, profile, plan, strategy, workload, times, distributed=split.hides_reduction
+    )
+    parts["optimizer_s"], parts["offload_s"] = optimizer, offload
+    parts["exposed_dp_s"] += after
+    if workload.framework_overhead and rates is None:
+        parts["host_s"] += STEP_HOST_S
+    parts["exposed_dp_s"] += JITTER * math.log2(max(1, cluster.nodes)) * sum(parts.values())
+    parts = {name: 0.0 if seconds < 0 else seconds for name, seconds in parts.items()}  # differences round below zero
+    total = sum(parts.values())
+    if not math.isfinite(total):
+        raise PlanError(
+            f"{plan.strategy}: the bandwidth between the devices of this cluster is not known; give its link"
+        )
+    samples = split.micro * plan.grad_accum * plan.dims.dp / plan.dims.world_size / total
+    utilisation = _mfu_of_one(key, where, plan.precision)
+    low, high = _spread(machine)
+    return StepTime(
+        step_s=total,
+        low_s=total * low,
+        high_s=total * high,
+        **parts,
+        tokens_per_s_per_device=samples * profile.seq_len if profile.seq_len else None,
+        mfu=None if utilisation is None else utilisation * samples,
+        calibrated="measured rates" if rates is not None else _calibration_text(machine),
+    )
+
+
+def _cuts(plan: Plan) -> bool:
+    return plan.dims.tp * plan.dims.pp * plan.dims.cp > 1
+
+
+def _split(
+    plan: Plan,
+    workload: Workload,
+    strategy: Strategy,
+    stack: Stack,
+    sequence_parallel: bool | None,
+    *,
+    attention: AttentionKernel | None,
+    padded: bool,
+) -> Split:
+    """What divides a unit's work in the program of ``stack``."""
+    megatron = _cuts(plan) and not strategy.shards_parameters and stack == "megatron"
+    return Split(
+        tp=plan.dims.tp,
+        cp=plan.dims.cp,
+        micro=plan.micro_batch or 1,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        compiled=workload.compiled,
+        attention=attention or ("cudnn" if megatron else "flash"),
+        sequence_parallel=plan.sequence_parallel if sequence_parallel is None else sequence_parallel,
+        padded=padded,
+        hides_reduction=megatron,
+        casts_weights=not megatron,
+        ring=stack != "shardwise",
+        cuts_ends=stack != "shardwise",
+        loss_parallel=plan.loss_parallel,
+    )
+
+
+def _copies(plan: Plan, strategy: Strategy, autocast: bool | None, *, megatron: bool) -> Copies:
+    """How whole weights are copied as they are computed with."""
+    if not megatron and strategy.base == "ddp" and _is_cut(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
+        return "units"
+    return "autocast" if (autocast if autocast is not None else not megatron) else "none"
+
+
+def _is_cut(dims: ParallelDims) -> bool:
+    """Weights, and not only tokens, are spread over a model-parallel axis."""
+    return dims.tp * dims.pp > 1
+
+
+def _micro_batches(
+    plan: Plan, stages: Sequence[_Stage], hosted: Sequence[tuple[float, float]], send_s: float, virtual: int
+) -> dict[str, float]:
+    """Seconds of all forwards and backwards of a step by part, those of the slowest stage; the rest is the pipeline.
+
+    ``hosted`` are forward and backward of one micro batch on each stage with what waits for the host.
+    """
+    micros = plan.grad_accum
+    whole = pipeline_s([f for f, _ in hosted], [b for _, b in hosted], send_s, micros, virtual)
+    slowest = max(range(len(stages)), key=lambda i: sum(hosted[i]))
+    slow, busy = stages[slowest], micros * sum(hosted[slowest])
+    device = micros * (slow.forward_s + slow.backward_s)
+    shown = micros * (slow.compute_s + slow.again_s + slow.tp_s + slow.cp_s)
+    return {
+        "compute_s": micros * slow.compute_s,
+        "recompute_s": micros * slow.again_s,
+        "exposed_tp_s": micros * slow.tp_s,
+        "exposed_cp_s": micros * slow.cp_s,
+        "exposed_dp_s": _clean(device - shown) + max(s.sync_s for s in stages),
+        "pipeline_s": _clean(whole - busy),
+        "host_s": _clean(busy - device),
+    }
+
+
+@lru_cache(maxsize=8192)
+def _unit_times(
+    profile: _Same, cluster: _Same, rates: Rates | None, calibration: Calibration | None, split: Split
+) -> tuple[UnitTime, ...]:
+    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
+    machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
+    times = tuple(unit_time(machine, unit, split) for unit in profile.value.units)
+    if not all(is_finite(time) for time in times):
+        raise PlanError(
+            f"'{cluster.value.device_name}' in {split.precision}: a rate or a link's bandwidth is not known, so no "
+            "time can be predicted; give the link, or measure the machine"
+        )
+    return times
+
+
+@lru_cache(maxsize=32768)
+def _stages(
+    profile: _Same,
+    cluster: _Same,
+    rates: Rates | None,
+    calibration: Calibration | None,
+    split: Split,
+    strategy: str,
+    dims: ParallelDims,
+    waits: bool | None,
+    copies: Copies,
+    async_tp: bool,
+) -> tuple[_Stage, ...]:
+    """The pipeline's stages, one without a pipeline. Blocks are dealt out; what precedes them goes to the first."""
+    assert isinstance(profile.value, ModelProfile)
+    model, parsed = profile.value, parse_strategy(strategy)
+    times = _unit_times(profile, cluster, rates, calibration, split)
+    traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, copies)
+    pieces = _Pieces(
+        strategy=parsed,
+        pipelined=dims.pp > 1,
+        every=waits is False,
+        blocks=tuple(unit.kind == "block" for unit in model.units),
+        times=times,
+        traffic=traffic,
+        contention=rates.contention if rates is not None else CONTENTION,
+        tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
+    )
+    found = [index for index, block in enumerate(pieces.blocks) if block]
+    first, last = (found[0], found[-1]) if found else (len(times), len(times))
+    before = [(model.units[i].count, i) for i in range(first)]
+    blocks = [(model.units[i].count, i) for i in range(first, min(last + 1, len(times)))]
+    after = [(model.units[i].count, i) for i in range(last + 1, len(times))]
+    if dims.pp == 1:
+        return (_stage(pieces, [*before, *blocks, *after]),)
+    counts = blocks_per_stage(model.num_blocks, dims.pp)
+    made: dict[tuple[int, bool, bool], _Stage] = {}
+    out = []
+    for stage, count in enumerate(counts):
+        key = (count, stage == 0, stage == dims.pp - 1)
+        if key not in made:
+            share = _take(blocks, sum(counts[:stage]), count)
+            made[key] = _stage(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
+        out.append(made[key])
+    return tuple(out)
+
+
+@lru_cache(maxsize=256)
+def _mfu_of_one(profile: _Same, cluster: _Same, precision: str) -> float | None:
+    """The utilisation that one sample a second on one device would be."""
+    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
+    return mfu(profile.value, cluster.value.gpu, precision, 1.0)
+
+
+def _take(blocks: Sequence[tuple[int, int]], start: int, count: int) -> list[tuple[int, int]]:
+    """``count`` blocks from position ``start`` of a list of (count, unit)."""
+    taken, position = [], 0
+    for number, unit in blocks:
+        mine = min(start + count, position + number) - max(start, position)
+        if mine > 0:
+            taken.append((mine, unit))
+        position += number
+    return taken
+
+
+def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
+    """One micro batch on the stage that holds ``units``, as (count, index)."""
+    sharded, contention = pieces.strategy.shards_parameters, pieces.contention
+    ahead: list[Run] = []
+    back: list[Run] = []
+    last: list[Run] = []
+    root_gather = root_reduce = 0.0
+    compute = again = tp = cp = host_forward = host_backward = 0.0
+    for count, index in units:
+        time, wire, block = pieces.times[index], pieces.traffic[index], pieces.blocks[index]
+        forward = time.forward_s + wire.copy_forward_s
+        backward = time.backward_s + wire.copy_backward_s
+        compute += count * (forward + backward)
+        again += count * time.again_s
+        tp_forward = pieces.tp_share * time.tp_forward_s
+        tp_backward = pieces.tp_share * (time.tp_backward_s + time.tp_again_s)
+        cp_backward = time.cp_backward_s + time.cp_again_s
+        tp += count * (tp_forward + tp_backward)
+        cp += count * (time.cp_forward_s + cp_backward)
+        host_forward += count * time.host_forward_s
+        host_backward += count * time.host_backward_s
+        gather = wire.gather_s if sharded and block else 0.0
+        reduce = wire.reduce_s if block or not sharded else 0.0
+        if sharded and not block:
+            root_gather, root_reduce = root_gather + count * wire.gather_s, root_reduce + count * wire.reduce_s
+        ahead.append(Run(count, forward + tp_forward + time.cp_forward_s, gather))
+        seconds = backward + time.again_s + tp_backward + cp_backward
+        regather = gather if pieces.strategy.reshards_after_forward else 0.0
+        back.append(Run(count, seconds, regather, reduce if pieces.every else 0.0))
+        last.append(Run(count, seconds, regather, reduce))
+    if root_gather or root_reduce:  # the root's units travel together, before the first and after the last
+        ahead.insert(0, Run(1, 0.0, root_gather))
+        last.insert(0, Run(1, 0.0, 0.0, root_reduce))
+        if pieces.every:
+            back.insert(0, last[0])
+    if pieces.strategy.base == "zero2" and pieces.pipelined:  # gathered once a step: micro batches interleave
+        sync_gather = elapsed_s(ahead, contention=contention)
+        ahead = [Run(run.count, run.compute_s) for run in ahead]
+        sync_gather -= elapsed_s(ahead)
+    else:
+        sync_gather = 0.0
+    forward_s = elapsed_s(ahead, contention=contention)
+    backward_s = elapsed_s(reversed(back), contention=contention)
+    return _Stage(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        sync_s=elapsed_s(reversed(last), contention=contention) - backward_s + sync_gather,
+        compute_s=compute,
+        again_s=again,
+        tp_s=tp,
+        cp_s=cp,
+        host_forward_s=host_forward,
+        host_backward_s=host_backward,
+    )
+
+
+def _hosted(device_s: float, host_s: float) -> float:
+    """Seconds of a piece of work that the device and the host that launches it both need, one running ahead.
+
+    Between the larger of the two and their sum: the closer to it, the more often they wait for each other.
+    """
+    if not host_s:
+        return device_s
+    return float((device_s**HOST_POWER + host_s**HOST_POWER) ** (1.0 / HOST_POWER))
+
+
+def _alone(stage: _Stage) -> tuple[float, float]:
+    """Forward and backward seconds of a micro batch on the device alone."""
+    return stage.forward_s, stage.backward_s
+
+
+def _with_host(stage: _Stage, plan: Plan, own_s: float) -> tuple[float, float]:
+    """Forward and backward seconds of a micro batch, the host included; ``own_s`` of the host's are no unit's.
+
+    Without a pipeline the host may run ahead over a whole micro batch; with one it meets its neighbours after each. A
+    CPU is its own host and starts one operation after the other.
+    """
+    if plan.device == "cpu":
+        return stage.forward_s + stage.host_forward_s, stage.backward_s + stage.host_backward_s
+    if plan.dims.pp > 1:
+        ahead, back = stage.host_forward_s + own_s / 2, stage.host_backward_s + own_s / 2
+        return _hosted(stage.forward_s, ahead), _hosted(stage.backward_s, back)
+    device = stage.forward_s + stage.backward_s
+    whole = _hosted(device, stage.host_forward_s + stage.host_backward_s + own_s)
+    return stage.forward_s, stage.backward_s + whole - device
+
+
+def _waits(plan: Plan) -> bool | None:
+    """Whether whole gradients wait for the last of several micro batches; None where there is only one."""
+    return None if plan.grad_accum == 1 else not plan.syncs_every_micro_batch
+
+
+@lru_cache(maxsize=8192)
+def _traffics(
+    profile: _Same,
+    cluster: _Same,
+    rates: Rates | None,
+    calibration: Calibration | None,
+    split: Split,
+    base: str,
+    dims: ParallelDims,
+    accumulates: bool,
+    copies: Copies,
+) -> tuple[_Traffic, ...]:
+    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
+    machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
+    times = _unit_times(profile, cluster, rates, calibration, split)
+    return tuple(_traffic(machine, time, split, base, dims, accumulates, copies) for time in times)
+
+
+def _traffic(
+    machine: Machine, time: UnitTime, split: Split, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
+) -> _Traffic:
+    """Collectives and copies of one unit: gathered in the compute width, reduced in fp32."""
+    width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
+    inner = max(1, per_node // dims.tp)
+    narrow = width < MASTER_BYTES
+    if base in ("ddp", "zero1"):
+        ranks = dims.dp * dims.cp
+        kind: CollectiveKind = "reduce_scatter" if base == "zero1" and split.hides_reduction else "all_reduce"
+        reduce = machine.collective_s(kind, MASTER_BYTES * time.trainable, ranks, inner)
+        add = 8.0 if accumulates else 0.0
+        if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
+            unit = (MASTER_BYTES + width if narrow else 0.0) + 2.0 * width
+            return _Traffic(
+                reduce_s=reduce,
+                copy_forward_s=machine.memory_s(unit * time.elements),
+                copy_backward_s=machine.memory_s(unit * time.elements + (width + 12.0 + add) * time.trainable),
+            )
+        casts = 6.0 if narrow and copies == "autocast" else 0.0
+        twice = 2.0 if split.recompute != "none" else 1.0
+        return _Traffic(
+            reduce_s=reduce,
+            copy_forward_s=machine.memory_s(casts * time.elements),
+            copy_backward_s=machine.memory_s((twice - 1.0) * casts * time.elements + (casts + add) * time.trainable),
+        )
+    ranks = dims.dp_shard * dims.cp
+    gathered = min(width * time.elements, time.at_rest_bytes)
+    gather = machine.collective_s("all_gather", gathered, ranks, inner)
+    reduce = machine.collective_s("reduce_scatter", MASTER_BYTES * time.trainable, ranks, inner)
+    if dims.dp_replicate > 1:
+        outer = max(1, per_node // (dims.tp * ranks))
+        reduce += machine.collective_s("all_reduce", MASTER_BYTES * time.trainable / ranks, dims.dp_replicate, outer)
+    copied = 2.0 * width if ranks > 1 else 0.0
+    return _Traffic(
+        gather_s=gather,
+        reduce_s=reduce,
+        copy_forward_s=machine.memory_s(copied * time.elements),
+        copy_backward_s=machine.memory_s(
+            (copied if base != "zero2" else 0.0) * time.elements + (10.0 if accumulates else 6.0) * time.trainable
+        ),
+    )
+
+
+def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
+    """Seconds of one transfer between neighbouring stages; stages are the outermost axis of the mesh."""
+    block = next((unit for unit in profile.units if unit.kind == "block"), None)
+    if block is None:
+        return 0.0
+    message = block.input_elements * (plan.micro_batch or 1) * COMPUTE_BYTES[plan.precision]
+    apart = plan.dims.world_size // plan.dims.pp
+    per_node = 1 if apart >= machine.cluster.devices_per_node else 2
+    return machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
+
+
+def _clean(seconds: float) -> float:
+    """A difference of equal sums is 0 and not their rounding."""
+    return seconds if abs(seconds) > 1e-12 else 0.0
+
+
+def _spread(machine: Machine) -> tuple[float, float]:
+    """Factors of the interval: measured over predicted, 10th and 90th percentile of the published rows."""
+    return SPREAD.get(_generation(machine), SPREAD["other"])
+
+
+def _calibration_text(machine: Machine) -> str:
+    """What the constants were fitted on; empty for a generation of which no step was published."""
+    generation = _generation(machine)
+    return f"published {generation} steps" if generation in IN_STEP else ""
+
+
+def _generation(machine: Machine) -> str:
+    """The GPU's generation; empty where rates were measured instead."""
+    if machine.gpu is None or machine.rates is not None:
+        return ""
+    return generation_name(machine.gpu.arch, machine.gpu.name) or ""

@@ -1,0 +1,306 @@
+"""Seconds of one unit and one micro batch on one rank: kernels, tensor- and context-parallel traffic, host.
+
+Everything that the units of a profile do alike is done once: the search asks for the same few combinations of degrees,
+micro batch and recompute thousands of times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.cost.flops import attention_square_flops, recomputed
+from shardwise.cost.time.kernels import AttentionKernel
+from shardwise.cost.time.machine import Machine
+from shardwise.model.profile import Op, Unit
+from shardwise.plan.plan import Precision, Recompute
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+# Bytes that a chain of fusible ops moves when it is one kernel, of what its ops move in the compute width; what they
+# move in fp32 stays in registers. A Llama block of 4096 and 14336 has 8 h + 3 f for 10 h + 5 f.
+COMPILED_MOVES = 0.67
+# Bytes that a memory-bound op's backward moves, of what its forward does: a norm reads the gradient and its input and
+# writes a gradient and two sums; an activation's reads one more operand; an op that keeps nothing is linear, and its
+# backward only scales or adds where branches meet.
+BACKWARD_MOVES = {"norm": 2.0, "pointwise": 1.5, "embedding": 2.0, "loss": 1.0}
+LINEAR_BACKWARD_MOVES = 0.8
+# Host time, in bare launches (`kernels.launch_s`): of an op of the profile (module call, autograd, casts, small kernels
+# that the profile does not list), and of a tensor-parallel collective. Fitted on vTrain's small blocks, which wait for
+# the host: 3 ms for each block and micro batch of Megatron-DeepSpeed, whatever its width.
+EAGER_LAUNCHES = 12.0
+COLLECTIVE_LAUNCHES = 4.0
+SKEW_S = 6e-5  # that the ranks of a tensor-parallel group arrive apart at each collective of a block; vTrain's rows
+BACKWARD_LAUNCHES = 1.4  # host time of an op's backward nodes, of its forward's
+COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an assumption
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What divides and colours a unit's work: degrees, samples of the micro batch, precision, what is recomputed.
+
+    ``sequence_parallel`` False leaves norms and residuals whole on every tensor-parallel rank. ``padded`` rounds the
+    vocabulary up to a multiple of 128, as Megatron-LM does; where tensor parallel cuts it that is always done.
+    ``hides_reduction``: backward's reduction of an input gradient runs beside the product for the weight gradient, as
+    in Megatron-LM and not in PyTorch. ``casts_weights``: fp8 copies of weights are made in every micro batch, as by
+    torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values round its
+    ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``cuts_ends``: so do they cut
+    sequences in embedding and head, which here work on whole ones.
+    """
+
+    tp: int
+    cp: int
+    micro: int
+    precision: Precision
+    recompute: Recompute
+    compiled: bool
+    attention: AttentionKernel = "flash"
+    sequence_parallel: bool = True
+    padded: bool = False
+    hides_reduction: bool = False
+    casts_weights: bool = True
+    ring: bool = False
+    cuts_ends: bool = False
+    loss_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """Seconds of one of a unit's ``count``, for one micro batch. ``again`` is what backward executes a second time."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float
+    tp_forward_s: float
+    tp_backward_s: float
+    tp_again_s: float
+    cp_forward_s: float
+    cp_backward_s: float
+    cp_again_s: float
+    host_forward_s: float
+    host_backward_s: float
+    elements: float  # weights of the unit on one tensor-parallel rank
+    trainable: float
+    at_rest_bytes: float  # bytes of those weights as they are stored, before any sharding
+
+
+def unit_time(machine: Machine, unit: Unit, split: Split) -> UnitTime:
+    """Seconds of ``unit`` under ``split``; communication of the data-parallel axes is not in it."""
+    forward = backward = again = 0.0
+    cp_forward = cp_backward = cp_again = 0.0
+    launches = again_launches = 0.0
+    for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
+        ahead, back = op_s(machine, unit, op, split)
+        forward += ahead
+        backward += back
+        launches += op.launches
+        if repeated:
+            again += ahead
+            again_launches += op.launches
+        if split.cp > 1 and op.kind == "attention":
+            there, home = ring_s(machine, op, split, ahead, back) if split.ring else exchange_s(machine, op, split)
+            cp_forward, cp_backward = cp_forward + there, cp_backward + home
+            cp_again += there if repeated else 0.0
+    tp_forward, tp_backward, tp_again = tensor_parallel_s(machine, unit, split)
+    weights = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
+    trainable = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.trainable)
+    at_rest = sum(w.num_elements * w.itemsize / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
+    packed = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.itemsize < 1)
+    if packed:  # 4-bit weights are unpacked to the compute width before each use
+        unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
+        forward, backward = forward + unpack, backward + unpack
+        again += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
+    each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
+    host = machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
+    calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
+    return UnitTime(
+        forward_s=forward,
+        backward_s=backward,
+        again_s=again,
+        tp_forward_s=tp_forward,
+        tp_backward_s=tp_backward,
+        tp_again_s=tp_again,
+        cp_forward_s=cp_forward,
+        cp_backward_s=cp_backward,
+        cp_again_s=cp_again,
+        host_forward_s=host * launches + calls,
+        host_backward_s=host * (launches * BACKWARD_LAUNCHES + again_launches) + calls * (2.0 if again else 1.0),
+        elements=weights,
+        trainable=trainable,
+        at_rest_bytes=at_rest,
+    )
+
+
+def op_s(machine: Machine, unit: Unit, op: Op, split: Split) -> tuple[float, float]:
+    """Seconds of an op's forward and of its backward (input gradient, and weight gradient where it has one)."""
+    tp, micro = split.tp, split.micro
+    if op.kind in ("matmul", "conv"):
+        rows, depth, columns = op.m * micro / split.cp, float(op.k), float(op.n)
+        if op.cut in ("column", "vocab", "heads"):
+            rounds = op.cut == "vocab" and (tp > 1 or split.padded)
+            columns = math.ceil(columns / tp / 128) * 128.0 if rounds else columns / tp
+        elif op.cut == "row":
+            depth /= tp
+        elif op.cut == "sequence" and cuts_sequence(unit, split):
+            rows /= tp
+        precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
+        ahead, back = _products_s(machine, op, rows, depth, columns, precision)
+        if precision == "fp8":  # products that fp8 would slow down stay in 16 bits
+            weights = depth * columns if split.casts_weights else 0.0
+            ahead += machine.cast_s(rows * depth + weights)
+            back += machine.cast_s(rows * columns + weights + (rows * (depth + columns) if op.weight else 0.0))
+            wide, wide_back = _products_s(machine, op, rows, depth, columns, "bf16")
+            if wide + wide_back < ahead + back:
+                ahead, back = wide, wide_back
+        extra = _moved_s(machine, unit, op, split) if op.moved or op.moved_fp32 else 0.0
+        return (ahead + extra, back + extra) if op.kind == "conv" else (ahead, back)
+    if op.kind == "attention":
+        return _attention_s(machine, op, split, backward=False), _attention_s(machine, op, split, backward=True)
+    moved = _moved_s(machine, unit, op, split)
+    linear = op.kind == "pointwise" and not (op.saved or op.saved_fp32 or op.saved_bytes)
+    return moved, moved * (LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0))
+
+
+def _products_s(
+    machine: Machine, op: Op, rows: float, depth: float, columns: float, precision: Precision
+) -> tuple[float, float]:
+    """Seconds of a product and of those of its backward, casts left out."""
+    back = machine.matmul_s(rows, columns, depth, precision)
+    if op.weight:
+        back += machine.matmul_s(depth, rows, columns, precision)
+    return machine.matmul_s(rows, depth, columns, precision), back
+
+
+def _moved_s(machine: Machine, unit: Unit, op: Op, split: Split) -> float:
+    width = COMPUTE_BYTES[split.precision]
+    whole = op.cut == "none" or (op.cut == "sequence" and not cuts_sequence(unit, split))
+    whole = whole or (op.kind == "loss" and not split.loss_parallel)
+    share = split.cp * (1 if whole else split.tp)
+    if split.compiled and op.fusible and unit.kind == "block":
+        moved = COMPILED_MOVES * op.moved * width
+    else:
+        moved = op.moved * width + op.moved_fp32 * 4
+    return machine.memory_s(moved * split.micro / share)
+
+
+def cuts_sequence(unit: Unit, split: Split) -> bool:
+    """Whether norms and residuals of ``unit`` work on a rank's part of the sequence."""
+    return split.sequence_parallel and (unit.kind == "block" or split.cuts_ends)
+
+
+def _attention_s(machine: Machine, op: Op, split: Split, *, backward: bool) -> float:
+    """One attention; a window or any other mask is taken in proportion to its FLOPs. Rows are dealt out evenly."""
+    whole = attention_square_flops(op) * (0.5 if op.causal else 1.0)
+    seconds = machine.attention_s(
+        batch=split.micro,
+        heads=max(1, op.heads // split.tp),
+        kv_heads=max(1, op.kv_heads // split.tp),
+        head_dim=op.head_dim,
+        rows=op.m,
+        causal=op.causal,
+        precision=split.precision,
+        backward=backward,
+        kernel=split.attention,
+    )
+    if split.attention == "unfused":  # a mask spares nothing
+        return seconds / split.cp
+    part = min(1.0, op.flops / whole) if whole and op.flops else 1.0
+    return seconds * part / split.cp
+
+
+def ring_s(machine: Machine, op: Op, split: Split, forward_s: float, backward_s: float) -> tuple[float, float]:
+    """Exposed seconds of context parallel around one attention, forward and backward.
+
+    Keys and values go round a ring while the rows in hand are attended to; what a turn's attention does not cover is
+    waited for. Backward sends their gradients round as well. Ranks are neighbours outside the tensor-parallel group.
+    """
+    cp = split.cp
+    per_node = max(1, machine.cluster.devices_per_node // split.tp)
+    turn = 2.0 * op.m * split.micro * max(1, op.kv_heads // split.tp) * op.head_dim / cp
+    turn *= COMPUTE_BYTES[split.precision]
+    send = machine.collective_s("all_gather", turn * cp, cp, per_node) / max(1, cp - 1)
+    return (
+        (cp - 1) * max(0.0, send - forward_s / cp),
+        (cp - 1) * max(0.0, 2 * send - backward_s / cp),
+    )
+
+
+def exchange_s(machine: Machine, op: Op, split: Split) -> tuple[float, float]:
+    """Seconds of the all-to-alls around one attention, forward and backward: nothing computes beside them.
+
+    Queries, keys and values go out as this rank's tokens of all heads and come back as all tokens of its heads; the
+    result goes the other way, and gradients likewise.
+    """
+    cp, per_node = split.cp, max(1, machine.cluster.devices_per_node // split.tp)
+    heads, kv_heads = op.heads / split.tp, max(op.kv_heads / split.tp, float(cp))
+    row = op.m * split.micro / cp * op.head_dim * COMPUTE_BYTES[split.precision]
+    each = [machine.collective_s("all_to_all", row * count, cp, per_node) for count in (heads, kv_heads)]
+    seconds = 2 * sum(each)
+    return seconds, seconds
+
+
+def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float, float, float]:
+    """Seconds of the collectives of tensor parallel: forward, backward, recomputed.
+
+    With sequence parallel a block's rows are gathered before a column-cut product and reduce-scattered after a row-cut
+    one; backward mirrors them. Embedding and head do one of the two, and a vocabulary-parallel loss three reductions of
+    one number a token; without that, the logits are gathered. Without sequence parallel, one all-reduce takes the place
+    of each pair, the embedding's is forward's and the head's backward's; so it does there where embedding and head work
+    on whole sequences, which are cut after the one and put together before the other.
+    """
+    tp = split.tp
+    if tp <= 1 or not unit.weights:
+        return 0.0, 0.0, 0.0
+    per_node = machine.cluster.devices_per_node
+    width = COMPUTE_BYTES[split.precision]
+    message = unit.input_elements * split.micro * width / split.cp
+    rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
+    vocab = sum(1 for op in unit.ops if op.cut == "vocab" and op.kind in ("matmul", "embedding"))
+    if unit.kind == "embedding":  # what its lookup writes; it reads as much
+        message = sum(op.moved for op in unit.ops if op.cut == "vocab") / 2 * split.micro * width / split.cp
+    skew = SKEW_S if machine.rates is None else 0.0
+    gather = machine.tp_factor() * machine.collective_s("all_gather", message, tp, per_node) + skew
+    scatter = machine.tp_factor() * machine.collective_s("reduce_scatter", message, tp, per_node) + skew
+    if not split.sequence_parallel:
+        gather = 0.0
+        scatter = machine.tp_factor() * machine.collective_s("all_reduce", message, tp, per_node) + skew
+    if rows:
+        forward = rows * (gather + scatter)
+        last = scatter if split.sequence_parallel else 0.0  # Megatron-LM's checkpoints run the last reduction again
+        again = forward - last if unit.kind == "block" and split.recompute != "none" else 0.0
+        hidden = (
+            min(rows * (scatter - skew), _weight_gradients_s(machine, unit, split)) if split.hides_reduction else 0.0
+        )
+        return forward, forward - hidden, again
+    if not vocab:
+        return 0.0, 0.0, 0.0
+    if split.sequence_parallel and not split.cuts_ends:
+        scatter = machine.tp_factor() * machine.collective_s("all_reduce", message, tp, per_node) + skew
+    if unit.kind == "embedding":
+        return scatter, gather, 0.0
+    tokens = max((op.m for op in unit.ops), default=0) * split.micro / split.cp
+    if split.loss_parallel:
+        losses = 3 * machine.collective_s("all_reduce", 4.0 * tokens, tp, per_node)
+    else:
+        words = max((op.n for op in unit.ops if op.cut == "vocab"), default=0)
+        losses = machine.collective_s("all_gather", tokens * words * width, tp, per_node)
+    return gather + losses, scatter, 0.0
+
+
+def _weight_gradients_s(machine: Machine, unit: Unit, split: Split) -> float:
+    """Seconds of the products for the gradients of a unit's column-cut weights."""
+    rows, precision = split.micro / split.cp, split.precision
+    cut = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
+    return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in cut)
+
+
+def collectives_of(unit: Unit, split: Split) -> int:
+    """Tensor-parallel collectives of a unit's forward: a gather and a scatter, or a reduction, a row-cut product."""
+    if split.tp <= 1:
+        return 0
+    each = 2 if split.sequence_parallel else 1
+    return each * sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
+
+
+def is_finite(time: UnitTime) -> bool:
+    """False where a rate or a link's bandwidth was not known."""
+    return math.isfinite(time.forward_s + time.tp_forward_s + time.cp_forward_s)

@@ -1,0 +1,207 @@
+"""`Machine`: how fast a device computes, moves bytes and talks, from the hardware's facts or from a measurement.
+
+A GPU's figures come from `cost.kernels` and `cost.collectives`. A device without a row in the hardware table (the CPU
+with gloo among them) has only what a probe of it has measured: `Rates`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.cost.time import collective_time as collectives
+from shardwise.cost.time import kernels
+from shardwise.cost.time.collective_time import Calibration, CollectiveKind, Group
+from shardwise.cost.time.kernels import AttentionKernel
+from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import GpuSpec
+
+# 16-bit operands whose rows do not start on 16 bytes take other kernels: padding GPT-2's vocabulary of 50257 to 50304
+# is known for a quarter off a small model's step (nanoGPT), of which the head is a third. An estimate from that.
+MISALIGNED = {1: 1.7, 2: 1.4, 4: 1.15}
+# A kernel inside a step against the same kernel in a sweep of its own: neighbours, copies, layouts, clocks; and in
+# attention's case the implementations that training stacks ship. Chosen near the least-absolute-deviation fits of one
+# generation's published sources (benchmarks/accuracy/holdout.py refits them without each source and prints what that
+# costs); other generations take the middle of these. Volta, Ada and CDNA 3 rest on one source each.
+IN_STEP = {  # matrix products, attention, memory-bound kernels, tensor-parallel collectives
+    "volta": (1.0, 1.3, 1.1, 1.25),
+    "ampere": (1.05, 1.6, 1.0, 1.0),
+    "hopper": (0.95, 1.5, 1.0, 1.0),
+    "blackwell": (1.04, 1.15, 1.0, 1.0),
+    "ampere-consumer": (1.05, 1.05, 1.0, 1.1),
+    "ada": (1.05, 1.05, 1.0, 1.1),
+    "cdna3": (1.7, 2.2, 1.3, 1.1),
+}
+IN_STEP_OTHERS = (1.05, 1.3, 1.1, 1.0)
+# Peak FLOP/s a watt that a generation's full-power card has; a card that promises more holds it only for moments.
+FULL_POWER = {"hopper": 989e12 / 700, "ada": 165.2e12 / 450, "ampere": 312e12 / 400, "blackwell": 2250e12 / 1000}
+POWER_EXPONENT = 0.5  # of what a lack of power costs in rate; from the 500 W H100 against the 700 W one
+# 16-bit FLOP/s of matrix products that a step holds at so many watts, where sweeps of single kernels do not show it
+# (`kernels.Generation.held_flops` where they do). Steps of large products published for A100 SXM never exceed it;
+# those of smaller ones run at the rates of the sweeps.
+LASTING = {"ampere": (225e12, 400.0)}
+FP8_CASTS = 0.25  # casts that are left of one for each operand: neighbours share them and kernels fuse them
+FP8_CAST_BYTES = 5.0  # an element cast to fp8 is read twice in 2 bytes (maximum, cast) and written once in 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured speed of one device: sustained matrix FLOP/s, bytes/s of streaming memory, seconds to start an
+    operation; and of a collective: seconds of each step, and bytes/s out of a rank. ``contention`` is the share of
+    hidden communication that slows the computation; 1 where both run on the same cores, as with gloo.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float = 0.0
+    alpha_s: float = 0.0
+    beta_bytes_per_s: float | None = None
+    contention: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What runs the plan: a GPU with a row in the table, or measured rates, which win where both are there."""
+
+    cluster: ClusterSpec
+    gpu: GpuSpec | None
+    rates: Rates | None
+    calibration: Calibration | None = None
+
+    def matmul_s(self, m: float, k: float, n: float, precision: str) -> float:
+        """Seconds of one (m × k) · (k × n) product."""
+        if not (m and k and n):
+            return 0.0
+        if self.rates is not None:
+            return 2.0 * m * k * n / self.rates.flops_per_s
+        assert self.gpu is not None
+        seconds = kernels.matmul_s(self.gpu, math.ceil(m), math.ceil(k), math.ceil(n), precision=precision)
+        seconds *= in_step(self.gpu)[0]
+        limit = lasting_flops(self.gpu) if precision in ("bf16", "fp16") else None
+        if limit is not None:
+            seconds = larger(seconds, 2.0 * m * k * n / limit)
+        if precision not in self.gpu.measured_flops:
+            seconds *= power_factor(self.gpu)
+        if precision in ("bf16", "fp16"):
+            seconds *= MISALIGNED.get(math.gcd(math.ceil(k), math.ceil(n), 8), 1.0)
+        return seconds
+
+    def cast_s(self, elements: float) -> float:
+        """Seconds to cast so many elements of operands to fp8."""
+        return self.memory_s(FP8_CAST_BYTES * FP8_CASTS * elements)
+
+    def attention_s(
+        self,
+        *,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rows: int,
+        causal: bool,
+        precision: str,
+        backward: bool,
+        kernel: AttentionKernel = "flash",
+    ) -> float:
+        """Seconds of one attention over whole rows, forward or backward."""
+        if self.rates is not None:
+            flops = 4.0 * batch * heads * head_dim * rows * rows * (0.5 if causal else 1.0)
+            return flops * (2.5 if backward else 1.0) / self.rates.flops_per_s
+        assert self.gpu is not None
+        return (
+            power_factor(self.gpu)
+            * in_step(self.gpu)[2 if kernel == "unfused" else 1]
+            * kernels.attention_s(
+                self.gpu,
+                batch=batch,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                rows=rows,
+                causal=causal,
+                precision=precision,
+                backward=backward,
+                kernel=kernel,
+            )
+        )
+
+    def memory_s(self, moved_bytes: float) -> float:
+        """Seconds of a kernel that moves ``moved_bytes`` and computes next to nothing."""
+        if moved_bytes <= 0:
+            return 0.0
+        if self.rates is not None:
+            return moved_bytes / self.rates.bytes_per_s
+        assert self.gpu is not None
+        return kernels.memory_s(self.gpu, moved_bytes) * in_step(self.gpu)[2]
+
+    def launch_s(self) -> float:
+        """Seconds of host time that eager PyTorch needs to start one operation."""
+        if self.rates is not None:
+            return self.rates.launch_s
+        assert self.gpu is not None
+        return kernels.launch_s(self.gpu)
+
+    def tp_factor(self) -> float:
+        """Seconds of a tensor-parallel collective in a step, of one in a sweep of its own."""
+        return in_step(self.gpu)[3] if self.gpu is not None and self.rates is None else 1.0
+
+    def collective_s(self, kind: CollectiveKind, message_bytes: float, ranks: int, per_node: int) -> float:
+        """Seconds of a collective over ``ranks``, of which ``per_node`` share a node; the message as nccl-tests has it.
+
+        Measured rates stand for a ring: (n − 1) steps, twice for an all-reduce.
+        """
+        if ranks <= 1 or message_bytes <= 0:
+            return 0.0
+        if self.rates is not None and self.rates.beta_bytes_per_s is not None:
+            turns = {"all_reduce": 2.0, "send": ranks / (ranks - 1)}.get(kind, 1.0) * (ranks - 1)
+            return turns * (self.rates.alpha_s + message_bytes / ranks / self.rates.beta_bytes_per_s)
+        group = Group(ranks, min(ranks, per_node))
+        sharing = max(1, self.cluster.devices_per_node // group.per_node) if group.per_node < ranks else 1
+        return collectives.collective_s(
+            kind, message_bytes, group, self.cluster, sharing=sharing, calibration=self.calibration
+        )
+
+
+def in_step(gpu: GpuSpec) -> tuple[float, float, float, float]:
+    """Factors inside a training step: matrix products, attention, memory-bound kernels, tensor-parallel collectives."""
+    return IN_STEP.get(kernels.generation_of(gpu) or "", IN_STEP_OTHERS)
+
+
+def lasting_flops(gpu: GpuSpec) -> float | None:
+    """16-bit FLOP/s that products hold in a step; None where it is not the step that limits them."""
+    found = LASTING.get(kernels.generation_of(gpu) or "")
+    if found is None:
+        return None
+    return float(found[0] * ((gpu.tdp_w or found[1]) / found[1]) ** kernels.POWER_EXPONENT)
+
+
+def larger(one_s: float, other_s: float) -> float:
+    """The larger of two seconds, with a rounded corner where they meet."""
+    longest = max(one_s, other_s)
+    return float(longest * ((one_s / longest) ** 8 + (other_s / longest) ** 8) ** 0.125)
+
+
+def power_factor(gpu: GpuSpec) -> float:
+    """How much longer matrix work takes on a card with less power than its peak asks for; 1 where that is not known."""
+    full = FULL_POWER.get(kernels.generation_of(gpu) or "")
+    peak = gpu.peak_flops.get("bf16")
+    if full is None or peak is None or not gpu.tdp_w:
+        return 1.0
+    return max(1.0, float((peak / gpu.tdp_w / full) ** POWER_EXPONENT))
+
+
+def machine_of(
+    cluster: ClusterSpec, precision: str, rates: Rates | None = None, calibration: Calibration | None = None
+) -> Machine:
+    """The machine that ``cluster`` describes.
+
+    Raises:
+        PlanError: the device's speed in ``precision`` is not in the hardware table and nothing was measured.
+    """
+    if rates is None and (cluster.gpu is None or not kernels.known(cluster.gpu, precision)):
+        raise PlanError(
+            f"'{cluster.device_name}' has no known speed in {precision}, so no time can be predicted; name a GPU of "
+            "the table, take another precision, or measure the machine and pass its rates"
+        )
+    return Machine(cluster=cluster, gpu=cluster.gpu, rates=rates, calibration=calibration)

@@ -1,0 +1,112 @@
+"""Seconds of the update: the optimizer, what zero1 sends afterwards, what offloading moves and the host does.
+
+Offloaded bytes, as ZeRO-Infinity counts them (Rajbhandari et al. 2021, arXiv:2104.07857, section 4): weights come up
+before each use (forward, and backward where they were freed in between; what recompute needs is there by then),
+gradients go down once, and states are read and written once a step where the optimizer runs. The wire to the host is
+each device's own; the host's memory and its drive serve all devices of a node. None of it is hidden by the
+computation, though prefetching hides some: an upper figure, times the share of the wire's rate that copies reach.
+
+PyTorch's offload (FSDP2's ``CPUOffloadPolicy``) sends weights as they rest. DeepSpeed sends weights in the compute
+width, and keeps fp32 ones with the optimizer; its ZeRO-1 and 2 keep computing weights on the device and send each
+rank's updated part up. ``+nvme`` reads and writes fp32 weight and states (12 bytes of AdamW each way) and, without
+``+offload``, also the computing weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime
+from shardwise.cost.time.machine import Machine
+from shardwise.errors import PlanError
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy
+from shardwise.plan.workload import Workload
+
+MASTER_BYTES = 4  # weights at rest, gradients and their reduction are fp32
+# A node's memory under the CPU optimizer, all ranks together: an assumption. One published step of 3.1 B weights under
+# ZeRO-Offload took 2.4 s in all on 128 cores (github.com/deepspeedai/DeepSpeed, pull request 7474): 36 GB/s or more.
+HOST_BYTES_PER_S = 60e9
+PCIE_SHARE = 0.8  # of the data sheet's rate that pinned copies reach
+# Bytes that one optimizer step moves for an element: weight read and written, gradient read, states read and written.
+OPTIMIZER_MOVES = {"adamw": 28.0, "adamw8bit": 16.0, "sgd": 20.0, "adafactor": 16.0}
+CLIP_MOVES = 4.0  # the norm of the gradients reads them once
+
+
+def update_s(
+    machine: Machine,
+    profile: ModelProfile,
+    plan: Plan,
+    strategy: Strategy,
+    workload: Workload,
+    times: Sequence[UnitTime],
+    *,
+    distributed: bool,
+) -> tuple[float, float, float]:
+    """Seconds of the optimizer, of sending what it has updated (zero1), and of offloading to the host or its drive.
+
+    ``distributed``: zero1 is Megatron-LM's distributed optimizer, whose updated weights are gathered in the compute
+    width, and not PyTorch's ZeroRedundancyOptimizer, which sends fp32 weights.
+
+    Raises:
+        PlanError: the plan swaps to drives of unknown speed.
+    """
+    dims = plan.dims
+    counts = [unit.count / (dims.pp if unit.kind == "block" else min(2, dims.pp)) for unit in profile.units]
+    trainable = sum(count * time.trainable for count, time in zip(counts, times, strict=True))
+    stored = sum(count * time.at_rest_bytes for count, time in zip(counts, times, strict=True))
+    shards = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
+    stepped = trainable / (dims.dp * dims.cp if strategy.base == "zero1" else shards)
+    moves = OPTIMIZER_MOVES.get(workload.optimizer or "", 12.0 + 8.0 * (workload.optimizer_states or 0))
+    ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
+    after = 0.0
+    if strategy.base == "zero1":
+        width = COMPUTE_BYTES[plan.precision] if distributed else MASTER_BYTES
+        after = machine.collective_s("all_gather", width * trainable, ranks, inner)
+    clip = machine.memory_s(CLIP_MOVES * trainable / shards)
+    if not (strategy.offload or strategy.nvme) or plan.device == "cpu":
+        return machine.memory_s(moves * stepped) + clip, after, 0.0
+    pcie = machine.gpu.pcie.bytes_per_s if machine.gpu is not None and machine.gpu.pcie is not None else None
+    if pcie is None:
+        return math.nan, after, math.nan
+    elements = sum(count * time.elements for count, time in zip(counts, times, strict=True))
+    moved = _wire_bytes(plan, strategy, trainable, stored, elements)
+    host = machine.cluster.devices_per_node * stepped * moves / HOST_BYTES_PER_S
+    if strategy.nvme:
+        drive = machine.cluster.nvme_bytes_per_s
+        if drive is None:
+            raise PlanError(
+                f"{plan.strategy}: the speed of a node's drives is not known; give nvme_bytes_per_s in a cluster file"
+            )
+        swapped = _drive_bytes(plan, strategy, moves, stepped, elements / shards)
+        host += machine.cluster.devices_per_node * swapped / drive
+    return 0.0, after, moved / shards / (pcie * PCIE_SHARE) + host
+
+
+def _passes(plan: Plan, strategy: Strategy) -> int:
+    """How often a step brings each weight to the device."""
+    return plan.grad_accum * (2 if strategy.reshards_after_forward else 1)
+
+
+def _wire_bytes(plan: Plan, strategy: Strategy, trainable: float, stored: float, elements: float) -> float:
+    """Bytes between device and host in a step, all shards together."""
+    reductions = plan.grad_accum if plan.gradient_sync == "every" else 1
+    gradients = MASTER_BYTES * trainable * reductions
+    if strategy.engine == "torch":
+        return _passes(plan, strategy) * stored + gradients
+    width = COMPUTE_BYTES[plan.precision]
+    if strategy.shards_parameters and strategy.reshards_after_forward:  # ZeRO-3
+        return _passes(plan, strategy) * min(stored, width * elements) + gradients
+    return MASTER_BYTES * trainable * plan.grad_accum + width * trainable
+
+
+def _drive_bytes(plan: Plan, strategy: Strategy, moves: float, stepped: float, weights: float) -> float:
+    """Bytes that a step reads and writes on the drive for one device: fp32 weight and states there and back, and the
+    weights that compute, read for each use and written once.
+    """
+    swapped = moves - MASTER_BYTES  # all that the optimizer reads and writes but the gradient
+    width = COMPUTE_BYTES[plan.precision]
+    computing = 0.0 if strategy.offload else (_passes(plan, strategy) * weights + stepped) * width
+    return swapped * stepped + computing

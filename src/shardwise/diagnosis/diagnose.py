@@ -1,0 +1,110 @@
+"""What a run loses its time to, in sentences: `diagnose`. No torch here.
+
+The rules are in the files beside it, one function for each cause. Here they are brought together: a root cause leads,
+and what follows from it is said as a hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from shardwise.diagnosis import links, waits
+from shardwise.diagnosis import plan_causes as plan
+from shardwise.diagnosis.finding import Finding
+from shardwise.diagnosis.observed import Observed
+from shardwise.diagnosis.weight import MIN_STEPS, Case, percent, span
+from shardwise.measure.step_time.timing import NAMES, Timing
+
+RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    waits.throttling,
+    waits.oversubscription,
+    waits.data_loader,
+    waits.straggler,
+    waits.checkpoint_stall,
+    links.early_sync,
+    links.communication,
+    links.pipeline_bubble,
+    plan.recompute,
+    plan.needless_sharding,
+    plan.small_micro_batch,
+)
+_LEVELS = ("alarm", "hint", "fine")
+_SAME_WAIT = (("slow-link", "needless-sharding"), ("needless-sharding", "communication"))
+EXPLAINED = 0.5
+"""A cause that accounts for this part of another one's seconds is its root."""
+
+
+def diagnose(observed: Observed) -> tuple[Finding, ...]:
+    """What the run loses time to, the dearest cause first; a single ``healthy`` finding leads where there is no alarm.
+
+    Empty where there are fewer than `MIN_STEPS` steps to judge (`why_nothing` says so).
+    """
+    if observed.timing.steps < MIN_STEPS:
+        return ()
+    case = Case(observed)
+    found = [finding for rule in RULES for finding in rule(case)]
+    found = [_demoted(finding, found, case) for finding in found]
+    found.sort(key=lambda f: (_LEVELS.index(f.level), -(f.seconds or 0.0)))
+    if any(finding.level == "alarm" for finding in found):
+        return tuple(found)
+    return (healthy(case), *found)
+
+
+def why_nothing(timing: Timing) -> str:
+    """Why there is no diagnosis, in a sentence; nothing where there is one."""
+    if timing.steps >= MIN_STEPS:
+        return ""
+    return (
+        f"no diagnosis: {timing.steps} step{'s' * (timing.steps != 1)} after {timing.warm_up} of warm-up, and it takes "
+        f"{MIN_STEPS} to tell a cause from chance"
+    )
+
+
+def _demoted(finding: Finding, all_found: list[Finding], case: Case) -> Finding:
+    """The finding, as a hint that names its root where another finding accounts for it."""
+    root = _root(finding, all_found, case)
+    if root is None or finding.level != "alarm":
+        return finding
+    why = f"follows from the {root.kind.replace('-', ' ')} said above, as far as it can be told"
+    return finding.model_copy(update={"level": "hint", "evidence": (*finding.evidence, why)})
+
+
+def _root(finding: Finding, all_found: list[Finding], case: Case) -> Finding | None:
+    """What a finding follows from: a slow rank from its device or its cores, slow collectives from missing cores.
+
+    Of sharding that is not needed, a slow link and much waiting, which all weigh the same wait, one leads.
+    """
+    for root in all_found:
+        if root.level == "alarm" and (root.kind, finding.kind) in _SAME_WAIT and links.is_of_dp(root, finding):
+            return root
+    needed, waited = EXPLAINED * (finding.seconds or 0.0), case.timing.cpu_wait_s
+    for root in all_found:
+        if root.level != "alarm" or root.kind not in ("throttling", "cpu-oversubscription"):
+            continue
+        alike = finding.rank is None or root.rank in (None, finding.rank)
+        if finding.kind == "straggler" and root.kind == "throttling" and root.rank == finding.rank:
+            return root
+        if root.kind == "cpu-oversubscription" and waited is not None:
+            if finding.kind == "straggler" and alike and waited.high_s - waited.low_s >= needed:
+                return root
+            sends = finding.kind == "communication" or (finding.kind == "slow-link" and case.observed.backend == "gloo")
+            if sends and waited.high_s >= needed:
+                return root  # the threads that send have had no core either
+    return None
+
+
+def healthy(case: Case) -> Finding:
+    """Nothing is wrong: what the time goes to, and what is the largest rest."""
+    timing = case.timing
+    compute = sum(timing.seconds(part) for part in waits.COMPUTE)
+    spent = {part: timing.seconds(part) for part in timing.parts if timing.parts[part] is not None} | timing.between_s
+    rest = {NAMES[part]: seconds for part, seconds in spent.items() if part not in waits.COMPUTE}
+    largest = max(rest, key=lambda name: rest[name], default="")
+    text = f"Healthy: {percent(case.share(compute))} of a step of {span(case.whole_s)} is computation"
+    if largest and rest[largest] > 0:
+        text += f"; the largest rest is {largest}, {span(rest[largest])} ({percent(case.share(rest[largest]))})"
+    seen = f"{timing.steps} steps after {timing.warm_up} of warm-up, {timing.world_size} rank"
+    evidence = [seen + "s" * (timing.world_size > 1)]
+    if case.observed.mfu is not None:
+        evidence.append(f"MFU {percent(case.observed.mfu)}")
+    return case.finding("healthy", "fine", text + ".", seconds=None, evidence=evidence)

@@ -1,0 +1,22 @@
+"""All checks of a machine, in the order in which they are shown."""
+
+from __future__ import annotations
+
+from shardwise.doctor.check import Check
+from shardwise.doctor.checks.gpu import check_gpus
+from shardwise.doctor.checks.host import check_host
+from shardwise.doctor.checks.interconnect import check_links
+from shardwise.doctor.checks.settings import check_settings
+from shardwise.doctor.checks.versions import check_versions
+from shardwise.doctor.machine_facts import HostFacts
+
+
+def examine(facts: HostFacts) -> list[Check]:
+    """Every check that needs no other rank: devices, versions, links, the machine's limits, disk, settings."""
+    return [
+        *check_gpus(facts),
+        *check_versions(facts),
+        *check_links(facts),
+        *check_host(facts),
+        *check_settings(facts),
+    ]

@@ -1,0 +1,205 @@
+"""The self-test of ranks on this machine: start them, watch their processes, and say which one did not answer.
+
+As ``python -m shardwise.doctor.start_ranks task.json`` it is one rank of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from shardwise.doctor.rank_self_test import RankAnswer, RanksTest, judged, process_state
+from shardwise.errors import Interrupted, ShardwiseError
+from shardwise.launch.rank import guarded
+
+SLOW_START_S = 30.0
+"""Beyond the ranks' own time-outs, for what they load before they can count."""
+IDLE_S = 5.0
+"""Beyond their time-out, when not one of them runs any more."""
+GRACE_S = 3.0
+"""What ranks have, once told to end, for their last word."""
+
+
+class Task(BaseModel):
+    """What a rank is to do, and where it leaves what it found."""
+
+    model_config = ConfigDict(frozen=True)
+
+    folder: str
+    device: Literal["cpu", "cuda"]
+    timeout_s: float
+    start_s: float | None = None
+
+
+def check_ranks(
+    world_size: int,
+    device: Literal["cpu", "cuda"],
+    timeout_s: float,
+    *,
+    start_s: float | None = None,
+    module: str = "shardwise.doctor.start_ranks",
+    threads: int = 1,
+) -> RanksTest:
+    """Start ``world_size`` ranks here, and say what came of it. Ends all of them, also those that are stopped.
+
+    Times are those of `shardwise.doctor.rank_self_test.self_test`; ``module`` is what runs as a rank.
+
+    Raises:
+        Interrupted: by the user.
+    """
+    from shardwise.launch.local import run_local
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
+        folder, said = Path(name), ""
+        file = folder / "task.json"
+        file.write_text(Task(folder=name, device=device, timeout_s=timeout_s, start_s=start_s).model_dump_json())
+        watch = _Watch(str(file), timeout_s, timeout_s if start_s is None else start_s)
+        try:
+            run_local(
+                [sys.executable, "-m", module, str(file)],
+                world_size,
+                threads=threads,
+                logs=folder / "logs",
+                grace_s=GRACE_S,
+            )
+        except Interrupted:
+            if not watch.ended_them:
+                raise
+        except ShardwiseError as failure:
+            said = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that go away
+        finally:
+            watch.stop()
+        found = [RanksTest.model_validate_json(path.read_text()) for path in folder.glob("result-*.json")]
+    if found:  # who waited longest has seen most
+        return explained(min(found, key=lambda one: (len(one.silent), one.speaker)), said, watch.seen, timeout_s)
+    return nobody_answered(world_size, device, timeout_s, said, watch, time.monotonic() - began)
+
+
+def nobody_answered(
+    world_size: int, device: str, timeout_s: float, said: str, watch: _Watch, seconds: float
+) -> RanksTest:
+    """No rank has left a word: what `run_local` says of them, or else what their processes did."""
+    answers = tuple(
+        RankAnswer(rank=rank, state=watch.seen.get(rank, "its process was never seen")) for rank in range(world_size)
+    )
+    found = RanksTest(
+        world_size=world_size,
+        backend="NCCL" if device == "cuda" else "gloo",
+        speaker=-1,
+        seconds=seconds,
+        answers=answers,
+    )
+    if not said or watch.ended_them:
+        return judged(found, timeout_s)
+    named = re.match(r"ranks? ([\d, ]+)", said) or re.search(r"on ranks? ([\d, ]+)\)$", said)
+    ranks = tuple(int(number) for number in named[1].split(",")) if named else tuple(range(world_size))
+    fix = "what it says is its own account of why; nothing answers before that is mended"
+    return found.model_copy(update={"problem": said, "fix": fix, "stage": "start", "silent": ranks})
+
+
+def explained(found: RanksTest, said: str, seen: dict[int, str], timeout_s: float) -> RanksTest:
+    """The ranks' own verdict, with what this process saw of the silent ones and, where one died, how."""
+    if not found.silent:
+        return found
+    answers = tuple(
+        answer.model_copy(update={"state": answer.state or seen.get(answer.rank, "")})
+        if answer.rank in found.silent
+        else answer
+        for answer in found.answers
+    )
+    verdict = judged(found.model_copy(update={"answers": answers}), timeout_s)
+    died = said.splitlines()[0] if any(said.startswith(f"rank {rank} was killed") for rank in found.silent) else ""
+    return verdict.model_copy(update={"problem": f"{verdict.problem}; {died}"}) if died else verdict
+
+
+class _Watch:
+    """Looks at the ranks' processes while they run: what each does, and that none stays for ever.
+
+    Ranks that answer end by themselves. Those that are left when their time is up can say nothing any more (all are
+    stopped, say), and are killed, by their ids, after their state was noted.
+    """
+
+    def __init__(self, mark: str, timeout_s: float, start_s: float) -> None:
+        self.seen: dict[int, str] = {}
+        self.ended_them = False
+        self._mark, self._idle_s, self._most_s = mark, timeout_s + IDLE_S, timeout_s + start_s + SLOW_START_S
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="shardwise-doctor-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch."""
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        began = idle_since = time.monotonic()
+        while not self._stop.wait(0.2):
+            ranks, now = self._ranks(), time.monotonic()
+            for rank, process in ranks.items():
+                if self._works(process):
+                    idle_since = now
+                    self.seen.pop(rank, None)
+                else:  # the first state counts: later ones are what ending the ranks did to it
+                    self.seen.setdefault(rank, process_state(socket.gethostname(), process.pid))
+            if now - idle_since > self._idle_s or now - began > self._most_s:
+                self._end(ranks)
+
+    def _end(self, ranks: dict[int, psutil.Process]) -> None:
+        self.ended_them = True
+        for rank, process in ranks.items():
+            with contextlib.suppress(psutil.Error):
+                self.seen.setdefault(rank, process_state(socket.gethostname(), process.pid))
+                process.kill()
+
+    def _ranks(self) -> dict[int, psutil.Process]:
+        """The children that are ranks of this very test."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(os.getpid()).children():
+                with contextlib.suppress(psutil.Error, ValueError, KeyError):
+                    if self._mark in process.cmdline():
+                        found[int(process.environ()["RANK"])] = process
+        return found
+
+    def _works(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_TRACING_STOP)
+        return False
+
+
+def rank_main(arguments: Sequence[str] | None = None) -> int:
+    """One rank: test, and leave what it found in the task's folder."""
+    from shardwise.doctor.rank_self_test import self_test
+    from shardwise.environment import rendezvous
+    from shardwise.errors import UserError
+
+    task = Task.model_validate_json(Path((arguments or sys.argv[1:])[0]).read_text())
+    place = rendezvous()
+    if place is None:
+        raise UserError("this is a rank of shardwise doctor: run shardwise doctor")
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    found = self_test(place, task.device, task.timeout_s, start_s=task.start_s, told=told)
+    partial = Path(task.folder) / f"partial-{place.rank}"
+    partial.write_text(found.model_dump_json())
+    partial.replace(Path(task.folder) / f"result-{place.rank}.json")
+    return 0 if found.problem is None else ShardwiseError.exit_code
+
+
+if __name__ == "__main__":
+    guarded(rank_main)

@@ -1,0 +1,29 @@
+"""The process that rehearses: a request on standard input, a `DryRun` or an error as the last line of output."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Read, rehearse, answer."""
+    import torch
+
+    from shardwise.dryrun.dry_run import Request, answer
+    from shardwise.errors import UserError
+
+    torch.set_num_threads(1)
+    request = Request.model_validate_json(sys.stdin.read())
+    try:
+        builder = request.source.builder()
+    except UserError as error:
+        import json
+
+        print(json.dumps({"error": type(error).__name__, "problems": list(error.problems)}))
+        return
+    options = request.model_dump(include={"optimizer", "clip_norm", "rank", "extrapolate"})
+    print(answer(builder, request.plan, **options), flush=True)
+
+
+if __name__ == "__main__":
+    main()

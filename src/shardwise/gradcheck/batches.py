@@ -1,0 +1,118 @@
+"""The global batches that strategies are compared on: the config's own samples, one ragged step and one whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwise.gradcheck.compare import Gradients
+from shardwise.plan.plan import Plan
+from shardwise.train.data.order import Order, rank_ids
+from shardwise.train.data.samples import Samples
+from shardwise.train.loss import IGNORED, token_loss_sum
+
+RAGGED, WHOLE = 0, 1
+STEPS = (RAGGED, WHOLE)
+
+Key = tuple[int, int]
+"""Data-parallel rank and micro batch."""
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where samples come from; ids are taken modulo ``vocab_size`` where the small model has fewer."""
+
+    samples: Samples
+    order: Order
+    vocab_size: int | None
+
+
+def global_batch(data: Data, plan: Plan, step: int) -> dict[Key, Batch]:
+    """The micro batches of one optimizer step over all data-parallel ranks.
+
+    In the ragged step each sample ends somewhere else, and the last rank (or the only one) has a micro batch less.
+    """
+    dp, micro, accumulation = plan.dims.dp, plan.micro_batch or 1, plan.grad_accum
+    position = step * dp * micro * accumulation
+    batches = {}
+    for rank in range(dp):
+        for index, ids in enumerate(rank_ids(data.order, position, dp, rank, micro, accumulation)):
+            inputs, labels = data.samples.batch(ids)
+            if data.vocab_size is not None:
+                inputs = inputs % data.vocab_size
+                labels = torch.where(labels == IGNORED, labels, labels % data.vocab_size)
+            batches[rank, index] = inputs, labels
+    return _ragged(batches, plan) if step == RAGGED else batches
+
+
+def _ragged(batches: dict[Key, Batch], plan: Plan) -> dict[Key, Batch]:
+    made = {}
+    for number, (key, (inputs, labels)) in enumerate(batches.items()):
+        labels = labels.clone()
+        for row in range(len(labels)):
+            kept = 1 + (7 * number + 5 * row + 3) % labels.shape[1]
+            labels[row, kept:] = IGNORED
+        made[key] = inputs, labels
+    if plan.dims.dp > 1 or (plan.grad_accum > 1 and plan.dims.pp == 1):
+        del made[plan.dims.dp - 1, plan.grad_accum - 1]
+    return made
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process computes for a global batch: the gradient of the mean loss, its norm, and that loss."""
+
+    gradients: Gradients
+    norm: float
+    loss: float
+    tokens: int
+
+
+def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: bool = False) -> Reference:
+    """Forward and backward over the whole global batch at once (or sample by sample), without Shardwise."""
+    inputs = torch.cat([batch[0] for batch in batches.values()])
+    labels = torch.cat([batch[1] for batch in batches.values()])
+    tokens = int((labels != IGNORED).sum())
+    model.zero_grad(set_to_none=True)
+    size = 1 if one_by_one else len(inputs)
+    total = 0.0
+    for rows, targets in zip(inputs.split(size), labels.split(size), strict=True):
+        outputs = model(rows)
+        logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+        # PyTorch's own loss: a mistake in Shardwise's must not be on both sides of the comparison
+        loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = loss / max(tokens, 1)
+        loss.backward()
+        total += float(loss.detach())
+    gradients = taken(model)
+    squares = [float((g * g).sum()) for g in gradients.values() if g is not None]
+    return Reference(gradients, sum(squares) ** 0.5, total, tokens)
+
+
+def taken(model: nn.Module) -> Gradients:
+    """The gradients of the trained parameters, which are taken off the model."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = None if parameter.grad is None else parameter.grad.detach().clone()
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def contributions(make: Callable[[], nn.Module], batches: Mapping[Key, Batch]) -> dict[Key, Gradients]:
+    """The gradient of each micro batch's summed loss."""
+    model, found = make(), {}
+    for key, (inputs, labels) in batches.items():
+        token_loss_sum(model(inputs), labels).backward()
+        found[key] = taken(model)
+    return found
+
+
+def tokens_of(batches: Mapping[Key, Batch]) -> dict[Key, int]:
+    """Labels that count in each micro batch."""
+    return {key: int((labels != IGNORED).sum()) for key, (_, labels) in batches.items()}

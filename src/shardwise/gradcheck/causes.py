@@ -1,0 +1,440 @@
+"""What explains gradients that differ: a degree counted twice or not at all, parts never added up, rows misplaced.
+
+Everything is worked out from the plan's degrees and from the gradients themselves: nothing is run here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.gradcheck.compare import Difference, Gradients, factor_of
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
+
+NEARLY_ALL = 0.9  # of the elements that have a gradient
+SAME = 1e-4  # two factors that are one
+MOST_PARAMETERS = 3  # that are told row by row
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy's factors can come from: its plan, and how many heads of keys and values a projection has."""
+
+    plan: Plan
+    key_value_heads: int = 0
+    head_dim: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A factor that a known mistake gives, what has that degree, and the mistake in words."""
+
+    factor: float
+    what: str
+    why: str
+
+
+def candidates(plan: Plan) -> list[Candidate]:
+    """The factors that mistakes with the plan's degrees give: each degree, its inverse, and the usual products."""
+    dims, accumulation = plan.dims, plan.grad_accum
+    found: list[Candidate] = []
+
+    def add(degree: int, what: str, large: str, small: str) -> None:
+        if degree > 1:
+            found.append(Candidate(float(degree), f"{what} {degree}", large))
+            found.append(Candidate(1.0 / degree, f"{what} {degree}", small))
+
+    add(
+        dims.tp,
+        "tp",
+        "the loss (or its gradient) is counted once for each rank of tp",
+        "the loss (or its gradient) is averaged over tp, whose ranks have one and the same loss",
+    )
+    for axis, degree in (("dp", dims.dp), ("cp", dims.cp)):
+        add(
+            degree,
+            axis,
+            f"gradients are added up over {axis}, where the mean is to be taken (or the loss is weighted by {axis} "
+            "twice)",
+            f"the mean over {axis} is taken of gradients that are divided by the global tokens already (the loss is "
+            f"not weighted by {axis})",
+        )
+    add(
+        dims.pp,
+        "pp",
+        "the loss (or its gradient) is counted once for each stage of pp",
+        "the gradient is averaged over the stages of pp",
+    )
+    if accumulation > 1:
+        batches = "micro batches of the pipeline" if dims.pp > 1 else "accumulation"
+        add(
+            accumulation,
+            batches,
+            "the gradients of micro batches are added up as if each were a global batch",
+            "gradients are divided by the number of micro batches once too often",
+        )
+    add_product = _products(dims)
+    for what, degree in add_product:
+        add(degree, what, f"counted once for each rank of {what}", f"averaged over {what} once too often")
+    return found
+
+
+def _products(dims: ParallelDims) -> list[tuple[str, int]]:
+    degrees = {"dp": dims.dp, "cp": dims.cp, "tp": dims.tp, "pp": dims.pp}
+    used = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    pairs = [(f"{a} × {b}", used[a] * used[b]) for i, a in enumerate(used) for b in list(used)[i + 1 :]]
+    if len(used) > 2:
+        pairs.append((" × ".join(used), math.prod(used.values())))
+    return pairs
+
+
+def name_factor(factor: float, plan: Plan) -> str:
+    """``2.00 × too large: tp 2: the loss is counted ...``; all axes of that degree where several have it."""
+    size = factor if abs(factor) >= 1.0 else 1.0 / factor if factor else 0.0
+    if factor < 0 or not factor:
+        text = "zero" if not factor else f"{factor:.4g} × what one process computes (the sign is wrong)"
+        return f"{text}: no degree of the plan explains that"
+    said = f"{size:.4g} × too {'large' if factor > 1 else 'small'}"
+    matching = [c for c in candidates(plan) if abs(c.factor - factor) <= SAME * c.factor]
+    simple = [c for c in matching if " × " not in c.what] or matching
+    if not simple:
+        degrees = ", ".join(dict.fromkeys(c.what for c in candidates(plan) if " × " not in c.what)) or "none above 1"
+        return f"{said}: no degree of the plan explains that ({degrees})"
+    if len(simple) == 1:
+        return f"{said}: {simple[0].what}: {simple[0].why}"
+    return f"{said}, the degree of {' and of '.join(c.what for c in simple)}: either " + "; or ".join(
+        c.why for c in simple
+    )
+
+
+def explain(
+    reference: Gradients,
+    found: Gradients,
+    differences: Sequence[Difference],
+    setting: Setting,
+    *,
+    tolerance: float,
+    parts: Sequence[Gradients] = (),
+    contributions: Mapping[tuple[int, int], Gradients] | None = None,
+    tokens: Mapping[tuple[int, int], int] | None = None,
+    brief: bool = False,
+) -> tuple[str, ...]:
+    """Why ``found`` is not ``reference``, the most telling first; empty where nothing differs.
+
+    Args:
+        reference: of one process over the global batch.
+        found: of the strategy.
+        differences: what `compare` said of the two.
+        setting: the plan.
+        tolerance: a relative error up to which a gradient is right.
+        parts: the gradients as each rank sees them, by rank; a rank leaves out what it does not hold.
+        contributions: of each (data-parallel rank, micro batch) the gradient of its summed loss, in one process.
+        tokens: labels that count in each of these.
+        brief: the forward is known to differ: factors and rows of single parameters are nothing to tell.
+    """
+    wrong = [d for d in differences if not d.error <= tolerance]
+    if not wrong:
+        return ()
+    missing = [d.name for d in wrong if d.missing]
+    lines = [_missing(missing, reference)] if missing else []
+    rest = [d for d in wrong if not d.missing]
+    if not rest:
+        return tuple(lines)
+    shared = _shared_factor(rest, reference)
+    if shared is not None:
+        return (*lines, f"gradients are {name_factor(shared, setting.plan)}")
+    unsummed, rest = _unsummed(rest, reference, parts, setting.plan.dims, tolerance)
+    lines += unsummed
+    by_factor = all(d.factor is not None for d in rest)  # weights that are all the same say nothing of tokens
+    if rest and contributions and tokens and not by_factor:
+        weighed = _weights(rest, found, contributions, tokens)
+        if weighed:
+            return (*lines, weighed)
+    if brief:
+        return tuple(lines)
+    lines += _partial_factors(rest, setting.plan)
+    unnamed = [d for d in rest if d.factor is None]
+    if unnamed:
+        lines += [*_suspects(setting.plan), *_rows(unnamed, reference, found, setting, tolerance)]
+    return tuple(lines)
+
+
+def explain_weights(
+    reference: Gradients, found: Gradients, differences: Sequence[Difference], setting: Setting
+) -> tuple[str, ...]:
+    """Which weights do not lie on the ranks as they are in the model."""
+    wrong = [d for d in differences if d.error > 0]
+    rows = _rows(wrong, reference, found, setting, 0.0)
+    return tuple(f"the weights on the ranks are not the model's: {row}" for row in rows)
+
+
+def explain_loss(found: float, expected: float, plan: Plan) -> str:
+    """Why the loss itself is wrong: what the axes that cut a forward can do to it."""
+    dims = plan.dims
+    suspects = {
+        f"tp {dims.tp} (heads or the parts of a fused projection cut in the wrong place)": dims.tp,
+        f"cp {dims.cp} (tokens that attend to the wrong ones, or have the wrong places)": dims.cp,
+        f"pp {dims.pp} (a block left out, done twice, or out of order)": dims.pp,
+    }
+    named = [text for text, degree in suspects.items() if degree > 1]
+    said = f"the loss is {found:.6g} where one process has {expected:.6g}: the forward itself differs"
+    return f"{said}, by {' or by '.join(named)}" if named else f"{said}, though no axis of {plan.strategy} cuts it"
+
+
+def explain_norm(found: float, expected: float, plan: Plan) -> str:
+    """Why a norm over right gradients is wrong."""
+    factor = found / expected if expected else math.inf
+    degrees = {"tp": plan.dims.tp, "dp": plan.dims.dp, "cp": plan.dims.cp, "pp": plan.dims.pp}
+    exact = [axis for axis, n in degrees.items() if n > 1 and abs(factor - math.sqrt(n)) <= SAME * factor]
+    less = [axis for axis, n in degrees.items() if n > 1 and abs(factor * math.sqrt(n) - 1) <= SAME]
+    said = f"the gradients are right, but their norm is {factor:.4g} ×"
+    if exact:
+        return f"{said} the right one, the root of {' or '.join(exact)}: all parameters count once for each rank there"
+    if less:
+        return f"{said} the right one, 1 / the root of {' or '.join(less)}: it is that of one rank's shard there"
+    most = [axis for axis, n in degrees.items() if n > 1 and 1 < factor < math.sqrt(n)]
+    if most:
+        return f"{said} the right one: some parameters count once for each rank of {' or '.join(most)}"
+    return f"{said} the right one: parameters are left out of it"
+
+
+def pattern_of(names: Sequence[str], most: int = 3) -> str:
+    """``layers.*.q_norm.weight`` for the names of all blocks; the first few patterns."""
+    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    more = f" and {len(patterns) - most} more" if len(patterns) > most else ""
+    return ", ".join(patterns[:most]) + more
+
+
+def _suspects(plan: Plan) -> list[str]:
+    """The forward is right and no factor explains the gradient: what of the plan changes a backward."""
+    named = []
+    if plan.dims.pp > 1:
+        frees = (
+            f" where {plan.parsed.base} frees weights after the forward" if plan.parsed.reshards_after_forward else ""
+        )
+        named.append(f"pipeline_schedule {plan.pipeline_schedule}{frees}")
+    if plan.dims.tp > 1 and plan.sequence_parallel:
+        named.append("sequence_parallel")
+    if plan.recompute != "none":
+        named.append(f"recompute {plan.recompute}")
+    if plan.syncs_every_micro_batch:
+        named.append("gradient_sync every")
+    return (
+        [f"the loss is right, the backward is not: of {plan.strategy} that is {', or '.join(named)}"] if named else []
+    )
+
+
+def _missing(names: Sequence[str], reference: Gradients) -> str:
+    number = sum(g is not None for g in reference.values())
+    if len(names) == number:
+        return (
+            "no parameter has a gradient: none was reduced over the ranks (did the last micro batch synchronise?), or "
+            "none flows back from the loss"
+        )
+    many = f"{len(names)} of {number} parameters"
+    return f"no gradient: {pattern_of(names)} ({many}): none flows back, or none was reduced"
+
+
+def _shared_factor(wrong: Sequence[Difference], reference: Gradients) -> float | None:
+    """One factor over nearly all elements that have a gradient."""
+    whole = sum(g.numel() for g in reference.values() if g is not None and bool(g.count_nonzero()))
+    factors = [d.factor for d in wrong if d.factor is not None]
+    if not factors or not whole:
+        return None
+    middle = sorted(factors)[len(factors) // 2]
+    alike = [d for d in wrong if d.factor is not None and abs(d.factor - middle) <= SAME * abs(middle)]
+    covered = sum(g.numel() for d in alike if (g := reference[d.name]) is not None)
+    return middle if covered >= NEARLY_ALL * whole else None
+
+
+def _unsummed(
+    wrong: Sequence[Difference],
+    reference: Gradients,
+    parts: Sequence[Gradients],
+    dims: ParallelDims,
+    tolerance: float,
+) -> tuple[list[str], list[Difference]]:
+    """Parameters whose parts on the ranks of one axis make the whole, by axis; and those left over."""
+    if not parts:
+        return [], list(wrong)
+    by_axis: dict[tuple[str, str], list[str]] = {}
+    rest = []
+    for difference in wrong:
+        axis = _axis_of_parts(difference.name, reference[difference.name], parts, dims, max(100 * tolerance, 1e-7))
+        if axis is None:
+            rest.append(difference)
+        else:
+            by_axis.setdefault(axis, []).append(difference.name)
+    lines = []
+    for (along, how), names in by_axis.items():
+        many = f" ({len(names)} parameters)" if len(names) > 1 else ""
+        holds = "each stage holds a part of it" if along == "pp" else "each rank holds a part of it"
+        if how == "averaged":
+            holds = "each rank has that of its own samples or tokens alone"
+        lines.append(f"the gradient of {pattern_of(names)}{many} is not {how} over {along}: {holds}")
+    return lines, rest
+
+
+def _axis_of_parts(
+    name: str, whole: torch.Tensor | None, parts: Sequence[Gradients], dims: ParallelDims, within: float
+) -> tuple[str, str] | None:
+    if whole is None:
+        return None
+    holders = [rank for rank, part in enumerate(parts) if part.get(name) is not None]
+    if not holders:
+        return None
+    start = dims.place(holders[0])
+    for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp")):
+        fixed = [axis for axis in ("tp", "cp", "dp", "pp") if axis not in axes]
+        group = [r for r in holders if all(getattr(dims.place(r), a) == getattr(start, a) for a in fixed)]
+        tensors = [t for rank in group if (t := parts[rank].get(name)) is not None]
+        if len(tensors) < 2:
+            continue
+        total = torch.stack(tensors).sum(0)
+        scale = float(whole.abs().max()) or 1.0
+        for how, value in (("summed", total), ("averaged", total / len(tensors))):
+            if float((value - whole).abs().max()) <= within * scale:
+                return " × ".join(axes), how
+    return None
+
+
+def _weights(
+    wrong: Sequence[Difference],
+    found: Gradients,
+    contributions: Mapping[tuple[int, int], Gradients],
+    tokens: Mapping[tuple[int, int], int],
+) -> str:
+    """How the micro batches are weighted in ``found``, where it is a weighted sum of theirs; empty where it is not."""
+    names = [d.name for d in wrong if found.get(d.name) is not None]
+    keys = [key for key in contributions if tokens[key]]
+    if not names or not keys:
+        return ""
+
+    def flat(gradients: Gradients) -> torch.Tensor:
+        held = [(gradients.get(name), found[name]) for name in names]
+        return torch.cat([(torch.zeros_like(f) if g is None else g).flatten() for g, f in held if f is not None])
+
+    target = flat(found)
+    matrix = torch.stack([flat(contributions[key]) for key in keys], 1)
+    solved = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    if float((matrix @ solved - target).norm()) > 1e-6 * float(target.norm()):
+        return ""
+    total = sum(tokens[key] for key in keys)
+    weight = {key: float(value) * total for key, value in zip(keys, solved, strict=True)}  # 1 where it is right
+    return _name_weights(weight, {key: tokens[key] for key in keys}, total)
+
+
+def _name_weights(weight: Mapping[tuple[int, int], float], tokens: Mapping[tuple[int, int], int], total: int) -> str:
+    ranks = sorted({rank for rank, _ in weight})
+    micros = sorted({micro for _, micro in weight})
+    dead = [rank for rank in ranks if all(abs(weight[key]) < SAME for key in weight if key[0] == rank)]
+    if dead:
+        which = ", ".join(map(str, dead))
+        return f"the samples of data-parallel rank {which} do not count: gradients are not reduced over dp"
+    lost = [micro for micro in micros if all(abs(weight[key]) < SAME for key in weight if key[1] == micro)]
+    if lost:
+        which = ", ".join(map(str, lost))
+        return f"micro batch {which} (of {micros[-1] + 1}) does not count: what accumulates before the last one is lost"
+    own = {rank: sum(n for key, n in tokens.items() if key[0] == rank) for rank in ranks}
+    if _constant(weight[key] * tokens[key] for key in weight):
+        return (
+            "each micro batch is averaged over its own tokens (a mean of means), where the tokens of the global batch "
+            f"({total}) are to be divided by: right only where all have the same number"
+        )
+    if _constant(weight[key] * own[key[0]] for key in weight):
+        return (
+            "each rank divides by its own tokens "
+            f"({', '.join(str(own[rank]) for rank in ranks)}) where the tokens of the global batch ({total}) are to be "
+            "divided by: right only where all ranks have the same number"
+        )
+    shown = ", ".join(f"rank {r} micro batch {m}: {w:.3g} ×" for (r, m), w in list(weight.items())[:6])
+    return f"micro batches are not weighted by their tokens: {shown}"
+
+
+def _constant(values: Iterable[float]) -> bool:
+    held = list(values)
+    return max(held) - min(held) <= SAME * max(map(abs, held))
+
+
+def _partial_factors(wrong: Sequence[Difference], plan: Plan) -> list[str]:
+    """Factors that only some parameters have, each with their names."""
+    groups: dict[float, list[str]] = {}
+    for difference in wrong:
+        if difference.factor is not None:
+            near = next((f for f in groups if abs(f - difference.factor) <= SAME * abs(f)), difference.factor)
+            groups.setdefault(near, []).append(difference.name)
+    return [
+        f"the gradient of {pattern_of(names)} ({len(names)} parameters) is {name_factor(factor, plan)}"
+        for factor, names in list(groups.items())[:4]
+    ]
+
+
+def _rows(
+    wrong: Sequence[Difference], reference: Gradients, found: Gradients, setting: Setting, tolerance: float
+) -> list[str]:
+    """Which rows of a tensor differ, and whether they hold what belongs to others; the first parameters only."""
+    lines = []
+    for difference in wrong[:MOST_PARAMETERS]:
+        expected, seen = reference[difference.name], found.get(difference.name)
+        if expected is None or seen is None or expected.shape != seen.shape or not expected.ndim:
+            shape = "nothing" if seen is None else f"shape {list(seen.shape)}"
+            lines.append(f"{difference.name}: {shape} where one process has another")
+            continue
+        bound = max(tolerance, 1e-9) * (float(expected.abs().max()) or 1.0)
+        by_row = (seen - expected).abs().reshape(len(expected), -1).amax(1)
+        bad = (by_row > bound).nonzero().flatten().tolist()
+        if len(bad) == len(expected):
+            text = f"all {len(expected)} rows differ, by no one factor"
+        else:
+            text = f"{_row_text(bad, len(expected))} differ, the others are right"
+        moved = _moved(bad, expected, seen, bound)
+        split = _heads(bad, len(expected), setting) if moved or len(bad) < len(expected) else ""
+        lines.append(f"{difference.name}: {text}{moved}{split}")
+    more = len(wrong) - MOST_PARAMETERS
+    return [*lines, f"and {more} more parameters"] if more > 0 else lines
+
+
+def _row_text(rows: Sequence[int], whole: int) -> str:
+    ranges: list[list[int]] = []
+    for row in rows:
+        if ranges and ranges[-1][1] == row - 1:
+            ranges[-1][1] = row
+        else:
+            ranges.append([row, row])
+    shown = ", ".join(f"{a} to {b}" if a != b else f"{a}" for a, b in ranges[:4])
+    more = " and more" if len(ranges) > 4 else ""
+    return f"rows {shown}{more} of {whole}"
+
+
+def _moved(bad: Sequence[int], expected: torch.Tensor, seen: torch.Tensor, bound: float) -> str:
+    """Whether the rows that differ are rows of the reference from other places."""
+    if not bad or expected.ndim < 2 or len(bad) > 512:
+        return ""
+    index = torch.tensor(bad)
+    distance = torch.cdist(seen[index].flatten(1), expected[index].flatten(1), p=math.inf)
+    nearest = distance.min(1)
+    if bool((nearest.values > bound).any()):
+        return ""
+    source = index[nearest.indices]
+    return f"; rows from {bad[0]} on hold what belongs to rows from {int(source[0])} on: they are in the wrong place"
+
+
+def _heads(bad: Sequence[int], rows: int, setting: Setting) -> str:
+    heads, size = setting.key_value_heads, setting.head_dim
+    if not bad or not heads or not size or rows != heads * size:
+        return ""
+    hit = sorted({row // size for row in bad})
+    return f" (key/value heads {', '.join(map(str, hit))} of {heads}: is the split over ranks one of whole heads?)"
+
+
+def summary_factor(difference: Difference, reference: torch.Tensor | None, found: torch.Tensor | None) -> float | None:
+    """The factor that fits best, also where it does not explain all elements; ``None`` where there is none."""
+    if difference.factor is not None or reference is None or found is None or reference.shape != found.shape:
+        return difference.factor
+    return factor_of(reference, found, within=math.inf)

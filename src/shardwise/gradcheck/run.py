@@ -1,0 +1,227 @@
+"""One strategy after the other on live ranks: two steps each, gradients against one process, and the receipts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.cost.memory.estimate_memory import estimate_memory
+from shardwise.distributed.process_group import Ranks, gather_text
+from shardwise.errors import ReceiptError, TrainingError, UserError
+from shardwise.gradcheck.batches import STEPS, Batch, Data, global_batch
+from shardwise.gradcheck.compare import Verdict
+from shardwise.gradcheck.judge import CLIPPED, Judge, Judged
+from shardwise.gradcheck.reference import References, refuse_own_collectives
+from shardwise.gradcheck.shrink import Shrunk, build_small
+from shardwise.gradcheck.views import Watch
+from shardwise.model.read import read_model
+from shardwise.parallel.apply import check_cut, parameter_names
+from shardwise.parallel.model_parallel import parts_of
+from shardwise.plan.plan import Plan
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.fit import FitProbe
+from shardwise.receipts.receipt import Receipt
+from shardwise.train.config import Config
+from shardwise.train.data.corpus import open_corpus
+from shardwise.train.data.order import Order
+from shardwise.train.data.samples import samples_for
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.model import model_factory
+from shardwise.train.optimizer import build_optimizer, workload_of
+from shardwise.train.session import Session
+
+SEED = 20_011
+MOST_LINES = 4  # of a receipt that are told
+
+
+class Row(BaseModel):
+    """What became of one strategy. ``reason`` says why it was not run; ``explanations`` why it does not verify."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    strategy: str
+    ranks: int
+    dims: dict[str, int]
+    status: Literal["verified", "failed", "refused"]
+    verdict: Verdict | None = None
+    explanations: tuple[str, ...] = ()
+    reason: str = ""
+    receipts: dict[str, Receipt] = {}
+
+    @classmethod
+    def refused(cls, strategy: str, ranks: int, reason: str, plan: Plan | None = None) -> Row:
+        """A strategy that cannot be, and why."""
+        dims = plan.dims.model_dump() if plan is not None else {}
+        return cls(strategy=strategy, ranks=ranks, dims=dims, status="refused", reason=reason)
+
+
+class Task(BaseModel):
+    """What the ranks of one world are to verify. ``results`` gets one `Row` a line, as each is done.
+
+    ``references`` is the folder with the gradients of one process.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    config: Config
+    corpus: Path
+    shrunk: Shrunk
+    seq_len: int
+    plans: tuple[Plan, ...]
+    results: Path
+    references: Path
+
+    def to_json(self) -> str:
+        """For the ranks. Keys that the user left out stay out: a config says when a key that is given does nothing."""
+        return self.model_dump_json(by_alias=True, exclude_unset=True)
+
+    @cached_property
+    def factory(self) -> Callable[[], nn.Module]:
+        """The user's model as it is."""
+        return model_factory(self._short, open_corpus(self.corpus).vocab_size)
+
+    @property
+    def _short(self) -> Config:
+        return self.config.model_copy(update={"data": self.config.data.model_copy(update={"seq_len": self.seq_len})})
+
+    def model(self, seed: int = SEED) -> nn.Module:
+        """The small model, in float64."""
+        return build_small(self.factory, self.shrunk.recipe, seed)
+
+    @cached_property
+    def data(self) -> Data:
+        """Short samples of the config's data, in the run's own order."""
+        corpus, table = open_corpus(self.corpus), self._short.data
+        samples = samples_for(corpus.train, table, corpus.separator)
+        small = self.shrunk.vocab_size
+        modulo = small if small is not None and small < corpus.vocab_size else None
+        return Data(samples, Order(len(samples), self.config.train.seed, table.shuffle), modulo)
+
+
+def verify_all(task: Task, ranks: Ranks, told: Callable[[Row], None] | None = None) -> list[Row]:
+    """Every plan of ``task`` in turn, on all ranks of a world; what the rows say is rank 0's, which ``told`` gets."""
+    references = References(task.model, task.references)
+    rows = []
+    for plan in task.plans:
+        row = _verify(task, plan, ranks, references)
+        rows.append(row)
+        if ranks.is_main:
+            with task.results.open("a") as file:
+                file.write(row.model_dump_json() + "\n")
+            if told is not None:
+                told(row)
+    return rows
+
+
+def _verify(task: Task, plan: Plan, ranks: Ranks, references: References) -> Row:
+    torch.manual_seed(SEED + ranks.rank)  # a rank's own luck must not matter
+    session = Session(ranks=dataclasses.replace(ranks, owns_group=False, owns_control=False), planner=lambda m, o: plan)
+    problem, failed = "", False
+    found: list[Judged] = []
+    receipts: dict[str, Receipt] = {}
+    try:
+        found, receipts = _run(task, plan, session, references)
+    except (UserError, TrainingError) as error:
+        problem, failed = str(error), isinstance(error, TrainingError)
+    finally:
+        session.close()
+    problems = [text for text in gather_text(problem, ranks) if text]  # what is refused is refused on every rank
+    facts: dict[str, Any] = {"strategy": plan.strategy, "ranks": ranks.world_size, "dims": plan.dims.model_dump()}
+    if problems and failed:
+        return Row(**facts, status="failed", explanations=(problems[0],))
+    if problems:
+        return Row(**facts, status="refused", reason=problems[0])
+    verdict = _together([step.verdict for step in found])
+    explanations = (*_told_once(found), *(text for receipt in receipts.values() for text in false_lines(receipt)))
+    ok = verdict.ok and all(receipt.ok for receipt in receipts.values())
+    status = "verified" if ok else "failed"
+    return Row(**facts, status=status, verdict=verdict, explanations=explanations, receipts=receipts)
+
+
+def false_lines(receipt: Receipt) -> list[str]:
+    """What a receipt found false, the first lines of it."""
+    wrong = [line for line in receipt.lines if line.ok is False]
+    shown = [f"{receipt.title}: {line.name}: planned {line.planned}, found {line.found}" for line in wrong[:MOST_LINES]]
+    return [
+        *shown,
+        *([f"{receipt.title}: and {len(wrong) - MOST_LINES} more lines"] if len(wrong) > MOST_LINES else []),
+    ]
+
+
+def _together(verdicts: Sequence[Verdict]) -> Verdict:
+    """The worse of the steps."""
+    worst = max(verdicts, key=lambda v: (not v.ok, v.error))
+    return worst.model_copy(update={"norm_error": max(v.norm_error for v in verdicts)})
+
+
+def _told_once(steps: Sequence[Judged]) -> tuple[str, ...]:
+    ragged, whole = steps
+    if whole.verdict.ok and not ragged.verdict.ok:
+        return tuple(f"only where ranks and micro batches have different numbers of tokens: {t}" for t in ragged.told)
+    return whole.told
+
+
+def _run(task: Task, plan: Plan, session: Session, references: References) -> tuple[list[Judged], dict[str, Receipt]]:
+    model = task.model(SEED if session.ranks.is_main else SEED + 1)  # rank 0's weights must win
+    refuse_own_collectives(task.model(), next(iter(global_batch(task.data, plan, STEPS[-1]).values())))
+    optimizer = build_optimizer(model.parameters(), task.config.optimizer)
+    sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
+    spec = read_model(model)
+    parts = parts_of(check_cut(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
+    estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
+    effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), Watch()
+    session.observers += [watch, _Quiet(effects), _Quiet(fit)]
+    outer, optimizer = session.prepare(model, optimizer, sample)
+    judge = Judge(task.model, session, references, heads=task.shrunk.heads)
+    misplaced = judge.weights()
+    weights = [_local(p).clone() for p in session.module.parameters()]
+    found = []
+    for number, step in enumerate(session.run_windows(_windows(task, plan, session), limit=len(STEPS))):
+        batches = global_batch(task.data, plan, STEPS[number])
+        expected = references.of(plan, STEPS[number], batches)
+        step.run(outer, token_loss_sum)
+        result = step.update(optimizer, clip_norm=expected.norm * CLIPPED)
+        judged = judge.step(watch, expected, batches, norm=result.grad_norm or 0.0, loss=result.loss)
+        found.append(judged if judged.verdict.ok else Judged(judged.verdict, (*misplaced, *judged.told)))
+        with torch.no_grad():  # each step is of the same weights
+            for parameter, weight in zip(session.module.parameters(), weights, strict=True):
+                _local(parameter).copy_(weight)
+    receipts = {"effects": effects.receipt, "fit": fit.receipt}
+    return found, {name: receipt for name, receipt in receipts.items() if receipt is not None}
+
+
+def _windows(task: Task, plan: Plan, session: Session) -> Iterator[list[Batch]]:
+    for step in STEPS:
+        batches = global_batch(task.data, plan, step)
+        yield [batch for (rank, _), batch in batches.items() if rank == session.place.dp]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    held = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
+
+
+class _Quiet:
+    """A probe whose receipt is collected, where alone it would end the run."""
+
+    def __init__(self, probe: Any) -> None:
+        self._probe = probe
+
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        method = getattr(self._probe, event)
+
+        def call(*args: Any) -> None:
+            try:
+                method(*args)
+            except ReceiptError:
+                return
+
+        return call

@@ -1,0 +1,92 @@
+"""A plan as the DeepSpeed configuration of the same training, or why there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.errors import PlanError
+from shardwise.interop.deepspeed.import_config import BESIDE, BESIDE_KEYS
+from shardwise.plan.deepspeed_stages import STAGES, deepspeed_config
+from shardwise.plan.plan import Plan, axis_problems
+
+_ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a script of one's own
+    "seq_len": "cut samples to this length",
+    "recompute": "recompute the blocks in the model's code",
+    "compile": "call torch.compile on the blocks",
+    "prefetch": "DeepSpeed gathers ahead by elements instead, stage3_prefetch_bucket_size",
+    "gradient_sync": "DeepSpeed reduces after each micro batch as it sees fit",
+    "adapter": "wrap the model with peft before deepspeed.initialize",
+    "loss_chunks": "chunk the loss in the model's code",
+}
+
+
+def twin_problems(plan: Plan) -> list[str]:
+    """Why no DeepSpeed configuration says the same as ``plan``; empty where one does."""
+    strategy = plan.parsed
+    problems = axis_problems(plan)
+    whys = {
+        "ddp": "ZeRO stage 0 shards nothing, and PyTorch runs it; use zero1, zero2 or fsdp",
+        "hsdp": "ZeRO has no replicas of shard groups whose optimizer is sharded, too; use fsdp",
+    }
+    if strategy.base not in STAGES:
+        problems.append(f"strategy '{plan.strategy}' has no twin in DeepSpeed: {whys[strategy.base]}")
+    axes = {"tp": "layers cut by it", "pp": "a model written as its PipelineModule", "cp": "attention of its own"}
+    problems += [
+        f"strategy '{plan.strategy}' has no twin in DeepSpeed: for +{axis} it needs {need}; take +{axis} out"
+        for axis, need in axes.items()
+        if getattr(strategy, axis) > 1
+    ]
+    if plan.precision == "fp8":
+        problems.append("precision fp8 has no key in DeepSpeed's configuration; use bf16")
+    if plan.micro_batch is None:
+        problems.append("the plan leaves the micro batch open, and DeepSpeed needs it; set micro_batch in the plan")
+    if getattr(plan, "optimizer_in_backward", False):
+        problems.append(
+            "optimizer_in_backward has no twin: DeepSpeed steps after the backward; take it out of the plan"
+        )
+    return problems
+
+
+def export_deepspeed(plan: Plan, *, clip_norm: float | None) -> dict[str, Any]:
+    """The configuration, with what DeepSpeed has no keys for in a table ``shardwise``, which DeepSpeed passes over.
+
+    Raises:
+        PlanError: the plan has no twin in DeepSpeed; all the reasons.
+    """
+    if problems := twin_problems(plan):
+        raise PlanError(*problems)
+    return {**deepspeed_config(plan, clip_norm=clip_norm), BESIDE: beside(plan)}
+
+
+def beside(plan: Plan) -> dict[str, Any]:
+    """The plan's keys that DeepSpeed has none for, where they are not the default; and always the device."""
+    written = plan.model_dump(mode="json", by_alias=True)
+    usual = Plan().model_dump(mode="json", by_alias=True)
+    kept = {key: written[key] for key in written if key in BESIDE_KEYS - {"strategy"} and written[key] != usual[key]}
+    strategy = plan.parsed
+    if strategy.engine == "torch" or strategy.adapter != "none":
+        kept["strategy"] = str(strategy)
+    return {"device": plan.device, **kept}
+
+
+def export_notes(plan: Plan) -> list[str]:
+    """What the configuration does not say, or DeepSpeed does in another way; one line each."""
+    strategy, kept = plan.parsed, beside(plan)
+    notes = [f"launch it on {plan.dims.world_size} ranks: DeepSpeed's configuration does not say how many"]
+    notes += [f"{key} {_text(kept[key])}: {do}" for key, do in _ITS_OWN.items() if key in kept]
+    notes.append("the optimizer is your script's: deepspeed.initialize(optimizer=...)")
+    if strategy.engine == "torch":
+        notes.append(f"the plan runs on PyTorch; this is its twin, deepspeed-zero{STAGES[strategy.base]}")
+        if plan.precision != "fp32":
+            notes.append(
+                f"DeepSpeed casts weights to {plan.precision} once; PyTorch's plan keeps fp32 ones and casts in use"
+            )
+        if strategy.offload and strategy.base == "zero2":
+            notes.append("DeepSpeed's stage 2 keeps whole parameters on the device, PyTorch's zero2+offload does not")
+    return notes
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,1 +1,0 @@
-"""The speed of links: measured, fitted, judged."""

@@ -1,1 +1,0 @@
-"""What a run loses time to, in sentences."""

@@ -1,0 +1,185 @@
+"""A trace of some steps by ``torch.profiler``, on request: ``[train] profile = "20:3"``.
+
+`StepTrace` observes a session: it starts the profiler before the first of the steps, puts the session's phases into the
+trace, and stops after the last one. `StepTrace.write` then writes the file (Chrome's format, for ``chrome://tracing``,
+Perfetto or TensorBoard) and says in words what is in it. The profiler sees operators, shapes, and on a GPU kernels and
+copies; neither memory nor Python frames. It slows the steps that it watches, by how much is measured and told.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from shardwise.environment import quiet_profiler
+from shardwise.errors import ConfigError
+from shardwise.measure.profiler.events import MARK, read_events
+from shardwise.measure.profiler.summary import Overhead, TraceSummary, summarise
+from shardwise.train.config import FIRST_TRACED, TrainTable
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+
+SUMMARY = "trace.json"
+_torch: Any = torch.autograd  # its stubs do not know the profiler's functions
+
+
+def trace_file(output: Path, rank: int) -> Path:
+    """Where the trace of a rank lies in the run folder."""
+    return output / ("trace.json.gz" if rank == 0 else f"trace.rank{rank}.json.gz")
+
+
+class StepTrace:
+    """Traces the steps that ``train.profile`` names, on the ranks that ``train.profile_ranks`` names.
+
+    ``notes`` are lines for people: what was moved, skipped or went wrong. `disturbs` is the same on every rank, and
+    says which steps took longer than they would have.
+
+    Raises:
+        ConfigError: a rank to trace does not exist.
+    """
+
+    def __init__(self, table: TrainTable, rank: int, world_size: int) -> None:
+        missing = [str(one) for one in table.profile_ranks if one >= world_size]
+        if table.profiled is not None and missing:
+            raise ConfigError(
+                f"train.profile_ranks names {', '.join(missing)}, and the ranks are 0 to {world_size - 1}; "
+                "name ranks that there are"
+            )
+        self.notes: list[str] = []
+        self._asked, self._rank = table.profiled, rank
+        self._mine = rank in table.profile_ranks
+        self._output = Path(table.output)
+        self._steps: range | None = None
+        self._profile: Any = None
+        self._stopped = False
+        self._phase: Any = None
+        self._begun = self._start_s = 0.0
+        self._traced_s: float | None = None
+        self._plain: list[float] = []
+        self._step_began = 0.0
+
+    def disturbs(self, number: int) -> bool:
+        """Whether step ``number`` is one that is traced on some rank."""
+        return self._steps is not None and number in self._steps
+
+    def on_prepared(self, session: Session) -> None:
+        """Nothing yet."""
+
+    def on_step_start(self, session: Session, step: Step) -> None:
+        """Start where the first of the steps begins."""
+        if self._asked is not None and self._steps is None:
+            self._settle(session.first_step)
+        if self._mine and self._steps is not None and step.number == self._steps.start:
+            self._start(session)
+        self._step_began = time.perf_counter()
+
+    def on_gradients(self, session: Session, step: Step) -> None:
+        """Nothing to do."""
+
+    def on_step_end(self, session: Session, step: Step) -> None:
+        """Stop where the last of the steps ends."""
+        if self._profile is None or self._stopped:
+            if step.number >= session.first_step + FIRST_TRACED and self._steps and step.number < self._steps.start:
+                self._plain.append(time.perf_counter() - self._step_began)
+            return
+        if self._steps is not None and step.number >= self._steps.stop - 1:
+            self._stop(session)
+
+    def on_step_abandoned(self, session: Session, step: Step) -> None:
+        """A trace that is under way ends with the loop."""
+        if self._profile is not None and not self._stopped:
+            self._stop(session)
+
+    def _settle(self, done: int) -> None:
+        """Which steps it will be, in a run that goes on after ``done`` steps."""
+        assert self._asked is not None
+        first, count = self._asked
+        self._steps = range(0)
+        if first + count - 1 <= done:
+            if not trace_file(self._output, self._rank).exists():
+                self.notes.append(f"train.profile asks for step {first}, and this run goes on after step {done}")
+            return
+        begin = max(first, done + FIRST_TRACED)
+        if begin > first and self._mine:
+            self.notes.append(
+                f"the trace begins at step {begin}, not {first}: this run goes on after step {done}, and the first "
+                "steps warm up"
+            )
+        self._steps = range(begin, begin + count)
+
+    def _start(self, session: Session) -> None:
+        if _torch._profiler_enabled():
+            self.notes.append(f"step {session.steps_done + 1} is not traced: another profiler is on")
+            return  # the steps stay the same as on the other ranks, which wait for this one after them
+        activities = [ProfilerActivity.CPU]
+        if session.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(session.device)
+        before = time.perf_counter()
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
+        with quiet_profiler():
+            self._profile.start()
+        self._begun = time.perf_counter()
+        self._start_s = self._begun - before
+        session.phase_watchers.append(self._enter)
+        self._enter(session.phase)
+
+    def _enter(self, phase: str) -> None:
+        self._leave()
+        self._phase = record_function(f"{MARK}{phase}")
+        self._phase.__enter__()
+
+    def _leave(self) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+
+    def _stop(self, session: Session) -> None:
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
+        assert self._steps is not None
+        self._traced_s = (time.perf_counter() - self._begun) / len(self._steps)
+        session.phase_watchers.remove(self._enter)
+        self._leave()
+        self._profile.stop()
+        self._stopped = True
+
+    def write(self) -> TraceSummary | None:
+        """Write the trace that has ended since the last call, and summarise it; ``None`` where there is none.
+
+        To be called between two steps. Beside the trace lies its summary, for rank 0 as ``trace.json``. What goes wrong
+        is a line of ``notes``: a run does not fail for its trace.
+        """
+        if self._profile is None or not self._stopped:
+            return None
+        profile, self._profile = self._profile, None
+        file = trace_file(self._output, self._rank)
+        before = time.perf_counter()
+        try:
+            profile.export_chrome_trace(str(file))
+            written = time.perf_counter() - before
+            found = summarise(read_events(file))
+            cost = Overhead(
+                plain_step_s=statistics.median(self._plain) if self._plain else None,
+                traced_step_s=self._traced_s,
+                start_s=self._start_s,
+                write_s=written,
+            )
+            steps = self._steps or range(0)
+            facts = {"rank": self._rank, "first_step": steps.start, "steps": len(steps), "file": file.name}
+            summary = found.model_copy(update={**facts, "overhead": cost})
+            summary_file(file).write_text(summary.model_dump_json())
+        except (OSError, ValueError, RuntimeError) as error:
+            self.notes.append(f"the trace '{file}' cannot be written: {' '.join(str(error).split())}")
+            return None
+        return summary
+
+
+def summary_file(trace: Path) -> Path:
+    """Where the summary of a trace lies: beside it, without ``.gz``."""
+    return trace.with_suffix("")

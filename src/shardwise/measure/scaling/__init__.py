@@ -1,1 +1,0 @@
-"""Throughput over devices: measured, taken apart, predicted."""

@@ -1,0 +1,297 @@
+"""What ``bench scaling`` found, and what follows from it: efficiency, losses, the value of the last device. No torch.
+
+*Weak*: every device keeps its batch, so a step should take as long on any number of devices. *Strong*: the global batch
+stays, so a step on twice the devices should take half as long. Efficiency is tokens a second and device, over those of
+the smallest size that was measured; what is lost is the seconds of a step above that ideal.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.measure.step_time.timing import PARTS, Timing
+from shardwise.plan.plan import Plan
+
+Mode = Literal["weak", "strong"]
+MODES: tuple[Mode, ...] = ("weak", "strong")
+Z = 1.2816
+"""Standard deviations on each side of 8 cases in 10 of a normal distribution."""
+
+
+class UnitTraffic(BaseModel):
+    """One unit of the model, ``count`` times, as data-parallel traffic sees it.
+
+    ``share`` is the part of a micro batch's floating-point operations in one of the ``count``. ``gather_bytes`` are its
+    weights as they are gathered, ``reduce_bytes`` its gradients as they are reduced, both whole on one
+    tensor-parallel rank. Repeated blocks are units of sharding of their own; all others travel with the root.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    count: int
+    block: bool
+    share: float
+    gather_bytes: float
+    reduce_bytes: float
+
+
+class Sample(BaseModel):
+    """One size, measured. Seconds are rank 0's, between the ends of two steps; ``tokens`` are the labels of all steps.
+
+    ``wall_s`` is the clock's time around the timed steps, the devices waited for at both ends. ``threads`` are a
+    rank's, ``cores`` those that a node's ranks have between them (``None``: a GPU each). ``load`` is the machine's load
+    average before the first step.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    mode: Mode
+    devices: int
+    nodes: int
+    plan: Plan
+    steps_s: tuple[float, ...]
+    wall_s: float
+    tokens: int
+    threads: int
+    cores: int | None = None
+    load: float | None = None
+    date: str = ""
+    timing: Timing | None = None
+
+    @property
+    def steps(self) -> int:
+        """Timed steps."""
+        return len(self.steps_s)
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.wall_s / self.steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of all devices."""
+        return self.tokens / self.wall_s
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Tokens of one step for each device."""
+        return self.tokens / self.steps / self.devices
+
+    @property
+    def deviation(self) -> float:
+        """Standard error of `step_s`, as a part of it; steps are taken to be independent."""
+        if self.steps < 2:
+            return 0.0
+        return statistics.stdev(self.steps_s) / math.sqrt(self.steps) / self.step_s
+
+    @property
+    def crowded(self) -> bool:
+        """Ranks of a node want more cores than there are: what is measured is the sharing of them."""
+        return self.cores is not None and self.devices // self.nodes * self.threads > self.cores
+
+    @property
+    def share(self) -> int:
+        """Samples of a step that a data-parallel rank has."""
+        return (self.plan.micro_batch or 1) * self.plan.grad_accum
+
+
+class LeftOut(BaseModel):
+    """A size that was not measured, and why."""
+
+    model_config = ConfigDict(frozen=True)
+
+    mode: Mode
+    devices: int
+    reason: str
+
+
+class Subject(BaseModel):
+    """What was measured: samples of one file agree on all of it. ``reference`` is the plan that sizes are made from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    device: str
+    strategy: str
+    precision: str
+    recompute: str
+    compile: bool
+    seq_len: int
+    micro_batch: int
+    grad_accum: int
+    global_batch: int
+    optimizer: str
+
+    def differences(self, other: Subject) -> list[str]:
+        """What ``other`` has otherwise, in words."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return [f"{key} {mine[key]} (not {theirs[key]})" for key in mine if mine[key] != theirs[key]]
+
+
+class Scaling(BaseModel):
+    """Everything that was measured of one subject, and what a prediction needs to know of the model and the machine.
+
+    ``cluster`` is the machine at its largest size. ``units`` is empty where the model could not be traced.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    subject: Subject
+    reference: Plan
+    cluster: ClusterSpec
+    units: tuple[UnitTraffic, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    def of(self, mode: Mode) -> list[Sample]:
+        """The samples of one mode, by size."""
+        return sorted((one for one in self.samples if one.mode == mode), key=lambda one: one.devices)
+
+    def merged(self, samples: Iterable[Sample], left_out: Iterable[LeftOut] = ()) -> Scaling:
+        """With more samples; a size that was measured again is the newer one's."""
+        new, gone = list(samples), list(left_out)
+        known = {(one.mode, one.devices) for one in new}
+        kept = [one for one in self.samples if (one.mode, one.devices) not in known]
+        whole = sorted([*kept, *new], key=lambda one: (MODES.index(one.mode), one.devices))
+        there = {(one.mode, one.devices) for one in whole}
+        missing = {(one.mode, one.devices): one for one in (*self.left_out, *gone)}
+        still = tuple(one for key, one in missing.items() if key not in there)
+        return self.model_copy(update={"samples": tuple(whole), "left_out": still})
+
+
+class Loss(BaseModel):
+    """Seconds of a step that a part takes longer than the ideal; below 0 it takes less. ``share`` is of the step."""
+
+    model_config = ConfigDict(frozen=True)
+
+    part: str
+    seconds: float
+    share: float
+
+
+class Row(BaseModel):
+    """One size beside the smallest one. What is not known is ``None``.
+
+    ``efficiency`` is 1 for the smallest size; ``low`` and ``high`` hold it in 8 of 10 cases, as far as the scatter of
+    steps tells. ``lost_s`` of a step is above the ideal: the sum of ``losses``, of which ``untold`` is what the parts
+    do not say. ``added_tokens_per_s`` is what each device since the next smaller size has added, ``worth`` that over a
+    device of the smallest size. Money is US dollars.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    mode: Mode
+    devices: int
+    step_s: float
+    tokens_per_s: float
+    speedup: float
+    efficiency: float
+    low: float
+    high: float
+    ideal_s: float
+    lost_s: float
+    losses: tuple[Loss, ...] | None
+    added_tokens_per_s: float | None = None
+    worth: float | None = None
+    dollars_per_hour: float | None = None
+    dollars_per_million_tokens: float | None = None
+    added_dollars_per_million_tokens: float | None = None
+    crowded: bool = False
+
+
+def rows_of(samples: Sequence[Sample], price: float | None) -> list[Row]:
+    """A row for each sample of one mode; ``price`` is dollars for an hour of a device."""
+    ordered = sorted(samples, key=lambda one: one.devices)
+    return [_row(ordered[0], ordered[index - 1] if index else None, one, price) for index, one in enumerate(ordered)]
+
+
+def _row(base: Sample, before: Sample | None, here: Sample, price: float | None) -> Row:
+    each = base.tokens_per_s / base.devices
+    efficiency = here.tokens_per_s / here.devices / each
+    error = 0.0 if here is base else math.hypot(base.deviation, here.deviation) * Z
+    added = None
+    if before is not None:
+        added = (here.tokens_per_s - before.tokens_per_s) / (here.devices - before.devices)
+    return Row(
+        mode=here.mode,
+        devices=here.devices,
+        step_s=here.step_s,
+        tokens_per_s=here.tokens_per_s,
+        speedup=here.tokens_per_s / base.tokens_per_s,
+        efficiency=efficiency,
+        low=efficiency * (1 - error),
+        high=efficiency * (1 + error),
+        ideal_s=efficiency * here.step_s,
+        lost_s=(1 - efficiency) * here.step_s,
+        losses=losses(base, here),
+        added_tokens_per_s=added,
+        worth=None if added is None else added / each,
+        dollars_per_hour=None if price is None else price * here.devices,
+        dollars_per_million_tokens=_dollars(price, here.tokens_per_s / here.devices),
+        added_dollars_per_million_tokens=None if added is None else _dollars(price, added),
+        crowded=here.crowded,
+    )
+
+
+def _dollars(price: float | None, tokens_per_s: float) -> float | None:
+    """Dollars for a million tokens of devices that make so many a second each; ``None`` where they make none."""
+    return None if price is None or tokens_per_s <= 0 else price / 3600 / tokens_per_s * 1e6
+
+
+def losses(base: Sample, here: Sample) -> tuple[Loss, ...] | None:
+    """Where the time above the ideal goes, largest first: a part's seconds here less the ideal part's.
+
+    The ideal of a part is its time at the smallest size, times the work a device is left with: 1 under weak scaling. A
+    part that the smallest size does not have (nobody to talk to) has an ideal of 0. ``None`` where no parts were
+    measured; ``untold`` is what the parts leave of the whole.
+    """
+    if base.timing is None or here.timing is None:
+        return None
+    work = here.tokens_per_device / base.tokens_per_device
+    found = {part: here.timing.seconds(part) - work * base.timing.seconds(part) for part in PARTS}
+    whole = here.step_s - work * base.step_s
+    found["untold"] = whole - sum(found.values())
+    listed = [Loss(part=part, seconds=s, share=s / here.step_s) for part, s in found.items() if abs(s) > 1e-9]
+    return tuple(sorted(listed, key=lambda one: -abs(one.seconds)))
+
+
+def warnings_of(scaling: Scaling) -> list[str]:
+    """What makes these numbers less than they seem, in sentences."""
+    found = []
+    crowded = sorted({one.devices for one in scaling.samples if one.crowded})
+    if crowded:
+        one = next(one for one in scaling.samples if one.crowded)
+        found.append(
+            f"{_listed(crowded)} ranks share {one.cores} cores: that measures the sharing, and says little of as many "
+            "devices; no prediction is made from it"
+        )
+    threads = {one.devices: one.threads for one in scaling.samples}
+    if len(set(threads.values())) > 1 and scaling.cluster.device == "cpu":
+        each = ", ".join(f"{n} on {size}" for size, n in sorted(threads.items()))
+        found.append(f"ranks have different numbers of threads ({each}): set parallel.threads, and measure again")
+    dates = sorted({one.date for one in scaling.samples})
+    if len(dates) > 1:
+        found.append(f"measured on different days ({', '.join(dates)}): what else ran there may differ")
+    loads = [one.load for one in scaling.samples if one.load is not None and one.cores is not None]
+    cores = max((one.cores or 0 for one in scaling.samples), default=0)
+    if loads and cores and max(loads) > cores:
+        found.append(f"the load average was {max(loads):.1f} on {cores} cores: other work was running, too")
+    return found
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *first, last = [str(number) for number in numbers]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def dumped(model: BaseModel) -> dict[str, Any]:
+    """A model as JSON has it."""
+    return model.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,219 @@
+"""Where PyTorch itself waits for other ranks: borders for the clock around them. No collective is changed or added.
+
+DDP waits at the end of its last backward, from the last gradient on, and where it sends batch norm's buffers round
+before a forward. FSDP2 waits when it gathers a unit and when it reduces one: on a CPU in the calls themselves, on a GPU
+where the compute stream is told to wait. The copies into and out of the flat buffers count as waiting, too: without
+sharding there would be none. ZeRO-1 waits where the optimizer sends its updates round. What cannot be bracketed is said
+by name, and its part is then not told apart. Where gradients are not reduced there is nothing to bracket.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.distributed.comm_timer import WAITS
+from shardwise.measure.step_time.clock import EARLY
+from shardwise.train.session import Session
+
+DP = "exposed_dp"
+LEARN_STEPS = 2
+"""Backwards that are looked at for the parameter whose gradient comes last."""
+RECHECK = 53
+"""Every so many backwards it is looked at again: a prime, so that no turns that a model takes stay hidden."""
+
+
+class Borders:
+    """The borders around data-parallel traffic of one session. ``problem`` says why there are none, if there are none.
+
+    ``early`` counts the micro batches that reduced gradients before a step's last one, since it was last read.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.problem = ""
+        self.early = 0
+        self._session = session
+        self._undo: list[Callable[[], None]] = []
+        self._last_early = 0
+        outer = session.applied.outer
+        if session.reduced_ranks == 1:
+            return
+        if session.applied.engine is not None:
+            self.problem = f"{session.applied.engine.title} gathers and reduces inside of its own calls"
+        elif isinstance(outer, DistributedDataParallel):
+            self._watch_ddp(outer)
+            self._watch_zero1()
+        else:
+            self._watch_fsdp()
+
+    @property
+    def phase(self) -> str:
+        """What the session is doing."""
+        return self._session.phase
+
+    def remove(self) -> None:
+        """Take everything away."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def reduction(self) -> str:
+        """The part that a reduction of gradients counts as now."""
+        left = self._session.micros_left
+        if not left:
+            self._last_early = 0
+            return DP
+        if left != self._last_early:
+            self.early += 1
+            self._last_early = left
+        return EARLY
+
+    def _watch_ddp(self, outer: DistributedDataParallel) -> None:
+        """From the last gradient to the end of backward. Which one is the last is learnt in the first backwards."""
+        parameters = [p for p in outer.parameters() if p.requires_grad]
+        learner = _LastGradient(outer, parameters, self)
+        self._undo.append(learner.remove)
+        self._session.phase_watchers.append(learner.on_phase)
+        self._undo.append(lambda: _discard(self._session.phase_watchers, learner.on_phase))
+        if self._session.spec.batch_norms and not self._wrap(outer, "_sync_buffers", lambda: DP):
+            self.problem = "this PyTorch's DDP sends buffers round elsewhere"
+
+    def _watch_zero1(self) -> None:
+        optimizer = self._session.optimizer
+        if self._session.plan.parsed.base != "zero1":
+            return
+        if not self._wrap(optimizer, "_sync_params", lambda: DP):
+            self.problem = "this PyTorch's ZeroRedundancyOptimizer sends its updates round elsewhere"
+
+    def _watch_fsdp(self) -> None:
+        gathers = ("wait_for_unshard",) if self._session.device.type == "cuda" else ("unshard", "wait_for_unshard")
+        for group in fsdp_groups(self._session.applied.outer):
+            found = [self._wrap(group, name, lambda: DP) for name in (*gathers, "finalize_backward")]
+            found.append(self._wrap(group, "post_backward", self._reduces(group)))
+            if not all(found):
+                self.problem = "this PyTorch's FSDP2 gathers and reduces elsewhere"
+
+    def _reduces(self, group: Any) -> Callable[[], str | None]:
+        return lambda: self.reduction() if group.reduce_grads else None
+
+    def _wrap(self, owner: Any, name: str, part: Callable[[], str | None]) -> bool:
+        """Bracket the method ``name`` of one object; False where it has none."""
+        plain, own = getattr(owner, name, None), name in vars(owner)
+        if plain is None:
+            return False
+
+        def bracketed(*args: Any, **kwargs: Any) -> Any:
+            now = part()
+            if now is None or WAITS.listener is None:
+                return plain(*args, **kwargs)
+            WAITS.listener.enter(now)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                if WAITS.listener is not None:
+                    WAITS.listener.leave()
+
+        setattr(owner, name, bracketed)
+        self._undo.append(lambda: setattr(owner, name, plain) if own else delattr(owner, name))
+        return True
+
+
+class _LastGradient:
+    """Notices when the last gradient of a backward that DDP synchronises is there.
+
+    Which one it is, is learnt in the first backwards and looked at again in every `RECHECK`-th.
+    """
+
+    def __init__(self, outer: DistributedDataParallel, parameters: list[nn.Parameter], borders: Borders) -> None:
+        self._outer, self._borders, self._parameters = outer, borders, parameters
+        self._seen: nn.Parameter | None = None
+        self._last: nn.Parameter | None = None
+        self._number = 0
+        self._learners = [_hook(p, self._learn) for p in parameters]
+        self._handle: Any = None
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in (*self._learners, self._handle):
+            if handle is not None:
+                handle.remove()
+        self._learners, self._handle = [], None
+
+    def on_phase(self, phase: str) -> None:
+        """Another synchronised backward begins."""
+        if not self._reduces():
+            return
+        self._number += 1
+        if self._learners:
+            self._compare()
+            if self._number > LEARN_STEPS:
+                self._conclude()
+        elif self._number % RECHECK == 0:
+            self._seen = None
+            self._learners = [_hook(p, self._learn) for p in self._parameters]
+
+    def _compare(self) -> None:
+        """What the backward before has shown; nothing before the first."""
+        if self._last is None:
+            self._last = self._seen
+        elif self._seen is not None and self._seen is not self._last:
+            self._borders.problem = "the gradients of this model do not come in one order"
+
+    def _conclude(self) -> None:
+        """Enough was seen: look no longer at all of them, and from now on at the last one."""
+        for handle in self._learners:
+            handle.remove()
+        self._learners = []
+        if self._handle is None and self._last is not None:
+            self._handle = _hook(self._last, self._arrived)
+
+    def _reduces(self) -> bool:
+        """Whether this is a step's backward that reduces gradients, and not one of the user's own."""
+        return self._borders.phase == "backward" and self._outer.require_backward_grad_sync
+
+    def _learn(self, parameter: nn.Parameter) -> None:
+        if self._reduces():
+            self._seen = parameter
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        if WAITS.listener is not None and self._reduces():
+            WAITS.listener.enter(self._borders.reduction())  # the end of backward, a new phase, ends it
+
+
+def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:
+    """Tell of each gradient of a parameter: a hook on its node in the graph, which DDP keeps.
+
+    On the parameter itself there are only the user's hooks. Weakly: DDP holds the node where Python's collector cannot
+    see it, and a session that nobody closes would keep its model for ever.
+    """
+    weak, found = weakref.WeakMethod(told), weakref.ref(parameter)
+
+    def arrived(*gradients: Any) -> None:
+        listener, parameter = weak(), found()
+        if listener is not None and parameter is not None:
+            listener(parameter)
+
+    if not parameter.requires_grad:  # frozen since
+        return None
+    return torch.autograd.graph.get_gradient_edge(parameter).node.register_hook(arrived)
+
+
+def fsdp_groups(outer: nn.Module) -> Iterator[Any]:
+    """What FSDP2 keeps for each unit (one or several for a module, by the PyTorch)."""
+    for module in outer.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            one = getattr(state, "_fsdp_param_group", None)
+            yield from (several if several is not None else [one] if one is not None else [])
+
+
+def _discard(watchers: list[Callable[[str], None]], one: Callable[[str], None]) -> None:
+    if one in watchers:
+        watchers.remove(one)

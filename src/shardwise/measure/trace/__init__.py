@@ -1,1 +1,0 @@
-"""A profiler's trace of some steps, and what it says in words."""

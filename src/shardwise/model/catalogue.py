@@ -1,0 +1,112 @@
+"""Public architectures by name: configuration facts of ``catalogue.csv``, each with where it was read.
+
+The file's columns are the keys of a Hugging Face config by their plain names; ``options`` are further keys of it,
+``key=value`` with JSON values, separated by semicolons. ``parameters`` is the total that the source publishes, where
+one was found; what is counted here must equal it. Weights are never looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from shardwise.errors import did_you_mean
+from shardwise.model.architecture import Architecture, architecture_from_config
+
+CONVNETS = ("resnet-50",)  # known by name, but no `Architecture`: `shardwise.model.convnet` has them
+
+# What a name may have more or less of without meaning another shape.
+_NOISE = frozenset({"meta", "instruct", "chat", "it", "pt", "hf", "base", "deduped", "uncased", "4k", "8k", "128k"})
+_NUMBERS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "positions": "max_position_embeddings",
+}
+
+
+def find_architecture(name: str) -> Architecture | None:
+    """The architecture that ``name`` means; ``None`` where it is unknown or a convolutional net (`CONVNETS`).
+
+    Case, dashes, an organisation in front (``meta-llama/``) and words such as ``-instruct`` or ``-hf`` do not matter.
+    """
+    found = _spellings()
+    known = found.get(_plain(name)) or found.get(_plain(name, quiet=True))
+    return None if known is None else _architectures()[known]
+
+
+def find_convnet(name: str) -> str | None:
+    """The one of `CONVNETS` that ``name`` means."""
+    return next((net for net in CONVNETS if _plain(net) == _plain(name)), None)
+
+
+def catalogue_names() -> tuple[str, ...]:
+    """All names, in the order of the file, for messages and completion."""
+    return (*(row["name"] for row in _rows()), *CONVNETS)
+
+
+def published_parameters(name: str) -> int | None:
+    """The total that the source publishes for a name of `catalogue_names`; ``None`` where none was found."""
+    return next((int(row["parameters"]) for row in _rows() if row["name"] == name and row["parameters"]), None)
+
+
+def unknown_model_message(name: str) -> str:
+    """What to tell a user whose model is not in the catalogue: the nearest one, and the other ways to give a model."""
+    hint = did_you_mean(name.lower().rsplit("/", 1)[-1], catalogue_names())
+    return (
+        f"model '{name}' is not in the catalogue{hint}; give one of its names ({', '.join(catalogue_names()[:4])}, …), "
+        "a config.json or its folder, or package.module:factory for any nn.Module"
+    )
+
+
+def _plain(name: str, *, quiet: bool = False) -> str:
+    """``name`` without organisation, case and separators; ``quiet`` also drops words and dates that do not count."""
+    words = re.split(r"[^a-z0-9.]+", name.lower().rsplit("/", 1)[-1])
+    if quiet:
+        words = [word for word in words if word not in _NOISE and not re.fullmatch(r"\d{4}", word)]
+    return "".join(words)
+
+
+@lru_cache(maxsize=1)
+def _rows() -> tuple[dict[str, str], ...]:
+    with Path(__file__).with_name("catalogue.csv").open(newline="", encoding="utf-8") as file:
+        return tuple(csv.DictReader(file))
+
+
+@lru_cache(maxsize=1)
+def _spellings() -> dict[str, str]:
+    """Every way to write a name, as `_plain` gives it; what is written in full comes before what leaves words out."""
+    found: dict[str, str] = {}
+    names = [(row["name"], [row["name"], *filter(None, row["aliases"].split(";"))]) for row in _rows()]
+    for quiet in (False, True):
+        for name, ways in names:
+            for way in ways:
+                found.setdefault(_plain(way, quiet=quiet), name)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _architectures() -> dict[str, Architecture]:
+    return {row["name"]: _architecture(row) for row in _rows()}
+
+
+def _architecture(row: dict[str, str]) -> Architecture:
+    config: dict[str, object] = {key: int(row[own]) for own, key in _NUMBERS.items() if row[own]}
+    if row["family"] == "opt" and row["ffn"]:
+        config["ffn_dim"] = int(row["ffn"])
+    if row["tied"]:
+        config["tie_word_embeddings"] = row["tied"] == "true"
+    for option in filter(None, row["options"].split(";")):
+        key, _, value = option.partition("=")
+        config[key] = json.loads(value)
+    found = architecture_from_config(config | {"model_type": row["family"]}, row["name"], row["source"])
+    if found is None:
+        raise ValueError(f"catalogue.csv: {row['name']} cannot be described")
+    return found

@@ -1,0 +1,270 @@
+"""LoRA and QLoRA: a profile with a frozen base and trainable low-rank adapters beside its linear layers.
+
+An adapter of rank r beside a linear layer of k inputs and n outputs has A [r, k] and B [n, r], adds x·Aᵀ·Bᵀ to the
+layer's output and is held in fp32. Sources: LoRA, arXiv:2106.09685, section 4; QLoRA, arXiv:2305.14314, sections 2–3:
+NF4 takes 4 bits a weight and a scale for each block of 64, in fp32 (4.5 bits) or, with double quantisation, in 8 bits
+with an fp32 scale for each 256 of them: 4.127 bits (4 + 8/64 + 32/(64·256)).
+
+A quantised weight is unpacked to compute width while its layer runs, forward and backward: that does not grow with the
+samples, so it is no op's ``temporary``; `unpacked_elements` says how much it is.
+
+Dropout in front of an adapter keeps a copy of the input that is the adapter's own and a mask: a byte an element on a
+GPU, where it is one kernel, and a number as wide as the input on a CPU.
+DoRA (arXiv:2402.09353) adds a trained magnitude for each output and keeps the results of base and adapter for its
+gradient. Left out: what DoRA makes to take the norm of W + BA (a weight or two, whatever the samples), bnb's tables of
+16 and 256 numbers, paged optimizer states, the scale factor (folded into B's product).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.model.operations import mark_selective
+from shardwise.model.profile import Cut, ModelProfile, Op, Unit, Weight
+
+BF16_BYTES = 2.0
+BLOCK, SCALES_BLOCK = 64, 256  # weights that share a scale; scales that share one (bitsandbytes)
+NF4_BYTES = (4 + 8 / BLOCK + 32 / (BLOCK * SCALES_BLOCK)) / 8
+NF4_PLAIN_BYTES = (4 + 32 / BLOCK) / 8
+KINDS = ("lora", "qlora")
+ROLES = ("all-linear", "attention", "mlp")
+_ATTENTION = ("q", "k", "v", "qkv", "o")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What of the adapters decides bytes and seconds; the defaults are this package's own.
+
+    ``targets`` are roles, ends of module names (``q_proj``) or names of ops (``q``); empty means all linear layers.
+    ``base_bytes`` an element of the frozen base that is not quantised, ``adapter_bytes`` of the adapters. The others
+    say what a program does: ``copies_inputs``, each adapter casts its input and keeps the copy (autocast over fp32
+    adapters); ``mask_bytes``, what dropout keeps of an element; ``keeps_inputs``, quantised layers keep theirs
+    (bitsandbytes before 0.43.2, see its change log).
+    """
+
+    rank: int = 16
+    targets: tuple[str, ...] = ()
+    double_quant: bool = True
+    dropout: bool = False
+    dora: bool = False
+    base_bytes: float = BF16_BYTES
+    adapter_bytes: float = 4.0
+    copies_inputs: bool = False
+    mask_bytes: int = 1
+    keeps_inputs: bool = False
+
+    @property
+    def packed_bytes(self) -> float:
+        """Bytes of a quantised weight."""
+        return NF4_BYTES if self.double_quant else NF4_PLAIN_BYTES
+
+
+def with_adapters(
+    profile: ModelProfile,
+    adapter: str,
+    rank: int = 16,
+    targets: Collection[str] | None = None,
+    *,
+    facts: AdapterFacts | None = None,
+) -> ModelProfile:
+    """``profile`` with its base frozen and adapters of ``rank`` at the linear layers of its blocks.
+
+    ``adapter`` is ``lora`` or ``qlora``, or anything with such a word as its ``.adapter``; ``none`` changes nothing.
+    ``targets`` are as in `AdapterFacts`; ``None`` means all that have a weight of their own. ``facts`` takes the place
+    of ``rank`` and ``targets``.
+
+    Raises:
+        PlanError: an adapter, rank or target that cannot be.
+    """
+    kind = str(getattr(adapter, "adapter", adapter))
+    if kind == "none":
+        return profile
+    facts = facts or AdapterFacts(rank=rank, targets=tuple(targets or ()))
+    problems = []
+    if kind not in KINDS:
+        problems.append(f"adapter '{kind}' is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+    if facts.rank < 1:
+        problems.append(f"LoRA rank {facts.rank} must be 1 or more")
+    known = {name for unit in profile.units if unit.kind == "block" for name in _linears(unit)}
+    chosen, wrong = _chosen(profile, facts.targets)
+    ends = {_end(unit, i) for unit in profile.units if unit.kind == "block" for i in _linears(unit).values()}
+    problems += [
+        f"LoRA target '{name}' is no linear layer of the blocks{did_you_mean(name, [*known, *sorted(ends), *ROLES])}"
+        for name in wrong
+    ]
+    if not known:
+        problems.append(f"model '{profile.name}' has no linear layers in repeated blocks for adapters to stand beside")
+    if problems:
+        raise PlanError(*problems)
+    units, began = [], False
+    for unit in profile.units:
+        adapts = unit.kind == "block" and bool(chosen & set(_linears(unit)))
+        units.append(_adapted(unit, kind, facts, chosen) if adapts else _frozen(unit, facts, backward=began))
+        began = began or adapts
+    return replace(profile, units=tuple(units))
+
+
+def unpacked_elements(unit: Unit) -> int:
+    """Elements of the largest weight that is unpacked while its layer runs; 0 where nothing is quantised."""
+    return max((w.num_elements for w in unit.weights if w.itemsize < 1), default=0)
+
+
+def _chosen(profile: ModelProfile, targets: tuple[str, ...]) -> tuple[set[str], list[str]]:
+    """Names of the ops that get an adapter, and the targets that are none of roles, ends of names and ops."""
+    chosen: set[str] = set()
+    found: set[str] = set()
+    wanted = targets or ("all-linear",)
+    for unit in profile.units:
+        for op, index in _linears(unit).items() if unit.kind == "block" else ():
+            path = unit.weights[index].name.removesuffix(".weight")
+            role = "attention" if op in _ATTENTION or "att" in path.rpartition(".")[0] else "mlp"
+            matches = {t for t in wanted if t in (op, role, "all-linear", path) or path.endswith(f".{t}")}
+            found |= matches
+            chosen |= {op} if matches else set()
+    return chosen, sorted(set(targets) - found)
+
+
+def _end(unit: Unit, index: int) -> str:
+    return unit.weights[index].name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _linears(unit: Unit) -> dict[str, int]:
+    """Matmuls with a weight of their own, by name: the index of the weight. Weights and matmuls come in one order."""
+    weights = [index for index, weight in enumerate(unit.weights) if len(weight.shape) == 2]
+    found: dict[str, int] = {}
+    for op in unit.ops:
+        if op.kind != "matmul" or not op.weight:
+            continue
+        fits = [i for i in weights if sorted(unit.weights[i].shape) == sorted((op.n, op.k))]
+        if fits:
+            found[op.name] = fits[0]
+            weights.remove(fits[0])
+    return found
+
+
+def _frozen(unit: Unit, facts: AdapterFacts, *, backward: bool) -> Unit:
+    """Base weights without gradients. Inputs that only a weight gradient needs are not kept.
+
+    Without ``backward`` nothing in front of the unit trains, and nothing at all is kept of it.
+    """
+    weights = tuple(replace(w, itemsize=facts.base_bytes, trainable=False) for w in unit.weights)
+    ops = tuple(_without_gradient(op, backward=backward) for op in unit.ops)
+    return replace(unit, weights=weights, ops=ops)
+
+
+def _without_gradient(op: Op, *, backward: bool) -> Op:
+    if not backward and op.kind != "loss":
+        return replace(op, weight=False, saved=0, saved_fp32=0, saved_bytes=0, temporary=op.temporary + op.saved)
+    if op.kind in ("matmul", "conv") and op.weight:
+        return replace(op, weight=False, saved=0, temporary=op.temporary + op.saved)
+    return replace(op, weight=False, saved_bytes=0) if op.kind == "embedding" else op
+
+
+def _adapted(unit: Unit, kind: str, facts: AdapterFacts, chosen: Collection[str]) -> Unit:
+    """A block with adapters. An input is kept where an adapter reads it; readers of one input share one storage,
+    unless each adapter has a copy of its own.
+    """
+    owned = _linears(unit)
+    own = facts.dropout or facts.copies_inputs
+    base, added = _base(unit, kind, facts, owned), list[Weight]()
+    ops: list[Op] = []
+    pending = 0  # an input that linear layers without an adapter have read and not kept
+    for before, op in zip((None, *unit.ops), unit.ops, strict=False):
+        if op.name not in owned:
+            ops.append(replace(op, weight=op.weight and op.kind == "matmul"))
+            continue
+        weight, takes = unit.weights[owned[op.name]], op.name in chosen
+        kept_already = not op.saved and before is not None and before.kind == "attention"
+        pending = op.saved or pending
+        reads = (takes and not own) or (kind == "qlora" and facts.keeps_inputs)
+        kept = pending if reads and not kept_already else 0
+        left = op.temporary + max(0, op.saved - kept)
+        unpacks = 1 if kind == "qlora" else 0
+        ops.append(replace(op, weight=False, saved=kept, temporary=left, launches=op.launches + unpacks))
+        pending -= kept
+        if takes:
+            added += _adapter_weights(weight, op, facts)
+            ops += _adapter_ops(op, facts)
+    marked = mark_selective(ops)
+    return replace(unit, weights=(*base, *added), ops=marked)
+
+
+def _base(unit: Unit, kind: str, facts: AdapterFacts, owned: dict[str, int]) -> list[Weight]:
+    """A block's own weights, frozen; with ``qlora`` its linear layers' are packed."""
+    quantised = set(owned.values()) if kind == "qlora" else set()
+    packed = facts.packed_bytes
+    return [
+        replace(w, itemsize=packed, trainable=False, scales=packed - 0.5)
+        if index in quantised
+        else replace(w, itemsize=facts.base_bytes, trainable=False)
+        for index, w in enumerate(unit.weights)
+    ]
+
+
+def _adapter_weights(weight: Weight, op: Op, facts: AdapterFacts) -> list[Weight]:
+    """A and B; tensor parallel cuts the one whose side of the layer it cuts."""
+    stem, size = weight.name.removesuffix(".weight"), facts.adapter_bytes
+    column = 0 if op.cut == "column" else None
+    found = [
+        Weight(f"{stem}.lora_A.weight", (facts.rank, op.k), size, tp_dim=1 if op.cut == "row" else None),
+        Weight(f"{stem}.lora_B.weight", (op.n, facts.rank), size, tp_dim=column),
+    ]
+    if facts.dora:
+        found.append(Weight(f"{stem}.lora_magnitude_vector.weight", (op.n,), size, tp_dim=column))
+    return found
+
+
+def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
+    """The two small products and the sum. B's product keeps A's; the sum keeps nothing, but with DoRA both sides.
+
+    An adapter's own copy of its input is kept by A's product, dropout's mask by the dropout.
+    """
+    inner: Cut = "row" if op.cut == "row" else "none"
+    outer: Cut = "column" if op.cut == "column" else "none"
+    rank, small, large, read = facts.rank, op.m * facts.rank, op.m * op.n, op.m * op.k
+    copied = read if facts.dropout or facts.copies_inputs else 0
+    found = []
+    if facts.dropout:  # one kernel reads the input and writes the result and the mask
+        mask = read * facts.mask_bytes
+        found.append(
+            Op(f"{op.name}.lora_dropout", "pointwise", moved=2 * read + read // 2, saved_bytes=mask, cut=inner)
+        )
+    sides = 2 * large if facts.dora else 0
+    return [
+        *found,
+        Op(
+            f"{op.name}.lora_A",
+            "matmul",
+            op.m,
+            op.k,
+            rank,
+            flops=2.0 * op.k * small,
+            saved=copied,
+            cut=inner,
+            weight=True,
+        ),
+        Op(
+            f"{op.name}.lora_B",
+            "matmul",
+            op.m,
+            rank,
+            op.n,
+            flops=2.0 * rank * large,
+            saved=small,
+            temporary=large,
+            cut=outer,
+            weight=True,
+        ),
+        Op(
+            f"{op.name}.lora_sum",
+            "pointwise",
+            moved=5 * large + sides,
+            launches=2 + (2 if facts.dora else 0),
+            saved=sides,
+            temporary=large,
+            cut=outer,
+            fusible=True,
+        ),
+    ]

@@ -1,0 +1,83 @@
+"""How tensor parallel would cut a traced block: followed through its operations, not guessed from names.
+
+The stream between blocks is whole on every rank. A linear layer that reads something whole is cut by columns, and its
+result is cut; one that reads something cut is cut by rows, and its result is whole again. Attention, and everything
+elementwise in between, takes what is cut as it is. Where a cut and a whole tensor meet, or a block would hand on
+something cut, the rule does not hold, and nothing is said about the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from shardwise.model.profile import Cut
+from shardwise.model.trace_operations import Recorded, Segment
+
+State = Literal["whole", "cut"]
+
+
+def mark_cuts(segments: Sequence[Segment]) -> bool:
+    """Note in the operations of ``segments`` how each is cut; ``False``, and nothing noted, where the rule fails.
+
+    Outside the blocks the first embedding and linear layers are cut by the vocabulary, all else by the rows.
+    """
+    first = next((op for segment in segments for op in segment.ops if op.kind == "embedding"), None)
+    found: list[list[Cut]] = []
+    for segment, after in zip(segments, [*segments[1:], None], strict=True):
+        cuts = None if segment.block is None else _block_cuts(segment, after.inputs if after is not None else set())
+        if cuts is None and segment.block is not None:
+            return False
+        found.append(cuts if cuts is not None else [_outside(op, first) for op in segment.ops])
+    for segment, cuts in zip(segments, found, strict=True):
+        for op, cut in zip(segment.ops, cuts, strict=True):
+            op.cut = cut
+    return any(segment.block is not None for segment in segments)
+
+
+def weight_dims(segments: Sequence[Segment]) -> dict[int, int]:
+    """Storage of a parameter -> the dim that is cut; those that stay whole are left out."""
+    dims: dict[int, int] = {}
+    for segment in segments:
+        for op in segment.ops:
+            owner = op.facts.get("owner")
+            if owner is None or op.cut not in ("column", "row", "vocab"):
+                continue
+            outputs_first = bool(op.facts.get("outputs_first", True))
+            dims[owner] = (0 if outputs_first else 1) if op.cut != "row" else (1 if outputs_first else 0)
+            if op.cut != "row":
+                dims |= dict.fromkeys(op.biases, 0)
+    return dims
+
+
+def _outside(op: Recorded, first: Recorded | None) -> Cut:
+    if op is first or (op.kind == "matmul" and "owner" in op.facts):
+        return "vocab"
+    return "sequence" if op.kind in ("norm", "pointwise", "embedding") else "none"
+
+
+def _block_cuts(segment: Segment, leaves: set[int]) -> list[Cut] | None:
+    state: dict[int, State] = dict.fromkeys(segment.inputs, "whole")
+    cuts: list[Cut] = []
+    for op in segment.ops:
+        read = {state[key] for key in op.reads if key in state}
+        if len(read) > 1:
+            return None
+        before = next(iter(read), None)
+        if before is None:  # made of constants
+            if "owner" in op.facts:
+                return None
+            cuts.append("none")
+            continue
+        result: State = before
+        if op.kind in ("matmul", "conv") and "owner" in op.facts:
+            cuts.append("column" if before == "whole" else "row")
+            result = "cut" if before == "whole" else "whole"
+        elif op.kind in ("matmul", "attention"):
+            if before == "whole":
+                return None
+            cuts.append("heads")
+        else:
+            cuts.append("sequence" if before == "whole" else "column")
+        state |= dict.fromkeys(op.writes, result)
+    return None if any(state.get(key) == "cut" for key in leaves) else cuts

@@ -1,0 +1,284 @@
+"""AdamW whose two moments take a byte an element: bitsandbytes' blockwise kernels on each rank's own part.
+
+Each run of 256 elements of a rank's part is a block: one fp32 scale (the largest magnitude) and a code of eight bits an
+element, from a table of 256 values that are dense near zero (Dettmers et al. 2021, arXiv 2110.02861). A moment is then
+good to about 1 % of its block's largest value, far better for small ones. Blocks follow the part: where it does not
+begin at a multiple of 256 elements, they are others than those of one process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from shardwise.cost.memory.local_shapes import QUANTISED_BLOCK, QUANTISED_FROM
+from shardwise.distributed.local_tensor import local_of
+from shardwise.errors import ConfigError, ModelError
+from shardwise.parallel.lora.quantize import quiet
+
+BLOCK = QUANTISED_BLOCK
+MOMENTS = ("state1", "state2")  # bitsandbytes' names: the mean of gradients, and of their squares
+_KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the elements of a parameter fall into blocks.
+
+    A part is ``chunk`` elements, the last may have less; there are ``parts`` of them, each with room for ``each``
+    scales, of which a shorter part leaves some unused.
+    """
+
+    numel: int
+    chunk: int
+
+    @property
+    def parts(self) -> int:
+        """Parts that hold something."""
+        return math.ceil(self.numel / self.chunk)
+
+    @property
+    def each(self) -> int:
+        """Scales that a whole part has."""
+        return math.ceil(self.chunk / BLOCK)
+
+    def same_as(self, other: Blocks) -> bool:
+        """Whether both have the same blocks, so that codes and scales of one are those of the other."""
+        return self.chunk == other.chunk or (self._on_grid and other._on_grid)
+
+    @property
+    def _on_grid(self) -> bool:
+        return self.chunk >= self.numel or self.chunk % BLOCK == 0
+
+    def scale_of(self, elements: torch.Tensor) -> torch.Tensor:
+        """Where the scale of each element (its number in the whole parameter) is among those of all parts."""
+        part = elements // self.chunk
+        return part * self.each + (elements - part * self.chunk) // BLOCK
+
+
+def blocks_of(parameter: torch.Tensor) -> Blocks:
+    """The blocks of a parameter as it lies on the ranks.
+
+    Raises:
+        ModelError: it is cut along something else than its rows.
+    """
+    numel = parameter.numel()
+    cut = _cut_axis(parameter)
+    if cut is None or not isinstance(parameter, DTensor):
+        return Blocks(numel, numel)
+    rows = math.ceil(parameter.shape[0] / parameter.device_mesh.shape[cut])
+    return Blocks(numel, rows * (numel // parameter.shape[0]))
+
+
+def first_element(parameter: torch.Tensor) -> int:
+    """The number, in the whole parameter, of the first element that is here."""
+    cut = _cut_axis(parameter)
+    if cut is None or not isinstance(parameter, DTensor):
+        return 0
+    coordinate = parameter.device_mesh.get_coordinate() or [0] * parameter.device_mesh.ndim
+    return min(parameter.numel(), coordinate[cut] * blocks_of(parameter).chunk)
+
+
+def _cut_axis(parameter: torch.Tensor) -> int | None:
+    """The axis of the mesh that cuts the rows of a parameter, if one does."""
+    if not isinstance(parameter, DTensor):
+        return None
+    cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not cuts:
+        return None
+    if (
+        len(cuts) > 1
+        or not isinstance(parameter.placements[cuts[0]], Shard)
+        or not parameter.placements[cuts[0]].is_shard(0)
+    ):
+        raise ModelError(
+            f"adamw8bit: a parameter laid out as {parameter.placements} is cut along something else than its rows, and "
+            "blocks of 256 of such parts do not go together; use adamw, or a strategy without +tp"
+        )
+    return cuts[0]
+
+
+def is_quantised(parameter: torch.Tensor) -> bool:
+    """Whether its state is in 8 bits: where the whole parameter has 4096 elements, whatever part of it is here.
+
+    bitsandbytes has the same number; that the whole counts makes all ranks, and all world sizes, agree.
+    """
+    return parameter.numel() >= QUANTISED_FROM
+
+
+def require_bitsandbytes(what: str = "optimizer.name 'adamw8bit'") -> None:
+    """Said before anything is read or built.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    quiet()
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{what} needs bitsandbytes; install it with: pip install 'shardwise[qlora]'")
+
+
+class AdamW8bit(Optimizer):
+    """AdamW with moments in 8 bits, of whole parameters and of FSDP2's parts alike.
+
+    ``state1`` and ``state2`` are laid out as the parameter: codes (uint8) with the scales of their blocks in
+    ``absmax1`` and ``absmax2`` (fp32), or plain fp32 where the whole parameter has less than 4096 elements. ``step`` is
+    a number. Arithmetic is fp32 inside of the kernel, whatever the parameter's dtype.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        require_bitsandbytes("AdamW8bit")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, parameter.grad, group)
+        return loss
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The 256 values that codes of the first and of the second moment stand for, fp32, ascending."""
+        if device not in self._tables:
+            from bitsandbytes.functional import create_dynamic_map
+
+            pair = create_dynamic_map(signed=True).to(device), create_dynamic_map(signed=False).to(device)
+            self._tables[device] = pair
+        return self._tables[device]
+
+    def _start(self, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        narrow = is_quantised(parameter)
+        state["step"] = 0
+        if narrow:
+            state["chunk"] = blocks_of(parameter).chunk
+        for number, name in enumerate(MOMENTS, 1):
+            kind = torch.uint8 if narrow else torch.float32
+            state[name] = torch.zeros_like(parameter, dtype=kind, memory_format=torch.contiguous_format)
+            if narrow:
+                state[f"absmax{number}"] = empty_scales(parameter).zero_()
+
+    def _step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self.state[parameter]:
+            self._start(parameter)
+        state = self.state[parameter]
+        state["step"] += 1
+        weight, gradient = local_of(parameter), local_of(gradient).contiguous()
+        if not weight.numel():
+            return
+        if weight.is_cuda and weight.dtype not in _KERNEL_TYPES:
+            raise ModelError(f"adamw8bit has no kernel for weights of {weight.dtype} on a GPU; use adamw")
+        target = weight.contiguous()
+        with _default_stream(weight):
+            self._update(target, gradient, state, group)
+        if target is not weight:
+            weight.copy_(target)
+
+    def _update(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        from bitsandbytes import functional
+
+        first, second = (local_of(state[name]) for name in MOMENTS)
+        one, other = group["betas"]
+        step, rate, decay = state["step"], float(group["lr"]), group["weight_decay"]
+        if first.dtype == torch.float32:
+            functional.optimizer_update_32bit(
+                "adam", gradient, weight, first, one, group["eps"], step, rate, second, other, 0.0, 0.0, decay
+            )
+            return
+        used = math.ceil(weight.numel() / BLOCK)
+        signed, unsigned = self.tables(weight.device)
+        scale, other_scale = (local_of(state[f"absmax{number}"])[:used] for number in (1, 2))
+        functional.optimizer_update_8bit_blockwise(
+            "adam",
+            gradient,
+            weight,
+            first,
+            second,
+            one,
+            other,
+            0.0,
+            0.0,
+            group["eps"],
+            step,
+            rate,
+            signed,
+            unsigned,
+            scale,
+            other_scale,
+            decay,
+        )
+
+
+@contextmanager
+def _default_stream(tensor: torch.Tensor) -> Iterator[None]:
+    """bitsandbytes 0.50 launches its optimizers on the device's default stream, whatever the current one is."""
+    if not tensor.is_cuda:
+        yield
+        return
+    current, default = torch.cuda.current_stream(tensor.device), torch.cuda.default_stream(tensor.device)
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)
+
+
+def empty_scales(parameter: torch.Tensor) -> torch.Tensor:
+    """Room for the scales of one moment, fp32: laid out over the ranks as the parts are, each with as many."""
+    blocks = blocks_of(parameter)
+    here = torch.empty(blocks.each, dtype=torch.float32, device=local_of(parameter).device)
+    cut = _cut_axis(parameter)
+    if not isinstance(parameter, DTensor):
+        return here
+    ranks = 1 if cut is None else parameter.device_mesh.shape[cut]
+    return DTensor.from_local(
+        here,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size((blocks.each * ranks,)),
+        stride=(1,),
+    )
+
+
+def dequantised(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """What flat ``codes`` stand for, fp32; ``scales`` has one for each element."""
+    return table[codes.long()] * scales
+
+
+def quantised(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (uint8) and block scales (fp32) of flat fp32 ``values``: to the nearest of the table.
+
+    Off by at most half the gap between two values of the table, times the block's scale.
+    """
+    number = math.ceil(values.numel() / BLOCK)
+    padded = torch.nn.functional.pad(values, (0, number * BLOCK - values.numel())).view(number, BLOCK)
+    scales = padded.abs().amax(dim=1)
+    shares = padded / torch.where(scales > 0, scales, 1.0)[:, None]
+    middles = (table[:-1] + table[1:]) / 2
+    codes = torch.bucketize(shares.flatten()[: values.numel()], middles)
+    return codes.to(torch.uint8), scales

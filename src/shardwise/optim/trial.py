@@ -1,0 +1,409 @@
+"""Whether an optimizer steps what a plan leaves on a rank as it would step the whole model: tried before training.
+
+Most optimizers treat each element alone. LARS, LAMB, Muon, Adafactor, D-Adaptation and Prodigy do not: they reduce over
+a parameter, or over all of them. On DTensors such a reduction is over the whole, unless the optimizer reads it off with
+``.item()`` or looks at the local part. DeepSpeed gives an optimizer the parameters of a group as one flat row, cut
+anywhere: there no such reduction is right, and no shape. No type says which does what, so a copy of the optimizer steps
+a few tiny parameters, laid out as the model's are, and the same ones whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
+
+from shardwise.distributed.local_tensor import local_of
+from shardwise.distributed.process_group import Ranks, gather_text
+from shardwise.errors import ModelError, ShardwiseError
+from shardwise.model.read import clean_name
+from shardwise.optim.adamw8bit import AdamW8bit
+from shardwise.plan.plan import Plan
+
+_STEPS, _RATE, _NUDGE = 12, 0.01, 1e-3
+_SCALES = (1.0, 1e3, 1e-3)
+"""Gradients of a third of the steps each: a clip or a threshold may act on some sizes only."""
+_LEAST = 1e-4
+"""A difference below this share of the update is rounding."""
+_CUT = 37
+"""Percent of a flat row that one rank has on trial: within a parameter, and within one of its rows."""
+_NOISE = 10.0
+"""So many times what gradients nudged by 1e-3 change is rounding: Muon computes in bfloat16, some draw at random."""
+
+_optim = torch.optim
+_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    *(_optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax, _optim.ASGD),
+    *(_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.SparseAdam, AdamW8bit),
+)
+_FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW)
+_OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
+"""DeepSpeed's own that treat each element alone; a copy of one would end the one that it was made of."""
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: Ranks) -> None:
+    """Refuse an optimizer that would step parts of the model otherwise than the whole. Collective.
+
+    ``optimizer`` holds the parameters as they will be trained. Nothing of it, of them or of the random numbers changes.
+
+    Raises:
+        ModelError: on all ranks, with the optimizer's class and what would be right.
+    """
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
+    name = type(inner).__name__
+    _check_options(optimizer, module, plan)
+    if type(inner) in _ELEMENTWISE and not _special(inner):
+        return
+    apart = _apart(plan)
+    cut = (plan.parsed.shards_parameters or plan.dims.tp > 1) and plan.dims.world_size > 1
+    if not cut and not apart:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key, value in vars(inner).items():
+        if key not in ("param_groups", "state") and any(id(p) not in held for p in _parameters(value)):
+            raise _keeps(f"{name}.{key}", plan)
+    _refuse_any(_tried(inner, optimizer.param_groups, plan, apart), ranks)
+
+
+def check_flattened(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: Ranks) -> None:
+    """`check_optimizer` for DeepSpeed, before it flattens the parameters of each group and cuts them. Collective.
+
+    Raises:
+        ModelError: on all ranks, with the optimizer's class and what would be right.
+    """
+    kind = type(optimizer)
+    _check_options(optimizer, module, plan)
+    if isinstance(optimizer, AdamW8bit):
+        raise ModelError(
+            f"{kind.__name__} keeps its state by blocks of a parameter, and {plan.strategy} cuts flattened parameters "
+            "anywhere; use AdamW, or ddp, zero1 or fsdp"
+        )
+    if kind in _ELEMENTWISE:
+        return
+    if kind.__module__.startswith("deepspeed."):
+        if kind.__name__ not in _OF_DEEPSPEED:
+            raise ModelError(
+                f"{kind.__name__} of DeepSpeed is not known to treat each element alone, and {plan.strategy} gives it "
+                f"all parameters of a group in one row; use one of {', '.join(_OF_DEEPSPEED)}, or AdamW"
+            )
+        return
+    for key, value in vars(optimizer).items():
+        if key not in ("param_groups", "state") and any(True for _ in _parameters(value)):
+            raise _keeps(f"{kind.__name__}.{key}", plan)
+    _refuse_any(_tried_flat(optimizer, plan), ranks)
+
+
+def _check_options(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
+    """Refuse what the step of a session cannot give, whatever the layout."""
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
+    name = type(inner).__name__
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ModelError(
+            f"{name}.step needs a closure that computes the loss again, and step.update(optimizer) has none to give; "
+            "use an optimizer that steps by the gradients that are there"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ModelError(f"{name}(differentiable=True) cannot step a model's own parameters; leave it False")
+    _check_sparse(optimizer, module, plan)
+
+
+def _keeps(where: str, plan: Plan) -> ModelError:
+    return ModelError(
+        f"{where} keeps parameters from before session.prepare, and {plan.strategy} has put others in "
+        "their place: those would not be trained; let the optimizer find them in self.param_groups in each step"
+    )
+
+
+def _refuse_any(found: str, ranks: Ranks) -> None:
+    """Raise on all ranks what any of them has found."""
+    said = next((text for text in gather_text(found, ranks) if text), "")
+    if said:
+        raise ModelError(said)
+
+
+def _check_sparse(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
+    """Refuse gradients that come as sparse tensors where they cannot be reduced, and their optimizer elsewhere."""
+    tables = {name: part for name, part in module.named_modules() if getattr(part, "sparse", False) is True}
+    learns = {clean_name(name): part.weight for name, part in tables.items() if part.weight.requires_grad}
+    cuts = plan.parsed.shards_parameters or plan.dims.splits_model or plan.parsed.engine == "deepspeed"
+    if learns and cuts:
+        raise ModelError(
+            f"'{next(iter(learns))}' is an embedding with sparse=True, and {plan.strategy} cannot reduce sparse "
+            "gradients over its ranks; build it with sparse=False, or use ddp"
+        )
+    if type(getattr(optimizer, "optim", optimizer)) is _optim.SparseAdam:
+        sparse = {id(weight) for weight in learns.values()}
+        if any(id(p) not in sparse for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            raise ModelError(
+                "SparseAdam steps sparse gradients alone, and it holds parameters other than embeddings with "
+                "sparse=True; use AdamW, or set sparse=True"
+            )
+
+
+def _parameters(value: Any, depth: int = 3) -> Iterator[nn.Parameter]:
+    """The trained parameters in an optimizer's attribute, also in lists and dicts."""
+    if isinstance(value, nn.Parameter) and value.requires_grad:
+        yield value
+    elif depth and isinstance(value, list | tuple | set | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _parameters(part, depth - 1)
+
+
+def _special(optimizer: Optimizer) -> bool:
+    """Whether it asks for a kernel that not every layout has."""
+    fused = any(group.get("fused") for group in optimizer.param_groups) and type(optimizer) not in _FUSED_ON_SHARDS
+    return fused or any(group.get("capturable") for group in optimizer.param_groups)
+
+
+def _apart(plan: Plan) -> str:
+    """Why parameters are not stepped together; empty where they are."""
+    if plan.optimizer_in_backward:
+        return "optimizer_in_backward steps each parameter alone"
+    if plan.dims.pp > 1:
+        return f"each stage of {plan.strategy} steps its own parameters alone"
+    if plan.parsed.base == "zero1" and plan.parsed.engine == "torch" and plan.dims.world_size > 1:
+        return "zero1 gives each rank some of the parameters to step"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters of one group that are laid out alike, and the tiny shape that stands for them."""
+
+    group: int
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+    def place(self, whole: torch.Tensor) -> torch.Tensor:
+        """``whole`` cut as the parameters are; nothing is sent."""
+        if self.mesh is None:
+            return whole.clone()
+        return distribute_tensor(whole.clone(), self.mesh, self.placements, src_data_rank=None)
+
+
+def _kinds(groups: Sequence[dict[str, Any]]) -> dict[_Kind, list[int]]:
+    """The kinds of parameters that are trained, each with the ids of its own."""
+    found: dict[_Kind, list[int]] = {}
+    for number, group in enumerate(groups):
+        for p in group["params"]:
+            if p.requires_grad:
+                mesh, placements = (p.device_mesh, p.placements) if isinstance(p, DTensor) else (None, ())
+                kind = _Kind(number, tuple(_tiny(p, dim) for dim in range(p.ndim)), mesh, tuple(placements))
+                found.setdefault(kind, []).append(id(p))
+    return found
+
+
+def _tiny(parameter: torch.Tensor, dim: int) -> int:
+    """A small size for a dimension: as even or uneven over the ranks that cut it as it is, or too short for them."""
+    cuts = 1
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            cuts *= parameter.device_mesh.size(axis) if getattr(placement, "dim", None) == dim else 1
+    length = parameter.shape[dim]
+    if cuts == 1:
+        return 4
+    return 3 * cuts if length % cuts == 0 else 1 if length < cuts else 3 * cuts - 1
+
+
+class _Trial:
+    """Copies of one optimizer over stand-ins: two for each kind, so that a sum over parameters shows, too."""
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+        self.optimizer, self.groups = optimizer, groups
+        self._places = range(len(groups))
+        members = _kinds(groups)
+        self.kinds = [kind for kind in members for _ in range(2)]
+        self.ids = [members[kind][at::2] for kind in members for at in range(2)]
+        draw = torch.Generator().manual_seed(0)
+        self.starts, self.gradients, self.nudges = [], [], []
+        for number, kind in enumerate(self.kinds):
+            slope = torch.ones(kind.shape, dtype=torch.float64)  # parts are unlike each other, and so are parameters
+            for dim, size in enumerate(kind.shape):
+                ramp = torch.arange(1.0, size + 1, dtype=torch.float64)
+                slope *= ramp.view(-1, *[1] * (len(kind.shape) - dim - 1))
+            drawn = torch.randn((2 * _STEPS + 1, *kind.shape), generator=draw, dtype=torch.float64)
+            self.starts.append(drawn[0] * slope * (1 + 2 * (number % 2)))
+            scales = torch.tensor(_SCALES, dtype=torch.float64).repeat_interleave(_STEPS // len(_SCALES))
+            self.gradients.append(drawn[1 : _STEPS + 1] / slope * scales.view(-1, *[1] * len(kind.shape)))
+            self.nudges.append(1 + _NUDGE * drawn[_STEPS + 1 :])
+
+    def run(self, *, cut: bool = False, nudged: bool = False, only: int | None = None) -> list[torch.Tensor]:
+        """Where some steps lead the stand-ins: those of this rank, if they are ``cut``; one ``only``, or all."""
+        chosen = [number for number in range(len(self.kinds)) if only in (None, number)]
+        made: dict[int, nn.Parameter] = {}
+        for number in chosen:
+            kind, start = self.kinds[number], self.starts[number]
+            made[number] = nn.Parameter(kind.place(start) if cut else start.clone())
+        memo = {key: made[number] for number in made for key in self.ids[number]}
+        copied = self._copy([[p for n, p in made.items() if self.kinds[n].group == at] for at in self._places], memo)
+        with _quiet(int(nudged)):
+            for at in range(_STEPS):
+                for number, parameter in made.items():
+                    gradient = self.gradients[number][at] * (self.nudges[number][at] if nudged else 1.0)
+                    parameter.grad = self.kinds[number].place(gradient) if cut else gradient
+                copied.step()
+        return [local_of(parameter) for parameter in made.values()]
+
+    def run_flat(self, *, cut: bool) -> list[torch.Tensor]:
+        """Where they are led as rows: one of all stand-ins of a group, ``cut`` somewhere, and each group by itself."""
+        found = [start.clone() for start in self.starts]
+        for group in self._places:
+            mine = [number for number, kind in enumerate(self.kinds) if kind.group == group]
+            if not mine:
+                continue
+            row = torch.cat([self.starts[number].flatten() for number in mine])
+            place = _CUT * len(row) // 100 if cut else 0
+            ends = [(0, place), (place, len(row))] if place else [(0, len(row))]
+            row = torch.cat([self._stepped_row(group, mine, begin, end) for begin, end in ends])
+            for number, part in zip(mine, row.split([self.starts[n].numel() for n in mine]), strict=True):
+                found[number] = part.view(self.starts[number].shape)
+        return found
+
+    def _stepped_row(self, group: int, mine: list[int], begin: int, end: int) -> torch.Tensor:
+        """The elements of a row from ``begin`` to ``end``, as one rank has them."""
+        row = nn.Parameter(torch.cat([self.starts[number].flatten() for number in mine])[begin:end].clone())
+        copied = self._copy([[row] if at == group else [] for at in self._places], {})
+        copied.param_groups = [copied.param_groups[group]]
+        with _quiet(0):
+            for at in range(_STEPS):
+                row.grad = torch.cat([self.gradients[number][at].flatten() for number in mine])[begin:end].clone()
+                copied.step()
+        return row.detach()
+
+    def _copy(self, members: Sequence[list[nn.Parameter]], memo: dict[int, Any]) -> Optimizer:
+        """The optimizer with stand-ins for parameters (``members`` of its groups), also in its own attributes."""
+        copied: Optimizer = object.__new__(type(self.optimizer))
+        for name, value in self.optimizer.__dict__.items():
+            if name.endswith("_hooks"):
+                copied.__dict__[name] = OrderedDict()
+            elif name == "state":
+                copied.__dict__[name] = defaultdict(dict)
+            elif name not in ("param_groups", "step"):  # a scheduler puts its own step around it
+                copied.__dict__[name] = copy.deepcopy(value, memo)
+        copied.param_groups = []
+        for at, group in enumerate(self.groups):
+            options = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+            if isinstance(options.get("lr"), torch.Tensor):
+                options["lr"].fill_(_RATE)
+            elif "lr" in options:  # a warm-up may begin at 0
+                options["lr"] = _RATE
+            copied.param_groups.append({**options, "params": members[at]})
+        return copied
+
+    def error(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, cut: bool = False) -> float:
+        """The largest difference, as a share of the update of its parameter."""
+        worst = 0.0
+        for kind, start, one, other in zip(self.kinds, self.starts, found, expected, strict=True):
+            update = float((other - start).abs().max())
+            other = local_of(kind.place(other)) if cut else other
+            if update and other.numel():
+                share = float((one - other).abs().max()) / update
+                worst = max(worst, share if share == share else float("inf"))
+        return worst
+
+
+@contextmanager
+def _quiet(seed: int) -> Iterator[None]:
+    """The same random numbers for each run on trial, and none of the loop's; no warnings."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        yield
+
+
+def _tried_whole(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan
+) -> tuple[_Trial, list[torch.Tensor], float, bool] | str:
+    """A trial, where whole parameters are led in it, what is rounding, and whether each is stepped alone.
+
+    A sentence where it fails as it would in one process, which is empty where that is not known.
+    """
+    name = type(optimizer).__name__
+    try:
+        trial = _Trial(optimizer, groups)
+        if not trial.kinds:
+            return ""
+        whole = trial.run()
+        limit = max(_LEAST, _NOISE * trial.error(trial.run(nudged=True), whole))
+    except Exception as error:  # whatever the user's class raises
+        text = f"{name} cannot step tiny parameters on trial ({_brief(error)})"
+        if type(optimizer).__module__.startswith("torch.optim"):
+            return f"{text}; it would fail in the first step, too"
+        logging.getLogger("shardwise").warning(
+            "%s, so whether %s changes its steps is not known; compare a run with one of ddp", text, plan.strategy
+        )
+        return ""
+    alone = trial.error([trial.run(only=number)[0] for number in range(len(trial.kinds))], whole)
+    return trial, whole, limit, alone <= limit
+
+
+def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, apart: str) -> str:
+    """Why the plan is wrong for the optimizer, as one sentence; empty where it is right."""
+    name, begun = type(optimizer).__name__, _tried_whole(optimizer, groups, plan)
+    if isinstance(begun, str):
+        return begun
+    trial, whole, limit, together = begun
+    if apart and not together:
+        return (
+            f"{name} takes a sum over several parameters, and {apart}: its steps would not be those of one process; "
+            "use ddp, or an optimizer that treats each parameter alone"
+        )
+    use = "ddp or zero1" if together else "ddp"
+    try:
+        found = trial.error(trial.run(cut=True), whole, cut=True)
+    except ShardwiseError as error:
+        return str(error)
+    except Exception as error:
+        why = f" ({_brief(error)})"
+        if type(optimizer).__module__.startswith("torch.optim"):  # its words are about PyTorch's own insides
+            fused = "(fused=True)" if _special(optimizer) else ""
+            why = f": PyTorch's {name}{fused} does not compute with a weight of which each rank holds a part"
+        return f"{name} cannot step the sharded parameters of {plan.strategy}{why}; use {use}, or AdamW"
+    if found <= limit:
+        return ""
+    return (
+        f"{name} steps a part of a parameter otherwise than the whole (by {found:.0%} of the update, on trial): "
+        f"it takes a norm or a sum of the part that is on its rank, so {plan.strategy} would train another way than "
+        f"one process; use {use}, or let it keep norms as tensors, without .item(): those are of the whole parameter"
+    )
+
+
+def _tried_flat(optimizer: Optimizer, plan: Plan) -> str:
+    """Why DeepSpeed's flat rows are wrong for the optimizer, as one sentence; empty where they are right."""
+    name, begun = type(optimizer).__name__, _tried_whole(optimizer, optimizer.param_groups, plan)
+    if isinstance(begun, str):
+        return begun
+    trial, whole, limit, together = begun
+    use = "ddp or zero1" if together else "ddp"
+    try:
+        found = trial.error(trial.run_flat(cut=plan.dims.world_size > 1), whole)
+    except Exception as error:
+        why = f"({_brief(error)}): they are one flat row, which {plan.strategy} cuts anywhere"
+        return f"{name} cannot step the parameters as DeepSpeed gives them {why}; use {use}, or AdamW"
+    if found <= limit:
+        return ""
+    return (
+        f"{name} steps flattened parameters otherwise than the model's own (by {found:.0%} of the update, on trial): "
+        f"it goes by the shape, a norm or a sum of a parameter, and {plan.strategy} gives it all of a group in one "
+        f"row, cut anywhere; use {use}, or an optimizer that treats each element alone"
+    )
+
+
+def _brief(error: Exception) -> str:
+    """An error on one short line."""
+    line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {line[:160]}" if line else type(error).__name__

@@ -1,0 +1,155 @@
+"""Context parallel: one sample's tokens over several ranks, whole sequences for each rank's heads inside attention.
+
+Each rank has a contiguous chunk of every sequence. All that a model does outside of attention it does for each token
+alone, so a chunk is enough, once the model is told where its chunk begins. See `context_exchange` for attention, and
+`context_look` for what shows beforehand that a model is of this kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+
+from shardwise.errors import DataError, ModelError
+from shardwise.model.facts import ModelSpec
+from shardwise.parallel.context_parallel.inspect_attention import POSITIONS, ContextLayout, look_at_context
+from shardwise.parallel.context_parallel.ulysses import Exchange, exchange_in, exchange_of
+from shardwise.plan.plan import Plan
+
+
+def check_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> ContextLayout:
+    """Where ``module`` computes attention, once it is sure that it can run under the plan's context parallel.
+
+    No collective, nothing is changed, weights may be on the meta device. ``sample`` is what the model takes for one
+    micro batch; token ids [1, length] if left out.
+
+    Raises:
+        ModelError: everything that is in the way, with what would work.
+    """
+    return look_at_context(module, spec, plan, sample)
+
+
+def apply_context(
+    module: nn.Module, layout: ContextLayout, mesh: DeviceMesh, exchange: Exchange | None = None
+) -> Exchange:
+    """Let the attention of ``module`` exchange tokens for heads, and tell it where its chunk begins.
+
+    ``module`` is the model, or a stage that holds some of its blocks under the user's names; ``exchange`` is what an
+    earlier call for another stage returned.
+    """
+    exchange = exchange or Exchange(mesh.get_group().group_name, mesh.size())
+    parts = dict(module.named_modules())
+    for name in layout.sites:
+        if name in parts:
+            exchange_in(parts[name], exchange, name)
+    module.register_forward_pre_hook(_Positions(mesh.get_local_rank(), mesh.size(), layout), with_kwargs=True)
+    return exchange
+
+
+def exchanged_calls(module: nn.Module) -> int:
+    """Attentions that this rank has computed on exchanged heads so far, recomputed ones too; 0 without +cp."""
+    found = {id(e): e.calls for e in _exchanges(module)}
+    return sum(found.values())
+
+
+def _exchanges(module: nn.Module) -> Iterator[Exchange]:
+    for part in module.modules():
+        exchange = exchange_of(part)
+        if exchange is not None:
+            yield exchange
+
+
+class _Positions:
+    """A forward pre-hook: positions of this rank's chunk, where the caller gave none."""
+
+    def __init__(self, index: int, ranks: int, layout: ContextLayout) -> None:
+        self.index = index
+        self.ranks = ranks
+        self.layout = layout
+        self.known: torch.Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("labels") is not None:
+            raise ModelError(
+                "a model that is given labels computes a loss of its own, which under context parallel would leave out "
+                "the label after each chunk; leave labels out of its inputs and compute the loss from its outputs"
+            )
+        if kwargs.get(POSITIONS) is not None or len(args) > self.layout.positions:
+            return args, kwargs
+        tensor = first_sequence([*args, *kwargs.values()])
+        if tensor is None:
+            raise ModelError("context parallel found no tensor [samples, length, ...] in the model's inputs to count")
+        return args, {**kwargs, POSITIONS: self._of(tensor)}
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+        number, window = tensor.shape[1], self.layout.window
+        if self.known is None or self.known.shape[1] != number or self.known.device != tensor.device:
+            if window is not None and number * self.ranks >= window:
+                raise ModelError(
+                    f"the model looks at a window of {window} tokens, and samples have {number * self.ranks}: it would "
+                    "not notice in a chunk; use shorter samples, a longer window, or a strategy without +cp"
+                )
+            start = self.index * number
+            self.known = torch.arange(start, start + number, device=tensor.device)[None]
+        return self.known
+
+
+def first_sequence(tree: Any) -> torch.Tensor | None:
+    """The first tensor [samples, length, ...]: of integers (token ids) if there is one."""
+    found = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2]
+    ids = [leaf for leaf in found if not leaf.is_floating_point()]
+    return next(iter([*ids, *found]), None)
+
+
+def sequence_share(
+    batch: tuple[Any, Any], plan: Plan, index: int, count: Callable[[Any], int] | None = None
+) -> tuple[Any, Any]:
+    """The tokens of one micro batch (inputs and labels) for rank ``index`` of its context-parallel group.
+
+    Each tensor [samples, length, ...] is cut along the length; others are left whole. ``count`` is the number of loss
+    terms that labels stand for; those of all chunks must add up to those of the whole.
+
+    Raises:
+        DataError: there is no such tensor, its length does not divide, or labels cannot be counted chunk by chunk.
+    """
+    tokens, cp = first_sequence(batch), plan.dims.cp
+    tp = plan.dims.tp if plan.sequence_parallel else 1
+    if tokens is None:
+        raise DataError(
+            f"{plan.strategy} cuts tensors [samples, length, ...], and the micro batch has none; "
+            "use a strategy without +cp"
+        )
+    samples, length = tokens.shape[:2]
+    if length % (cp * tp) or not length:
+        rule = f"cp {cp}" + (f" × tp {tp} (sequence parallel) = {cp * tp}" if tp > 1 else "")
+        below, above = length // (cp * tp) * cp * tp, (length // (cp * tp) + 1) * cp * tp
+        nearest = f"{below} or {above}" if below else str(above)
+        raise DataError(
+            f"a micro batch has samples of {length} tokens, which is no multiple of {rule}; "
+            f"make them {nearest} tokens long (pad them with labels of -100)"
+        )
+    size = length // cp
+
+    def share(tree: Any, at: int) -> Any:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.ndim < 2 or tensor.shape[0] not in (1, samples) or tensor.shape[1] != length:
+                return tensor
+            return tensor[:, at * size : (at + 1) * size].contiguous()
+
+        return _pytree.tree_map_only(torch.Tensor, cut, tree)
+
+    inputs, labels = batch
+    if count is not None:
+        whole, parts = count(labels), [count(share(labels, at)) for at in range(cp)]
+        if sum(parts) != whole:
+            raise DataError(
+                f"{plan.strategy} gives each rank part of the labels: they count {whole} loss terms as a whole and "
+                f"{' + '.join(map(str, parts))} in parts; use integer labels [samples, length], or a count=... for "
+                "session.steps that adds up, or a strategy without +cp"
+            )
+    return share(inputs, index), share(labels, index)

@@ -1,0 +1,115 @@
+"""Whole parameters on every rank: DistributedDataParallel."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.errors import ModelError
+from shardwise.model.facts import ModelSpec
+
+
+def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device: torch.device) -> nn.Module:
+    """Wrap ``module`` in DDP; one rank needs no wrapper and gets none.
+
+    Gradients live in the reduction buckets; what ``no_sync`` accumulates before the last micro batch is a second copy
+    beside them (seen in the dry run, and counted by the estimate). Buffers are broadcast before each forward only where
+    there is batch norm, whose running statistics would drift apart otherwise.
+    """
+    if world_size == 1:
+        return module
+    outer = Replicated(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **_buffer_option(sync=bool(spec.batch_norms)),
+    )
+    outer.syncs_buffers = bool(spec.batch_norms)
+    return outer
+
+
+class Replicated(DistributedDataParallel):
+    """DDP through which the user's own attributes (``model.config``, ``model.generate``) can still be reached.
+
+    ``forwards`` counts calls: a backward of a loss that did not come through one reduces nothing. With
+    ``syncs_buffers`` every forward is for all ranks, also without gradients.
+    """
+
+    forwards = 0
+    syncs_buffers = False
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._reduced = [p for p in module.parameters() if p.requires_grad]  # in DDP's order
+        sparse = (part.weight for part in module.modules() if getattr(part, "sparse", False) is True)
+        self.sparse = {id(weight) for weight in sparse if isinstance(weight, nn.Parameter)}
+        self._marks: list[int] = []
+
+    def mark(self) -> None:
+        """Remember the gradients as they are before a backward that reduces."""
+        self._marks = [-1 if p.grad is None else p.grad._version for p in self._reduced]
+
+    def late(self) -> list[nn.Parameter]:
+        """Parameters that DDP still waits for after a backward that reduces."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            listed = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if listed is None:
+                raise
+            return [self._reduced[int(index)] for index in listed.group(1).split()]
+        marks = self._marks or [-1] * len(self._reduced)
+        for p, mark in zip(self._reduced, marks, strict=True):
+            if p.grad is not None and p.grad._version != mark:
+                return []
+        return list(self._reduced)  # the backward has reached none, and DDP has not even begun to wait
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the model; a backward after it reduces gradients."""
+        self.forwards += int(torch.is_grad_enabled())
+        return super().forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def finish_reduction(outer: nn.Module) -> list[nn.Parameter]:
+    """Complete a synchronising backward in which parameters got no gradient; returns those without any in this step.
+
+    DDP reduces a bucket when each of its parameters has had a gradient in that backward, and leaves the rest of the
+    step unreduced otherwise. Zeros stand for what is missing (added to gradients of earlier micro batches), by a
+    second backward of the missing parameters alone. What is missing is asked of DDP itself, which costs nothing where
+    nothing is; ``find_unused_parameters`` would walk the graph in each forward.
+    """
+    if not isinstance(outer, Replicated) or not outer.require_backward_grad_sync:
+        return []
+    late = outer.late()
+    missing = [p for p in late if p.grad is None]
+    if any(id(p) in outer.sparse for p in late):
+        raise ModelError(
+            "this rank's samples do not use an embedding with sparse=True that other ranks may use, and sparse "
+            "gradients of some ranks alone cannot be reduced; build it with sparse=False"
+        )
+    if late:
+        frozen = [p for p in late if not p.requires_grad]  # since DDP was built: it waits for them all the same
+        for p in frozen:
+            p.requires_grad_(True)
+        torch.autograd.backward(late, [torch.zeros_like(p) for p in late])
+        for p in frozen:
+            p.requires_grad_(False)
+        outer.reducer._check_reducer_finalized()
+    return missing
+
+
+def _buffer_option(*, sync: bool) -> dict[str, Any]:
+    """DDP's switch for buffers under the name that this PyTorch gives it (renamed in 2.13)."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}

@@ -1,0 +1,96 @@
+"""Sharded parameters: FSDP2's ``fully_shard`` on each block, then on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from shardwise.parallel.data_parallel.unit_order import keep_order
+from shardwise.parallel.materialize import Fill, broadcast_buffers, settle
+from shardwise.parallel.precision import mixed_precision_policy
+from shardwise.plan.plan import Plan
+
+
+def apply_shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    fill: Fill | None = None,
+) -> nn.Module:
+    """Shard ``module`` in place: every block is a unit, everything outside the blocks is the root's unit.
+
+    A unit gets real weights (rank 0's, or by ``fill``) just before it is packed and cut, so the peak is the shards plus
+    one whole unit.
+
+    Tied parameters stay tied because they are left to the root together. The root stays gathered from forward to
+    backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``.
+    """
+    strategy = plan.parsed
+    reshard = strategy.reshards_after_forward
+    offload = CPUOffloadPolicy(pin_memory=plan.device == "cuda") if strategy.offload else OffloadPolicy()
+    for block in blocks:
+        settle(block, device, fill)
+        policy = mixed_precision_policy(plan, is_root=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    settle(module, device, fill)
+    broadcast_buffers(module)
+    policy = mixed_precision_policy(plan, is_root=True)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    gather_ahead(module, blocks, plan.prefetch)
+    keep_order(module, mesh)
+    return module
+
+
+def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> None:
+    """Gather the weights of ``depth`` blocks ahead of the one that runs, forward and backward.
+
+    FSDP2 gathers one ahead by itself, in an order that it sees: that is left as it is. Blocks of one stage only.
+    """
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    if depth < 2 or not isinstance(root, FSDPModule):
+        return
+    for index, block in enumerate(sharded):
+        block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + depth])
+        block.set_modules_to_backward_prefetch(sharded[max(0, index - depth) : index][::-1])
+    root.set_modules_to_forward_prefetch(sharded[:depth])
+    root.set_modules_to_backward_prefetch(sharded[::-1][:depth])
+
+
+def gathered_ahead(module: nn.Module) -> tuple[int, int]:
+    """How many blocks are gathered ahead in forward and in backward, at most: 1 where FSDP2 goes its own way.
+
+    0 where nothing is sharded.
+    """
+    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    ahead = max((len(state._states_to_forward_prefetch) for state in states), default=0)
+    back = max((len(state._states_to_backward_prefetch) for state in states), default=0)
+    return (max(1, ahead), max(1, back)) if states else (0, 0)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the whole parameters that a forward without a backward has left gathered."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def discard_gradients(outer: nn.Module) -> None:
+    """Throw away every gradient, also those that FSDP2 keeps of micro batches that did not synchronise."""
+    for module in outer.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for held in group.fsdp_params if group is not None else ():
+            held.unsharded_accumulated_grad = None
+            whole = getattr(held, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+    reshard(outer)
+    for parameter in outer.parameters():
+        parameter.grad = None

@@ -1,0 +1,156 @@
+"""What `shardwise.parallel.data_parallel.unit_order` keeps of sharded units and their forwards, and how FSDP2 is asked for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree
+
+from shardwise.errors import ModelError, UserError
+from shardwise.model.read import clean_name
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module that FSDP2 shards as one. ``open`` counts its forwards whose backward is still to come."""
+
+    index: int
+    name: str
+    module: nn.Module
+    state: Any
+    group: Any
+    open: int = 0
+    reduced: bool = False
+    reductions: int = 0
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A place in the order. ``backs``: the unit's output needs a gradient on some rank."""
+
+    unit: Unit
+    backs: bool = True
+
+
+@dataclass(eq=False)
+class Entry:
+    """One forward of a unit, or what stands for it on a rank that skips it (``entered`` is false).
+
+    ``defers``: its inputs need no gradient, so that FSDP2 would reduce it only when the whole backward is over.
+    """
+
+    unit: Unit
+    position: int
+    planned: Planned | None = None
+    entered: bool = True
+    backs: bool = False
+    defers: bool = True
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """What a unit has returned: the tensor that it is a view of, and how often that was changed by then."""
+
+    unit: str
+    base: Callable[[], torch.Tensor | None]
+    version: int
+
+
+@dataclass(eq=False)
+class Pass:
+    """A forward of the root. ``pending`` is the last entry whose backward has not come."""
+
+    number: int
+    has_backward: bool
+    learns: bool
+    entries: list[Entry] = field(default_factory=list)
+    cursor: int = 0
+    pending: int = -1
+
+
+def units_of(root: nn.Module) -> list[Unit]:
+    """The units inside ``root`` that hold parameters, in the order of its modules."""
+    found: list[Unit] = []
+    for name, module in root.named_modules():
+        if isinstance(part := module, FSDPModule):
+            state = part._get_fsdp_state()
+            group = state._fsdp_param_group
+            if group is not None:
+                found.append(Unit(len(found), clean_name(f"{name}.").rstrip("."), module, state, group))
+    return found
+
+
+def has_gradient(p: Any) -> bool:
+    """Whether this rank has a gradient of one of FSDP2's parameters, reduced or not."""
+    whole = getattr(p, "_unsharded_param", None)
+    kept = p.unsharded_accumulated_grad is not None or p.sharded_param.grad is not None
+    return kept or (whole is not None and whole.grad is not None)
+
+
+def needs_gradient(output: Any) -> bool:
+    """Whether FSDP2 would find a tensor in ``output`` that needs a gradient."""
+    try:
+        from torch.distributed.fsdp._common_utils import collect_grad_tensors  # opens dataclasses, too
+    except ImportError:  # before PyTorch 2.13
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _pytree.tree_leaves(output))
+    return bool(collect_grad_tensors(output))
+
+
+def views_in(unit: Unit, output: Any) -> list[View]:
+    """Tensors among what a unit returns that are views of others, and as they are now."""
+    views = (one for one in _pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one._is_view())
+    return [View(unit.name, weakref.ref(one._base), one._version) for one in views if one.requires_grad]
+
+
+def refuse_changed(views: list[View]) -> None:
+    """Raise where one of ``views`` was changed in place."""
+    for view in views:
+        base = view.base()
+        if base is not None and base._version != view.version:
+            raise ModelError(
+                f"'{view.unit}' returns a view (of view, transpose, chunk or an index), which is changed in place "
+                "afterwards, and autograd then goes around the hook that gathers the block's weights for backward; "
+                "return a copy (x.clone()), or change it out of place (x = x + y for x += y)"
+            )
+
+
+def backward_runs() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def with_named_error(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Forward of the root; a weight that is used while it is cut is said in the model's terms, not in PyTorch's."""
+    try:
+        return forward(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ModelError(
+            "the model's forward uses a block's weights outside that block's own forward, and sharded weights are "
+            "whole only while their block runs: give the block an output or an input for it, or use ddp or zero1"
+        ) from error
+
+
+def outside(name: str) -> UserError:
+    """The error of a part that is called without the model around it."""
+    return UserError(
+        f"'{name}' was called by itself: sharded weights are gathered when the prepared model is called; call "
+        "model(inputs), and move what model.some_method(...) or a submodule does into the model's forward"
+    )
+
+
+def left_order(name: str) -> str:
+    """What is wrong with a unit that stands elsewhere than in the order of all ranks."""
+    return (
+        f"'{name}' runs later or more often than in the first forward: sharded weights are gathered in one order on "
+        "all ranks, so a model may skip units, but not reorder or repeat them as it likes; use ddp or zero1"
+    )

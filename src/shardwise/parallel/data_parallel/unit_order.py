@@ -1,0 +1,467 @@
+"""One order of gathers and reductions for all ranks, whatever sharded units a rank's samples enter.
+
+FSDP2 gathers a unit when its forward begins, and reduces those of its parameters that have a gradient on this rank.
+Where a model decides by its samples (routed experts, branches by modality, early exit, layer drop), ranks would gather
+other units, or reduce other parameters, in one and the same collective: a hang, an abort, or where sizes agree
+gradients of different parameters added to each other without any sign.
+
+Here every rank follows one order of units. It is agreed on in the first forward (one small message for each unit) and
+needs no message afterwards: a rank that skips a unit gathers and frees it all the same, in forward and in backward, and
+a gradient that is missing counts as zero. Which units were reduced in which order is compared at the end of each step.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import zlib
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.errors import ModelError
+from shardwise.model.read import clean_name
+from shardwise.parallel.data_parallel.unit_forwards import (
+    Entry,
+    Pass,
+    Planned,
+    Unit,
+    View,
+    backward_runs,
+    has_gradient,
+    left_order,
+    needs_gradient,
+    outside,
+    refuse_changed,
+    units_of,
+    views_in,
+    with_named_error,
+)
+from shardwise.parallel.data_parallel.unit_stand_in import run_on_zeros
+
+_MARK = "_shardwise_unit_order"
+
+
+class UnitOrder:
+    """Keeps the units inside ``root``, which is sharded itself, in one order on all ranks of ``mesh``.
+
+    ``pipelined``: micro batches take turns, so that a unit's forwards and backwards do not nest.
+    """
+
+    def __init__(self, root: nn.Module, mesh: DeviceMesh, *, pipelined: bool = False) -> None:
+        self.units = units_of(root)
+        self._pipelined = pipelined
+        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._device = torch.device(mesh.device_type)
+        self._orders: dict[bool, list[Planned]] = {}
+        self._now: Pass | None = None
+        self._active: Pass | None = None
+        self._ended: list[Pass] = []  # forwards whose backward has not ended
+        self._follows_flags = False
+        self._skipped = ""
+        self._passes = 0
+        self._finishing = False
+        self._events: list[tuple[int, int]] = []
+        self._filled: Counter[Any] = Counter()
+        self._given: set[Any] | None = None  # what had a gradient before micro batches that only fill up
+        self._stray: list[Any] = []
+        self._in_step = False
+        self._views: list[View] = []  # that units have returned
+        self.left: list[str] = []  # units that this rank has run where the others do not follow, in this step
+        self.skipped: Counter[str] = Counter()  # units gathered for other ranks in this step
+        self._nodes: list[Any] = []
+        for unit in self.units:
+            self._patch(unit)
+            if unit.module is not root:
+                unit.module.register_forward_pre_hook(functools.partial(self._enter, unit), prepend=True)
+        if isinstance(root, FSDPModule):
+            state = root._get_fsdp_state()
+            if state._fsdp_param_group is None:  # all weights are in blocks
+                self._patch_end(state)
+            self._patch_root(state)
+        root.forward = functools.wraps(root.forward)(functools.partial(with_named_error, root.forward))
+        root.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's own hooks, which gather and free
+        root.register_forward_hook(self._end, prepend=True)
+        own = next((unit for unit in self.units if unit.module is root), None)
+        if own is not None:
+            for module in {id(p._module_info.module): p._module_info.module for p in own.group.fsdp_params}.values():
+                if module is not root:
+                    module.register_forward_pre_hook(functools.partial(self._check_gathered, own))
+
+    def begin_step(self) -> None:
+        """Forget the step before, also one that was left in the middle."""
+        self._now = self._active = None
+        self._ended.clear()
+        self._events.clear()
+        self._given = None
+        self._stray.clear()
+        self._filled.clear()
+        self.left.clear()
+        self.skipped.clear()
+        self._views.clear()
+        self._in_step = True
+        for unit in self.units:
+            unit.open, unit.reduced, unit.reductions = 0, False, 0
+
+    def end_step(self) -> None:
+        """From here on nobody is told what a rank has left."""
+        self._in_step = False
+
+    def check_views(self) -> None:
+        """Before a backward: autograd does not go through a view that was changed in place after its unit."""
+        views, self._views = self._views, []
+        refuse_changed(views)
+
+    def digest(self) -> int:
+        """32 bits of the reductions of this step, in their order."""
+        return zlib.crc32(repr(self._events).encode())
+
+    def reductions(self) -> list[str]:
+        """Units that were reduced in this step, in their order, with the parameters that had no gradient."""
+        found = []
+        for index, mask in self._events:
+            held = self.units[index].group.fsdp_params
+            names = [
+                str(p._param_fqn) for at, p in enumerate(held) if p.sharded_param.requires_grad and not mask >> at & 1
+            ]
+            without = f" without {', '.join(map(clean_name, names[:2]))}" if names else ""
+            found.append(f"{self.units[index].name or 'the root'}{without}")
+        return found
+
+    def without_gradient(self) -> list[nn.Parameter]:
+        """Parameters that this rank gave nothing but zeros for in this step."""
+        if self._given is not None:
+            return [p.sharded_param for p in self._held() if p not in self._given]
+        if not self._filled:
+            return []
+        times = {id(held): unit.reductions for unit in self.units for held in unit.group.fsdp_params}
+        return [held.sharded_param for held, number in self._filled.items() if number == times[id(held)]]
+
+    def before_fillers(self) -> None:
+        """Micro batches from here on weigh nothing: gradients that only they have count as missing."""
+        if self._given is None:
+            self._given = {p for p in self._held() if has_gradient(p)}
+
+    def strays(self) -> list[str]:
+        """Names of sharded parameters that autograd has reached as such: their gradients are not reduced."""
+        return sorted({clean_name(str(p._param_fqn)) for p in self._stray})  # FSDP2 names them in the first forward
+
+    def watch_strays(self) -> None:
+        """Notice gradients that go around FSDP2, once it has made its parameters."""
+        if self._nodes:
+            return
+        for p in self._held():
+            node = torch.autograd.graph.get_gradient_edge(p.sharded_param).node
+            node.register_hook(lambda *_, p=p: self._stray.append(p))
+            self._nodes.append(node)
+
+    def _held(self) -> list[Any]:
+        return [p for unit in self.units for p in unit.group.fsdp_params if p.sharded_param.requires_grad]
+
+    def _patch(self, unit: Unit) -> None:
+        """See what FSDP2 does with a unit, where it does it."""
+        state, group = unit.state, unit.group
+        register_post, register_pre = group._register_post_backward_hook, state._register_pre_backward_hook
+
+        def registers_post(args: Any, kwargs: Any) -> Any:
+            found = register_post(args, kwargs)
+            wraps = found[0] is not args or found[1] is not kwargs  # inputs that need a gradient
+            if wraps and not backward_runs():  # a forward that is recomputed has no backward of its own
+                unit.open += 1
+                if unit.entry is not None:
+                    unit.entry.defers = False
+            return found
+
+        def registers_pre(output: Any) -> Any:
+            now, entry = self._now, unit.entry
+            if now is None or entry is None or not now.has_backward:
+                return register_pre(output)
+            entry.backs = needs_gradient(output) or (entry.planned is not None and entry.planned.backs)
+            unit.open += int(entry.backs and entry.defers)
+            self._views += views_in(unit, output)
+            state._pre_backward = functools.partial(self._reach, now, entry)  # FSDP2 hooks it to the outputs
+            try:
+                return register_pre(output)
+            finally:
+                del state._pre_backward
+
+        group._register_post_backward_hook = registers_post
+        state._register_pre_backward_hook = registers_pre
+        group.post_backward = functools.partial(self._post_backward, unit, group.post_backward)
+        self._patch_end(state)
+
+    def _patch_end(self, state: Any) -> None:
+        plain = state._root_post_backward_final_callback
+        state._root_post_backward_final_callback = functools.partial(self._finish, plain)
+
+    def _patch_root(self, state: Any) -> None:
+        """The gradient of the root's output says which forward a backward is of, also where it reaches no unit."""
+        register_pre = state._register_pre_backward_hook
+
+        def registers_pre(output: Any) -> Any:
+            if not self._ended or backward_runs():
+                return register_pre(output)
+            state._pre_backward = functools.partial(self._reach_root, state, self._ended[-1])
+            try:
+                return register_pre(output)
+            finally:
+                del state._pre_backward
+
+        state._register_pre_backward_hook = registers_pre
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if backward_runs():
+            return
+        self._passes += 1
+        trains = torch.is_grad_enabled()
+        self._now = Pass(self._passes, trains, learns=trains not in self._orders)
+        for unit in self.units:
+            unit.entry = None
+
+    def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        now, planned = self._now, None
+        if backward_runs():  # recomputed: it is gathered already, but for what a user's own checkpoint goes around
+            if self._skipped and unit.state._training_state.name != "PRE_BACKWARD":
+                raise ModelError(
+                    f"'{unit.name}' is recomputed by a torch.utils.checkpoint around several blocks, or by one with "
+                    f"use_reentrant=True, and this rank's samples skip '{self._skipped}': weights could not be "
+                    "gathered alike on all ranks; checkpoint each block by itself (recompute='full'), or use ddp"
+                )
+            return
+        if now is None:
+            raise outside(unit.name)
+        if unit.group.is_sharded:
+            for p in unit.group.fsdp_params:  # FSDP2 would put its own weights in place of these
+                if p._module_info.module._parameters.get(p._module_info.param_name) is not p.sharded_param:
+                    raise ModelError(
+                        f"weights of '{unit.name}' are replaced for one forward (torch.func.functional_call), and "
+                        "sharded ones would be used in their place; use ddp or zero1"
+                    )
+        if now.learns:
+            while (chosen := self._agree(unit.index)) != unit.index:
+                self._skip(now, self.units[chosen])
+        else:
+            planned = self._follow(now, unit)
+            if planned is None:
+                return
+        unit.entry = Entry(unit, len(now.entries), planned)
+        now.entries.append(unit.entry)
+
+    def _follow(self, now: Pass, unit: Unit) -> Planned | None:
+        """Pass by what the order has before ``unit``; ``None`` where it has none, and the step is to end in vain."""
+        order = self._orders[now.has_backward]
+        at = now.cursor
+        while at < len(order) and order[at].unit is not unit:
+            at += 1
+        if at == len(order):
+            if not (now.has_backward and self._in_step):
+                raise ModelError(left_order(unit.name))
+            self.left.append(unit.name)
+            run_on_zeros(unit, self._device)
+            return None
+        for planned in order[now.cursor : at]:
+            self._skip(now, planned.unit, planned)
+        now.cursor = at + 1
+        return order[at]
+
+    def _skip(self, now: Pass, unit: Unit, planned: Planned | None = None) -> None:
+        """Gather and free a unit that this rank does not enter, as the ranks do that enter it."""
+        unit.entry = None
+        self._skipped = unit.name
+        self.skipped[unit.name] += 1
+        unit.state._pre_forward(unit.module, (), {})
+        unit.state._post_forward(unit.module, (), None)
+        now.entries.append(Entry(unit, len(now.entries), entered=False))
+        if planned is not None:
+            self._expect(now, now.entries[-1], planned)
+
+    def _expect(self, now: Pass, entry: Entry, planned: Planned) -> None:
+        if now.has_backward:
+            entry.planned, entry.backs = planned, planned.backs
+            entry.unit.open += int(planned.backs)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        now = self._now
+        if now is None or backward_runs():
+            return
+        if now.learns:
+            self._learn(now)
+        else:
+            order = self._orders[now.has_backward]
+            for planned in order[now.cursor :]:
+                self._skip(now, planned.unit, planned)
+            if now.has_backward and self._follows_flags:
+                self._orders[True] = self._agree_on_flags(now)
+        now.pending = len(now.entries) - 1
+        if now.has_backward:
+            self._ended.append(now)
+        self._now = None
+
+    def _learn(self, now: Pass) -> None:
+        """Keep the order that all ranks have gone by in this pass; units that nobody has entered stand in it, too."""
+        end = len(self.units)
+        while (chosen := self._agree(end)) != end:
+            self._skip(now, self.units[chosen])
+        order = self._agree_on_flags(now)
+        entered = {planned.unit.index for planned in order}
+        for unit in self.units:
+            if unit.index not in entered and unit.name:
+                self._skip(now, unit, Planned(unit))
+                before = [at for at, planned in enumerate(order) if planned.unit.index < unit.index]
+                order.insert(before[-1] + 1 if before else 0, Planned(unit))
+        self._orders[now.has_backward] = order
+        # weights that could be trained and are not reached yet may be later, on some ranks first
+        self._follows_flags |= now.has_backward and any(
+            not planned.backs and any(p.sharded_param.requires_grad for p in planned.unit.group.fsdp_params)
+            for planned in order
+        )
+
+    def _agree_on_flags(self, now: Pass) -> list[Planned]:
+        """Which entries of this pass have a backward on some rank; all ranks have the same entries."""
+        flags = torch.zeros(len(now.entries), dtype=torch.int64, device=self._device)
+        for entry in now.entries:
+            flags[entry.position] = int(entry.entered and entry.backs)
+        for group in self._groups:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        order = [Planned(e.unit, bool(backs)) for e, backs in zip(now.entries, flags.tolist(), strict=True)]
+        for entry, planned in zip(now.entries, order, strict=True):
+            if entry.planned is not None and not entry.entered:
+                entry.unit.open -= int(entry.backs)
+            if entry.entered:
+                entry.unit.open += int(planned.backs and not entry.backs and entry.defers)
+                entry.planned, entry.backs = planned, planned.backs
+            else:
+                self._expect(now, entry, planned)
+        return order
+
+    def _agree(self, index: int) -> int:
+        """The first of the units that ranks are about to enter."""
+        chosen = torch.tensor(index, dtype=torch.int64, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(chosen, dist.ReduceOp.MIN, group=group)
+        return int(chosen.item())
+
+    def _check_gathered(self, own: Unit, module: nn.Module, args: Any) -> None:
+        if self._now is None and not own.group.is_unsharded and not backward_runs():
+            raise outside(type(module).__name__)
+
+    def _begin_backward(self, now: Pass) -> None:
+        """What is left of the backwards of later forwards comes first."""
+        if self._active is now:
+            return
+        later = [] if self._pipelined else [one for one in self._ended if one.number > now.number]
+        for one in reversed(later):
+            self._catch_up(one, -1)
+        self._active = now
+
+    def _reach_root(self, state: Any, now: Pass, gradient: torch.Tensor) -> Any:
+        """The gradient of the root's output is there."""
+        self._begin_backward(now)
+        return type(state)._pre_backward(state, gradient)
+
+    def _reach(self, now: Pass, entry: Entry, gradient: torch.Tensor) -> Any:
+        """The gradient of a unit's output is there: do first what other ranks do for units after it."""
+        state = entry.unit.state
+        self._begin_backward(now)
+        if not entry.done:
+            self._catch_up(now, entry.position)
+            entry.done = True
+        return type(state)._pre_backward(state, gradient)
+
+    def _catch_up(self, now: Pass, position: int) -> None:
+        """Backward of the units after ``position`` that the gradient does not reach on this rank.
+
+        Those that it has reached are reduced here where FSDP2 would do so only at the end.
+        """
+        while now.pending > position:
+            entry = now.entries[now.pending]
+            now.pending -= 1
+            state = entry.unit.state
+            if not entry.done and entry.backs:
+                entry.done = True
+                type(state)._pre_backward(state, None)
+                entry.unit.group.post_backward()
+            elif entry.done and entry.entered and entry.defers:
+                entry.unit.group.post_backward()
+
+    def _post_backward(self, unit: Unit, plain: Any, *unused: Any) -> None:
+        """Reduce a unit once in a backward, after its first forward's, with zeros for what has no gradient."""
+        if unit.open and not self._finishing:
+            unit.open -= 1
+        group = unit.group
+        if not group.reduce_grads:
+            plain()
+        elif self._pipelined or self._finishing or not unit.open:
+            unit.reduced = True
+            self._note(unit, self._fill(unit))
+            plain()
+        else:  # more is to come: keep the gradients, and what stays gathered after forward stays so here
+            resharding = group.reshard_after_backward
+            group.reduce_grads, group.reshard_after_backward = False, resharding and group._reshard_after_forward
+            try:
+                plain()
+            finally:
+                group.reduce_grads, group.reshard_after_backward = True, resharding
+
+    def _fill(self, unit: Unit) -> int:
+        """Put zeros where a trained parameter has no gradient; returns which parameters have one, a bit for each."""
+        mask, params = 0, unit.group.fsdp_params
+        kept = any(p.unsharded_accumulated_grad is not None for p in params)
+        for at, p in enumerate(params):
+            if p.unsharded_accumulated_grad is None:
+                whole = p._unsharded_param
+                if whole.grad is None:
+                    if not whole.requires_grad or not p.sharded_param.requires_grad:
+                        continue
+                    whole.grad = torch.zeros_like(whole)
+                    self._filled[p] += 1
+                if kept:  # what is kept of earlier micro batches has the dtype of reduction: a collective has one
+                    p.to_accumulated_grad_if_needed()
+            mask |= 1 << at
+        return mask
+
+    def _note(self, unit: Unit, mask: int) -> None:
+        """Remember what is about to be reduced: ranks compare it."""
+        if mask:
+            unit.reductions += 1
+            self._events.append((unit.index, mask))
+
+    def _finish(self, plain: Any) -> None:
+        """The end of a backward: what is left of the order, and units whose last forward had no backward."""
+        if self._pipelined:
+            passes = [self._active] if self._active is not None else []
+        else:
+            passes = self._ended[::-1]
+        for now in passes:
+            self._catch_up(now, -1)
+        self._ended = [one for one in self._ended if one not in passes]
+        self._active, self._finishing = None, True
+        try:
+            for unit in self.units:
+                through = unit.group._training_state.name == "POST_BACKWARD"
+                if through and unit.group.reduce_grads and not unit.reduced:
+                    unit.group.post_backward()
+            plain()
+        finally:
+            self._finishing = False
+            for unit in self.units:
+                unit.reduced, unit.open = False, unit.open if self._pipelined else 0
+
+
+def keep_order(root: nn.Module, mesh: DeviceMesh, *, pipelined: bool = False) -> None:
+    """Give ``root``, which is sharded together with its units, a `UnitOrder`; one rank, or a fake world, needs none."""
+    # PyTorch warns of every output that is a view, which a linear layer's is; in-place changes of it raise anyway
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    if mesh.size() > 1 and str(dist.get_backend(mesh.get_group(0))) != "fake":
+        object.__setattr__(root, _MARK, UnitOrder(root, mesh, pipelined=pipelined))
+
+
+def orders_of(outer: nn.Module) -> list[UnitOrder]:
+    """The orders inside a prepared model: one, or one for each stage of a pipeline; none where nothing is sharded."""
+    found = (part.__dict__.get(_MARK) for part in outer.modules())
+    return [order for order in found if order is not None]

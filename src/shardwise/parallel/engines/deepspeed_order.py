@@ -1,0 +1,133 @@
+"""Gradients in one order on all ranks, whatever each of them has used. No DeepSpeed is imported here.
+
+DeepSpeed reduces gradients together in the order in which a rank's backward makes them, and leaves out what it has not
+made. Where ranks use other branches of a model, gradients of different parameters would meet in one sum, or messages
+of different lengths; and a buffer that gets nothing keeps what an earlier micro batch or step has left there.
+"""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+import torch
+
+from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.process_group import Ranks, gather_ints
+from shardwise.errors import ModelError
+
+_BITS = 62  # of an integer of a message that are used
+
+
+class GradientOrder:
+    """Stands between DeepSpeed's hooks and its reduction: a parameter is handed on when those before it have been.
+
+    At the end of each backward that reduces, what has not come is handed on, too: with what earlier micro batches have
+    summed up where that is kept, else as zeros. The order is the reverse one of the model at first, and that of rank
+    0's first backward from then on, so that gradients do not wait for each other.
+
+    ``reached`` are the places (in ``parameters``, which ``names`` names) that a backward of this step has come to.
+    """
+
+    def __init__(self, zero: Any, names: list[str], parameters: list[Any], ranks: Ranks) -> None:
+        self.names, self.reached = names, set[int]()
+        self._zero, self._parameters, self._ranks = zero, parameters, ranks
+        self._place = {id(p): place for place, p in enumerate(parameters)}
+        self._order, self._learnt = list(reversed(range(len(parameters)))), False
+        self._came: list[int] = []
+        self._ready: dict[int, tuple[Any, ...]] = {}
+        self._next = 0
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._note, place)) for place, p in enumerate(parameters)
+        ]
+        if hasattr(zero, "reduce_ready_partitions_and_remove_grads"):  # not ZeRO-1 in bf16, which reduces all in one
+            self._groups = {id(p): (i,) for i, group in enumerate(getattr(zero, "bit16_groups", ())) for p in group}
+            self._reduce = zero.reduce_ready_partitions_and_remove_grads
+            self._end = zero.independent_gradient_partition_epilogue
+            zero.reduce_ready_partitions_and_remove_grads = self._arrived
+            zero.independent_gradient_partition_epilogue = self._finish
+
+    def agree(self, problem: bool) -> tuple[list[str], bool]:
+        """The parameters that no rank has reached in this step, and whether any has a problem. Collective.
+
+        One small message: a bit for each parameter.
+        """
+        bits = [0] * -(-len(self.names) // _BITS)
+        for place in self.reached:
+            bits[place // _BITS] |= 1 << place % _BITS
+        with WAITS.part("control"):
+            rows = gather_ints([int(problem), *bits], self._ranks)
+        found = [reduce(or_, column) for column in zip(*rows, strict=True)]
+        missing = [name for at, name in enumerate(self.names) if not found[1 + at // _BITS] >> at % _BITS & 1]
+        return missing, bool(found[0])
+
+    def begin(self) -> None:
+        """A new step, or one that was left in the middle."""
+        self.reached.clear()
+        self._restart()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, place: int, _: torch.Tensor) -> None:
+        self.reached.add(place)
+
+    def _arrived(self, parameter: Any, *group: int) -> None:
+        """DeepSpeed has a gradient that is to be reduced.
+
+        Raises:
+            ModelError: it has come in this backward before, and was reduced.
+        """
+        place = self._place[id(parameter)]
+        if place in self._came and place not in self._ready:
+            raise ModelError(
+                f"{self.names[place]} got two gradients in one backward (a checkpoint with use_reentrant=True does "
+                "that), and DeepSpeed reduces one; use use_reentrant=False, or fsdp"
+            )
+        self._came.append(place)
+        self._ready[place] = group
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
+            self._hand_on(self._order[self._next])
+
+    def _hand_on(self, place: int) -> None:
+        self._next += 1
+        self._reduce(self._parameters[place], *self._ready.pop(place))
+
+    def _finish(self) -> None:
+        """All backwards of this reduction are done."""
+        zero = self._zero
+        if hasattr(zero, "setup_buckets"):
+            zero.setup_buckets()
+        for place in self._order[self._next :]:
+            if place not in self._ready:
+                self._fill(self._parameters[place])
+                self._ready[place] = self._groups.get(id(self._parameters[place]), ())
+            self._hand_on(place)
+        came = list(dict.fromkeys(self._came))
+        self._restart()
+        self._end()
+        if not self._learnt:
+            self._learnt = True
+            rest = [place for place in self._order if place not in set(came)]
+            self._order = gather_ints([*came, *rest], self._ranks)[0]
+
+    def _restart(self) -> None:
+        self._came, self._next = [], 0
+        self._ready.clear()
+
+    def _fill(self, parameter: Any) -> None:
+        """Give a parameter a gradient of zeros, where none is kept for it."""
+        kept = "grad_accum" if getattr(self._zero, "use_grad_accum_attribute", False) else "grad"
+        if getattr(parameter, kept, None) is not None:
+            return
+        shell = parameter.data
+        zeros = torch.zeros(getattr(parameter, "ds_shape", shell.shape), dtype=shell.dtype, device=shell.device)
+        if kept == "grad_accum":
+            parameter.grad_accum = zeros.to(self._zero.gradient_accumulation_dtype)
+            return
+        parameter.data = zeros  # ZeRO-3 has cut it, and a gradient must have the shape of what it belongs to
+        parameter.grad = zeros.clone() if shell.shape == zeros.shape else zeros
+        parameter.data = shell

@@ -1,0 +1,80 @@
+"""What gradients need beyond their backward: finished over the model's own axes, and one norm over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shardwise.distributed.comm_timer import WAITS
+from shardwise.parallel.ownership import Home
+
+
+def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum gradients that each tensor-parallel rank has a part of; FSDP2 has done so for what it reduces itself.
+
+    One all-reduce for each mesh and dtype, whatever the number of parameters.
+    """
+    waiting: dict[tuple[DeviceMesh, torch.dtype], list[tuple[nn.Parameter, DTensor]]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+            waiting.setdefault((gradient.device_mesh, gradient.dtype), []).append((parameter, gradient))
+    for held in waiting.values():
+        mesh, placements = held[0][1].device_mesh, held[0][1].placements
+        flat = torch.cat([gradient.to_local().flatten() for _, gradient in held])
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Partial):
+                with WAITS.part("exposed_tp"):
+                    dist.all_reduce(flat, group=mesh.get_group(axis))
+        for (parameter, gradient), part in zip(held, flat.split([g.to_local().numel() for _, g in held]), strict=True):
+            whole = tuple(Replicate() if isinstance(p, Partial) else p for p in gradient.placements)
+            local = part.view_as(gradient.to_local())
+            parameter.grad = DTensor.from_local(
+                local, mesh, whole, run_check=False, shape=gradient.shape, stride=gradient.stride()
+            )
+
+
+def global_norm(
+    named: Iterable[tuple[str, nn.Parameter]], home: Home | None, device: torch.device | str
+) -> torch.Tensor:
+    """The 2-norm of the gradient of the whole model, 0-d, equal on every rank. One all-reduce, of one number.
+
+    Each element counts once: replicas of a shard count on the first of the ranks that hold them, a parameter that
+    another stage owns counts there. ``device`` is where ranks talk.
+    """
+    first = dist.get_rank() == (0 if home is None else home.ranks[0])
+    mine: list[torch.Tensor] = []
+    for name, parameter in named:
+        gradient = parameter.grad
+        if gradient is None or (home is not None and home.canonical(name) in home.borrowed):
+            continue
+        if isinstance(gradient, DTensor):
+            coordinate: list[int] = list(gradient.device_mesh.get_coordinate() or [])
+            copies = zip(gradient.placements, coordinate, strict=False)
+            if all(at == 0 for placement, at in copies if isinstance(placement, Replicate)):
+                mine.append(gradient.to_local())
+        elif first:
+            mine.append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if mine:
+        norms = torch.stack(torch._foreach_norm(mine, 2.0))  # as one: hundreds of numbers would be as many copies
+        total += norms.to(total.device, torch.float64).square().sum()
+    with WAITS.part("control"):
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def scale_to(parameters: Iterable[nn.Parameter], largest: float, norm: torch.Tensor) -> None:
+    """Scale gradients in place so that their norm, which is ``norm``, is at most ``largest``."""
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in local:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, tensors in groups.items():
+        torch._foreach_mul_(tensors, factor.to(tensors[0].device, dtype))

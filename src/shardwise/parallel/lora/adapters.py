@@ -1,0 +1,329 @@
+"""Low-rank adapters beside a model's linear layers, by peft, in place: the base frozen, the adapters trained.
+
+What a parameter of the base is called does not change (`clean_name` hides what peft puts in between); an adapter's two
+are ``X.lora_A.weight`` and ``X.lora_B.weight``, DoRA's is ``X.lora_magnitude_vector.weight``. The base rests in the
+dtype that the plan computes in, the adapters in the dtype that the base was built in, where that has 16 bits in fp32:
+small updates would be rounded away.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ConfigError, ModelError, did_you_mean
+from shardwise.model.facts import ModelSpec
+from shardwise.model.read import clean_name, dtype_name, find_blocks
+from shardwise.parallel.lora.quantize import BLOCK, prepare_packing, quiet
+from shardwise.parallel.materialize import parameters_on_meta
+from shardwise.parallel.precision import DTYPES
+from shardwise.plan.lora_options import ROLES, AdapterOptions
+from shardwise.plan.plan import Plan
+
+_SAMPLED = 256  # values of a parameter that its digest sees
+NAME = "default"  # what peft calls the one adapter
+_MARK = "_shardwise_adapters"
+_PARTS = {"attention": re.compile(r"attn|attention", re.I), "mlp": re.compile(r"mlp|ffn|feed_?forward|expert", re.I)}
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What was put into a module: the kind, the options, the layers that have an adapter and those that are packed.
+
+    ``base`` is a digest of the weights as the module was given, ``None`` where they are on the meta device.
+    """
+
+    kind: str
+    options: AdapterOptions
+    targets: tuple[str, ...]
+    packed: tuple[str, ...]
+    base: str | None = None
+
+    def facts(self) -> dict[str, object]:
+        """For a checkpoint's manifest."""
+        return {"kind": self.kind, "options": self.options.model_dump(mode="json"), "targets": list(self.targets)}
+
+    def unpacked(self, spec: ModelSpec) -> int:
+        """Weights of the model of ``spec``, where two packed ones are one element (rows are even)."""
+        names = {f"{name}.weight" for name in self.packed}
+        return spec.num_parameters + sum(p.num_elements for p in spec.parameters if p.name in names)
+
+
+def adapters_of(module: nn.Module) -> Adapters | None:
+    """What `add_adapters` has put into ``module`` (or into what DDP holds); ``None`` where nothing was."""
+    found: Adapters | None = getattr(module, _MARK, None)
+    return found
+
+
+def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapters:
+    """Freeze ``module`` and put the plan's adapters beside its linear layers, in place.
+
+    Without ``real`` the adapters' weights go to the meta device; else they are drawn from torch's generator, A as peft
+    does and B zero. The base may be on the meta device either way. With ``+qlora`` the linear layers of the blocks
+    become bitsandbytes' ``Linear4bit`` whose weights are packed later, by `quantise.pack`.
+
+    Raises:
+        ModelError: a target that is not there, or a layer that cannot have an adapter or be packed; all of them.
+        ConfigError: peft or bitsandbytes is missing.
+    """
+    options, kind = plan.adapter or AdapterOptions(), plan.parsed.adapter
+    if adapters_of(module) is not None:
+        raise ModelError("the model has adapters already; build it anew")
+    if any(clean_name(name) != name or ".lora_" in name for name, _ in module.named_parameters()):
+        raise ModelError(
+            f"the model has peft's adapters already, and {plan.strategy} would add more; take +{kind} out of the "
+            "strategy, which trains what is not frozen"
+        )
+    layers, targets = check_adapters(module, options, kind, plan.device)
+    wide: set[torch.dtype] = {layers[name].weight.dtype for name in targets}
+    _run_every_layer(module)
+    base = _digest(module)
+    module.requires_grad_(False)
+    with nullcontext() if real else parameters_on_meta():
+        _inject(module, options, targets)
+    _draw(module, real=real, dtypes=wide)
+    packed: tuple[str, ...] = ()
+    if kind == "qlora":
+        packed = prepare_packing(module, layers, options, DTYPES[plan.precision])
+    _narrow(module, plan)
+    found = Adapters(kind, options, tuple(targets), packed, base)
+    object.__setattr__(module, _MARK, found)
+    return found
+
+
+def check_adapters(
+    module: nn.Module, options: AdapterOptions, kind: str, device: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The linear layers of the blocks of ``module``, and which get an adapter. Nothing is changed.
+
+    Raises:
+        ModelError: a target that is not there, or a layer that cannot have an adapter or be packed; all of them.
+    """
+    layers = linear_layers(module)
+    targets = chosen(layers, options.targets, module)
+    problems = _too_narrow(layers, targets, options.rank)
+    problems += _not_packable(layers, device) if kind == "qlora" else []
+    if problems:
+        raise ModelError(*problems)
+    return layers, targets
+
+
+def linear_layers(module: nn.Module) -> dict[str, Any]:
+    """The layers of the repeated blocks that have a weight matrix of their own, by name; ties are left out."""
+    found: dict[str, Any] = {}
+    for block in find_blocks(module):
+        for name, child in module.get_submodule(block).named_modules():
+            if type(child) is nn.Linear or _is_conv1d(child):
+                found[f"{block}.{name}" if name else block] = child
+    return found
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' transposed linear layer, which GPT-2 is made of."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) -> list[str]:
+    """The layers that ``wanted`` names, by role or by the end of their name.
+
+    Raises:
+        ModelError: a name that matches nothing, each with the nearest one.
+    """
+    if not layers:
+        raise ModelError(
+            "the model has no torch.nn.Linear in repeated blocks, so adapters have nowhere to stand; train the whole "
+            "model, with a strategy without +lora and +qlora"
+        )
+    found: dict[str, None] = {}
+    problems = []
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    others = {name for name, _ in module.named_modules()}
+    for want in wanted:
+        part = _PARTS.get(want)
+        matches = [n for n in layers if part.search(n)] if part else [n for n in layers if n == want or _ends(n, want)]
+        matches = list(layers) if want == "all-linear" else matches
+        if matches:
+            found.update(dict.fromkeys(matches))
+            continue
+        if part:
+            problems.append(
+                f"lora.targets: no linear layer is known as {want} by its name; name some of {', '.join(ends)}"
+            )
+            continue
+        odd = next((name for name in sorted(others) if name == want or _ends(name, want)), None)
+        if odd is not None:
+            found_kind = type(module.get_submodule(odd))
+            outside = " outside of the blocks" if found_kind is nn.Linear else ""
+            problems.append(
+                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters stand beside the "
+                f"linear layers of the blocks: {', '.join(ends)}"
+            )
+            continue
+        whole = next(((n, p) for n, p in module.named_parameters() if n == want or _ends(n, want)), None)
+        if whole is not None:
+            shape = " × ".join(map(str, whole[1].shape))
+            problems.append(
+                f"lora.targets: '{want}' is the parameter '{whole[0]}' of shape {shape}, and adapters stand beside "
+                f"linear layers: {', '.join(ends)}"
+            )
+            continue
+        hint = did_you_mean(want, [*ends, *ROLES])
+        problems.append(f"lora.targets: '{want}' is no linear layer of the blocks{hint}; there are {', '.join(ends)}")
+    if problems:
+        raise ModelError(*problems)
+    return list(found)
+
+
+def _ends(name: str, want: str) -> bool:
+    return name.endswith(f".{want}")
+
+
+def _digest(module: nn.Module) -> str | None:
+    """Sixteen hex digits over names, shapes, dtypes and a kilobyte from the middle of each parameter.
+
+    ``None`` for a base without values, on the meta device or of fake tensors.
+    """
+    digest = xxhash.xxh3_64()
+    for name, parameter in module.named_parameters():
+        if parameter.device.type == "meta" or isinstance(parameter, FakeTensor):
+            return None
+        flat = parameter.detach().reshape(-1)
+        begin = max(0, flat.numel() - _SAMPLED) // 2
+        digest.update(f"{clean_name(name)} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(flat[begin : begin + _SAMPLED].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _too_narrow(layers: dict[str, Any], targets: Iterable[str], rank: int) -> list[str]:
+    """A rank that no product with the layer's weight has room for."""
+    narrow = {name: min(layers[name].weight.shape) for name in targets if min(layers[name].weight.shape) < rank}
+    if not narrow:
+        return []
+    least = min(narrow, key=lambda name: narrow[name])
+    return [
+        f"lora.rank {rank} is more than '{least}' can use, whose weight is "
+        f"{' × '.join(map(str, layers[least].weight.shape))} ({len(narrow)} such layers); set it to {narrow[least]} "
+        "or less, or name other lora.targets"
+    ]
+
+
+def _not_packable(layers: dict[str, Any], device: str) -> list[str]:
+    odd = [name for name, layer in layers.items() if type(layer) is not nn.Linear]
+    if odd:
+        return [
+            f"+qlora packs torch.nn.Linear, and '{odd[0]}' is a {type(layers[odd[0]]).__name__} "
+            f"({len(odd)} such layers); use +lora"
+        ]
+    ragged = [name for name, layer in layers.items() if layer.weight.shape[1] % BLOCK]
+    if device == "cpu" and ragged:
+        return [
+            f"+qlora packs {BLOCK} values of a row together, and '{ragged[0]}' has rows of "
+            f"{layers[ragged[0]].weight.shape[1]} ({len(ragged)} such layers), which bitsandbytes unpacks wrongly on "
+            "CPUs; use +lora"
+        ]
+    return []
+
+
+def _run_every_layer(module: nn.Module) -> None:
+    """Keep PyTorch's own encoder from reading the weights of its linear layers past them, as it does in evaluation."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation_relu_or_gelu = 0  # what its fast path asks for
+        elif isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False
+
+
+def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) -> None:
+    quiet()  # peft imports bitsandbytes where there is one
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ConfigError("adapters need peft; install it with: pip install 'shardwise[hf]'") from None
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        use_rslora=options.rslora,
+        use_dora=options.dora,
+        target_modules=list(targets),
+        fan_in_fan_out=any(_is_conv1d(module.get_submodule(name)) for name in targets),
+        init_lora_weights=True,
+    )
+    inject_adapter_in_model(config, module, NAME, low_cpu_mem_usage=True)
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """peft's layers in ``module``, by the name of the layer that each stands for."""
+    from peft.tuners.lora import LoraLayer
+
+    return {clean_name(name): child for name, child in module.named_modules() if isinstance(child, LoraLayer)}
+
+
+def _draw(module: nn.Module, *, real: bool, dtypes: set[torch.dtype]) -> None:
+    """Give the adapters, which are on the meta device, weights in the base's first dtype, at least fp32."""
+    dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
+    for layer in adapted_layers(module).values():
+        parts = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
+        for part in parts:
+            part.to(dtype)
+            part.requires_grad_(True)
+            if real:
+                part.to_empty(device="cpu")
+        if real:
+            layer.reset_lora_parameters(NAME, True)
+
+
+def _narrow(module: nn.Module, plan: Plan) -> None:
+    """The frozen base rests in the dtype that is computed in; adapters and buffers stay as they are."""
+    dtype = DTYPES[plan.precision]
+    if plan.precision == "fp32":
+        return
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def set_magnitudes(unit: nn.Module) -> None:
+    """DoRA's magnitudes of the layers of ``unit``, from its base as it is: the norm of the weights of each output.
+
+    Of packed weights what is unpacked again counts. Layers that are sharded already are left alone.
+    """
+    for layer in adapted_layers(unit).values():
+        if NAME not in layer.lora_magnitude_vector:
+            continue
+        base, vector = layer.get_base_layer(), layer.lora_magnitude_vector[NAME].weight
+        if isinstance(vector, DTensor):
+            continue
+        weight = base.weight.detach()
+        if getattr(base, "quant_state", None) is not None:
+            from shardwise.parallel.lora.quantize import unpacked
+
+            weight = unpacked(base)
+        with torch.no_grad():
+            vector.copy_(torch.linalg.norm(weight.to(vector.dtype), dim=0 if layer.fan_in_fan_out else 1))
+
+
+def packed_spec(spec: ModelSpec, packed: Collection[str]) -> ModelSpec:
+    """``spec`` with the weights of the ``packed`` layers as they rest: two values in a byte, one column."""
+    names = {f"{name}.weight" for name in packed}
+    return spec.model_copy(
+        update={
+            "parameters": tuple(
+                p.model_copy(
+                    update={"shape": ((p.num_elements + 1) // 2, 1), "itemsize": 1, "dtype": dtype_name(torch.uint8)}
+                )
+                if p.name in names
+                else p
+                for p in spec.parameters
+            )
+        }
+    )

@@ -1,0 +1,143 @@
+"""A `TensorLayout` from what was found of a model's blocks, its head and its embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.model.facts import ModelSpec
+from shardwise.model.flow import Flow, Product
+from shardwise.parallel.tensor_parallel.regions import Regions
+from shardwise.parallel.tensor_parallel.styles import starred
+from shardwise.parallel.tensor_parallel.tensor_layout import Entry, Held, ModuleCut, Place, Slices, TensorLayout, chunk
+from shardwise.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer, the embeddings that are cut as it is, and where logits come out cut (``None``: whole)."""
+
+    product: Product
+    place: str | int | None
+    lookups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was found: blocks by name, and for each module those whose parameters its forward computes with."""
+
+    blocks: dict[str, Regions]
+    head: Head | None
+    lent: dict[str, tuple[str, ...]]
+    hidden: Place
+    notes: tuple[str, ...]
+
+
+def build(flow: Flow, spec: ModelSpec, plan: Plan, findings: Findings) -> TensorLayout:
+    """Everything that was found, as data."""
+    tp, sequence = plan.dims.tp, plan.sequence_parallel
+    maker = _Maker(flow, spec, tp, sequence=sequence)
+    for block, found in findings.blocks.items():
+        maker.block(block, found)
+    if findings.head is not None:
+        maker.head(findings.head)
+    shard_dim = maker.finish()
+    blocks = list(findings.blocks)
+    return TensorLayout(
+        shard_dim=shard_dim,
+        notes=findings.notes,
+        styles=_styles(maker.modules, spec),
+        modules=maker.modules,
+        entries=maker.entries,
+        attributes={
+            f"{block}.{name}".rstrip("."): changed
+            for block, found in findings.blocks.items()
+            for name, changed in found.attributes.items()
+        },
+        lent=findings.lent,
+        first=blocks[0] if sequence else "",
+        last=blocks[-1] if sequence else "",
+        hidden=findings.hidden,
+        logits=findings.head.place if findings.head is not None else None,
+        vocab=findings.head.product.outputs if findings.head is not None else 0,
+    )
+
+
+class _Maker:
+    """Collects the modules' forwards, each parameter with the way that it is held."""
+
+    def __init__(self, flow: Flow, spec: ModelSpec, tp: int, *, sequence: bool) -> None:
+        self.spec, self.tp, self.sequence = spec, tp, sequence
+        self.canonical = {alias: p.name for p in spec.parameters for alias in (p.name, *p.aliases)}
+        self.shapes = {p.name: p.shape for p in spec.parameters}
+        self.products = {product.name: product for product in flow.products.values()}
+        self.modules: dict[str, ModuleCut] = {}
+        self.entries: dict[str, tuple[Entry, ...]] = {}
+
+    def block(self, block: str, found: Regions) -> None:
+        """The linear layers of a block, and the parameters that are read between them."""
+        gathered = {group for _, group in found.entries.values()}
+        for name, uses in found.columns.items():
+            product = self.products[f"{block}.{name}"]
+            held = {"weight": self._columns(product.weight, uses, 0 if product.outputs_first else 1)}
+            if product.bias is not None:
+                held["bias"] = self._columns(product.bias, uses, 0)
+            group = found.groups[name]
+            way = "" if group in gathered else f"block:{block}:{group}"
+            self.modules[product.name] = ModuleCut("colwise", held, way)
+        for name in found.rows:
+            product = self.products[f"{block}.{name}"]
+            held = {"weight": Held(dim=1 if product.outputs_first else 0)}
+            if product.bias is not None:
+                held["bias"] = Held(partial=self.sequence)
+            self.modules[product.name] = ModuleCut("rowwise", held)
+        for name, cut in found.inside.items():
+            parent, _, key = f"{block}.{name}".rpartition(".")
+            one = Held(partial=True) if cut is None else self._columns(f"{block}.{name}", cut[1], cut[0])
+            self.modules.setdefault(parent, ModuleCut("reads")).held[key] = one
+        for name, (place, group) in found.entries.items():
+            self.entries[f"{block}.{name}"] = (Entry(place, f"block:{block}:{group}"),)
+
+    def head(self, head: Head) -> None:
+        """The head and its embeddings, cut over the vocabulary."""
+        product = head.product
+        held = {"weight": Held(dim=0 if product.outputs_first else 1)}
+        if product.bias is not None:
+            held["bias"] = Held(dim=0)
+        kind = ModuleCut("colwise_gather" if head.place is None else "colwise_loss", held, "head")
+        self.modules[product.name] = kind
+        for name in head.lookups:
+            self.modules[name] = ModuleCut("embedding", {"weight": Held(dim=0)})
+
+    def finish(self) -> dict[str, int]:
+        """How all other parameters are held; returns the dims of those that are cut."""
+        dims = {
+            self.canonical[f"{name}.{key}"]: held.dim
+            for name, cut in self.modules.items()
+            for key, held in cut.held.items()
+            if held.dim is not None
+        }
+        for parameter in self.spec.parameters:
+            partial = self.sequence and parameter.block is not None
+            for name in (parameter.name, *parameter.aliases):
+                parent, _, key = name.rpartition(".")
+                cut = self.modules.setdefault(parent, ModuleCut("reads"))
+                cut.held.setdefault(key, Held(dim=dims.get(parameter.name), partial=partial))
+        return dims
+
+    def _columns(self, name: str, uses: tuple[Slices, ...], dim: int) -> Held:
+        """A parameter of which the ranks use these parts of ``dim``: cut plainly where those are the plain parts."""
+        size = self.shapes[self.canonical[name]][dim]
+        if size % self.tp:
+            return Held(uses=uses, uses_dim=dim, partial=True)
+        if all(used == (chunk(size, self.tp, rank),) for rank, used in enumerate(uses)):
+            return Held(dim=dim)
+        return Held(dim=dim, uses=uses, uses_dim=dim)
+
+
+def _styles(modules: dict[str, ModuleCut], spec: ModelSpec) -> dict[str, str]:
+    """Module pattern to style, for those that are cut."""
+    words = {"colwise_gather": "colwise_gather_output"}
+    blocks = spec.blocks
+    return {
+        starred(name, blocks): words.get(cut.kind, cut.kind) for name, cut in modules.items() if cut.kind != "reads"
+    }

@@ -1,0 +1,354 @@
+"""How a model is cut over tensor-parallel ranks: decided on the untouched module, and shown to be right on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from shardwise.errors import ModelError
+from shardwise.model.facts import ModelSpec
+from shardwise.model.flow import BlockRun, Call, Flow, short_sample
+from shardwise.model.read import clean_name
+from shardwise.parallel.tensor_parallel.build_layout import Findings, Head, build
+from shardwise.parallel.tensor_parallel.check_block import Check
+from shardwise.parallel.tensor_parallel.regions import Depends, Regions, find_regions
+from shardwise.parallel.tensor_parallel.styles import chosen_styles, starred
+from shardwise.parallel.tensor_parallel.tensor_layout import TensorLayout, chunk
+from shardwise.plan.plan import Plan
+
+LARGE = 4096  # a last layer of as many results is a vocabulary, whatever feeds the model
+
+
+def decide_layout(
+    module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any, given: Mapping[str, str] | None
+) -> TensorLayout:
+    """See `tensor.tensor_layout`."""
+    if not spec.blocks:
+        raise ModelError(
+            f"{plan.strategy}: tensor parallel cuts repeated blocks (a ModuleList, ModuleDict or Sequential with two "
+            "or more children of one type), and the model has none; use fsdp"
+        )
+    problems = _length_problems(plan, sample)
+    try:
+        return _decided(module, spec, plan, sample, given, problems, torch.float64)
+    except _NotRun as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+        # some operations know no float64
+        return _decided(module, spec, plan, sample, given, problems, torch.float32)
+
+
+class _NotRun(ModelError):
+    """The forward raised."""
+
+
+def _decided(
+    module: nn.Module,
+    spec: ModelSpec,
+    plan: Plan,
+    sample: Any,
+    given: Mapping[str, str] | None,
+    problems: list[str],
+    dtype: torch.dtype,
+) -> TensorLayout:
+    args, kwargs = short_sample(sample, plan.dims.tp, dtype)
+    with Flow(module, spec.blocks, dtype) as flow:
+        names = [product.name for product in flow.products.values()]
+        styles, is_own = chosen_styles(module, given, names, spec.blocks)
+        output = _run(flow, plan, args, kwargs)
+        blocks, more = _blocks(flow, plan, styles)
+        head, others = _head(flow, spec, plan, output, styles if is_own else None)
+        problems = [*problems, *more, *others, *_side_results(flow, plan, output)]
+        if head is not None and head.place is not None and not problems:
+            problems += _logits_problems(flow, plan, args, kwargs, output, head)
+        if problems:
+            raise ModelError(*dict.fromkeys(problems))
+        lent = {name: tuple(sorted(o for r, o in flow.lent if r == name)) for name, _ in flow.lent}
+        findings = Findings(blocks, head, lent, next(iter(flow.runs.values())).place, _notes(module, spec, blocks))
+        return build(flow, spec, plan, findings)
+
+
+def _run(flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return flow.run(args, kwargs)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise _NotRun(
+            f"{plan.strategy} looks at one short forward of the model, and that raised {type(error).__name__}: "
+            f"{text[:200]}; give what the model takes for one micro batch: session.prepare(model, optimizer, sample)"
+        ) from error
+
+
+def _side_results(flow: Flow, plan: Plan, output: Any) -> list[str]:
+    """What the model gives besides what comes out of its last block: on each rank it would be of a part.
+
+    Router logits of experts, attention maps and penalties are such; a loss of them has a gradient that nobody adds up.
+    """
+    depends = Depends()
+    inside = tuple(f"{block}." for block in flow.blocks)
+    allowed = {id(call.leaf) for call in flow.calls}
+    allowed |= {id(p) for name, p in flow.parameters.items() if not name.startswith(inside)}
+    allowed |= depends(flow.last) if flow.last is not None else set()
+    named = output.items() if isinstance(output, Mapping) else enumerate(_pytree.tree_leaves(output))
+    for key, value in named:
+        for leaf in _pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and depends(leaf) - allowed:
+                return [
+                    f"the model gives '{key}', which is worked out inside of its blocks: under {plan.strategy} each "
+                    "rank would have it of its own part, and a loss of it a wrong gradient; turn that output off, or "
+                    "use fsdp"
+                ]
+    return []
+
+
+def _length_problems(plan: Plan, sample: Any) -> list[str]:
+    """The length of samples where it is known; elsewhere the forward says it."""
+    if not plan.sequence_parallel:
+        return []
+    leaves = [leaf for leaf in _pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
+    ids = next((leaf for leaf in leaves if leaf.ndim == 2 and not leaf.is_floating_point()), None)
+    length = plan.seq_len if ids is None else ids.shape[1]
+    tp = plan.dims.tp
+    # that of a whole sample, of which context parallel gives each rank a part
+    return [] if length is None else _odd_length(length // plan.dims.cp, tp)
+
+
+def _odd_length(length: int, tp: int) -> list[str]:
+    if length % tp == 0:
+        return []
+    return [
+        f"sequence parallel cuts the sequence over tp {tp} ranks, and its length {length} is not a multiple of {tp}; "
+        f"make it {-(-length // tp) * tp} or set parallel.sequence_parallel to false"
+    ]
+
+
+def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict[str, Regions], list[str]]:
+    """How each block is cut, and what is in the way; blocks that are alike are looked at once."""
+    found: dict[str, Regions] = {}
+    tp, sequence = plan.dims.tp, plan.sequence_parallel
+    for name, run in flow.runs.items():
+        found[name] = found[run.like] if run.like else find_regions(run, flow, tp, styles, sequence=sequence)
+    first = {name: run for name, run in flow.runs.items() if not run.like}
+    problems = [
+        f"{name} runs more than once in one forward, which tensor parallel does not cut; use fsdp"
+        for name, run in flow.runs.items()
+        if run.repeated
+    ]
+    problems += [problem for name in first for problem in found[name].problems]
+    if not problems and not any(regions.columns for regions in found.values()):
+        problems.append(
+            f"{plan.strategy}: no block of the model has a linear layer whose results go to another one that gives the "
+            "block's width back, so there is nothing to cut; use fsdp, or name the layers in tp_styles"
+        )
+    if sequence and not problems:
+        problems += _odd_length(next(iter(first.values())).hidden.shape[1], tp)
+        apart = [name for name, run in flow.runs.items() if not run.follows][1:]
+        problems += [
+            f"{name} is not given what the block before it gives: something else runs between them, and it would see a "
+            "part of the sequence; set parallel.sequence_parallel to false"
+            for name in apart[:1]
+        ]
+    for name, run in first.items() if not problems else ():
+        mixed = _mixed(flow, run, found[name], tp)
+        if sequence:
+            _add_entries(run, found[name])
+        why = None if mixed else Check(flow, run, tp, sequence=sequence).settle(found[name])
+        problems += mixed if why is None else [_reason(flow, run, found[name], plan, why)]
+    passed = [(a, b) for a, b in sorted(flow.passed) if a in found and found[a].columns]
+    problems += [
+        f"{first} hands {second} more than hidden states, and each rank would have only a part of it; use fsdp"
+        for first, second in passed[:1]
+    ]
+    cut = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
+    problems += [
+        f"{reader} computes with the parameters of {owner}, which tensor parallel cuts; call {owner} instead"
+        for reader, owner in sorted(flow.lent)
+        if owner in cut
+    ]
+    return found, problems
+
+
+def _add_entries(run: BlockRun, found: Regions) -> None:
+    """Gather the sequence at the smallest module that holds all readers of one tensor and is given it.
+
+    A module may take the shape of what it is given for that of what its linear layers return.
+    """
+    prefix = f"{run.name}."
+    by_group: dict[int, list[Call]] = {}
+    for call in run.calls:
+        group = found.groups.get(call.product.name.removeprefix(prefix))
+        if group is not None:
+            by_group.setdefault(group, []).append(call)
+    for group, calls in by_group.items():
+        held = [name for name, _, value in run.arguments if value is calls[0].value]
+        for call in calls:
+            outer = [name for name in held if call.product.name.startswith(f"{name}.")]
+            shared = [name for name in outer if all(c.product.name.startswith(f"{name}.") for c in calls)]
+            holder = (shared or outer)[-1] if outer else None
+            if holder is not None:
+                place = next(p for n, p, value in run.arguments if n == holder and value is calls[0].value)
+                found.entries[holder.removeprefix(prefix)] = (place, group)
+        if any(not any(c.product.name.startswith(f"{prefix}{e}.") for e in found.entries) for c in calls):
+            found.entries = {name: entry for name, entry in found.entries.items() if entry[1] != group}
+
+
+def _mixed(flow: Flow, run: BlockRun, found: Regions, tp: int) -> list[str]:
+    """Linear layers of which every rank would need all columns, because what runs after them reduces over all."""
+    prefix = f"{run.name}."
+    if max([a.kv_heads for a in run.attentions], default=0) == 1:
+        return []  # one head of keys and values is what every rank needs
+    mixed = [
+        call.product
+        for call in run.calls
+        if all(
+            used == ((0, call.product.outputs),) for used in found.columns.get(call.product.name[len(prefix) :], [0])
+        )
+    ]
+    if not mixed:
+        return []
+    width = mixed[0].outputs
+    norms = sorted({n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)})
+    what = f"{prefix}{norms[0]} works" if norms else "what runs after it works"
+    return [
+        f"{mixed[0].name} cannot be cut by columns: {what} over its whole width ({width}), of which each of {tp} "
+        "ranks would have a part; use fsdp or pipeline parallel"
+    ]
+
+
+def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> str:
+    """Why a block cannot be cut as it was found to be."""
+    tp = plan.dims.tp
+    names = ", ".join([*found.columns, *found.rows])
+    if plan.sequence_parallel and Check(flow, run, tp, sequence=False).settle(found) is None:
+        return (
+            f"{run.name} cannot run with its sequence cut over tp {tp} ranks: {why}; set parallel.sequence_parallel to "
+            "false"
+        )
+    return (
+        f"{run.name} cannot be cut over tp {tp} ranks ({names}): {why}, and no change of its modules' whole-number "
+        "attributes makes it right; use fsdp, or leave layers out with tp_styles"
+    )
+
+
+def _head(
+    flow: Flow, spec: ModelSpec, plan: Plan, output: Any, styles: dict[str, str] | None
+) -> tuple[Head | None, list[str]]:
+    """The linear layer whose results are the model's output, where it is over a vocabulary and may be cut."""
+    missing = (
+        f"{plan.strategy}: loss_parallel cuts the logits over the vocabulary, and the model's output is not that of a "
+        "linear layer over one that can be cut; set parallel.loss_parallel to false"
+    )
+    refused = None, [missing] if plan.loss_parallel else []
+    linear = [call for call in flow.calls if not call.product.is_lookup]
+    place = _place_of(linear[-1], output) if linear else None
+    if place is None:
+        return refused
+    product = linear[-1].product
+    canonical = {alias: p.name for p in spec.parameters for alias in (p.name, *p.aliases)}
+    lookups = {call.product.name: call for call in flow.calls if call.product.is_lookup}
+    tied = {n for n, c in lookups.items() if canonical[c.product.weight] == canonical[product.weight]}
+    lent = {owner for _, owner in flow.lent}
+    same = {n for n, c in lookups.items() if c.product.inputs == product.outputs and not _is_position(c)}
+    can = {n for n in tied | same if n not in lent and _is_plain_lookup(flow.submodule(n))}
+    wanted = bool(same | tied) or product.outputs >= LARGE
+    if styles is not None:
+        wanted = styles.get(product.name) == "colwise"
+        can = {n for n in can if styles.get(n) == "embedding" or n in tied}
+    once = sum(call.product is product for call in linear) == 1
+    if not wanted or not once or not tied <= can or product.name in lent:
+        return refused
+    return Head(product, place if plan.loss_parallel else None, tuple(sorted(can))), []
+
+
+def _place_of(call: Call, output: Any) -> str | int | None:
+    """Where in the model's output the results of ``call`` are: a key, an index, or ``""`` for the output itself."""
+    depends = Depends()
+    if isinstance(output, Mapping):
+        items: Any = output.items()
+    else:
+        items = enumerate(output) if isinstance(output, tuple | list) else [("", output)]
+    for place, value in items:
+        is_tensor = isinstance(value, torch.Tensor) and value.ndim > 1
+        if is_tensor and value.shape[-1] == call.product.outputs and id(call.leaf) in depends(value):
+            found: str | int = place
+            return found
+    return None
+
+
+def _is_position(call: Call) -> bool:
+    """A table that is read by 0, 1, 2, ...: as long as the vocabulary only by chance."""
+    value = call.value.flatten()
+    return value.numel() > 1 and bool((value == torch.arange(value.numel())).all())
+
+
+def _is_plain_lookup(module: nn.Module) -> bool:
+    special = ("max_norm", "scale_grad_by_freq", "sparse")
+    return isinstance(module, nn.Embedding) and not any(getattr(module, name) for name in special)
+
+
+def _logits_problems(
+    flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, head: Head
+) -> list[str]:
+    """Whether what comes after the head takes logits of which each rank has a part."""
+    tp, vocab = plan.dims.tp, head.product.outputs
+    fix = "set parallel.loss_parallel to false"
+    for rank in (0, tp - 1):
+        first, end = chunk(vocab, tp, rank)
+        try:
+            found = flow.run_again(args, kwargs, {head.product.name: (first, end)})
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            return [f"the model does not run on a part of the logits ({type(error).__name__}: {text}); {fix}"]
+        for place, whole, part in _pairs(output, found):
+            expected = whole[..., first:end] if place == head.place else whole
+            if part.shape != expected.shape or not torch.allclose(part, expected, rtol=1e-4, equal_nan=True):
+                what = (
+                    "the logits are mixed over the vocabulary after the head"
+                    if place == head.place
+                    else (f"the output '{place}' is worked out from all logits (leave labels out of the inputs)")
+                )
+                return [f"{what}, which loss_parallel leaves cut over {tp} ranks; {fix}"]
+    return []
+
+
+def _pairs(whole: Any, part: Any) -> list[tuple[str | int, torch.Tensor, torch.Tensor]]:
+    if isinstance(whole, torch.Tensor):
+        return [("", whole, part)]
+    keys = list(whole.keys()) if isinstance(whole, Mapping) else list(range(len(whole)))
+    return [(key, whole[key], part[key]) for key in keys if isinstance(whole[key], torch.Tensor)]
+
+
+def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tuple[str, ...]:
+    """What a user should know though nothing is wrong."""
+    notes = []
+    dropout = _dropout(module)
+    if dropout is not None:
+        notes.append(
+            f"dropout ({dropout[0]} {dropout[1]:g}): the ranks of a tensor-parallel group draw the same masks, so each "
+            "repeats over their shares of the heads, of the columns and of the sequence"
+        )
+    whole = sorted({starred(f"{block}.{name}", spec.blocks) for block, found in blocks.items() for name in found.whole})
+    if whole:
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        notes.append(f"not cut by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
+    large = sorted({starred(p.name, spec.blocks) for p in spec.parameters if p.block is not None and len(p.shape) > 2})
+    if large:
+        notes.append(f"not cut by tensor parallel: {', '.join(large[:3])}; every rank holds all of it")
+    return tuple(notes)
+
+
+def _dropout(module: nn.Module) -> tuple[str, float] | None:
+    """A dropout that is on: a module, or a number that is named so."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            if part.p > 0:
+                return clean_name(path), part.p
+            continue
+        for key, value in vars(part).items():
+            if isinstance(value, float) and 0 < value < 1 and ("dropout" in key or key.endswith("pdrop")):
+                return f"{clean_name(path)}.{key}", value
+    return None

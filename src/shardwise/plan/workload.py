@@ -1,0 +1,50 @@
+"""`Workload`: what is to be computed, whatever the plan: batch, length, optimizer, and what was pinned."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+
+
+class Workload(BaseModel):
+    """Facts that do not depend on the plan.
+
+    ``optimizer_states`` is the number of parameter-shaped tensors the optimizer keeps (2 for AdamW, 1 for SGD with
+    momentum), ``scalar_states`` the number of 0-d ones; ``None`` where the optimizer is not known.
+    ``optimizer_temporaries`` is the number of parameter-shaped tensors that live only while it steps, of all parameters
+    together; ``loop_temporaries`` that of one parameter after the other, of which the largest counts.
+    ``activation_bytes`` maps a recompute mode to the bytes that one sample saves for backward, logits included;
+    ``None`` where it was not measured. ``parameter_groups`` are the names that the optimizer steps, group by group;
+    ``None`` means every trainable parameter in one group.
+
+    ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled`` says that
+    blocks run under ``torch.compile``; ``fused_loss`` that the loss never widens the logits to fp32 (a compiled one,
+    flash-attn's, Liger's). ``framework_overhead`` counts what surrounds the program: the device's context,
+    communicator buffers, and the host time between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters,
+    where it has some (`shardwise.model.lora.AdapterFacts`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: OptimizerName | None = "adamw"
+    optimizer_states: int | None = 2
+    scalar_states: int = 1
+    optimizer_temporaries: float = 1.0
+    loop_temporaries: float = 0.0
+    activation_bytes: dict[str, int | None] = {}
+    logits_bytes: int | None = None
+    parameter_groups: tuple[tuple[str, ...], ...] | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    tokens: float | None = None
+    compiled: bool = False
+    fused_loss: bool = False
+    framework_overhead: bool = True
+    lora_rank: int = 16
+    lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
+    lora_dora: bool = False
+    double_quant: bool = True

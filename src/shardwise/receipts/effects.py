@@ -1,0 +1,234 @@
+"""The effects receipt: after the second step, what really took effect against what was planned.
+
+`EffectsProbe` watches one step of a session on every rank. What it sees comes from live tensors and from PyTorch's
+dispatcher; what it expects comes from the plan and the model's structure. A rank's finding is told to all ranks, so
+that all of them go on or all of them stop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+
+from torch import nn
+
+from shardwise.cost.memory.estimate_memory import held_elements
+from shardwise.distributed.process_group import gather_ints, gather_text
+from shardwise.measure import state
+from shardwise.model.facts import ModelSpec
+from shardwise.parallel.apply import parameter_names
+from shardwise.parallel.data_parallel.fsdp import reshard
+from shardwise.parallel.ownership import home_of
+from shardwise.plan.plan import Plan
+from shardwise.receipts.expected_part import shard_dim_of, shard_rank, used_spec
+from shardwise.receipts.lines.deepspeed_lines import SeenGradients, engine_lines
+from shardwise.receipts.lines.dtype_lines import compute_line
+from shardwise.receipts.lines.lora_lines import adapter_lines
+from shardwise.receipts.lines.optimizer_lines import state_lines, stepping_lines
+from shardwise.receipts.lines.option_lines import option_lines
+from shardwise.receipts.lines.sample_lines import digest, sample_lines
+from shardwise.receipts.lines.structure_lines import offload_lines, replica_lines, structure_lines, tied_lines
+from shardwise.receipts.lines.traffic_lines import is_reduction, traffic_lines
+from shardwise.receipts.receipt import Line, Receipt
+from shardwise.receipts.recorder import StepWatch
+from shardwise.train.optimizer import workload_of
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+
+PROBED_STEP = 2  # counted from the start of this process: the first step still allocates
+_COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
+_FACTORS = ("bfloat16", "float16", "float32", "float64")
+_AS_REAL = {"complex64": "float32", "complex128": "float64"}  # how DDP sends them
+
+
+class EffectsProbe:
+    """Observes the second step of a session and makes the effects receipt of it.
+
+    Args:
+        on_receipt: called on rank 0 with the receipt, before a false line raises.
+        strict: raise `ReceiptError` on all ranks when a line is false on any.
+        told: lines about the run that nothing here can check.
+    """
+
+    def __init__(
+        self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True, told: tuple[Line, ...] = ()
+    ) -> None:
+        self.told = told
+        self.receipt: Receipt | None = None
+        self._on_receipt = on_receipt
+        self._strict = strict
+        self._seen = 0
+        self._watch: StepWatch | None = None
+        self._before: set[str] = set()
+        self._gradients: SeenGradients | None = None
+        self._scale = 0.0
+
+    def on_prepared(self, session: Session) -> None:
+        """Nothing yet."""
+
+    def on_step_start(self, session: Session, step: Step) -> None:
+        """Start recording when it is the step to watch; where fp16's scaler skips that, the next is watched."""
+        self._stop_recording()
+        self._seen += 1
+        if self._seen < PROBED_STEP:
+            self._before = {digest(micro) for micro in step.micros}
+        if self.receipt is not None or self._seen < PROBED_STEP:
+            return
+        reshard(session.applied.outer)  # an evaluation may have left parameters gathered
+        self._scale = 0.0 if session.scaler is None else session.scaler.get_scale()
+        self._watch = StepWatch(session, step)
+
+    def on_gradients(self, session: Session, step: Step) -> None:
+        """An engine's gradients are gone at the end of the step: what there is of them is noted now."""
+        if self._watch is not None and session.applied.engine is not None:
+            self._gradients = SeenGradients.of(session.applied.engine)
+
+    def on_step_end(self, session: Session, step: Step) -> None:
+        """Stop recording, compare, and tell."""
+        if self._watch is None:
+            return
+        watch = self._watch
+        self._stop_recording()
+        skipped = _skipped(session, self._scale)
+        if all(skipped):
+            return
+        if session.applied.engine is not None:
+            own = [*engine_lines(session, step, watch, self._gradients)]
+        else:
+            own = effects_lines(session, step, watch)
+        lines = [*own, *sample_lines(session, step.micros, self._before)]
+        lines += tied_lines(session)
+        lines += [*replica_lines(session), *self.told]
+        if any(skipped):
+            found = f"rank {', '.join(str(rank) for rank, skips in enumerate(skipped) if skips)} alone"
+            lines.append(Line(name="an overflow skips the step on", planned="every rank", found=found, ok=False))
+        self.receipt = agree(session, "effects", lines)
+        if self._on_receipt is not None and session.ranks.is_main:
+            self._on_receipt(self.receipt)
+        if self._strict:
+            self.receipt.require()
+
+    def on_step_abandoned(self, session: Session, step: Step) -> None:
+        """Stop recording; a later step is looked at instead."""
+        self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._seen -= 1
+        self._watch = None
+
+
+def _skipped(session: Session, before: float) -> list[bool]:
+    """On which ranks fp16's scaler has just skipped a step: its scale fell. A later one is looked at where all did."""
+    if session.scaler is None:
+        return [False]
+    return [bool(row[0]) for row in gather_ints([int(session.scaler.get_scale() < before)], session.ranks)]
+
+
+def agree(session: Session, title: str, lines: list[Line]) -> Receipt:
+    """Rank 0's lines, where a line that is false on another rank is false, with that rank's finding and number.
+
+    Stages of a pipeline may have lines that rank 0 does not have.
+    """
+    texts = gather_text(json.dumps([line.model_dump() for line in lines]), session.ranks)
+    everyone = [{row["name"]: row for row in json.loads(text)} for text in texts]
+    merged = []
+    for name in dict.fromkeys(name for rows in everyone for name in rows):
+        versions = [(rank, rows[name]) for rank, rows in enumerate(everyone) if name in rows]
+        wrong = [(rank, version) for rank, version in versions if version["ok"] is False]
+        first, chosen = versions[0]
+        if (wrong or first) and len(texts) > 1:
+            rank, version = (wrong or versions)[0]
+            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            chosen = {**version, "found": f"{version['found']} (rank {rank}{others})"}
+        merged.append(Line(**chosen))
+    return Receipt(title=title, lines=tuple(merged))
+
+
+def effects_lines(session: Session, step: Step, watch: StepWatch) -> list[Line]:
+    """Every line that this rank can judge alone."""
+    return [
+        *_batch_lines(session, step),
+        *_dtype_lines(session, watch),
+        *_share_lines(session),
+        *traffic_lines(session, step, watch),
+        *structure_lines(session, step, watch.forwards),
+        *option_lines(session, step, watch),
+        *offload_lines(session),
+        *stepping_lines(session, watch.optimizer),
+        *adapter_lines(session),
+    ]
+
+
+def _same(name: str, planned: str, found: str) -> Line:
+    return Line(name=name, planned=planned, found=found, ok=planned == found)
+
+
+def _batch_lines(session: Session, step: Step) -> Iterator[Line]:
+    planned, found = session.plan.grad_accum, len(step.micros)
+    ok = None if found < planned else found == planned  # fewer only in the last, partial window of the data
+    yield Line(name="micro batches per step", planned=str(planned), found=str(found), ok=ok)
+
+
+def _dtype_lines(session: Session, watch: StepWatch) -> Iterator[Line]:
+    plan, spec, module, recorder = session.plan, used_spec(session), session.module, watch.recorder
+    own = ", ".join(sorted({p.dtype for p in spec.parameters}))
+    trained = ", ".join(sorted({p.dtype for p in spec.parameters if p.trainable}))
+    yield _same("parameter dtype", own, state.dtypes(_planned(session)))
+    if recorder.matmul_dtypes:
+        lower = _COMPUTE.get(plan.precision)
+        narrow = {lower} if lower else _computed(plan, spec, recorder.matmul_dtypes)
+        casts = plan.precision == "fp32" or plan.parsed.shards_parameters
+        yield compute_line(narrow, recorder, casts_weights=casts)
+    early, late = watch.optimizer.gradient_dtypes, state.dtypes(state.gradients(module))
+    yield _same("gradient dtype", trained, ", ".join(sorted(early)) if plan.optimizer_in_backward else late)
+    reducing = {item.dtype for item in recorder.collectives if is_reduction(session, item)}
+    if plan.dims.dp * plan.dims.cp > 1:
+        sent = sorted({_AS_REAL.get(p.dtype, p.dtype) for p in spec.parameters if p.trainable})
+        yield _same("reduction dtype", ", ".join(sent), ", ".join(sorted(reducing)) or "none")
+
+
+def _computed(plan: Plan, spec: ModelSpec, found: Collection[str]) -> set[str]:
+    """The dtypes that a plan without a narrower one multiplies in: of its weights, and fp32 where they are packed.
+
+    Integers, bytes and 8-bit floats are frozen and no factors; a complex parameter may be one or not.
+    """
+    kinds = {p.dtype for p in spec.parameters if p.dtype in _FACTORS or p.dtype in found}
+    return kinds | {"float32"} if plan.parsed.adapter == "qlora" else kinds
+
+
+def _share_lines(session: Session) -> Iterator[Line]:
+    plan, spec, module = session.plan, used_spec(session), session.module
+    rank, tp_rank = shard_rank(session), session.place.tp
+    held = {
+        p.name: held_elements(p, plan, rank, shard_dim=shard_dim_of(session, p.name), tp_rank=tp_rank)
+        for p in spec.parameters
+    }
+    trained = [p for p in spec.parameters if p.trainable]
+    whole = spec.num_parameters
+    yield _share("parameters held", sum(held.values()), state.local_elements(_planned(session)), whole)
+    expected = 0 if plan.optimizer_in_backward else sum(held[p.name] for p in trained)
+    found = state.local_elements(state.gradients(module))
+    yield _share("gradients held", expected, found, spec.num_trainable)
+    yield from state_lines(session, workload_of(session.optimizer, canonical_names(session)))
+
+
+def _planned(session: Session) -> list[nn.Parameter]:
+    """Parameters that `prepare` has seen; a frozen teacher, say, may have come since."""
+    known = {name for p in session.spec.parameters for name in (p.name, *p.aliases)}
+    names = canonical_names(session)
+    return [p for p in session.module.parameters() if names[id(p)] in known]
+
+
+def canonical_names(session: Session) -> dict[int, str]:
+    """The name of each parameter by its id, tied ones under the first of their names in the whole model."""
+    home, names = home_of(session.module), parameter_names(session.module)
+    return names if home is None else {key: home.canonical(name) for key, name in names.items()}
+
+
+def _share(name: str, planned: int, found: int, whole: int) -> Line:
+    def text(elements: int) -> str:
+        return f"{elements} of {whole} ({elements / whole:.1%})" if whole else str(elements)
+
+    return Line(name=name, planned=text(planned), found=text(found), ok=planned == found)

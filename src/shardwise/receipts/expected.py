@@ -1,0 +1,163 @@
+"""What a plan says a step must do: collectives, bytes, block calls. Pure functions of the plan and the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.model.facts import ModelSpec, ParameterSpec
+from shardwise.plan.plan import Plan
+
+Range = tuple[int, int]
+Unit = list[ParameterSpec]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls and bytes of one collective in one optimizer step, each from least to most.
+
+    ``calls`` is ``None`` where PyTorch decides it by buckets, ``num_bytes`` where nothing says it beforehand.
+    """
+
+    calls: Range | None
+    num_bytes: Range | None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How FSDP2's units move: cut over ``ranks``, reduced over ``replicas``, gathered ``again`` for backward."""
+
+    ranks: int
+    replicas: int
+    again: bool
+
+    @staticmethod
+    def of(plan: Plan) -> Reduction:
+        """That of ``plan``. A context-parallel rank is a data-parallel one for weights."""
+        dims, shards = plan.dims, plan.parsed.shards_parameters
+        ranks = dims.dp_shard * dims.cp if shards else 1
+        again = plan.parsed.reshards_after_forward or not shards
+        return Reduction(ranks, dims.dp * dims.cp // ranks, again)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How often a unit ran in a step: with gradients, in the last micro batch of those, and without any.
+
+    ``skipped``: how often it was gathered because other ranks run it, or may.
+    """
+
+    number: int
+    in_last: int
+    aside: int = 0
+    skipped: int = 0
+
+
+def expected_traffic(
+    spec: ModelSpec,
+    plan: Plan,
+    micros: int,
+    units: list[Unit] | None = None,
+    *,
+    once: bool = False,
+    calls: Mapping[str | None, Calls] | None = None,
+) -> dict[str, Traffic]:
+    """Each collective that must be seen in forward, backward and optimizer step; all others must not.
+
+    Bytes are those of the whole tensor, with the padding that even shards need. A range has two ends only where frozen
+    blocks leave open whether backward reaches them. ``units`` are sharding units, if they are not those of the whole
+    model; it is the data-parallel part of the traffic that is told, where there is more. With ``once`` weights are
+    gathered once in a step. ``calls`` are those of each block (``None`` for the rest), where they are not one for each
+    micro batch.
+    """
+    if plan.dims.dp * plan.dims.cp == 1:
+        return {}
+    if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
+        return _sharded_traffic(units_of(spec) if units is None else units, plan, micros, calls or {}, once=once)
+    reduced = sum(p.num_elements * p.itemsize for p in spec.parameters if p.trainable)
+    traffic = {"all_reduce": Traffic(None, (reduced, reduced))}
+    if plan.parsed.base == "zero1":
+        number = sum(p.trainable for p in spec.parameters)
+        traffic["broadcast"] = Traffic((number, number), (reduced, reduced))
+    return traffic
+
+
+def units_of(spec: ModelSpec) -> list[Unit]:
+    """Parameters of each sharding unit: the blocks, then the root's if it has any."""
+    units: dict[str | None, Unit] = {block: [] for block in spec.blocks}
+    for parameter in spec.parameters:
+        units.setdefault(parameter.block, []).append(parameter)
+    return [units[name] for name in units if units[name]]
+
+
+def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
+    """Elements once dim 0 is padded to a multiple of ``ranks``."""
+    if not parameter.shape or not parameter.shape[0]:
+        return parameter.num_elements
+    rows = parameter.shape[0]
+    return math.ceil(rows / ranks) * ranks * (parameter.num_elements // rows)
+
+
+def _sharded_traffic(
+    units: list[Unit], plan: Plan, micros: int, calls: Mapping[str | None, Calls], *, once: bool
+) -> dict[str, Traffic]:
+    way = Reduction.of(plan)
+    ranks = way.ranks
+    gathers, gathered, reduces, reduced, sliced = [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]
+    for unit in units:
+        block = unit[0].block
+        trained = [p for p in unit if p.trainable]
+        size = sum(padded_elements(p, ranks) * p.gathered_itemsize(plan.precision) for p in unit)
+        whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
+        again = way.again and not once and block is not None
+        uses = 1 if once else micros
+        ran = calls.get(block, Calls(uses, 1))
+        several = ran.number if plan.syncs_every_micro_batch else ran.in_last
+        often = (1, max(1, several)) if trained else (0, 0)
+        if plan.syncs_every_micro_batch and trained:
+            often = (micros, max(micros, several))
+        for end, times in enumerate(_gathers(ran, uses, again=again, trained=bool(trained))):
+            gathers[end] += times
+            gathered[end] += times * size
+            reduces[end] += often[end]
+            reduced[end] += often[end] * whole
+            sliced[end] += often[end] * (whole // ranks)
+    traffic = {}
+    if ranks > 1:
+        traffic["all_gather"] = Traffic(_ends(gathers), _ends(gathered))
+        traffic["reduce_scatter"] = Traffic(_ends(reduces), _ends(reduced))
+    if way.replicas > 1:
+        traffic["all_reduce"] = Traffic(_ends(reduces), _ends(sliced))
+    return traffic
+
+
+def _gathers(ran: Calls, micros: int, *, again: bool, trained: bool) -> Range:
+    """How often a unit is gathered: for each forward, and ``again`` for each backward, if backward reaches it.
+
+    Two forwards before a backward share what stays gathered, and the first of their backwards lets go of it. A unit
+    that did not run may be gathered all the same, to keep all ranks at one collective.
+    """
+    fewer, _ = sorted((ran.number, micros))
+    all_ran = ran.number + ran.skipped
+    more = max(all_ran, micros)
+    if again:
+        return ran.number + (fewer if trained else 0), 2 * more + ran.aside
+    return fewer, more + max(0, all_ran - micros) + ran.aside
+
+
+def _ends(pair: list[int]) -> Range:
+    return pair[0], pair[1]
+
+
+def expected_block_calls(spec: ModelSpec, plan: Plan, micros: int, calls: Mapping[str, int] | None = None) -> Range:
+    """Forward calls of the repeated blocks in one optimizer step, recomputed ones included.
+
+    ``calls`` are those of each block that are not recomputed, if they are not one for each micro batch; a backward may
+    then leave some out.
+    """
+    trained = {p.block for p in spec.parameters if p.trainable}
+    again = 0 if plan.recompute == "none" else 1
+    calls = dict.fromkeys(spec.blocks, micros) if calls is None else calls
+    reached = sum(min(micros, number) for block, number in calls.items() if block in trained)
+    return sum(calls.values()) + again * reached, sum(calls.values()) * (1 + again)

@@ -1,0 +1,202 @@
+"""What a rank's part of the model should be, and where its ranks stand: by plan and structure, not by what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+from shardwise.measure.collectives import OTHER, Axes
+from shardwise.model.facts import ModelSpec, ParameterSpec
+from shardwise.model.read import STAGE, clean_name
+from shardwise.parallel.ownership import home_of
+from shardwise.parallel.pipeline_parallel.schedule import padded_count
+from shardwise.plan.plan import Plan
+from shardwise.plan.stage_balance import balanced_stages
+from shardwise.train.session import Session
+from shardwise.train.step import Micro, Step
+
+
+def used_spec(session: Session) -> ModelSpec:
+    """This rank's part of the model; parameters that no rank has a gradient of count as frozen: nothing steps them.
+
+    A gradient that is there but was never reduced over the ranks is one all the same, and so is one that the backward
+    has stepped and freed.
+    """
+    home = home_of(session.module)
+    stepped = set() if session.in_backward is None else session.in_backward.stepped
+    named = session.module.named_parameters()
+    used = {clean_name(name) for name, p in named if p.grad is not None or id(p) in stepped}
+    used |= set(_never_reduced(session.module))
+    if home is not None:
+        used |= {home.canonical(name) for name in used}
+    spec = part_of(session)
+    parameters = (p.model_copy(update={"trainable": p.trainable and p.name in used}) for p in spec.parameters)
+    return spec.model_copy(update={"parameters": tuple(parameters)})
+
+
+def part_of(session: Session) -> ModelSpec:
+    """The blocks and parameters that this rank's stages should have; the whole model without a pipeline."""
+    spec = session.spec
+    if session.plan.dims.pp == 1:
+        return spec
+    blocks = {block for mine in planned_stages(session).values() for block in mine}
+    outside = {p.name for unit in root_units(session, spec) for p in unit}
+    kept = tuple(p for p in spec.parameters if p.block in blocks or p.name in outside)
+    return spec.model_copy(update={"parameters": kept, "blocks": tuple(b for b in spec.blocks if b in blocks)})
+
+
+def stage_blocks(session: Session) -> dict[int, tuple[str, ...]]:
+    """The blocks of each stage that is on this rank, as they are there: by stage number."""
+    live = {id(block) for block in session.applied.blocks}
+    found: dict[int, tuple[str, ...]] = {}
+    for name, child in session.module.named_children():
+        if name.startswith(STAGE):
+            inside = (clean_name(inner) for inner, part in child.named_modules() if id(part) in live)
+            found[int(name.removeprefix(STAGE))] = tuple(inside)
+    return found or {0: session.spec.blocks}
+
+
+def planned_stages(session: Session) -> dict[int, tuple[str, ...]]:
+    """The stages that this rank should have, and the blocks of each: as even as their work allows.
+
+    Stages are dealt out in turn, or there and back again for ``zbv``.
+    """
+    plan, decision, blocks = session.plan, session.applied.decision, session.spec.blocks
+    if plan.dims.pp == 1 or decision is None or decision.wiring is None:
+        return {0: blocks}
+    pp, wiring, rank = plan.dims.pp, decision.wiring, session.place.pp
+    number = pp * plan.virtual_stages
+    counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, number)
+    mine = [rank + turn * pp for turn in range(plan.virtual_stages)]
+    if plan.pipeline_schedule == "zbv":
+        mine = [rank, 2 * pp - 1 - rank]
+    return {stage: blocks[sum(counts[:stage]) : sum(counts[: stage + 1])] for stage in mine}
+
+
+def run_micros(session: Session, step: Step) -> list[Micro]:
+    """The micro batches that are computed: a pipeline's schedule may need some more, which are fillers."""
+    micros = list(step.micros)
+    if session.plan.dims.pp == 1:
+        return micros
+    return micros + [micros[-1]] * (padded_count(session.plan, len(micros)) - len(micros))
+
+
+def tokens_of(micros: Sequence[Micro]) -> list[tuple[int, int]] | None:
+    """Samples and length of each micro batch; ``None`` where its inputs do not say so (images, two sequences)."""
+    found = []
+    for micro in micros:
+        leaves = [
+            leaf for leaf in _pytree.tree_leaves(micro.inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim == 2
+        ]
+        shapes = {(leaf.shape[0], leaf.shape[1]) for leaf in leaves if not leaf.is_floating_point()}
+        if len(shapes) != 1:
+            return None
+        found += list(shapes)
+    return found
+
+
+def keeps_gathered(plan: Plan) -> bool:
+    """Whether a pipeline gathers sharded weights once for all micro batches of a step."""
+    whole = plan.parsed.base == "zero2" or plan.pipeline_schedule in ("interleaved-zero-bubble", "zbv")
+    return plan.dims.pp > 1 and whole
+
+
+def root_units(session: Session, spec: ModelSpec) -> list[list[ParameterSpec]]:
+    """Parameters outside of the blocks as sharding units: what each stage uses, where it uses any.
+
+    The first stage has what is used before the first block, the last one what is used after the last, or never.
+    """
+    outside = [p for p in spec.parameters if p.block is None]
+    decision = session.applied.decision
+    if decision is None or decision.wiring is None:
+        return [outside] if outside else []
+    units = []
+    for blocks in planned_stages(session).values():
+        names: set[str] = set()
+        if session.spec.blocks[0] in blocks:
+            names |= decision.wiring.before
+        if session.spec.blocks[-1] in blocks:
+            names |= {name for p in outside for name in (p.name, *p.aliases)} - decision.wiring.before
+            names |= decision.wiring.after
+        mine = [p for p in outside if not names.isdisjoint((p.name, *p.aliases))]
+        units += [mine] if mine else []
+    return units
+
+
+def shard_rank(session: Session) -> int:
+    """Where this rank stands among those that FSDP2 cuts parameters over, which are context-parallel ranks, too."""
+    dims, place = session.plan.dims, session.place
+    return place.dp % dims.dp_shard * dims.cp + place.cp
+
+
+def shard_dim_of(session: Session, name: str) -> int | None:
+    """The dim that tensor parallel cuts a parameter along; ``None`` where it is whole on each of its ranks."""
+    decision = session.applied.decision
+    layout = None if decision is None else decision.layout
+    return None if layout is None else layout.shard_dim.get(name)
+
+
+def group_of(module: FSDPModule) -> Any:
+    """FSDP2's parameter group of a unit; ``None`` where it manages none."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def holding_units(module: nn.Module) -> list[FSDPModule]:
+    """FSDP2's units inside ``module`` that manage parameters."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    return [unit for unit in units if group_of(unit) is not None and group_of(unit).fsdp_params]
+
+
+def _never_reduced(module: nn.Module) -> Iterator[str]:
+    for unit in holding_units(module):
+        for held in group_of(unit).fsdp_params:
+            whole = getattr(held, "_unsharded_param", None)
+            if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                yield clean_name(str(held._param_fqn))
+
+
+def axis_of(session: Session) -> Axes | None:
+    """The name of the axis that a collective goes over, by its own name and its ranks; ``None`` for plain plans.
+
+    Ranks of a context-parallel group are data-parallel ranks, too, and may well be the same: only their exchanges are
+    all-to-all.
+    """
+    plan, meshes = session.plan, session.applied.meshes
+    if not plan.dims.splits_model or meshes is None:
+        return None
+    cp = " × cp" if plan.dims.cp > 1 else ""
+    groups: dict[tuple[int, ...], str] = {}
+    if meshes.data.ndim > 1 and plan.parsed.base == "hsdp":
+        names = ["dp_replicate", f"dp_shard{cp}"]
+    else:
+        names = [f"dp{cp}"] * meshes.data.ndim
+    for index, name in enumerate(names):
+        groups[_ranks(meshes.data.get_group(index))] = name
+    if isinstance(session.applied.outer, DistributedDataParallel):
+        groups[_ranks(session.applied.outer.process_group)] = f"dp{cp}"
+    for kind in ("pp", "tp"):
+        mesh = getattr(meshes, kind)
+        if mesh is not None:
+            groups[_ranks(mesh.get_group())] = kind
+    exchanging = None if meshes.cp is None else _ranks(meshes.cp.get_group())
+
+    def axis(name: str, ranks: tuple[int, ...]) -> str:
+        return "cp" if name == "all_to_all" and ranks == exchanging else groups.get(ranks, OTHER)
+
+    return axis
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group runs on gloo, which scatters sums by exchanging pieces."""
+    return str(dist.get_backend(group)) == "gloo"

@@ -1,0 +1,202 @@
+"""The effects receipt under an engine that shards, reduces and updates by itself: judged from its live objects.
+
+What is planned comes from the plan and the model's structure, by ZeRO's arithmetic as DeepSpeed documents it: under
+ZeRO-1 and 2 the trained parameters of a group are flattened, padded to a multiple of twice the ranks and cut; under
+ZeRO-3 each parameter is flattened, padded to a multiple of the ranks and cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.measure import state
+from shardwise.model.read import clean_name
+from shardwise.parallel.engines.engine import Engine, Held
+from shardwise.plan.deepspeed_stages import Place, Swapped, optimizer_place, parameter_place, swapped, zero_stage
+from shardwise.receipts.lines.dtype_lines import compute_line
+from shardwise.receipts.lines.structure_lines import block_line
+from shardwise.receipts.receipt import Line
+from shardwise.receipts.recorder import StepWatch
+from shardwise.train.optimizer import workload_of
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+from shardwise.units import bytes_text
+
+_COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_WHERE: dict[Place, str] = {"device": "the device", "cpu": "host memory", "nvme": "NVMe"}
+
+
+@dataclass(frozen=True)
+class SeenGradients:
+    """The gradients of an engine between the last backward and the update: elements on this rank, and dtypes."""
+
+    elements: int
+    dtypes: str
+
+    @staticmethod
+    def of(engine: Engine) -> SeenGradients:
+        """Those that are there now."""
+        held = engine.held()
+        return SeenGradients(state.local_elements(held.gradients), state.dtypes(held.gradients))
+
+
+def engine_lines(session: Session, step: Step, watch: StepWatch, seen: SeenGradients | None) -> Iterator[Line]:
+    """Every line that this rank can judge alone. ``seen`` is what was noted when the gradients were there."""
+    engine: Any = session.applied.engine
+    held = engine.held()
+    plan = session.plan
+    yield _same("engine", f"DeepSpeed, ZeRO-{zero_stage(plan)}", f"DeepSpeed, ZeRO-{engine.live_stage()}")
+    yield from _batch_lines(session, step, engine)
+    yield from _dtype_lines(session, watch, held, seen)
+    yield from _share_lines(session, engine, held, seen)
+    yield from _place_lines(session, engine, held)
+    yield from _structure_lines(session, step, watch)
+    yield from _traffic_lines(session, step, watch)
+
+
+def _same(name: str, planned: str, found: str) -> Line:
+    return Line(name=name, planned=planned, found=found, ok=planned == found)
+
+
+def _batch_lines(session: Session, step: Step, engine: Any) -> Iterator[Line]:
+    planned, found = session.plan.grad_accum, len(step.micros)
+    ok = None if found < planned else found == planned  # fewer only in the last, partial window of the data
+    yield Line(name="micro batches per step", planned=str(planned), found=str(found), ok=ok)
+    asked = "off" if step.clip_norm is None else f"{step.clip_norm:g}"
+    clips = float(engine.zero.clip_grad)
+    yield _same("gradient clipping", asked, f"{clips:g}" if clips else "off")
+
+
+def _dtype_lines(session: Session, watch: StepWatch, held: Held, seen: SeenGradients | None) -> Iterator[Line]:
+    compute = _COMPUTE[session.plan.precision]
+    if held.parameters:
+        yield _same("parameter dtype", compute, state.dtypes(held.parameters))
+    if watch.recorder.matmul_dtypes:
+        yield compute_line({compute}, watch.recorder, casts_weights=True)
+    if held.masters:
+        yield _same("fp32 weights' dtype", "float32", state.dtypes(held.masters))
+    if seen is not None:
+        yield _same("gradient dtype", "float32", seen.dtypes)
+    reducing = {item.dtype for item in watch.recorder.collectives if _reduces(item)}
+    if session.dp > 1:
+        yield _same("reduction dtype", "float32", ", ".join(sorted(reducing)) or "none")
+    if held.states:
+        yield _same("optimizer state dtype", "float32", state.dtypes(held.states))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Elements that a rank should hold, padding included: parameters that compute, and the optimizer's share."""
+
+    parameters: int
+    stepped: int
+
+
+def planned_elements(session: Session, groups: tuple[tuple[str, ...], ...]) -> Planned:
+    """ZeRO's arithmetic over the model's structure; ``groups`` are the names in each of the optimizer's groups."""
+    plan, ranks, spec = session.plan, session.dp, session.spec
+    sizes = {name: p.num_elements for p in spec.parameters for name in (p.name, *p.aliases)}
+    trained = {name for p in spec.parameters if p.trainable for name in (p.name, *p.aliases)}
+    if zero_stage(plan) == 3:
+        shares = {p.name: math.ceil(p.num_elements / ranks) for p in spec.parameters}
+        stepped = sum(math.ceil(sizes[name] / ranks) for group in groups for name in group if name in trained)
+        return Planned(sum(shares.values()), stepped)
+    whole = [sum(sizes[name] for name in group if name in trained) for group in groups]
+    return Planned(spec.num_parameters, sum(2 * math.ceil(number / (2 * ranks)) for number in whole))
+
+
+def _share_lines(session: Session, engine: Any, held: Held, seen: SeenGradients | None) -> Iterator[Line]:
+    spec = session.spec
+    planned, away = planned_elements(session, engine.groups), _planned_swap(session, engine)
+    there = " in memory" if session.plan.parsed.nvme else ""
+    found = state.local_elements(held.parameters)
+    yield _share(f"parameters held{there}", planned.parameters - away.parameters, found, spec.num_parameters)
+    stepped = planned.stepped - away.stepped
+    yield _share(f"fp32 weights held{there}", stepped, state.local_elements(held.masters), spec.num_trainable)
+    if seen is not None:
+        yield _share("gradients held", planned.stepped, seen.elements, spec.num_trainable)
+    states = workload_of(session.optimizer).optimizer_states
+    if states is not None:
+        found = state.local_elements(held.states)
+        yield _share(f"optimizer state held{there}", stepped * states, found, spec.num_trainable * states)
+
+
+def _planned_swap(session: Session, engine: Any) -> Swapped:
+    """What of it should be on the drive."""
+    spec = session.spec
+    sizes = {name: p.num_elements for p in spec.parameters for name in (p.name, *p.aliases)}
+    trained = {name for p in spec.parameters if p.trainable for name in (p.name, *p.aliases)}
+    groups = [[sizes[name] for name in group if name in trained] for group in engine.groups]
+    return swapped(session.plan, (p.num_elements for p in spec.parameters), groups)
+
+
+def _place_lines(session: Session, engine: Any, held: Held) -> Iterator[Line]:
+    """Where state and parameters rest, by DeepSpeed's own switches and by the files that are there."""
+    plan = session.plan
+    state_at, weights_at = engine.places()
+    yield _same("optimizer state rests in", _WHERE[optimizer_place(plan)], _WHERE[state_at])
+    if zero_stage(plan) == 3:
+        yield _same("parameters rest in", _WHERE[parameter_place(plan)], _WHERE[weights_at])
+    if plan.device == "cuda" and optimizer_place(plan) != "nvme":
+        home = "cpu" if plan.parsed.offload else "cuda"
+        yield _same("optimizer state's device", home, state.devices([*held.masters, *held.states]))
+    if plan.parsed.nvme:
+        yield _swap_line(session, engine, held)
+
+
+def _swap_line(session: Session, engine: Any, held: Held) -> Line:
+    """At least the bytes of what should be swapped lie in this rank's files under the folder of the plan."""
+    plan, states = session.plan, workload_of(session.optimizer).optimizer_states or 0
+    expected = _planned_swap(session, engine).num_bytes(plan, states)
+    inside = [path for path in held.swapped if plan.nvme_path and path.is_relative_to(plan.nvme_path)]
+    found = sum(path.stat().st_size for path in inside if path.is_file())
+    small = "" if expected else ": no part is large enough for DeepSpeed to swap (1 MiB on a rank)"
+    return Line(
+        name="swapped to NVMe",
+        planned=f"≥ {bytes_text(expected)} under {plan.nvme_path}{small}",
+        found=f"{bytes_text(found)} in {len(inside)} files",
+        ok=found >= expected if expected else None,
+    )
+
+
+def _structure_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+    plan, spec, module = session.plan, session.spec, session.module
+    if spec.blocks:
+        yield block_line(spec, plan, len(step.micros), watch.forwards, plan.recompute)
+    if spec.tied:
+        live = {clean_name(n): id(p) for n, p in module.named_parameters(remove_duplicate=False)}
+        planned = ", ".join(" = ".join(names) for names in spec.tied)
+        untied = [" ≠ ".join(names) for names in spec.tied if len({live.get(name) for name in names}) > 1]
+        yield Line(name="tied parameters", planned=planned, found=", ".join(untied) or planned, ok=not untied)
+
+
+def _reduces(item: Any) -> bool:
+    return item.phase == "backward" and item.name != "all_gather" and item.name != "broadcast"
+
+
+def _traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+    """Gradients are reduced once in a step under ZeRO-1, and after each micro batch under ZeRO-2 and 3."""
+    if session.dp == 1:
+        return
+    times = 1 if zero_stage(session.plan) == 1 else len(step.micros)
+    found = sum(item.num_bytes for item in watch.recorder.collectives if _reduces(item))
+    least = session.spec.num_trainable * 4 * times
+    most = least + sum(4 * 2 * session.dp * times for p in session.spec.parameters if p.trainable)
+    yield Line(
+        name="gradients reduced per step",
+        planned=f"{bytes_text(least)} ({times} × fp32), and padding",
+        found=bytes_text(found),
+        ok=least <= found <= most,
+    )
+    gathered = sum(item.num_bytes for item in watch.recorder.collectives if item.name == "all_gather")
+    yield Line(name="all_gather per step", planned="DeepSpeed decides", found=bytes_text(gathered), ok=None)
+
+
+def _share(name: str, planned: int, found: int, whole: int) -> Line:
+    def text(elements: int) -> str:
+        return f"{elements} of {whole} ({elements / whole:.1%})" if whole else str(elements)
+
+    return Line(name=name, planned=text(planned), found=text(found), ok=planned == found)

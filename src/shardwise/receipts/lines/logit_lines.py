@@ -1,0 +1,76 @@
+"""How many logits are there at once: the largest tensor over the vocabulary from the head to its backward's end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.model.read import clean_name
+from shardwise.parallel.chunked_loss import chunk_rows
+from shardwise.receipts.receipt import Line
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+
+
+class LogitsWatch:
+    """Looks at every tensor that is made from the head's forward to the end of its backward. ``rows`` is the most.
+
+    What has as many columns as the vocabulary counts, unless it has the shape of the head's weight.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.rows = 0
+        self._session = session
+        self._on = False
+        decision = session.applied.decision
+        found = None if decision is None else decision.head
+        self.vocab = 0 if found is None else found.vocab
+        self._weight = torch.Size()
+        self._hook = None
+        if found is not None:
+            head = next(part for name, part in session.module.named_modules() if clean_name(name) == found.name)
+            self._hook = head.register_forward_pre_hook(self._enter)
+
+    def stop(self) -> None:
+        """End; what was seen stays."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._on = False
+
+    def look(self, operator: Any, made: Any) -> None:
+        """At what an operator has made."""
+        if not self._on:
+            return
+        if self._session.phase not in ("forward", "backward"):
+            self._on = False
+            return
+        schema = getattr(operator, "_schema", None)
+        if schema is None or any(result.alias_info is not None for result in schema.returns):
+            return  # a view, or what was there before
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            wide = isinstance(tensor, torch.Tensor) and tensor.ndim > 1 and tensor.shape[-1] == self.vocab
+            if wide and tensor.shape != self._weight:
+                self.rows = max(self.rows, tensor.numel() // self.vocab)
+
+    def _enter(self, head: nn.Module, args: Any) -> None:
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, torch.Tensor) and torch.is_grad_enabled():
+            self._weight, self._on = weight.shape, True
+            if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+                args[0].register_hook(self._leave)
+
+    def _leave(self, gradient: torch.Tensor) -> None:
+        self._on = False
+
+
+def logits_line(session: Session, step: Step, watch: LogitsWatch) -> Line:
+    """Rows of logits at once: of the largest micro batch, divided by the plan's chunks, and those that were seen."""
+    chunks, name = session.plan.loss_chunks, "logits at once"
+    sizes = [micro.labels.numel() for micro in step.micros if isinstance(micro.labels, torch.Tensor)]
+    rows = max((chunk_rows(size, chunks) for size in sizes), default=0)
+    planned = f"{rows} × {watch.vocab} (of {max(sizes, default=0)} rows, in {chunks} chunks)"
+    if not watch.rows or not sizes:
+        return Line(name=name, planned=planned, found="no logits were made by the head's loss", ok=None)
+    return Line(name=name, planned=planned, found=f"{watch.rows} × {watch.vocab}", ok=watch.rows <= rows)

@@ -1,0 +1,105 @@
+"""Lines on adapters: which layers have one, what was frozen, and where the packed base rests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.cost.memory.estimate_memory import held_elements
+from shardwise.measure import state
+from shardwise.model.facts import ModelSpec
+from shardwise.model.read import clean_name, dtype_name
+from shardwise.parallel.lora.adapters import NAME, Adapters, adapted_layers, adapters_of
+from shardwise.parallel.precision import DTYPES
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.plan import Plan
+from shardwise.receipts.expected_part import shard_rank, used_spec
+from shardwise.receipts.receipt import Line
+from shardwise.train.session import Session
+from shardwise.units import bytes_text
+
+_PARTS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
+
+
+def adapter_lines(session: Session) -> Iterator[Line]:
+    """What this rank can judge alone; nothing where neither the plan nor the module has adapters."""
+    plan, module = session.plan, session.module
+    found = adapters_of(module)
+    if plan.parsed.adapter == "none" and found is None:
+        return
+    layers = adapted_layers(module)
+    planned = _planned_text(plan.adapter or AdapterOptions(), () if found is None else found.targets)
+    yield _same("adapters", planned, _found_text(layers))
+    yield from _base_lines(plan, module)
+    if plan.parsed.adapter == "qlora" and found is not None:
+        yield from _packed_lines(session, used_spec(session), found)
+
+
+def _planned_text(options: AdapterOptions, targets: tuple[str, ...]) -> str:
+    return _text(len(targets), {options.rank}, {options.scale}, {options.dropout}, {options.dora})
+
+
+def _found_text(layers: dict[str, nn.Module]) -> str:
+    ranks, scales, dropouts, doras = set(), set(), set(), set()
+    for layer in layers.values():
+        held: Any = layer
+        ranks |= {held.lora_A[NAME].weight.shape[0], held.lora_B[NAME].weight.shape[1]}
+        scales.add(held.scaling[NAME])
+        dropouts.add(getattr(held.lora_dropout[NAME], "p", 0.0))
+        doras.add(NAME in held.lora_magnitude_vector)
+    active = [held for held in layers.values() if not getattr(held, "disable_adapters", False)]
+    return _text(len(active), ranks, scales, dropouts, doras)
+
+
+def _text(number: int, ranks: set[int], scales: set[float], dropouts: set[float], doras: set[bool]) -> str:
+    text = f"{number} layers, rank {_joined(ranks)}, scale {_joined(scales)}, dropout {_joined(dropouts)}"
+    return f"{text}, DoRA" if doras == {True} else text
+
+
+def _joined(values: set[Any]) -> str:
+    return "/".join(f"{value:.4g}" for value in sorted(values)) or "none"
+
+
+def _base_lines(plan: Plan, module: nn.Module) -> Iterator[Line]:
+    """The base is frozen, and rests in the dtype that is computed in; packed weights have a line of their own."""
+    base = [p for name, p in module.named_parameters() if not any(part in clean_name(name) for part in _PARTS)]
+    trained = sum(p.requires_grad for p in base)
+    kept = [p for p in base if p.is_floating_point()]
+    found = f"{state.dtypes(kept)}, {trained} trained"
+    planned = state.dtypes(kept) if plan.precision == "fp32" else dtype_name(DTYPES[plan.precision])
+    yield _same("base weights", f"{planned}, 0 trained", found)
+
+
+def _packed_lines(session: Session, spec: ModelSpec, adapters: Adapters) -> Iterator[Line]:
+    """Bytes of the 4-bit weights that rest here, and of their scales, which are whole on every rank."""
+    from shardwise.parallel.lora.quantize import packing_layers
+
+    names = {f"{name}.weight" for name in adapters.packed}
+    whole = sum(p.num_elements for p in spec.parameters if p.name in names)
+    rank = shard_rank(session)
+    planned = sum(held_elements(p, session.plan, rank) for p in spec.parameters if p.name in names)
+    here, kinds = 0, set()
+    for layer in packing_layers(session.module):
+        weight = layer.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        here += local.nbytes if layer.quant_state is not None else 0
+        state_of = layer.quant_state
+        kinds.add("not packed" if state_of is None else _packing_text(state_of.quant_type, state_of.nested))
+    options = session.plan.adapter or AdapterOptions()
+    kind = _packing_text(options.quant_type, options.double_quant)
+
+    def text(number: int, kind: str) -> str:
+        return f"{number} bytes of {whole} ({number / max(1, whole):.1%}, {bytes_text(number)}), {kind}"
+
+    yield _same("packed weights held", text(planned, kind), text(here, "/".join(sorted(kinds))))
+
+
+def _packing_text(kind: str, nested: bool) -> str:
+    return f"{kind}, scales packed" if nested else kind
+
+
+def _same(name: str, planned: str, found: str) -> Line:
+    return Line(name=name, planned=planned, found=found, ok=planned == found)

@@ -1,0 +1,164 @@
+"""Lines on the optimizer: what state it keeps, where it steps, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from shardwise.cost.memory.estimate_memory import held_shape, stepped_groups, zero1_shares
+from shardwise.cost.memory.optimizer_state import LEAN, lean_dtypes, lean_state_bytes
+from shardwise.measure import state
+from shardwise.model.facts import ModelSpec, ParameterSpec
+from shardwise.model.read import clean_name, dtype_name
+from shardwise.optim.adafactor import Adafactor, sharing, summed_elements
+from shardwise.parallel.ownership import home_of
+from shardwise.plan.workload import Workload
+from shardwise.receipts.expected import Range, Reduction, Traffic
+from shardwise.receipts.expected_part import axis_of, shard_dim_of, shard_rank, used_spec
+from shardwise.receipts.receipt import Line
+from shardwise.train.session import Session
+from shardwise.units import bytes_text
+
+
+class OptimizerWatch:
+    """What an optimizer steps, seen as it begins to: each parameter with a gradient, where it lies, and the phase."""
+
+    def __init__(self, session: Session) -> None:
+        self.phases: dict[int, str] = {}  # by the id of the parameter
+        self.devices: set[str] = set()
+        self.gradient_dtypes: set[str] = set()
+        self._session = session
+        self._hook = session.optimizer.register_step_pre_hook(self._see)
+
+    def stop(self) -> None:
+        """End; what was seen stays."""
+        self._hook.remove()
+
+    def _see(self, optimizer: Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.phases[id(parameter)] = self._session.phase
+                    self.devices.add(state.local(parameter).device.type)
+                    self.gradient_dtypes.add(dtype_name(parameter.grad.dtype))
+
+
+def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
+    """Where the optimizer steps, and how many parameters it steps before the backward is over."""
+    plan = session.plan
+    if plan.parsed.engine != "torch":  # its own optimizer steps
+        return
+    planned = "cpu" if plan.parsed.offload else session.device.type
+    found = ", ".join(sorted(watch.devices)) or "nothing"
+    yield Line(name="optimizer steps on", planned=planned, found=found, ok=planned == found)
+    early = sum(phase == "backward" for phase in watch.phases.values())
+    if plan.optimizer_in_backward or early:
+        whole = sum(p.trainable for p in used_spec(session).parameters)
+        planned = f"{whole if plan.optimizer_in_backward else 0} of {whole} parameters"
+        found = f"{early} of {whole} parameters"
+        yield Line(name="stepped during backward", planned=planned, found=found, ok=planned == found)
+
+
+def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
+    """Dtypes and size of the optimizer's state: elements, or bytes where state is not shaped as the parameters are."""
+    states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
+    spec = _with_state(session, used_spec(session))
+    trained = {p.dtype for p in spec.parameters if p.trainable}
+    mine, every = _stepped(session, spec, workload)
+    lean = workload.optimizer if workload.optimizer in LEAN else None
+    if states:
+        kinds = trained if lean is None else lean_dtypes([p.shape for p in mine], trained, workload)
+        planned, found = ", ".join(sorted(kinds)), state.dtypes(states)
+        yield Line(name="optimizer state dtype", planned=planned, found=found, ok=planned == found)
+    if workload.optimizer_states is None:
+        return
+    held = {p.name: _held(session, p) for p in every}
+    if lean is None:
+        number = workload.optimizer_states
+        expected = sum(_product(held[p.name]) for p in mine) * number
+        seen, whole = state.local_elements(states), sum(p.num_elements for p in every) * number
+        texts = [f"{n} of {whole} ({n / whole:.1%})" if whole else str(n) for n in (expected, seen)]
+    else:
+        sizes = {p.name: _lean_bytes(session, p, held[p.name], workload) for p in mine}
+        expected, seen = sum(sizes.values()), state.local_bytes(states)
+        texts = [f"{lean}: {bytes_text(n)}" for n in (expected, seen)]
+    yield Line(name="optimizer state held", planned=texts[0], found=texts[1], ok=expected == seen)
+
+
+def _with_state(session: Session, spec: ModelSpec) -> ModelSpec:
+    """``spec``, where what an earlier step has made state of counts as trained: all ranks may skip it in this one."""
+    inner, home = getattr(session.optimizer, "optim", session.optimizer), home_of(session.module)
+    kept = {clean_name(name) for name, p in session.module.named_parameters() if inner.state.get(p)}
+    if home is not None:
+        kept |= {home.canonical(name) for name in kept}
+    trained = {p.name for p in session.spec.parameters if p.trainable}
+    parameters = (
+        p.model_copy(update={"trainable": p.trainable or (p.name in kept and p.name in trained)})
+        for p in spec.parameters
+    )
+    return spec.model_copy(update={"parameters": tuple(parameters)})
+
+
+def _stepped(session: Session, spec: ModelSpec, workload: Workload) -> tuple[list[ParameterSpec], list[ParameterSpec]]:
+    """The parameters with dimensions whose state is here, and all that the optimizer steps."""
+    groups = stepped_groups(spec, workload)
+    mine = every = [p for group in groups for p in group if p.shape]
+    ranks = session.plan.dims.dp * session.plan.dims.cp
+    if session.plan.parsed.base == "zero1" and ranks > 1:
+        dealt = zero1_shares(stepped_groups(session.spec, workload), ranks)[session.ranks.rank]  # whether used or not
+        here = {p.name for p in dealt}
+        mine = [p for p in every if p.name in here]
+    return mine, every
+
+
+def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -> tuple[int, ...]:
+    return held_shape(
+        parameter,
+        session.plan,
+        shard_rank(session) if rank is None else rank,
+        shard_dim=shard_dim_of(session, parameter.name),
+        tp_rank=session.place.tp,
+    )
+
+
+def _lean_bytes(session: Session, parameter: ParameterSpec, held: tuple[int, ...], workload: Workload) -> int:
+    fullest = _held(session, parameter, 0)
+    return lean_state_bytes(parameter.shape, held, fullest, parameter.itemsize, workload)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def with_optimizer_traffic(session: Session, spec: ModelSpec, expected: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    """``expected``, with what Adafactor adds up over the ranks that shard a parameter.
+
+    Two all-reduces for all parameters of a dtype together, or for each alone where they are stepped in the backward.
+    """
+    plan = session.plan
+    optimizer = getattr(session.optimizer, "optim", session.optimizer)
+    if not isinstance(optimizer, Adafactor) or not plan.parsed.shards_parameters or Reduction.of(plan).ranks == 1:
+        return dict(expected)
+    trained = [p for p in spec.parameters if p.trainable]
+    rounds = len(trained) if plan.optimizer_in_backward else len({p.dtype for p in trained})
+    size = sum(sum(summed_elements(p.shape)) * max(p.itemsize, 4) for p in trained)
+    name = f"all_reduce{_over(session)}"
+    before = expected.get(name, Traffic((0, 0), (0, 0)))
+    return {**expected, name: Traffic(_plus(before.calls, 2 * rounds), _plus(before.num_bytes, size))}
+
+
+def _over(session: Session) -> str:
+    """The axis that shards parameters, as lines of plans that cut the model name it."""
+    axes = axis_of(session)
+    groups = (sharing(p) for p in session.module.parameters() if p.requires_grad)
+    group = next((group for group in groups if group is not None), None)
+    if axes is None or group is None:
+        return ""
+    return f" over {axes('all_reduce', tuple(dist.get_process_group_ranks(group)))}"
+
+
+def _plus(ends: Range | None, more: int) -> Range | None:
+    return None if ends is None else (ends[0] + more, ends[1] + more)

@@ -1,0 +1,133 @@
+"""Lines on the options of a plan that show in nothing else: each turns false when its option did not take effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.parallel.data_parallel.fsdp import gathered_ahead
+from shardwise.receipts.expected_part import planned_stages, root_units, run_micros, tokens_of, used_spec
+from shardwise.receipts.lines.logit_lines import logits_line
+from shardwise.receipts.receipt import Line
+from shardwise.receipts.recorder import StepWatch
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+
+_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+
+
+def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+    """What this rank can judge alone."""
+    dims = session.plan.dims
+    if dims.splits_model:
+        yield _mesh_line(session)
+    if dims.tp > 1:
+        yield from _tensor_lines(session, step, watch)
+    if dims.pp > 1:
+        yield _schedule_line(session, step, watch)
+    if session.plan.compile or watch.compiled is not None:
+        yield _compile_line(session, watch)
+    if session.plan.async_tp:
+        import torch._inductor.config
+
+        yield _same("async tensor parallel", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
+    if session.plan.prefetch > 1:
+        yield _prefetch_line(session, watch)
+    if session.plan.loss_chunks > 1:
+        yield logits_line(session, step, watch.head)
+
+
+def _mesh_line(session: Session) -> Line:
+    """The axes as they are, beside the degrees of the plan."""
+    dims, meshes = session.plan.dims, session.applied.meshes
+    planned = {"pp": dims.pp, "dp": dims.dp, "cp": dims.cp, "tp": dims.tp}
+    found = dict.fromkeys(planned, 1)
+    if meshes is not None:
+        found |= {axis: mesh.size() for axis in ("pp", "cp", "tp") if (mesh := getattr(meshes, axis)) is not None}
+        found["dp"] = meshes.data_ranks // found["cp"]
+    return _same(
+        "mesh", *(" × ".join(f"{axis} {degree}" for axis, degree in sizes.items()) for sizes in (planned, found))
+    )
+
+
+def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
+    """The schedule by its class, and by how many micro batches were on their way through a stage at once."""
+    plan, pipeline = session.plan, session.applied.pipeline
+    number, stages = len(run_micros(session, step)), plan.dims.pp * plan.virtual_stages
+    flies: int | None = None
+    if plan.virtual_stages == 1:
+        gpipe = plan.pipeline_schedule == "gpipe"
+        flies = number if gpipe else min(number, plan.dims.pp - session.place.pp)
+    name = _SCHEDULES[plan.pipeline_schedule]
+    if name == "Schedule1F1B" and number < stages:  # both are the same then, and torch's 1F1B refuses
+        name = "ScheduleGPipe"
+    used = None if pipeline is None else pipeline._schedules.get(number)
+    most = flying = 0
+    for span in watch.spans:
+        flying += {"forward": 1, "backward": -1, "backward-input": -1}.get(span.kind, 0)
+        most = max(most, flying)
+    tail = " micro batches in flight"
+    planned = name if flies is None else f"{name}, {flies}{tail}"
+    found = type(used).__name__ if flies is None else f"{type(used).__name__}, {most}{tail}"
+    return _same("pipeline schedule", planned, found)
+
+
+def _compile_line(session: Session, watch: StepWatch) -> Line:
+    """Every forward of a block was one compiled graph."""
+    blocks = len(session.applied.blocks) if session.plan.compile else 0
+    calls, runs = watch.compiled_calls
+    graphs = 0 if watch.compiled is None else watch.compiled.blocks
+    planned = f"{blocks}, one graph for each of {watch.block_calls} forwards" if blocks else "none"
+    return _same("blocks compiled", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
+
+
+def _prefetch_line(session: Session, watch: StepWatch) -> Line:
+    """How many blocks FSDP2 is told to gather ahead, and how many units were gathered when the first block ran."""
+    depth, forward = session.plan.prefetch, gathered_ahead(session.module)[0]
+    if session.plan.dims.pp > 1:  # stages run in turn
+        return _same("blocks gathered ahead", str(min(depth, _longest(session))), str(forward))
+    spec, tail = used_spec(session), "gathered when the first one ran"
+    ahead = min(depth, len(spec.blocks))
+    units = len(root_units(session, spec)) + min(len(spec.blocks), 1 + depth)
+    found = f"{forward}, {watch.gathers_before_first} units {tail}"
+    return _same("blocks gathered ahead", f"{ahead}, {units} units {tail}", found)
+
+
+def _longest(session: Session) -> int:
+    """Blocks of the longest stage here: more cannot be gathered ahead."""
+    return max(len(blocks) for blocks in planned_stages(session).values())
+
+
+def _same(name: str, planned: str, found: str) -> Line:
+    return Line(name=name, planned=planned, found=found, ok=planned == found)
+
+
+def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+    plan, decision = session.plan, session.applied.decision
+    layout = None if decision is None else decision.layout
+    if layout is None:
+        return
+    known = tokens_of(step.micros)
+    if watch.lengths and known is not None:
+        lengths = {length for _, length in known}
+        whole = watch.lengths <= lengths
+        cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not whole
+        found = (
+            "on" if cut else "off" if whole else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
+        )
+        yield _same("sequence parallel", "on" if plan.sequence_parallel else "off", found)
+    if watch.logits and layout.vocab:
+        widths = ", ".join(str(width) for width in sorted(watch.logits))
+        found = "off" if layout.vocab in watch.logits else "on"
+        planned = "on" if plan.loss_parallel else "off"
+        yield Line(
+            name="loss parallel",
+            planned=planned,
+            found=f"{found} (logits of {widths} of {layout.vocab} on a rank)",
+            ok=planned == found,
+        )

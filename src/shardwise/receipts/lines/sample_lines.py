@@ -1,0 +1,87 @@
+"""Who was given which samples: compared over ranks by hash."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch.utils import _pytree
+
+from shardwise.distributed.process_group import gather_ints, gather_text
+from shardwise.receipts.receipt import Line
+from shardwise.train.session import Session
+from shardwise.train.step import Micro
+
+DISTINCT = "samples across ranks"
+SHARED = "samples within model groups"
+PACKED = "documents in a sample"
+
+
+def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Iterator[Line]:
+    """No micro batch of this step was given to two ranks; ranks that work on one sample together had the same.
+
+    Where the data repeats itself from step to step (``before`` are the last step's hashes), as when one batch is
+    overfitted on purpose, that is told and not held against the run. Under context parallel a rank has a chunk of each
+    sample; chunks without a label (padding) may well be alike, and are left out.
+    """
+    dims = session.plan.dims
+    mine = [digest(micro) for micro in micros if not micro.filler and (dims.cp == 1 or micro.num_tokens)]
+    repeats = any(row[0] for row in gather_ints([int(bool(before & set(mine)))], session.ranks))
+    everyone = [text.split() for text in gather_text(" ".join(mine), session.ranks)]
+    places = [dims.place(rank) for rank in range(len(everyone))]
+    teams: dict[tuple[int, int], list[int]] = {}
+    for rank, place in enumerate(places):
+        teams.setdefault((place.dp, place.cp), []).append(rank)
+    one_of_each = {ranks[0]: everyone[ranks[0]] for ranks in teams.values()}
+    yield _distinct(one_of_each, session.dealer, repeats=repeats)
+    size = dims.tp * dims.pp
+    if size > 1:
+        odd = [rank for ranks in teams.values() for rank in ranks if everyone[rank] != everyone[ranks[0]]]
+        found = f"other samples on ranks {', '.join(map(str, odd))}" if odd else f"the same on each {size} ranks"
+        yield Line(name=SHARED, planned=f"the same on each {size} ranks", found=found, ok=not odd)
+
+
+def packed_line(*, mask_borders: bool) -> Line:
+    """What packing means, told and not checked: attention goes across documents, whatever their borders' labels."""
+    borders = "first tokens without loss" if mask_borders else "first tokens with loss"
+    return Line(name=PACKED, planned="packed", found=f"attend to each other, {borders}", ok=None)
+
+
+def _distinct(everyone: dict[int, list[str]], dealer: str, *, repeats: bool) -> Line:
+    """The line over one rank of each team."""
+    holders: dict[str, list[int]] = {}
+    for rank, digests in everyone.items():
+        for text in digests:
+            holders.setdefault(text, []).append(rank)
+    total = sum(len(digests) for digests in everyone.values())
+    twice = [ranks for ranks in holders.values() if len(ranks) > 1]
+    found = f"{len(holders)} distinct"
+    if twice:
+        found += f"; the same samples on ranks {', '.join(str(r) for r in sorted(set(twice[0])))}"
+        if dealer:
+            found += (
+                f": the loader's {dealer} knows its rank, or sharded=True says so, and was trusted to give each rank "
+                "other samples; if it gives all ranks the same, call session.steps(loader, sharded=False)"
+            )
+    if repeats:
+        found += "; the data repeats itself from step to step"
+    ok = None if repeats else not twice
+    return Line(name=DISTINCT, planned=f"{total} distinct", found=found, ok=ok)
+
+
+def digest(micro: Micro) -> str:
+    """A hash over all tensors of a micro batch."""
+    found = hashlib.blake2b(digest_size=8)
+    for leaf in _pytree.tree_leaves((micro.inputs, micro.labels)):
+        if isinstance(leaf, torch.Tensor):
+            found.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode() + tensor_bytes(leaf))
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a plain tensor, in order."""
+    flat = tensor.detach().to("cpu").contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,187 @@
+"""Lines on how the model stands: sharding units, stages, tied parameters, block forwards, where state lives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardwise.distributed.process_group import gather_text
+from shardwise.measure import state
+from shardwise.model.facts import ModelSpec
+from shardwise.model.read import clean_name
+from shardwise.plan.plan import Plan
+from shardwise.receipts.expected import expected_block_calls, units_of
+from shardwise.receipts.expected_part import (
+    group_of,
+    holding_units,
+    planned_stages,
+    root_units,
+    run_micros,
+    stage_blocks,
+    used_spec,
+)
+from shardwise.receipts.lines.forward_lines import Forwards
+from shardwise.receipts.lines.sample_lines import tensor_bytes
+from shardwise.receipts.lines.traffic_lines import range_text
+from shardwise.receipts.receipt import Line
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+
+REPLICAS_APART = 1e-3  # of a norm; 16-bit compute gives the same bits on each rank too, as inputs are the same
+REPLICAS_FLOOR = 1e-4
+
+
+def structure_lines(session: Session, step: Step, forwards: Forwards) -> Iterator[Line]:
+    """What this rank can judge alone."""
+    plan, spec, module = session.plan, used_spec(session), session.module
+    unused = _trainable_here(session, spec) - spec.num_trainable
+    if unused:
+        found = f"{unused} of {_trainable_here(session, spec)} trainable elements take no part in the loss"
+        yield Line(name="gradients missing", planned="none", found=found, ok=None)
+    cuts = plan.dims.tp * plan.dims.pp > 1
+    if plan.parsed.shards_parameters or (cuts and plan.dims.dp * plan.dims.cp > 1):
+        blocks = [unit for unit in units_of(spec) if unit[0].block is not None]
+        planned = len(blocks) + len(root_units(session, spec))
+        yield _same("sharding units", str(planned), str(len(holding_units(module))))
+    if spec.blocks:
+        visible = plan.model_copy(update={"recompute": "none"}) if plan.compile else plan
+        inside = " inside of the compiled blocks" if plan.compile and plan.recompute != "none" else ""
+        yield block_line(spec, visible, len(run_micros(session, step)), forwards, f"{plan.recompute}{inside}")
+    tied = [names if plan.dims.pp == 1 else _present(module, names) for names in spec.tied]
+    tied = [names for names in tied if len(names) > 1]
+    if tied:
+        planned_text = ", ".join(" = ".join(names) for names in tied)
+        untied = [" ≠ ".join(names) for names in tied if not _is_tied(module, names)]
+        yield Line(name="tied parameters", planned=planned_text, found=", ".join(untied) or planned_text, ok=not untied)
+    if plan.dims.pp > 1:
+        yield _same("stages here", _stages_text(planned_stages(session)), _stages_text(stage_blocks(session)))
+
+
+def block_line(spec: ModelSpec, plan: Plan, micros: int, forwards: Forwards, recompute: str) -> Line:
+    """Forwards of blocks: one of each in every forward of the model, or as it made them, and the recomputed ones."""
+    calls = forwards.of_blocks(spec.blocks, micros)
+    least, most = expected_block_calls(spec, plan, micros, calls)
+    own = forwards.recomputed if plan.recompute == "none" else 0  # by a checkpoint of the model's own
+    found = forwards.block_calls - own
+    number = forwards.number or micros
+    often = f"; {number} forwards of the model" if number != micros else ""
+    planned = f"{range_text((least, most), str)} (recompute {recompute}{often})"
+    text = f"{found}, and {own} recomputed by the model itself" if own else str(found)
+    return Line(name="block forwards per step", planned=planned, found=text, ok=least <= found <= most)
+
+
+def _stages_text(stages: dict[int, tuple[str, ...]]) -> str:
+    return "; ".join(f"{number}: {', '.join(blocks)}" for number, blocks in sorted(stages.items()))
+
+
+def _trainable_here(session: Session, used: ModelSpec) -> int:
+    here = {p.name for p in used.parameters}
+    return sum(p.num_elements for p in session.spec.parameters if p.trainable and p.name in here)
+
+
+def _same(name: str, planned: str, found: str) -> Line:
+    return Line(name=name, planned=planned, found=found, ok=planned == found)
+
+
+def _live(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _present(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Those names of a tied parameter that this rank's stages use."""
+    live = _live(module)
+    return tuple(name for name in names if name in live)
+
+
+def _is_tied(module: nn.Module, names: Iterable[str]) -> bool:
+    live = _live(module)
+    return len({id(live.get(name)) for name in names}) == 1
+
+
+def offload_lines(session: Session) -> Iterator[Line]:
+    """Where parameters and optimizer state rest."""
+    plan, module = session.plan, session.module
+    if not plan.parsed.shards_parameters:
+        return
+    offloading = {isinstance(group_of(unit).offload_policy, CPUOffloadPolicy) for unit in holding_units(module)}
+    tensors = [*module.parameters(), *(t for t in state.optimizer_tensors(session.optimizer) if t.ndim)]
+    where = state.devices(tensors)
+    home = "cpu" if plan.parsed.offload else session.device.type
+    planned = f"{home}, offload {'on' if plan.parsed.offload else 'off'}"
+    found = f"{where}, offload {'/'.join(sorted('on' if o else 'off' for o in offloading))}"
+    yield _same("state lives on", planned, found)
+
+
+def tied_lines(session: Session) -> Iterator[Line]:
+    """Every block is on one stage, and what several stages share has the same values on each; collective."""
+    plan, spec = session.plan, session.spec
+    if plan.dims.pp == 1:
+        return
+    live = _live(session.module)
+    hashes = {}
+    for names in spec.tied:
+        part = next((live[name] for name in names if name in live), None)
+        if part is not None:
+            hashes[names[0]] = hashlib.blake2b(tensor_bytes(state.local(part)), digest_size=8).hexdigest()
+    mine = {"blocks": [b for blocks in stage_blocks(session).values() for b in blocks], "hashes": hashes}
+    everyone = [json.loads(text) for text in gather_text(json.dumps(mine), session.ranks)]
+    places = [plan.dims.place(rank) for rank in range(len(everyone))]
+    mates = [
+        rank
+        for rank, p in enumerate(places)
+        if (p.dp, p.cp, p.tp) == (session.place.dp, session.place.cp, session.place.tp)
+    ]
+    counts = [len(everyone[rank]["blocks"]) for rank in mates]
+    blocks = sorted(block for rank in mates for block in everyone[rank]["blocks"])
+    sizes = " + ".join(str(count) for count in counts)
+    planned = f"each of {len(spec.blocks)} blocks on one of {plan.dims.pp} ranks"
+    ok = blocks == sorted(spec.blocks) and all(counts)
+    yield Line(name="stages", planned=planned, found=f"{sizes} blocks" if ok else f"{sizes}: not each on one", ok=ok)
+    shared = {
+        name: [everyone[rank]["hashes"][name] for rank in mates if name in everyone[rank]["hashes"]]
+        for name in (names[0] for names in spec.tied)
+    }
+    shared = {name: found for name, found in shared.items() if len(found) > 1}
+    if shared:
+        apart = [name for name, found in shared.items() if len(set(found)) > 1]
+        planned = f"{', '.join(shared)}: the same on each stage"
+        yield Line(
+            name="tied over stages",
+            planned=planned,
+            found=f"{', '.join(apart)}: not the same" if apart else planned,
+            ok=not apart,
+        )
+
+
+def replica_lines(session: Session) -> Iterator[Line]:
+    """What every tensor-parallel rank holds whole has the same gradient on each; collective.
+
+    A gradient that each rank has a part of, or works out from other numbers, drifts apart without any other sign. What
+    is zero but for rounding (a key's bias) is left out.
+    """
+    plan = session.plan
+    if plan.dims.tp == 1:
+        return
+    mine: dict[str, float] = {}
+    for name, parameter in session.module.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and _is_whole_over_tp(gradient):
+            mine[clean_name(name)] = float(state.local(gradient).double().norm())
+    everyone = [json.loads(text) for text in gather_text(json.dumps(mine), session.ranks)]
+    first = everyone[session.ranks.rank - session.place.tp]
+    floor = REPLICAS_FLOOR * max([*first.values(), 0.0])
+    apart = [n for n, norm in mine.items() if abs(norm - first.get(n, 0.0)) > REPLICAS_APART * max(norm, floor)]
+    planned = f"{len(mine)} gradients: the same on each of {plan.dims.tp} ranks"
+    more = f" and {len(apart) - 2} more" if len(apart) > 2 else ""
+    found = f"not the same: {', '.join(apart[:2])}{more}" if apart else planned
+    yield Line(name="replicas over tp", planned=planned, found=found, ok=not apart)
+
+
+def _is_whole_over_tp(gradient: DTensor) -> bool:
+    axes = gradient.device_mesh.mesh_dim_names or ()
+    return "tp" in axes and gradient.placements[axes.index("tp")].is_replicate()

@@ -1,0 +1,85 @@
+"""Lines on what ranks have sent each other, beside what the plan says that they send."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from shardwise.measure.collectives import OTHER, Collective
+from shardwise.receipts.expected import Traffic, expected_traffic
+from shardwise.receipts.expected_collectives import cut_traffic
+from shardwise.receipts.expected_part import part_of, run_micros, used_spec
+from shardwise.receipts.lines.optimizer_lines import with_optimizer_traffic
+from shardwise.receipts.receipt import Line
+from shardwise.receipts.recorder import StepWatch
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+from shardwise.units import bytes_text
+
+_OWN_AXES = ("tp", "cp", "pp")
+
+
+def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+    """A line for each collective that is expected or was seen; over each axis, where the plan cuts the model."""
+    stepped, reduced = used_spec(session), part_of(session)  # what has no gradient is reduced as zeros all the same
+    if session.plan.dims.splits_model:
+        sent = cut_traffic(session, reduced, run_micros(session, step), watch)
+        found = _cut_totals(session, watch.recorder.collectives)
+    else:
+        calls = watch.forwards.of_units(reduced.blocks)
+        sent = expected_traffic(reduced, session.plan, len(step.micros), calls=calls)
+        found = watch.recorder.totals()
+    expected = with_optimizer_traffic(session, stepped, sent)
+    for name in sorted({*expected, *found}):
+        line = _line(name, expected.get(name), *found.get(name, (0, 0)))
+        fused = session.plan.async_tp and " over tp " in line.name  # inside of kernels that multiply, too
+        yield line.model_copy(update={"ok": None}) if fused else line
+
+
+def _line(name: str, expected: Traffic | None, calls: int, size: int) -> Line:
+    if expected is None:
+        return Line(name=f"{name} per step", planned="none", found=f"{calls} calls, {bytes_text(size)}", ok=False)
+    parts, ok = [], True
+    if expected.calls is not None:
+        parts.append(f"{range_text(expected.calls, str)} calls")
+        ok = expected.calls[0] <= calls <= expected.calls[1]
+    if expected.num_bytes is not None:
+        parts.append(range_text(expected.num_bytes, bytes_text))
+        ok = ok and expected.num_bytes[0] <= size <= expected.num_bytes[1]
+    planned = ", ".join(parts)
+    return Line(name=f"{name} per step", planned=planned, found=f"{calls} calls, {bytes_text(size)}", ok=ok)
+
+
+def range_text(ends: tuple[int, int], text: Callable[[int], str]) -> str:
+    """One number, or from least to most."""
+    return text(ends[0]) if ends[0] == ends[1] else f"{text(ends[0])} to {text(ends[1])}"
+
+
+def _cut_totals(session: Session, collectives: list[Collective]) -> dict[str, tuple[int, int]]:
+    """Calls and bytes by collective and axis."""
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for item in collectives:
+        if is_planned(session, item):
+            name = f"{item.name} over {item.axis}"
+            calls, size = found[name]
+            found[name] = (calls + 1, size + item.num_bytes)
+    return dict(found)
+
+
+def is_planned(session: Session, item: Collective) -> bool:
+    """Whether a collective is the plan's business: not what the session itself says, nor what a user's forward does.
+
+    A pipeline runs forwards and backwards in turn, and all of it is one phase; DDP's book-keeping is in forward.
+    """
+    if item.phase in ("backward", "optimizer"):
+        return True
+    if item.phase != "forward" or item.axis == OTHER:
+        return False
+    return item.axis in _OWN_AXES or item.name == "all_gather" or session.applied.pipeline is not None
+
+
+def is_reduction(session: Session, item: Collective) -> bool:
+    """Whether a collective reduces gradients over data-parallel ranks."""
+    if item.name == "all_gather" or item.axis in _OWN_AXES:
+        return False
+    return item.phase == "backward" or (item.phase == "forward" and is_planned(session, item))

@@ -1,0 +1,144 @@
+"""What is seen of one step through hooks: block forwards, hidden states, logits, gathers ahead of their use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from shardwise.measure.collectives import CollectiveRecorder
+from shardwise.model.read import CHECKPOINT_WRAPPER_PART, clean_name
+from shardwise.parallel.compile import compiled_of
+from shardwise.parallel.context_parallel.attention import exchanged_calls, first_sequence
+from shardwise.parallel.pipeline_parallel.stage_runtime import Span
+from shardwise.receipts.expected_part import axis_of
+from shardwise.receipts.lines.forward_lines import Forwards
+from shardwise.receipts.lines.logit_lines import LogitsWatch
+from shardwise.receipts.lines.optimizer_lines import OptimizerWatch
+from shardwise.train.session import Session
+from shardwise.train.step import Step
+
+
+class StepWatch:
+    """Hooks on the blocks and the head, and the recorder of collectives, on for one step."""
+
+    def __init__(self, session: Session, step: Step) -> None:
+        self.forwards = Forwards(session, step)
+        self.widths: set[int] = set()  # of the hidden states that enter blocks
+        self.lengths: set[int] = set()  # of those that enter blocks but the first, where a sequence is cut
+        self._first = session.spec.blocks[0] if session.spec.blocks else ""
+        self.logits: set[int] = set()
+        self.gathers_before_first: int | None = None
+        self.recorder = CollectiveRecorder(lambda: session.phase, axis_of(session))
+        self.head = LogitsWatch(session)
+        self.optimizer = OptimizerWatch(session)
+        self.recorder.looker = self.head.look if self.head.vocab else None
+        decision = session.applied.decision
+        self._wiring = None if decision is None else decision.wiring
+        self._layout = None if decision is None else decision.layout
+        self._samples = {
+            tokens.shape[0] for micro in step.micros if (tokens := first_sequence(micro.inputs)) is not None
+        }
+        self._hooks = [
+            inner.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
+            for name, inner in inner_blocks(session).items()
+        ]
+        self._hooks += [head.register_forward_hook(self._leave_head) for head in heads(session)]
+        self._hooks += self.forwards.hooks
+        self.spans: list[Span] = []
+        self._pipeline = session.applied.pipeline
+        if self._pipeline is not None:
+            self._pipeline.spans = self.spans
+        self.compiled = compiled_of(session.module)
+        self._compiled_before = (0, 0) if self.compiled is None else (self.compiled.calls, self.compiled.runs)
+        self._module, self._exchanged_before = session.module, exchanged_calls(session.module)
+        self.recorder.__enter__()
+
+    @property
+    def exchanged(self) -> int:
+        """Attentions on exchanged heads in this step, recomputed ones too."""
+        return exchanged_calls(self._module) - self._exchanged_before
+
+    @property
+    def block_calls(self) -> int:
+        """Forwards of blocks in this step, recomputed ones too."""
+        return self.forwards.block_calls
+
+    @property
+    def compiled_calls(self) -> tuple[int, int]:
+        """Forwards of compiled blocks, and of their graphs, in this step."""
+        if self.compiled is None:
+            return 0, 0
+        calls, runs = self._compiled_before
+        return self.compiled.calls - calls, self.compiled.runs - runs
+
+    def stop(self) -> None:
+        """End; what was seen stays."""
+        self.recorder.__exit__(None, None, None)
+        self.head.stop()
+        self.optimizer.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._pipeline is not None:
+            self._pipeline.spans = None
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.forwards.block(name)
+        if not torch.is_grad_enabled():  # an evaluation inside the step is the user's own
+            return
+        if self.gathers_before_first is None:
+            gathers = (item for item in self.recorder.collectives if item.name == "all_gather")
+            self.gathers_before_first = sum(item.axis not in ("tp", "cp", "pp") for item in gathers)
+        hidden = self._hidden(name, args, kwargs)
+        if hidden is not None:
+            self.widths.add(hidden.shape[-1])
+            if name != self._first:
+                self.lengths.add(hidden.shape[1])
+
+    def _hidden(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """The hidden state among a block's arguments: where the plan has found it, or the likely one."""
+        place: int | str | None = None
+        if self._wiring is not None and name in self._wiring.calls:
+            place = self._wiring.calls[name].argument
+        elif self._layout is not None and self._layout.first:
+            place = self._layout.hidden[1]
+        if isinstance(place, int) and place < len(args):
+            found = args[place]
+        elif place in kwargs:
+            found = kwargs[place]
+        else:
+            leaves = (leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            likely = (t for t in leaves if t.is_floating_point() and t.ndim >= 3 and t.shape[0] in self._samples)
+            found = next(likely, None)
+        return found if isinstance(found, torch.Tensor) and found.ndim >= 3 else None
+
+    def _leave_head(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and torch.is_grad_enabled():
+            self.logits.add(output.shape[-1])
+
+
+def inner_blocks(session: Session) -> dict[str, nn.Module]:
+    """The blocks of this rank by name, inside of what recompute has put around them; compiled ones from outside."""
+    names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in session.module.named_modules()}
+    inside = CHECKPOINT_WRAPPER_PART.rstrip(".")
+    return {
+        names[id(block)]: block if session.plan.compile else getattr(block, inside, block)
+        for block in session.applied.blocks
+    }
+
+
+def heads(session: Session) -> Iterator[nn.Module]:
+    """The module whose columns are those of the vocabulary, under tensor parallel, if it is on this rank."""
+    decision = session.applied.decision
+    layout = None if decision is None else decision.layout
+    if layout is None:
+        return
+    names = {name for name, cut in layout.modules.items() if cut.kind in ("colwise_gather", "colwise_loss")}
+    for name, part in session.module.named_modules():
+        if clean_name(name) in names and any(p is not None for p in part._parameters.values()):
+            yield part

@@ -1,0 +1,318 @@
+"""The charts as Plotly figures: plain dicts, drawn by plotly.js in the reader's browser.
+
+A colour written ``var:name`` is looked up in the style sheet when a chart is drawn, so that one figure serves the light
+and the dark page. Plotly reads tags in texts, so names that come from a file are escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwise.measure.step_time.timing import BETWEEN, WAITS, Timing
+from shardwise.report.html.layout_parts import colour, ordered, words
+from shardwise.report.html.run_record import Column, Curve, Evaluation, Memory, Samples, Save, Series
+
+Figure = dict[str, Any]
+SMALL = 0.005
+"""A part below this share of a step is drawn with the others like it: it would be no wider than a line."""
+SMOOTHED = 60
+"""Points from which on a line through their running median is drawn over them."""
+RANKS = 16
+"""Ranks that are drawn; of more, those that work longest and those that work shortest."""
+CURVES = 6
+MIB, GIB = 2**20, 2**30
+_AXIS = {"gridcolor": "var:grid", "linecolor": "var:line", "zeroline": False, "automargin": True, "ticks": ""}
+
+
+def figure(data: Sequence[Figure], *, x: str, y: str, height: int = 300, **layout: Any) -> Figure:
+    """A figure in the page's style; ``x`` and ``y`` are the titles of the axes, with units."""
+    base: Figure = {
+        "height": height,
+        "margin": {"l": 8, "r": 16, "t": 12, "b": 8},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13, "color": "var:soft"},
+        "hoverlabel": {"bgcolor": "var:card", "bordercolor": "var:line", "font": {"color": "var:ink"}},
+        "showlegend": False,
+        "xaxis": {**_AXIS, "title": {"text": x, "standoff": 10}, "showgrid": False},
+        "yaxis": {**_AXIS, "title": {"text": y, "standoff": 10}},
+    }
+    for key, value in layout.items():
+        base[key] = {**base[key], **value} if isinstance(base.get(key), dict) else value
+    return {"data": list(data), "layout": base}
+
+
+def running_median(values: Column, width: int) -> list[float | None]:
+    """The median of each value's neighbourhood of ``width`` values; fewer at the ends."""
+    half = width // 2
+    found: list[float | None] = []
+    for place in range(len(values)):
+        known = [v for v in values[max(0, place - half) : place + half + 1] if v is not None]
+        found.append(statistics.median(known) if known else None)
+    return found
+
+
+def _line(x: Sequence[Any], y: Sequence[Any], name: str, tone: str, **more: Any) -> Figure:
+    line = {"color": tone, "width": 2.5, **more.pop("line", {})}
+    mode = "lines" if len(x) > 1 else "markers"
+    return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "name": name, "line": line, **more}
+
+
+def _measured(series: Series, values: Column, name: str, digits: str) -> list[Figure]:
+    """The points; where they are many, pale ones and their running median."""
+    hover = f"step %{{x:,}}: %{{y:{digits}}}<extra></extra>"
+    if len(values) < SMOOTHED:
+        return [_line(series.step, values, name, "var:accent", hovertemplate=hover, marker={"color": "var:accent"})]
+    pale = _line(series.step, values, name, "var:pale", line={"width": 1}, hovertemplate=hover)
+    middle = running_median(values, max(5, len(values) // 40))
+    return [pale, _line(series.step, middle, f"{name}, running median", "var:accent", hoverinfo="skip")]
+
+
+def _end_label(series: Series, values: Column, digits: str) -> list[Figure]:
+    """The last known value, written at the end of its line."""
+    known = [(step, value) for step, value in zip(series.step, values, strict=True) if value is not None]
+    if not known:
+        return []
+    step, value = known[-1]
+    font = {"color": "var:ink", "size": 13}
+    place = {"x": step, "y": value, "xanchor": "right", "yanchor": "bottom", "yshift": 6, "showarrow": False}
+    return [{**place, "text": f"<b>{value:{digits}}</b>", "font": font}]
+
+
+def loss_figure(series: Series) -> Figure | None:
+    """Training loss over steps; ``None`` where there is none."""
+    if not any(value is not None for value in series.loss):
+        return None
+    data = _measured(series, series.loss, "loss", ".4f")
+    return figure(data, x="step", y="training loss (nats a token)", annotations=_end_label(series, series.loss, ".3f"))
+
+
+def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
+    """Held-out bits per byte over steps; ``None`` for fewer than two evaluations, which a sentence tells better."""
+    if len(evaluations) < 2:
+        return None
+    x, y = [e.step for e in evaluations], [e.heldout_bits_per_byte for e in evaluations]
+    hover = "step %{x:,}: %{y:.4f}<extra></extra>"
+    line = _line(x, y, "held out", "var:accent", marker={"color": "var:accent", "size": 8}, hovertemplate=hover)
+    line |= {"mode": "lines+markers+text", "text": [f"{value:.2f}" for value in y], "textposition": "top center"}
+    if len(evaluations) > 8:
+        line["mode"] = "lines+markers"
+    pad = (max(y) - min(y)) * 0.25 or 0.1
+    return figure([line], x="step", y="bits per byte", height=240, yaxis={"range": [min(y) - pad, max(y) + pad]})
+
+
+def throughput_figure(series: Series, median: float | None, saves: Sequence[Save]) -> Figure | None:
+    """Tokens a second over steps, with the run's figure as a line and checkpoints as ticks."""
+    if not any(value is not None for value in series.tokens_per_s):
+        return None
+    shapes, notes = [], []
+    if median is not None:
+        dash = {"color": "var:soft", "width": 1.5, "dash": "dash"}
+        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": median, "y1": median, "line": dash})
+        where = {"xref": "paper", "x": 1, "y": median, "xanchor": "right", "yanchor": "bottom", "yshift": 10}
+        notes.append(
+            {
+                **where,
+                "showarrow": False,
+                "text": f"{_thousands(median)} tokens/s",
+                "font": {"color": "var:ink", "size": 12},
+            }
+        )
+    data = _measured(series, series.tokens_per_s, "tokens/s", ",.0f")
+    if saves:
+        tick = {"symbol": "triangle-up", "size": 9, "color": "var:p-checkpoint"}
+        hover = "checkpoint after step %{x:,}<extra></extra>"
+        marks = {"type": "scatter", "mode": "markers", "marker": tick, "name": "checkpoint", "hovertemplate": hover}
+        data.append({**marks, "x": [s.step for s in saves], "y": [0] * len(saves), "cliponaxis": False})
+    top = max(value for value in series.tokens_per_s if value is not None)
+    axis = {"range": [0, top * 1.2]}
+    return figure(data, x="step", y="tokens a second", yaxis=axis, shapes=shapes, annotations=notes)
+
+
+def _thousands(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def parts_figure(series: Series) -> Figure | None:
+    """Seconds of a step by part, stacked, over steps; ``None`` where the run logged none.
+
+    Beside the figure: ``keys``, what its colours are, and ``off_scale``, the steps that its axis leaves out.
+    """
+    sums = {part: sum(v or 0.0 for v in column) for part, column in series.parts_s.items()}
+    whole = sum(sums.values())
+    if not whole:
+        return None
+    heights = [sum(column[i] or 0.0 for column in series.parts_s.values()) for i in range(len(series.step))]
+    top = _scale(heights)
+    unit, name = _unit(top)
+    large = [part for part in ordered(sums) if sums[part] / whole >= SMALL]
+    small = [part for part in sums if part not in large and sums[part] > 0]
+    stacks = [(words(part), colour(part), series.parts_s[part]) for part in large]
+    if small:
+        rest = tuple(sum(series.parts_s[part][i] or 0.0 for part in small) for i in range(len(series.step)))
+        label = words(small[0]) if len(small) == 1 else f"{len(small)} parts below {SMALL:.1%} each"
+        stacks.append((label, "p-between", rest))
+    data = []
+    for label, tone, column in stacks:
+        y = [None if value is None else value * unit for value in column]
+        area = {"stackgroup": "one", "fillcolor": f"var:{tone}", "line": {"width": 0.5, "color": "var:card"}}
+        hover = f"%{{y:.3~g}} {name}"
+        one = {
+            "type": "scatter",
+            "mode": "lines",
+            "x": list(series.step),
+            "y": y,
+            "name": html.escape(label),
+            "hovertemplate": hover,
+        }
+        data.append({**one, **area})
+    axis = {"range": [0, top * unit * 1.08]}
+    drawn = figure(data, x="step", y=f"{name} a step", height=320, yaxis=axis, hovermode="x unified")
+    beyond = [
+        f"step {s:,} ({h * unit:,.0f} {name})" for s, h in zip(series.step, heights, strict=True) if h > top * 1.08
+    ]
+    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+    return {**drawn, "keys": [(tone, label) for label, tone, _ in stacks], "off_scale": ", ".join(beyond[:3]) + more}
+
+
+def _scale(heights: Sequence[float]) -> float:
+    """The top of an axis: the highest, unless that is a single peak far above all others, such as a first step's."""
+    ordinary = statistics.quantiles(heights, n=50)[-1] if len(heights) > 20 else max(heights)
+    return max(heights) if max(heights) < 1.5 * ordinary else max(h for h in heights if h <= 1.5 * ordinary)
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return (1e3, "ms") if seconds < 1 else (1.0, "s")
+
+
+def shown_ranks(timing: Timing) -> list[int]:
+    """Ranks to draw: all, or of many those that work longest and shortest themselves, in order."""
+
+    def own(rank: int) -> float:
+        return sum(
+            v for part, v in timing.ranks[rank].items() if part not in (*WAITS, *BETWEEN, "slowest_rank", "pipeline")
+        )
+
+    everyone = list(range(len(timing.ranks)))
+    if len(everyone) <= RANKS:
+        return everyone
+    by_work = sorted(everyone, key=own)
+    return sorted({*by_work[: RANKS // 4], *by_work[-(RANKS - RANKS // 4) :]})
+
+
+def ranks_figure(timing: Timing) -> Figure | None:
+    """One bar a rank, split into parts; ``None`` for a single rank, whose parts are the table's.
+
+    Beside the figure: ``keys``, ``unit`` and ``whose``, the ranks in words.
+    """
+    ranks = shown_ranks(timing)
+    if len(ranks) < 2:
+        return None
+    unit, name = _unit(timing.step_s)
+    told = [{p: v for p, v in one.items() if v > 0 and p not in BETWEEN} for one in timing.ranks]
+    seen = dict.fromkeys(part for rank in ranks for part in told[rank])
+    data = []
+    for part in ordered(seen):
+        values = [told[rank].get(part, 0.0) for rank in ranks]
+        text = [f"{value * unit:.3g}" if value > 0.08 * timing.step_s else "" for value in values]
+        bar: Figure = {
+            "type": "bar",
+            "orientation": "h",
+            "y": [f"rank {rank}" for rank in ranks],
+            "name": html.escape(words(part)),
+        }
+        bar |= {"x": [value * unit for value in values], "marker": {"color": f"var:{colour(part)}"}, "text": text}
+        bar |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+        data.append({**bar, "hovertemplate": f"%{{fullData.name}}: %{{x:.3~g}} {name}<extra>%{{y}}</extra>"})
+    axis: Figure = {
+        "yaxis": {"autorange": "reversed", "showgrid": False, "title": {"text": ""}},
+        "xaxis": {"showgrid": True},
+    }
+    drawn = figure(data, x=f"{name} a step", y="", height=76 + 36 * len(ranks), barmode="stack", bargap=0.3, **axis)
+    few = "each rank" if len(ranks) == len(timing.ranks) else f"{len(ranks)} of {len(timing.ranks)} ranks"
+    whose = few if few == "each rank" else f"{few}, those that work longest and those that work shortest themselves"
+    return {**drawn, "keys": [(colour(p), words(p)) for p in ordered(seen)], "unit": name, "whose": whose}
+
+
+def memory_figure(memory: Memory) -> Figure | None:
+    """Predicted and measured peaks by phase; ``None`` where nothing was measured."""
+    if not memory.peaks:
+        return None
+    told = {} if memory.predicted is None else {str(p.name): p.allocated for p in memory.predicted.phases}
+    phases: list[str] = [phase for phase in ("forward", "backward", "optimizer") if phase in memory.peaks]
+    phases += [phase for phase in memory.peaks if phase not in phases]
+    most = max([*memory.peaks.values(), *(told.get(phase, 0) for phase in phases)])
+    unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    rows = (
+        ("measured", "var:accent", [memory.peaks.get(phase) for phase in phases]),
+        ("predicted", "var:pale", [told.get(phase) for phase in phases]),
+    )
+    data = []
+    for label, tone, column in rows:
+        values = [None if value is None else value / unit for value in column]
+        text = ["" if value is None else f"{label} {value:,.1f} {name}" for value in values]
+        bar: Figure = {
+            "type": "bar",
+            "orientation": "h",
+            "x": values,
+            "y": [html.escape(phase) for phase in phases],
+            "name": label,
+            "text": text,
+        }
+        bar |= {"marker": {"color": tone}, "textposition": "auto", "constraintext": "none", "cliponaxis": False}
+        data.append({**bar, "hovertemplate": f"{label}: %{{x:,.2f}} {name}<extra>%{{y}}</extra>"})
+    axis = {"autorange": "reversed", "showgrid": False, "title": {"text": ""}}
+    x_axis = {"range": [0, most / unit * 1.05], "showgrid": True}
+    more: Figure = {"barmode": "group", "bargap": 0.3, "yaxis": axis, "xaxis": x_axis}
+    return figure(data, x=f"{name} on the fullest rank", y="", height=110 + 70 * len(phases), **more)
+
+
+def curves_figure(samples: Samples | None, *, x: str, y: str, text: Callable[[float], str]) -> Figure | None:
+    """Measured curves as points and lines, predicted ones dashed with their interval, on axes of equal ratios.
+
+    ``text`` writes a value of ``x``. Beside the figure: ``keys``, a colour for each group of curves.
+    """
+    if samples is None or not samples.curves:
+        return None
+    groups = list(dict.fromkeys(curve.group for curve in samples.curves if not curve.ideal))
+    tones = {group: f"c{place % CURVES + 1}" for place, group in enumerate(groups)}
+    tones |= {curve.group: "soft" for curve in samples.curves if curve.ideal}
+    data = [trace for curve in samples.curves for trace in _curve(curve, f"var:{tones[curve.group]}", text)]
+    across = [value for curve in samples.curves for value in curve.x]
+    up = [value for curve in samples.curves for value in (*curve.y, *curve.low, *curve.high)]
+    powers = [2.0**power for power in range(math.floor(math.log2(min(across))), math.ceil(math.log2(max(across))) + 1)]
+    x_axis = {**_log_axis(powers[:: -(-len(powers) // 5)], text), "showgrid": True}
+    steps = [digit * 10.0**power for power in range(-9, 16) for digit in (1, 2, 5)]
+    shown = [value for value in steps if min(up) <= value <= max(up)] or [min(up), max(up)]
+    y_axis = _log_axis(shown[:: -(-len(shown) // 7)], lambda value: f"{value:,.10g}")
+    drawn = figure(data, x=x, y=y, height=360, xaxis=x_axis, yaxis=y_axis)
+    return {**drawn, "keys": [(tone, group) for group, tone in tones.items()]}
+
+
+def _log_axis(values: Sequence[float], text: Callable[[float], str]) -> Figure:
+    return {
+        "type": "log",
+        "tickangle": 0,
+        "tickmode": "array",
+        "tickvals": list(values),
+        "ticktext": [text(v) for v in values],
+    }
+
+
+def _curve(curve: Curve, tone: str, text: Callable[[float], str]) -> list[Figure]:
+    line = _line(curve.x, curve.y, html.escape(curve.name), tone, marker={"color": tone, "size": 7})
+    line["mode"] = "lines" if (curve.predicted or curve.ideal) and len(curve.x) > 1 else "lines+markers"
+    if curve.predicted or curve.ideal:
+        line["line"] = {**line["line"], "dash": "dot" if curve.ideal else "dash", "width": 1.5 if curve.ideal else 2.5}
+    line["text"] = [text(value) for value in curve.x]
+    line["hovertemplate"] = "%{text}: %{y:,.4~g}<extra>%{fullData.name}</extra>"
+    if not curve.low:
+        return [line]
+    edge = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+    low = {**edge, "x": list(curve.x), "y": list(curve.low)}
+    high = {**edge, "x": list(curve.x), "y": list(curve.high), "fill": "tonexty", "fillcolor": "var:band"}
+    return [low, high, line]

@@ -1,0 +1,170 @@
+"""`Record`: all numbers of one run, as ``report.json`` holds them. The page is made from this alone.
+
+Bytes, seconds and US dollars; ``None`` is unknown, never zero. Keys may be added under the same ``schema``, and none
+is taken away or changes its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.diagnosis.finding import Finding
+from shardwise.measure.step_time.timing import Timing
+from shardwise.measure.utilisation import Utilisation
+from shardwise.plan.plan import Plan
+from shardwise.receipts.receipt import Receipt
+
+State = Literal["finished", "unfinished", "running", "unknown"]
+Column = tuple[float | None, ...]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+
+class Figures(_Frozen):
+    """The key figures of a run.
+
+    ``tokens_per_s`` and ``step_s`` are over the steps after the warm-up where the run timed its parts, else medians of
+    the logged lines without the first. ``step_seconds`` are all logged steps together, ``pause_seconds`` what
+    checkpoints kept the ranks waiting; evaluation, start-up and the time between a crash and the way on are in neither.
+    ``device_hours`` are ``step_seconds`` and ``pause_seconds`` of all devices, and ``cost`` is those at
+    ``price_per_device_hour``. ``mfu`` counts no recompute.
+    """
+
+    steps: int = 0
+    steps_planned: int | None = None
+    tokens: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    heldout_bits_per_byte: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    step_predicted_s: float | None = None
+    step_predicted_low_s: float | None = None
+    step_predicted_high_s: float | None = None
+    mfu: float | None = None
+    mfu_predicted: float | None = None
+    flops_per_s: float | None = None
+    peak_bytes: int | None = None
+    peak_predicted_bytes: int | None = None
+    step_seconds: float | None = None
+    pause_seconds: float | None = None
+    device_hours: float | None = None
+    price_per_device_hour: float | None = None
+    cost: float | None = None
+
+
+class Series(_Frozen):
+    """Columns of equal length, one row for each ``lines_per_row`` logged lines.
+
+    ``step`` and ``tokens`` are those of the last line of a row; everything else is the mean of the lines that have it.
+    ``parts_s`` are seconds of a step by part, ``between_s`` seconds between steps.
+    """
+
+    lines_per_row: int = 1
+    step: tuple[int, ...] = ()
+    time: Column = ()
+    tokens: Column = ()
+    loss: Column = ()
+    learning_rate: Column = ()
+    grad_norm: Column = ()
+    step_time_s: Column = ()
+    tokens_per_s: Column = ()
+    parts_s: dict[str, Column] = {}
+    between_s: dict[str, Column] = {}
+
+
+class Evaluation(_Frozen):
+    """Bits per byte of the held-out documents after a step."""
+
+    step: int
+    heldout_bits_per_byte: float
+
+
+class Save(_Frozen):
+    """A checkpoint: its size, how long the ranks stood still for it, and until it was on disk."""
+
+    step: int
+    num_bytes: int | None = None
+    stall_s: float | None = None
+    write_s: float | None = None
+
+
+class Memory(_Frozen):
+    """Bytes on the fullest rank, predicted and measured; measured peaks are by phase.
+
+    ``device_memory_bytes`` is what a device has, of a CPU rank its share of the host's memory.
+    """
+
+    predicted: Estimate | None = None
+    at_rest: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    reserved: dict[str, int] = {}
+    device_used_bytes: int | None = None
+    device_memory_bytes: int | None = None
+    process_peak_bytes: int | None = None
+
+
+class Curve(_Frozen):
+    """One line of a plot: ``x`` and ``y`` of equal length, and an interval where there is one.
+
+    Curves of one ``group`` belong together and have one colour, such as a measured one and its prediction; ``ideal`` is
+    what the others are held against.
+    """
+
+    name: str
+    group: str = ""
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    predicted: bool = False
+    ideal: bool = False
+
+
+class Samples(_Frozen):
+    """Measurements of another verb that are shown with the run: curves, a table, sentences about them."""
+
+    source: str
+    curves: tuple[Curve, ...] = ()
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Record(_Frozen):
+    """One run. ``missing`` says in sentences what its folder does not tell, and why.
+
+    ``through_step`` is set where timing, findings and receipts end before the last logged step.
+    """
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    name: str
+    made_at: str
+    made_by: str
+    state: State
+    state_text: str
+    missing: tuple[str, ...] = ()
+    through_step: int | None = None
+    figures: Figures = Figures()
+    series: Series = Series()
+    evaluations: tuple[Evaluation, ...] = ()
+    saves: tuple[Save, ...] = ()
+    timing: Timing | None = None
+    findings: tuple[Finding, ...] | None = None
+    memory: Memory = Memory()
+    receipts: dict[str, Receipt | None] = {}
+    plan: Plan | None = None
+    config: dict[str, dict[str, Any]] = {}
+    environment: dict[str, str] | None = None
+    utilisation: Utilisation | None = None
+    scaling: Samples | None = None
+    links: Samples | None = None
+
+    def to_json(self) -> str:
+        """The document of ``report.json``; what is no finite number is ``null``."""
+        return self.model_dump_json(by_alias=True)

@@ -1,0 +1,114 @@
+"""Costs corrected by what was measured: links by ``bench comm`` (`shardwise.cost.link_calibration`), and whole runs by
+earlier ones on this machine (`shardwise.measure.history`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.cost.link_calibration import CalibrationFile, check_calibration, covers, read_calibration
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.time.step_time import StepTime
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.cpu import processor_name
+from shardwise.measure.history import Correction, read_history
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
+from shardwise.search.search import Costs, default_costs
+
+SECONDS = (
+    *("step_s", "low_s", "high_s", "compute_s", "recompute_s", "exposed_dp_s", "exposed_tp_s", "exposed_cp_s"),
+    *("pipeline_s", "optimizer_s", "offload_s", "host_s"),
+)
+RATES = ("tokens_per_s_per_device", "mfu")
+
+
+def read_links(path: Path, cluster: ClusterSpec) -> tuple[CalibrationFile, list[str]]:
+    """A file of ``bench comm`` for plans on ``cluster``, and in words what it changes, and what of it is not there.
+
+    Raises:
+        UserError: it cannot be read, or was measured on something else.
+    """
+    links = read_calibration(path)
+    return links, links_told(links, cluster, name=str(path))
+
+
+def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") -> list[str]:
+    """What measured links change in plans for ``cluster``, and what of them is not there.
+
+    Raises:
+        PlanError: they were measured on something else.
+    """
+    told = check_calibration(links, cluster, processor=processor_name(), name=name)
+    if cluster.device == "cpu":
+        return ["--calibration has no effect on this plan: how fast a CPU computes is unknown, and so is every time"]
+    return [f"times are over {links.says()}", *told]
+
+
+def corrected_costs(cluster: ClusterSpec, links: CalibrationFile | None = None) -> Costs:
+    """The cost model, times the median of measured over predicted of runs on ``cluster``'s kind of device.
+
+    Unchanged where there are no such runs, or too few. With measured ``links`` the seconds are theirs, and runs correct
+    the memory alone: what runs have shown of the time was shown of predictions with the catalogue's links.
+    """
+    plain = default_costs() if links is None else _over(links, cluster)
+    device = "CPU" if cluster.device == "cpu" else cluster.device_name
+    history = read_history()
+    bases = {run.base for run in history.runs}
+    found = {base: history.correction(device, base) for base in bases}
+    found = {base: one for base, one in found.items() if one.peak is not None or one.step is not None}
+    if links is not None:
+        found = {base: one.model_copy(update={"step": None}) for base, one in found.items()}
+    return plain if not found else _wrapped(plain, lambda base: found.get(base))
+
+
+def _over(links: CalibrationFile, cluster: ClusterSpec) -> Costs:
+    """The cost model over measured links; what it says of its calibration names them."""
+    plain = default_costs(calibration=links.calibration())
+
+    def step_time(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
+        time = plain.step_time(profile, plan, workload, cluster)
+        told = "; ".join(part for part in (time.calibrated, links.says()) if part)
+        return time.model_copy(update={"calibrated": told})
+
+    return replace(plain, step_time=step_time, links_known=covers(links, cluster))
+
+
+def _wrapped(plain: Costs, correction_of: Callable[[str], Correction | None]) -> Costs:
+    def estimate(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> Estimate:
+        return corrected_memory(plain.estimate(profile, plan, workload, cluster), correction_of(plan.parsed.base))
+
+    def step_time(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
+        return corrected_time(plain.step_time(profile, plan, workload, cluster), correction_of(plan.parsed.base))
+
+    return replace(plain, estimate=estimate, step_time=step_time)
+
+
+def corrected_memory(memory: Estimate, correction: Correction | None) -> Estimate:
+    """The estimate with its peak, and what follows from it, moved by what runs have shown; categories stay."""
+    ratio = None if correction is None else correction.peak
+    if ratio is None or memory.allocated is None:
+        return memory
+    more = round(memory.allocated * (ratio.median - 1))
+    moved = {
+        name: max(0, value + more)
+        for name in ("allocated", "reserved", "device")
+        if (value := getattr(memory, name)) is not None
+    }
+    note = f"peak × {ratio.median:.3f}: the median of {ratio.count} runs on this machine"
+    return memory.model_copy(update={**moved, "notes": (*memory.notes, note)})
+
+
+def corrected_time(time: StepTime, correction: Correction | None) -> StepTime:
+    """All seconds times what runs have shown."""
+    ratio = None if correction is None else correction.step
+    if ratio is None:
+        return time
+    note = f"step time × {ratio.median:.3f}: the median of {ratio.count} runs on this machine"
+    told = "; ".join(part for part in (time.calibrated, note) if part)
+    moved = {name: getattr(time, name) * ratio.median for name in SECONDS}
+    rates = {name: value / ratio.median for name in RATES if (value := getattr(time, name)) is not None}
+    return time.model_copy(update={**moved, **rates, "calibrated": told})

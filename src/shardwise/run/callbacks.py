@@ -1,0 +1,181 @@
+"""All that looks on while ``shardwise train`` runs, on every rank, and what it has to say at the end, on rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardwise.diagnosis.diagnose import diagnose
+from shardwise.diagnosis.finding import Finding
+from shardwise.diagnosis.observe import HostWatch, gpu_states, observe
+from shardwise.diagnosis.observed import DeviceState, HostUse, Save
+from shardwise.distributed.process_group import Ranks, gather_ints
+from shardwise.measure.gpu.nvml import GpuSampler
+from shardwise.measure.profiler.profile_steps import StepTrace
+from shardwise.measure.step_flops import WorkProbe
+from shardwise.measure.step_time.attribution import Attribution
+from shardwise.measure.step_time.timing import Timing
+from shardwise.measure.utilisation import Utilisation, utilisation
+from shardwise.receipts.drift import DriftWatch
+from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.expected_part import axis_of
+from shardwise.receipts.fit import FitProbe
+from shardwise.receipts.lines.sample_lines import packed_line
+from shardwise.run.job import Job
+from shardwise.train.session import Session
+from shardwise.train.trackers import Trackers, open_trackers
+
+TIMING, FINDINGS = "timing.json", "findings.json"
+
+
+class RunWatch:
+    """The observers of one run. ``say`` prints a line; ``console`` takes tables. Made before the model is."""
+
+    def __init__(self, job: Job, session: Session, say: Callable[[str], None], console: Console) -> None:
+        ranks = session.ranks
+        self.job, self.session, self.say, self.console = job, session, say, console
+        data = job.config.data
+        told = (packed_line(mask_borders=data.mask_borders),) if data.pack else ()
+        self.effects, self.fit, self.work = EffectsProbe(told=told), FitProbe(job.estimate), WorkProbe(axis_of)
+        self.trace = StepTrace(job.config.train, ranks.rank, ranks.world_size)
+        self.host = HostWatch()
+        session.observers += [self.effects, self.fit, self.work, self.trace, self.host]
+        self.drift = DriftWatch.attach(session)
+        self.attribution = Attribution.attach(session)
+        self.attribution.disturbed = self.trace.disturbs
+        session.timekeeper = self.attribution
+        self.sampler = GpuSampler(uuids=_own_uuids(ranks)) if ranks.device.type == "cuda" else None
+        self.trackers: Trackers | None = None
+        self.saves: list[Save] = []
+        self._logged = False
+        self.host_use: HostUse | None = None
+        self.gpus: tuple[DeviceState, ...] = ()
+
+    # what the loop tells
+
+    def begin(self, session: Session) -> None:
+        """The model stands, and a run that goes on has gone on: the first step is next."""
+        if session.ranks.is_main:
+            self.trackers = open_trackers(self.job.config, session.steps_done, self.say)
+        if self.sampler is not None:
+            self.sampler.start()
+        self.host.restart()
+
+    def told(self) -> dict[str, Any]:
+        """More values for a logged line, on rank 0."""
+        return self.attribution.told()
+
+    def wrote(self, line: dict[str, Any]) -> None:
+        """A line of metrics was written, on rank 0; that of a checkpoint is remembered."""
+        if not self._logged and "loss" in line:  # what an earlier part of the run has left does not speak for this one
+            self._logged = True
+            for name in (TIMING, FINDINGS):
+                with contextlib.suppress(OSError):
+                    (Path(self.job.config.train.output) / name).unlink(missing_ok=True)
+        if self.trackers is not None:
+            self.trackers.log(int(line["step"]), line)
+        if "checkpoint_stall_s" in line:
+            save = Save(
+                step=line["step"],
+                stall_s=line["checkpoint_stall_s"],
+                write_s=line["checkpoint_write_s"],
+                num_bytes=line["checkpoint_bytes"],
+                background=self.job.config.checkpoint.async_save,
+            )
+            self.saves.append(save)
+
+    def between(self, session: Session) -> None:
+        """A step is over, and the next has not begun: a trace that is complete is written."""
+        if not self.trace.disturbs(session.steps_done):
+            return
+        summary = self.trace.write()
+        gather_ints([0], session.ranks)  # the others wait here, in a step that is left out, and not in the next one
+        if session.ranks.is_main:
+            from shardwise.report.trace_table import print_trace
+
+            if summary is not None:
+                gpu = None if self.job.cluster is None else self.job.cluster.gpu
+                peak = None if gpu is None else gpu.peak_flops.get(self.job.plan.precision)
+                speed = None if gpu is None else gpu.memory_bytes_per_s
+                print_trace(summary, self.console, peak_flops=peak, bytes_per_s=speed)
+            for note in self.trace.notes:
+                self.say(note)
+        self.trace.notes.clear()
+
+    def finish(self) -> None:
+        """The last step is done. Collective."""
+        self.attribution.finish()
+        self.host_use = self.host.finish(self.session.ranks)
+        if self.session.device.type == "cuda":
+            self.gpus = gpu_states(None if self.sampler is None else self.sampler.stop(), self.session.ranks)
+
+    # what comes of it, on rank 0
+
+    def utilisation(self, timing: Timing) -> Utilisation | None:
+        """Use of the device and of the links; ``None`` where no step was counted."""
+        if self.work.work is None:
+            return None
+        import torch
+
+        tf32 = self.session.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        plan = self.job.plan
+        return utilisation(self.work.work, timing.step_s, plan.dims, plan.precision, self.job.cluster, tf32=tf32)
+
+    def findings(self, timing: Timing, use: Utilisation | None) -> tuple[Finding, ...]:
+        """What the run loses time to, the dearest first; healthy is said, too."""
+        job, peaks = self.job, self.fit.peaks
+        observed = observe(
+            self.session,
+            timing,
+            host=self.host_use,
+            saves=self.saves,
+            save_every=job.config.checkpoint.every or None,
+            traffic=job.traffic,
+            cluster=job.cluster,
+            measured=job.measured_links,
+            peak_bytes=None if peaks is None else max(peaks.allocated.values(), default=None),
+            predicted=job.step_time,
+            alternatives=job.alternatives,
+            gpus=self.gpus,
+            mfu=None if use is None else use.mfu,
+        )
+        return diagnose(observed)
+
+    def write(self, timing: Timing | None, findings: tuple[Finding, ...]) -> None:
+        """``timing.json`` and ``findings.json`` in the run folder."""
+        if timing is not None:
+            self.keep(TIMING, timing.model_dump_json(indent=1))
+            self.keep(FINDINGS, json.dumps([finding.model_dump() for finding in findings], indent=1))
+        if self.trackers is not None:
+            texts = [f"{finding.text} {finding.fix}".strip() for finding in findings]
+            self.trackers.text(self.session.steps_done, "findings", texts)
+
+    def keep(self, name: str, text: str) -> None:
+        """Put a file into the run folder at once. One that cannot be written is said: the weights are saved already."""
+        file = Path(self.job.config.train.output) / name
+        temporary = file.with_name(f"{name}.tmp")
+        try:
+            temporary.write_text(text)
+            temporary.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            self.say(f"'{file}' cannot be written: {error.strerror}; the run's checkpoints and metrics are untouched")
+
+    def close(self) -> None:
+        """Let go of trackers and threads, however the run has ended."""
+        if self.trackers is not None:
+            self.trackers.close()
+        if self.sampler is not None:
+            self.sampler.stop()
+
+
+def _own_uuids(ranks: Ranks) -> list[str]:
+    import torch
+
+    return [f"GPU-{torch.cuda.get_device_properties(ranks.device).uuid}"]

@@ -1,0 +1,176 @@
+"""What can be said of a config, a plan and a machine before anything is computed: each check says all that is wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardwise.errors import ConfigError, DataError, PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
+from shardwise.search.choose import check_degrees
+from shardwise.train.config import Config
+from shardwise.train.data.corpus import Corpus
+
+# keys of [parallel] that a plan takes over under the same name
+OPTIONS = (
+    "sequence_parallel",
+    "loss_parallel",
+    "tp_styles",
+    "async_tp",
+    "pipeline_schedule",
+    "virtual_stages",
+    "compile",
+    "prefetch",
+)
+
+
+def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
+    """What can be said of the strategy and of a given plan before the data is read, which may take long.
+
+    Raises:
+        PlanError: the degrees cannot be, or the given plan is for something else; all that differs.
+    """
+    parallel = config.parallel
+    if plan is None:
+        check_degrees(parallel.strategy, cluster, dp_replicate=parallel.dp_replicate, dp_shard=parallel.dp_shard)
+        return
+    problems = []
+    if plan.dims.world_size != cluster.world_size:
+        problems.append(
+            f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but there are {cluster.world_size}; "
+            f"use --nproc {max(1, plan.dims.world_size // cluster.nodes)} or make a new plan"
+        )
+    if plan.device != cluster.device:
+        problems.append(
+            f"the plan is for {plan.device}, but the ranks are on {cluster.device}; "
+            f"set parallel.device={plan.device} where there is one, or make a new plan"
+        )
+    given = {
+        **{f"parallel.{key}": (getattr(parallel, key), getattr(plan, key)) for key in OPTIONS},
+        "parallel.strategy": (config.parallel.strategy, plan.strategy),
+        "parallel.precision": (config.parallel.precision, plan.precision),
+        "parallel.recompute": (config.parallel.recompute, plan.recompute),
+        "parallel.dp_replicate": (config.parallel.dp_replicate, plan.dims.dp_replicate),
+        "parallel.dp_shard": (config.parallel.dp_shard, plan.dims.dp_shard),
+        "train.global_batch": (config.train.global_batch, plan.global_batch),
+        "train.micro_batch": (config.train.micro_batch, plan.micro_batch),
+        "train.grad_accum": (config.train.grad_accum, plan.grad_accum),
+        "train.loss_chunks": (config.train.loss_chunks, plan.loss_chunks),
+        "parallel.nvme_path": (config.parallel.nvme_path, plan.nvme_path),
+        "optimizer.in_backward": (config.optimizer.in_backward, plan.optimizer_in_backward),
+    }
+    if plan.parsed.adapter != "none":
+        adapter = plan.adapter or AdapterOptions()
+        given |= {f"lora.{key}": (getattr(config.lora.options, key), value) for key, value in adapter}
+    for key, (asked, planned) in given.items():
+        table, _, name = key.partition(".")
+        if (
+            name in getattr(config, table).model_fields_set
+            and planned is not None
+            and asked not in (planned, None, "auto")
+        ):
+            problems.append(f"{key} is {asked}, but the plan says {planned}; take the key out or make a new plan")
+    if plan.optimizer_in_backward and config.optimizer.clip_norm is not None:
+        problems.append(
+            "the plan steps the optimizer in the backward, before the norm of all gradients is known, and "
+            f'optimizer.clip_norm is {config.optimizer.clip_norm:g}; set optimizer.clip_norm="none" or make a new plan'
+        )
+    if plan.seq_len not in (None, config.data.seq_len):
+        problems.append(
+            f"the plan is for samples of {plan.seq_len} tokens, but data.seq_len is {config.data.seq_len}; "
+            f"set data.seq_len={plan.seq_len} or make a new plan"
+        )
+    if problems:
+        raise PlanError(*problems)
+
+
+def check_packages(adapter: str) -> None:
+    """Whether what adapters need is installed, before the data is read.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if adapter == "none":
+        return
+    if find_spec("peft") is None:
+        raise ConfigError("adapters need peft; install it with: pip install 'shardwise[hf]'")
+    if adapter == "qlora" and find_spec("bitsandbytes") is None:
+        raise ConfigError("+qlora needs bitsandbytes; install it with: pip install 'shardwise[qlora]'")
+
+
+def check_engine(config: Config, plan: Plan | None, say: Callable[[str], None]) -> None:
+    """Whether the engine that a strategy names is installed and can run it, before the data is read.
+
+    Raises:
+        UserError: all that is in the way.
+    """
+    named = config.parallel.strategy if plan is None else plan.strategy
+    strategy = None if named == "auto" else parse_strategy(named)
+    if strategy is not None and strategy.engine == "deepspeed":
+        from shardwise.parallel.engines.deepspeed_available import check_ready
+
+        path = config.parallel.nvme_path if plan is None else config.parallel.nvme_path or plan.nvme_path
+        check_ready(nvme=strategy.nvme, nvme_path=path, say=say)
+
+
+def check_model_path(config: Config) -> None:
+    """Whether the model's configuration is there and can be used, before the data is read; what it ignores is said.
+
+    Raises:
+        ModelError: it is not, or it cannot.
+    """
+    from shardwise.train.causal import causal_configuration
+
+    if config.model.config is None:
+        return
+    notes: list[str] = []
+    causal_configuration(Path(config.model.config), notes)
+    for note in notes:
+        logging.getLogger("shardwise").warning(note)
+
+
+def check_samples(config: Config, corpus: Corpus) -> None:
+    """Whether there is something to learn from, and something to measure on.
+
+    Raises:
+        DataError: there is not.
+    """
+    from shardwise.train.data.samples import samples_for
+
+    samples_for(corpus.train, config.data, corpus.separator)
+    if corpus.heldout is not None:
+        heldout = samples_for(corpus.heldout, config.data, corpus.separator)
+        if not heldout.label_bytes(config.train.eval_samples or None):
+            raise DataError(
+                "the held-out documents have no byte that can be predicted from one before it; "
+                "give data.heldout_path longer documents, or set data.heldout_fraction=0"
+            )
+
+
+def check_output(folder: Path) -> None:
+    """The run folder must exist or be made, and be writable; found out before anything is computed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "a file is in the way" if is_file else error.strerror
+        raise ConfigError(f"train.output '{folder}' cannot be written to: {why}; choose another folder") from None
+
+
+def adapter_of(config: Config) -> str:
+    """``lora``, ``qlora`` or ``none``: what the named strategy says."""
+    named = config.parallel.strategy
+    return "none" if named == "auto" else parse_strategy(named).adapter

@@ -1,0 +1,177 @@
+"""A config's model as the planner sees it: its structure, what a sample saves, what its optimizer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardwise.cost.memory.optimizer_state import LEAN
+from shardwise.errors import ConfigError, ModelError, ShardwiseError
+from shardwise.model.facts import ModelSpec
+from shardwise.model.profile import ModelProfile
+from shardwise.model.read import read_model
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute
+from shardwise.plan.workload import Workload
+from shardwise.train.config import Config, OptimizerTable
+from shardwise.train.data.corpus import Corpus
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A model on the meta device, with its plan's adapters if there are any, and what was read off it.
+
+    ``profile`` is of the model without adapters, which the planner adds itself.
+    """
+
+    module: nn.Module
+    spec: ModelSpec
+    profile: ModelProfile | None
+    workload: Workload
+
+
+def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
+    """Build the model of ``config`` without weights and read it; ``kind`` of adapters is put into it.
+
+    Raises:
+        UserError: the model cannot be built, or not with these adapters.
+    """
+    from shardwise.parallel.apply import check
+    from shardwise.parallel.lora.adapters import check_adapters, linear_layers, packed_spec
+    from shardwise.parallel.materialize import build
+    from shardwise.train.model import model_factory
+
+    factory = model_factory(config, corpus.vocab_size)
+    with users_code(_key("model", config.model.factory, config.model.config)):
+        base = module = build(factory, config.train.seed, real=False)
+        if kind != "none":
+            check_adapters(base, draft.adapter or AdapterOptions(), kind, draft.device)
+            factory = adapted_factory(factory, draft)
+            module = build(factory, config.train.seed, real=False)
+    spec = read_model(module)
+    if kind == "qlora":
+        spec = packed_spec(spec, linear_layers(base))
+    check(spec, draft)
+    workload = workload_for(module, config.optimizer, draft.device)
+    told = _activations(config, draft, spec, factory, corpus.vocab_size)
+    profile = traced_profile(
+        base, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
+    )
+    return Looked(module, spec, profile, workload.model_copy(update=told))
+
+
+def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
+    """``factory`` with the plan's adapters in what it makes, on the meta device, and nothing packed.
+
+    Called under fake tensors it makes fake ones: peft cannot move layers that are fake, so they are put in before.
+    """
+    import torch
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from shardwise.parallel.lora.adapters import add_adapters
+    from shardwise.parallel.materialize import build, materialize
+
+    unpacked = Plan(strategy="ddp+lora", adapter=plan.adapter, precision=plan.precision)
+
+    def adapted() -> nn.Module:
+        with unset_fake_temporarily():
+            module = build(factory, 0, real=False)
+            add_adapters(module, unpacked, real=False)
+        if detect_fake_mode() is not None:
+            materialize(module, torch.device("cpu"), broadcast=False)
+        return module
+
+    return adapted
+
+
+@contextmanager
+def users_code(where: str) -> Iterator[None]:
+    """What the user's function raises becomes a message that says where; a machine out of memory stays one.
+
+    Raises:
+        ConfigError: anything else was raised inside.
+    """
+    from shardwise.train.optimizer import raised_text
+
+    try:
+        yield
+    except (ShardwiseError, MemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} raised {raised_text(error)}; repair it, or change its arguments") from error
+
+
+def _key(table: str, factory: str | None, other: str | None) -> str:
+    if factory is not None:
+        return f"{table}.factory '{factory}'"
+    return f"model.config '{other}'" if table == "model" else f"optimizer.name '{other}'"
+
+
+def _activations(
+    config: Config, plan: Plan, spec: ModelSpec, factory: Callable[[], nn.Module], vocab_size: int
+) -> dict[str, dict[str, int | None] | int | None]:
+    """Saved bytes of a sample under the plan's recompute mode, and its logits.
+
+    ``full`` holds the blocks' inputs plus one block that is being recomputed. What ``selective`` keeps is not seen by
+    autograd's hooks, so it stays unknown.
+    """
+    from shardwise.parallel.activation_checkpointing import apply_recompute
+    from shardwise.parallel.precision import DTYPES
+    from shardwise.train.loss import token_loss_sum
+    from shardwise.train.model import forward_bytes
+
+    def measure(mode: Recompute) -> tuple[int, int] | None:
+        return forward_bytes(
+            factory,
+            token_loss_sum,
+            seq_len=config.data.seq_len,
+            vocab_size=vocab_size,
+            dtype=DTYPES[plan.precision],
+            prepare=lambda model: apply_recompute(model, mode, spec.blocks),
+        )
+
+    whole = measure("none")
+    if whole is None:
+        return {}
+    saved: int | None = whole[0]
+    if plan.recompute == "selective":
+        saved = None
+    elif plan.recompute == "full" and (kept := measure("full")) is not None:
+        saved = kept[0] + (whole[0] - kept[0]) // len(spec.blocks)
+    return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": whole[1]}
+
+
+def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -> Workload:
+    """What the optimizer of a config will keep of ``module``; batch and length are left open.
+
+    Raises:
+        ConfigError: the optimizer's factory raised.
+    """
+    from shardwise.parallel.apply import parameter_names
+    from shardwise.train.optimizer import build_optimizer, workload_of
+
+    with users_code(_key("optimizer", table.factory, table.name)):
+        workload = workload_of(build_optimizer(module.parameters(), table), parameter_names(module), device=device)
+    known = workload.optimizer if workload.optimizer in LEAN else None
+    return workload.model_copy(update={"optimizer": table.name if table.factory is None else known})
+
+
+def traced_profile(
+    module: nn.Module, seq_len: int, vocab_size: int, *, precision: Precision, device: DeviceType
+) -> ModelProfile | None:
+    """The traced profile; ``None`` for a module that does not run on fake tensors."""
+    from shardwise.model.trace import trace_module
+
+    try:
+        width: Literal["fp32", "bf16"] = "fp32" if precision == "fp32" else "bf16"
+        return trace_module(
+            module, seq_len=seq_len, vocab_size=vocab_size, precision=width, device=device, under_autocast=True
+        )
+    except ModelError:
+        return None

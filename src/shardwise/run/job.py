@@ -1,0 +1,352 @@
+"""`Job`: everything that the ranks of one run must agree on, made once and read by each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from shardwise.cost.link_calibration import CalibrationFile
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import Parts
+from shardwise.cost.time.step_time import StepTime
+from shardwise.environment import visible_devices
+from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec, detect
+from shardwise.model.facts import ModelSpec
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.plan import Plan, axis_problems, split_batch, stages_of
+from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import Workload
+from shardwise.run.calibration import corrected_costs, read_links
+from shardwise.run.checks import (
+    OPTIONS,
+    adapter_of,
+    check_engine,
+    check_model_path,
+    check_output,
+    check_packages,
+    check_plan,
+    check_samples,
+)
+from shardwise.run.inspect_model import look
+from shardwise.search.alternatives import Alternative, alternatives
+from shardwise.search.candidate import Pins
+from shardwise.search.choose import Choice, choose, choose_profiled, exact
+from shardwise.search.cost_inputs_of_plan import adapted, with_plan
+from shardwise.search.search import ask, cost_of
+from shardwise.search.traffic_per_axis import sent_bytes
+from shardwise.train.config import Config, optimizer_problems
+from shardwise.train.data.corpus import Corpus, prepare_corpus
+from shardwise.train.trackers import check_trackers
+
+if TYPE_CHECKING:
+    pass
+
+
+class Job(BaseModel):
+    """A config, the plan for it, where the prepared corpus lies, and what memory and time were predicted.
+
+    ``traffic`` is what a device is predicted to send in a step, bytes by axis; ``alternatives`` what else the plan
+    could have been; ``measured_links`` bytes/s that ``bench comm`` got out of an axis, and when.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    config: Config
+    plan: Plan
+    corpus: Path
+    estimate: Estimate
+    step_time: StepTime | None = None
+    as_json: bool = False
+    cluster: ClusterSpec | None = None
+    traffic: dict[str, float] = {}
+    alternatives: tuple[Alternative, ...] = ()
+    measured_links: dict[str, tuple[float, str]] = {}
+
+    def to_json(self) -> str:
+        """For the ranks. Keys that the user left out stay out: a config says when a key that is given does nothing."""
+        return self.model_dump_json(by_alias=True, exclude_unset=True)
+
+
+class Prepared(BaseModel):
+    """A job, and what was found out on the way, for those who print it. ``notes`` are about measured links."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    job: Job
+    choice: Choice
+    spec: ModelSpec
+    cluster: ClusterSpec
+    corpus: Corpus
+    notes: tuple[str, ...] = ()
+
+
+def prepare_job(
+    config: Config,
+    say: Callable[[str], None],
+    *,
+    plan: Plan | None = None,
+    nodes: int = 1,
+    as_json: bool = False,
+    calibration: Path | None = None,
+) -> Prepared:
+    """Read the data, look at the machine and the model, and choose the plan. Starts no rank, needs no GPU.
+
+    ``calibration`` is a file of ``bench comm``, for the time that is predicted.
+
+    Raises:
+        UserError: whatever of the config cannot be.
+        DoesNotFit: no plan fits.
+    """
+    check_output(Path(config.train.output))
+    check_trackers(config.train.trackers)
+    if config.optimizer.factory is None and config.optimizer.name == "adamw8bit":
+        from shardwise.optim.adamw8bit import require_bitsandbytes
+
+        require_bitsandbytes()
+    nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
+    cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
+    check_plan(config, cluster, plan)
+    links, told = (None, []) if calibration is None else read_links(calibration, cluster)
+    check_model_path(config)
+    draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
+    check_packages(draft.parsed.adapter if plan is not None else adapter_of(config))
+    check_engine(config, plan, say)
+    corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
+    check_samples(config, corpus)
+    choice, spec, asked = choose_plan(config, draft, cluster, corpus, fixed=plan is not None, links=links)
+    check_drive(choice.plan, spec, cluster, asked)
+    job = Job(
+        config=config,
+        plan=choice.plan,
+        corpus=corpus.folder,
+        estimate=choice.estimate,
+        step_time=choice.time,
+        as_json=as_json,
+        cluster=cluster,
+        measured_links={} if links is None else links.rates(),
+        **foreseen(asked, choice.plan, cluster),
+    )
+    return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
+
+
+def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked) -> None:
+    """Whether what the ranks of a machine swap has room on its drive; of a slow one it is said what it costs.
+
+    Raises:
+        UserError: it has no room.
+    """
+    if not plan.parsed.nvme or plan.nvme_path is None:
+        return
+    from shardwise.parallel.engines.deepspeed_nvme import check_room, drive_speed, slow_text
+    from shardwise.plan.deepspeed_stages import swapped
+
+    trained = [p.num_elements for p in spec.parameters if p.trainable]
+    away = swapped(plan, (p.num_elements for p in spec.parameters), [trained])
+    ranks, states = plan.dims.world_size // cluster.nodes, asked[1].optimizer_states or 2
+    check_room(plan.nvme_path, ranks * away.num_bytes(plan, states))
+    written, read = (ranks * number for number in away.moved_bytes(plan, states))
+    said = slow_text(plan.nvme_path, written, read, drive_speed(plan.nvme_path))
+    if said:
+        logging.getLogger("shardwise").warning(said)
+
+
+def completed(plan: Plan, config: Config) -> Plan:
+    """A plan that leaves the batch open (one made for a loop of one's own) takes it from the config."""
+    if plan.micro_batch is not None:
+        return plan.model_copy(update={"seq_len": config.data.seq_len})
+    train = config.train
+    micro, accum = split_batch(
+        plan.dims.dp,
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        grad_accum=plan.grad_accum if plan.grad_accum > 1 else train.grad_accum,
+    )
+    return plan.model_copy(update={"micro_batch": micro, "grad_accum": accum, "seq_len": config.data.seq_len})
+
+
+def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
+    """What is decided before the strategy: the batch split, the precision, recompute."""
+    train, parallel = config.train, config.parallel
+    micro, accum = split_batch(
+        data_ranks(config, cluster),
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        grad_accum=pipeline_batches(config, cluster),
+    )
+    return Plan(
+        micro_batch=micro,
+        grad_accum=accum,
+        seq_len=config.data.seq_len,
+        precision=parallel.precision,
+        recompute=parallel.recompute,
+        loss_chunks=train.loss_chunks,
+        optimizer_in_backward=config.optimizer.in_backward,
+        device=cluster.device,
+        adapter=None if adapter_of(config) == "none" else config.lora.options,
+    )
+
+
+def data_ranks(config: Config, cluster: ClusterSpec) -> int:
+    """Ranks that see different samples: under ``auto`` all, else what the named strategy leaves of them."""
+    strategy = None if config.parallel.strategy == "auto" else parse_strategy(config.parallel.strategy)
+    return cluster.world_size // (1 if strategy is None else strategy.tp * strategy.pp * strategy.cp)
+
+
+def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
+    """Micro batches of a pipeline on CPUs, whose speed is not modelled, where the config leaves them open.
+
+    As many as divide a rank's share of the global batch, up to four for each stage: the bubble is then a fifth or less.
+    """
+    train, parallel = config.train, config.parallel
+    stages = 1 if parallel.strategy == "auto" else parse_strategy(parallel.strategy).pp
+    if stages == 1 or cluster.device != "cpu" or train.micro_batch or train.grad_accum or train.global_batch is None:
+        return train.grad_accum
+    share = train.global_batch // data_ranks(config, cluster)
+    most = 4 * stages * (parallel.virtual_stages or stages_of(parallel.pipeline_schedule))
+    return max((n for n in range(1, min(share, most) + 1) if share % n == 0), default=None)
+
+
+def with_options(plan: Plan, config: Config) -> Plan:
+    """A plan that was chosen, with what ``[parallel]`` says about how its axes are run, and the loss's chunks."""
+    parallel, dims = config.parallel, plan.dims
+    update: dict[str, Any] = {
+        "compile": parallel.compile,
+        "loss_chunks": config.train.loss_chunks,
+        "optimizer_in_backward": config.optimizer.in_backward,
+    }
+    if plan.parsed.adapter != "none":
+        update["adapter"] = config.lora.options
+    if dims.tp > 1:
+        keys = ("sequence_parallel", "loss_parallel", "tp_styles", "async_tp")
+        update |= {key: getattr(parallel, key) for key in keys}
+    if dims.pp > 1:
+        schedule = parallel.pipeline_schedule
+        update |= {"pipeline_schedule": schedule, "virtual_stages": parallel.virtual_stages or stages_of(schedule)}
+    if plan.parsed.shards_parameters:
+        update["prefetch"] = parallel.prefetch
+    if plan.parsed.nvme:
+        update["nvme_path"] = parallel.nvme_path
+    return plan.model_copy(update=update)
+
+
+def choose_plan(
+    config: Config,
+    draft: Plan,
+    cluster: ClusterSpec,
+    corpus: Corpus,
+    *,
+    fixed: bool,
+    links: CalibrationFile | None = None,
+) -> tuple[Choice, ModelSpec, Asked]:
+    """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
+    import torch
+
+    from shardwise.parallel.apply import check, check_cut
+    from shardwise.parallel.model_parallel import parts_of
+
+    kind = draft.parsed.adapter if fixed else adapter_of(config)
+    if kind != "none":
+        draft = draft.model_copy(update={"adapter": draft.adapter or AdapterOptions()})
+    looked = look(config, draft, kind, corpus)
+    module, spec, profile = looked.module, looked.spec, looked.profile
+    batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else data_ranks(config, cluster))
+    facts = {"seq_len": config.data.seq_len, "global_batch": batch}
+    workload = with_plan(looked.workload.model_copy(update=facts), draft)
+
+    def cut(plan: Plan) -> Parts:
+        sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
+        plan = plan if fixed else with_options(plan, config)
+        return parts_of(check_cut(module, spec, plan, sample), spec, plan)
+
+    if fixed:
+        choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft), links)
+    elif profile is not None:
+        pins, costs = _pins(config, cluster), corrected_costs(cluster, links)
+        choice = choose_profiled(profile, spec, workload, cluster, pins, costs=costs, cut=cut)
+    else:
+        parallel = config.parallel
+        choice = choose(
+            draft,
+            spec,
+            workload,
+            cluster,
+            strategy=parallel.strategy,
+            dp_replicate=parallel.dp_replicate,
+            dp_shard=parallel.dp_shard,
+            cut=cut,
+        )
+    if not fixed:
+        choice = replace(choice, plan=with_options(choice.plan, config))
+    check(spec, choice.plan)
+    if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
+        raise PlanError(*unfit)
+    if not choice.plan.dims.splits_model:
+        cut(choice.plan)  # its options; a plan that cuts the model was looked at when it was chosen
+    return choice, spec, (profile, workload)
+
+
+Asked = tuple[ModelProfile | None, Workload]
+"""What the planner was asked about; without a profile where the model does not run on fake tensors."""
+
+
+def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:
+    """What the planner knows of a plan beside its costs: its traffic, and what else it could have been."""
+    profile, workload = asked
+    if profile is None:
+        return {}
+    trained = adapted(profile, plan.parsed, with_plan(workload, plan), plan.precision, plan.device)
+    return {"traffic": sent_bytes(trained, plan), "alternatives": alternatives(profile, workload, cluster, plan)}
+
+
+def _pins(config: Config, cluster: ClusterSpec) -> Pins:
+    """What the config fixes; where it leaves the batch split open, the largest micro batch that fits is looked for."""
+    parallel, train = config.parallel, config.train
+    split = {"micro_batch": train.micro_batch, "grad_accum": pipeline_batches(config, cluster)}
+    return Pins(
+        strategy=None if parallel.strategy == "auto" else parse_strategy(parallel.strategy),
+        recompute=parallel.recompute,
+        precision=parallel.precision,
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.dp_shard,
+        options=_given_options(config),
+        **split,
+    )
+
+
+def _given_options(config: Config) -> dict[str, Any]:
+    """The options of the plan's axes that the config names, the loss's chunks and the adapters."""
+    parallel = config.parallel
+    named = {key: getattr(parallel, key) for key in OPTIONS if key in parallel.model_fields_set}
+    if "pipeline_schedule" in named:
+        named["virtual_stages"] = parallel.virtual_stages or stages_of(parallel.pipeline_schedule)
+    named["loss_chunks"] = config.train.loss_chunks
+    named["optimizer_in_backward"] = config.optimizer.in_backward
+    named["adapter"] = None if adapter_of(config) == "none" else config.lora.options
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _fixed_choice(
+    plan: Plan,
+    spec: ModelSpec,
+    workload: Workload,
+    profile: ModelProfile | None,
+    cluster: ClusterSpec,
+    parts: Parts,
+    links: CalibrationFile | None,
+) -> Choice:
+    """A plan that is given, with its costs."""
+    from shardwise.cost.memory.estimate_memory import estimate_memory
+
+    if profile is None:
+        return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
+    pins = Pins(strategy=plan.parsed, precision=plan.precision)
+    costs = None if links is None else corrected_costs(cluster, links)
+    found = cost_of(ask(profile, workload, cluster, pins, costs=costs), plan)
+    return Choice(plan=plan, estimate=exact(found, spec, workload, parts), time=found.time)

@@ -1,0 +1,212 @@
+"""The entry of a rank: join the others, train, and print on rank 0 what the run came to.
+
+Started by ``shardwise train`` as ``python -m shardwise.run.rank_main job.json``, or entered under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import Interrupted
+from shardwise.launch.rank import guarded
+from shardwise.units import seconds_text
+
+
+def main() -> int:
+    """Read the job file named on the command line, and run it."""
+    from shardwise.run.job import Job
+
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
+    return run_job(job)
+
+
+def run_job(job: Any, ranks: Any = None) -> int:
+    """Train on this rank; returns the exit code."""
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from shardwise.distributed.process_group import join
+    from shardwise.plan.plan import Plan
+    from shardwise.report.html.environment_section import write_environment
+    from shardwise.report.progress import ProgressReporter
+    from shardwise.run.callbacks import RunWatch
+    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.loop import Run
+    from shardwise.train.session import Session
+
+    ranks = ranks or join(job.plan.device)
+    reporter = ProgressReporter(as_json=job.as_json)
+    if ranks.is_main:
+        try:
+            write_environment(Path(job.config.train.output))
+        except OSError as error:  # the report of the run knows less, and says so
+            reporter.say(f"the versions of this run are not kept: {error.strerror}")
+
+    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+        plan: Plan = job.plan
+        return plan
+
+    session = Session(ranks=ranks, planner=planner)
+    signal.signal(signal.SIGINT, lambda *_: session.stop())
+    signal.signal(signal.SIGTERM, lambda *_: session.stop())
+    watch = RunWatch(job, session, reporter.say, reporter.console)
+    try:
+        outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
+        if ranks.is_main and not told_before(job, session, outcome, reporter):
+            conclude(job, session, watch, outcome, reporter)
+    except Interrupted:
+        if ranks.is_main:
+            so_far(job, watch, reporter)
+        raise
+    finally:
+        watch.close()
+    session.close()
+    return 0
+
+
+def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
+    """Whether this process had nothing to do, and an earlier one has told what the run came to; it stays as it is."""
+    from shardwise.cli.train import loss_text, summary_of
+
+    found = summary_of(job.config)
+    if session.steps_done > session.first_step or found is None or found[0].get("steps") != outcome.steps:
+        return False
+    reporter.say(f"finished before: all {outcome.steps} steps are done ({loss_text(found[0])})")
+    if job.as_json:
+        print(json.dumps(found[0]), flush=True)
+    return True
+
+
+def so_far(job: Any, watch: Any, reporter: Any) -> None:
+    """What an interrupted run has come to, on rank 0: where its time went, and its report."""
+    from shardwise.report.html.elements import write_report
+
+    timing = watch.attribution.timing()
+    if timing is not None:
+        watch.write(timing, watch.findings(timing, watch.utilisation(timing)))
+    page = write_report(Path(job.config.train.output), reporter.say)
+    if page is not None:
+        reporter.say(f"report: {page}")
+
+
+def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
+    """What the run came to, on rank 0: printed, kept in the run folder, and as the last line for programs."""
+    from shardwise.cli.train import SUMMARY, identity, spread_of
+    from shardwise.report.html.elements import write_report
+    from shardwise.train.data.corpus import open_corpus
+
+    folder = Path(job.config.train.output)
+    step_time = remember_run(job, session, watch.fit, reporter)
+    timing = watch.attribution.timing()
+    use = None if timing is None else watch.utilisation(timing)
+    findings = () if timing is None else watch.findings(timing, use)
+    measured = watch.fit.measurement
+    receipts = {"effects": watch.effects.receipt, "fit": watch.fit.receipt}
+    document = {
+        "schema": 1,
+        "steps": outcome.steps,
+        "tokens": outcome.tokens,
+        "loss": finite(outcome.loss),
+        "heldout_bits_per_byte": finite(outcome.heldout_bits_per_byte),
+        "strategy": job.plan.strategy,
+        "step_time_s": step_time,
+        "timing": None if timing is None else timing.model_dump(mode="json"),
+        "utilisation": None if use is None else use.model_dump(mode="json"),
+        "findings": [finding.model_dump(mode="json") for finding in findings],
+        "memory": None if measured is None else measured.model_dump(mode="json"),
+        "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
+        "output": job.config.train.output,
+    }
+    corpus = open_corpus(job.corpus)
+    watch.write(timing, findings)
+    facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
+    watch.keep(SUMMARY, json.dumps({**document, **facts}))
+    page = write_report(folder, reporter.say)
+    reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
+    reporter.time_spent(timing, use, findings, page)
+    if job.as_json:
+        print(json.dumps(document), flush=True)
+
+
+def finite(value: float | None) -> float | None:
+    """A number as it is; ``None`` for what JSON cannot say."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, float | None]:
+    """Put the run into this machine's history; the predicted and the measured seconds of a step."""
+    import torch
+
+    from shardwise.measure.history import median_step_s, remember
+
+    predicted = getattr(job, "step_time", None)
+    planned = None if predicted is None else predicted.step_s
+    found = median_step_s(Path(job.config.train.output) / "metrics.jsonl", session.first_step)
+    estimate, peaks = job.estimate, fit.peaks
+    whole = estimate.device_bytes if estimate.allocated is None else estimate.allocated
+    device = session.device
+    problem = remember(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        base=job.plan.parsed.base,
+        world_size=session.ranks.world_size,
+        planned_peak=None if estimate.unknown else whole,
+        found_peak=None if peaks is None else max(peaks.allocated.values(), default=None),
+        planned_step_s=planned,
+        found_step_s=found,
+    )
+    if problem:
+        reporter.say(problem)
+    if planned is not None and found is not None:
+        reporter.say(
+            f"step time: {seconds_text(found)}, predicted {seconds_text(planned)} ({found / planned:.2f} × plan)"
+        )
+    return {"planned": planned, "found": found}
+
+
+def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Path | None = None) -> None:
+    """This process is a rank of torchrun, Slurm or the like: rank 0 prepares the job, the others are told it."""
+
+    def inner() -> int:
+        from shardwise.cli.train import keep_job
+        from shardwise.distributed.process_group import join, prepared_by_main
+        from shardwise.run.job import Job, prepare_job
+
+        ranks = join(config.parallel.device)
+        local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
+        here = config.model_copy(update={"parallel": local})
+
+        def prepare() -> str:
+            nodes = max(1, ranks.world_size // ranks.local_world_size)
+            prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
+            keep_job(prepared.job)
+            _print_plan(prepared, as_json)
+            return prepared.job.to_json()
+
+        return run_job(Job.model_validate_json(prepared_by_main(prepare, ranks, "the run")), ranks)
+
+    guarded(inner)
+
+
+def _say(text: str) -> None:
+    print(f"data: {text}", file=sys.stderr)
+
+
+def _print_plan(prepared: Any, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shardwise.report.plan_table import print_plan
+
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    data = prepared.job.config.data
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, data)
+    for note in prepared.notes:
+        console.print(f"links: {note}", markup=False)
+
+
+if __name__ == "__main__":
+    guarded(main)

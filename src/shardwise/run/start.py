@@ -1,0 +1,114 @@
+"""``shardwise.start``: the front door for a training loop of one's own."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.distributed.process_group import Ranks, join, leave
+from shardwise.environment import visible_devices
+from shardwise.errors import PlanError
+from shardwise.hardware.cluster import detect
+from shardwise.measure.step_time.attribution import Attribution
+from shardwise.model.read import read_model
+from shardwise.parallel.apply import parameter_names
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.plan import Plan, Recompute, RunPrecision, read_plan, runnable
+from shardwise.plan.strategy import runnable_strategy
+from shardwise.search.choose import choose
+from shardwise.train.optimizer import workload_of
+from shardwise.train.session import Planner, Session
+
+
+def start(
+    plan: str | Plan | Path = "auto",
+    *,
+    grad_accum: int = 1,
+    precision: RunPrecision = "fp32",
+    recompute: Recompute = "none",
+    lora: AdapterOptions | None = None,
+    device: str = "auto",
+    receipts: bool = True,
+) -> Session:
+    """Join the other ranks, or be the only one, and return a `Session`.
+
+    Works in a notebook, in a plain script, under ``torchrun`` and inside a process group that exists already; what it
+    creates is taken away when the process ends or at ``session.close()``.
+
+    Args:
+        plan: a strategy (``"auto"``, ``"fsdp"``, ...), a `Plan`, or the path of a plan file.
+        grad_accum: micro batches per optimizer step on one rank; this and the next two are the plan's if one is given.
+        precision: compute dtype; weights, gradients and their reduction stay fp32.
+        recompute: activation checkpointing of the repeated blocks.
+        lora: the adapters of a strategy with ``+lora`` or ``+qlora``; without it, of rank 16 beside all linear layers
+            of the blocks. A plan says its own.
+        device: ``cpu``, ``cuda``, or ``auto``.
+        receipts: check what took effect after the second step, and print it on rank 0; look as the run goes on whether
+            what ranks hold alike drifts apart.
+
+    Raises:
+        PlanError: the strategy or the plan cannot be.
+    """
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".toml", ".json"))):
+        plan = runnable(read_plan(Path(plan)))
+    adapter = "none"
+    if isinstance(plan, str) and plan != "auto":
+        adapter = runnable_strategy(plan).adapter
+    if isinstance(plan, str) and lora is not None and adapter == "none":
+        raise PlanError(f"start('{plan}', lora=...): name a strategy with +lora or +qlora, such as 'fsdp+lora'")
+    if isinstance(plan, Plan):
+        runnable(plan)
+        given = {"grad_accum": (grad_accum, 1), "precision": (precision, "fp32"), "recompute": (recompute, "none")}
+        wrong = [
+            f"start(..., {key}={value!r}) is beside a plan, and the plan says {getattr(plan, key)}; change it there"
+            for key, (value, default) in given.items()
+            if value not in (default, getattr(plan, key))
+        ]
+        if lora is not None:
+            wrong.append("start(..., lora=...) is beside a plan; give the plan adapter=AdapterOptions(...)")
+        if wrong:
+            raise PlanError(*wrong)
+    ranks = join(device)
+    if isinstance(plan, Plan):
+        planner = _fixed(plan)
+    else:
+        draft = Plan(
+            grad_accum=grad_accum,
+            precision=precision,
+            recompute=recompute,
+            adapter=None if adapter == "none" else lora or AdapterOptions(),
+            device="cuda" if ranks.device.type == "cuda" else "cpu",
+        )
+        planner = _searching(plan, draft, ranks)
+    session = Session(ranks=ranks, planner=planner)
+    session.timekeeper = Attribution.attach(session)
+    if receipts:
+        from shardwise.receipts.drift import DriftWatch
+        from shardwise.receipts.effects import EffectsProbe
+        from shardwise.report.receipts import print_receipt
+
+        session.observers.append(EffectsProbe(on_receipt=print_receipt))
+        DriftWatch.attach(session)
+    atexit.register(leave, ranks)  # and not the session, which would keep the model alive
+    return session
+
+
+def _fixed(plan: Plan) -> Planner:
+    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+        return plan
+
+    return planner
+
+
+def _searching(strategy: str, draft: Plan, ranks: Ranks) -> Planner:
+    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+        cluster = detect(draft.device, ranks.local_world_size, visible=visible_devices()).model_copy(
+            update={"nodes": max(1, ranks.world_size // ranks.local_world_size)}
+        )
+        workload = workload_of(optimizer, parameter_names(model))
+        return choose(draft, read_model(model), workload, cluster, strategy=strategy).plan
+
+    return planner

@@ -1,0 +1,104 @@
+"""What the axes that cut a model are there for: what would be without them, and what each of them costs, in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.cost.time.pipeline_time import bubble_fraction
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import DEGREES
+from shardwise.search.candidate import Candidate
+from shardwise.search.traffic_per_axis import crosses_nodes, sent_bytes, traffic_text
+from shardwise.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from shardwise.search.search import Question
+
+
+def axes_text(plan: Plan) -> str:
+    """``tp 2 × pp 4``."""
+    degrees = {axis: getattr(plan.dims, axis) for axis in DEGREES}
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+
+
+def purposes(question: Question, best: Candidate, others: Sequence[Candidate]) -> list[str]:
+    """Why ``best`` has the axes it has, the most important first; empty where it has none.
+
+    ``others`` are the candidates of the same question; those without such axes say what would be.
+    """
+    if not best.plan.dims.splits_model:
+        return []
+    return [*_without(question, best, others), *_each(question, best)]
+
+
+def _without(question: Question, best: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
+    """What the best plan without the axes would be."""
+    plan, batch, world = best.plan, question.workload.global_batch, question.cluster.world_size
+    shown = axes_text(plan)
+    if batch is not None and batch < world:
+        yield (
+            f"the global batch of {batch} has no sample for each of {world} devices: {shown} puts "
+            f"{world // plan.dims.dp} devices on the samples of one rank"
+        )
+    plain = [c for c in others if not c.plan.dims.splits_model]
+    fitting = [c for c in plain if c.fits is not False]
+    if plain and not fitting:
+        near = min(plain, key=lambda c: c.memory.device_bytes)
+        yield (
+            f"no plan without {shown} fits: the nearest, {near.plan.strategy}, needs "
+            f"{bytes_text(near.memory.device_bytes)} and {bytes_text(question.usable)} are usable"
+        )
+    timed = [c for c in fitting if c.time is not None]
+    if best.time is None or not timed:
+        return
+    fastest = min(timed, key=lambda c: c.time.step_s if c.time else 0.0)
+    assert fastest.time is not None
+    gap = fastest.time.step_s / best.time.step_s - 1
+    if gap > 0:
+        yield (
+            f"without {shown} the fastest is {fastest.plan.strategy}, {gap:.0%} slower at "
+            f"{seconds_text(fastest.time.step_s)} a step"
+        )
+
+
+def _each(question: Question, best: Candidate) -> Iterator[str]:
+    """Where each axis lies and what it costs a step."""
+    plan, cluster = best.plan, question.cluster
+    dims, sent = plan.dims, sent_bytes(question.profile, plan)
+    if dims.tp > 1:
+        where = (
+            "reaches over several nodes"
+            if crosses_nodes("tp", plan, cluster)
+            else f"stays inside a node{_link(cluster)}"
+        )
+        yield f"tp {dims.tp} {where}: each device sends {bytes_text(sent['tp'])} a step{_waits(best, 'exposed_tp_s')}"
+    if dims.cp > 1:
+        length = plan.seq_len or question.profile.seq_len
+        tokens = "" if length is None else f"{length // dims.cp} of a sample's {length} tokens lie on a rank, "
+        where = traffic_text("cp", plan, cluster)
+        yield (
+            f"cp {dims.cp}: {tokens}attention exchanges them for heads, {bytes_text(sent['cp'])} a step {where}"
+            f"{_waits(best, 'exposed_cp_s')}"
+        )
+    if dims.pp > 1:
+        micros, where = plan.grad_accum, traffic_text("pp", plan, cluster)
+        idle = bubble_fraction(dims.pp, micros, plan.virtual_stages)
+        yield (
+            f"pp {dims.pp}: a stage sends only {bytes_text(sent['pp'])} a step {where}; with {micros} micro batches "
+            f"equal stages idle {idle:.0%} of it"
+        )
+
+
+def _link(cluster: ClusterSpec) -> str:
+    link = cluster.link
+    if link is None or link.bytes_per_s is None:
+        return ""
+    return f" ({link.kind}, {link.bytes_per_s / 1e9:.0f} GB/s)"
+
+
+def _waits(best: Candidate, part: str) -> str:
+    if best.time is None:
+        return ""
+    return f", and waits {seconds_text(getattr(best.time, part))} for it"

@@ -1,0 +1,72 @@
+"""Adapters between a plan and the costs: a plan names `AdapterOptions`, the costs read a profile and a workload."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shardwise.model.facts import itemsize_of
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.plan import DeviceType, Plan, Precision
+from shardwise.plan.strategy import Strategy
+from shardwise.plan.workload import Workload
+from shardwise.search.candidate import Pins
+
+
+def adapted(
+    profile: ModelProfile, strategy: Strategy, workload: Workload, precision: Precision, device: DeviceType = "cuda"
+) -> ModelProfile:
+    """The profile with the workload's adapters as this package runs them.
+
+    The base rests in the type that is computed in. Whole fp32 adapters run under autocast, where each casts its input
+    and keeps the copy; sharded ones are gathered in the narrow type and share it.
+    """
+    from shardwise.model.lora import AdapterFacts, with_adapters
+
+    whole = not strategy.shards_parameters and strategy.tp * strategy.pp == 1
+    facts = AdapterFacts(
+        rank=workload.lora_rank,
+        targets=workload.lora_targets,
+        double_quant=workload.double_quant,
+        dropout=workload.lora_dropout > 0,
+        dora=workload.lora_dora,
+        base_bytes=4.0 if precision == "fp32" else 2.0,
+        copies_inputs=whole and precision != "fp32",
+        mask_bytes=1 if device == "cuda" else itemsize_of(precision),
+    )
+    return with_adapters(profile, strategy.adapter, facts=facts)
+
+
+def with_plan(workload: Workload, plan: Plan) -> Workload:
+    """The workload with the adapters of ``plan``, where it names some."""
+    return workload if plan.adapter is None else with_adapter(workload, plan.adapter)
+
+
+def with_adapter(workload: Workload, options: AdapterOptions) -> Workload:
+    """The workload with these adapters."""
+    return workload.model_copy(
+        update={
+            "lora_rank": options.rank,
+            "lora_targets": options.targets,
+            "lora_dropout": options.dropout,
+            "lora_dora": options.dora,
+            "double_quant": options.double_quant,
+        }
+    )
+
+
+@lru_cache(maxsize=64)
+def _adapter_options(rank: int, targets: tuple[str, ...], dropout: float, dora: bool, double: bool) -> AdapterOptions:
+    return AdapterOptions(
+        rank=rank, targets=targets or ("all-linear",), dropout=dropout, dora=dora, double_quant=double
+    )
+
+
+def adapter_of(pins: Pins, workload: Workload) -> AdapterOptions:
+    """The adapters that are pinned, else the workload's."""
+    given = pins.options.get("adapter")
+    if isinstance(given, AdapterOptions):
+        return given
+    return _adapter_options(
+        workload.lora_rank, workload.lora_targets, workload.lora_dropout, workload.lora_dora, workload.double_quant
+    )

@@ -1,0 +1,243 @@
+"""Why a plan is recommended and why each other one is not, with the arithmetic, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.local_shapes import layout_of
+from shardwise.cost.time.step_time import StepTime
+from shardwise.errors import PlanError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.facts import itemsize_of
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy
+from shardwise.search.axis_reasons import purposes
+from shardwise.search.candidate import Candidate
+from shardwise.search.enumerate import complexity, layouts, misfits
+from shardwise.search.traffic_per_axis import sent_bytes, traffic_text
+from shardwise.units import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from shardwise.search.search import Question
+
+PARTS = {
+    "compute_s": "computes longer",
+    "recompute_s": "computes blocks again",
+    "exposed_dp_s": "waits longer for data-parallel traffic",
+    "exposed_tp_s": "waits longer for tensor-parallel traffic",
+    "exposed_cp_s": "waits longer for context-parallel traffic",
+    "pipeline_s": "the pipeline idles",
+    "optimizer_s": "the optimizer takes longer",
+    "offload_s": "waits for host memory",
+    "host_s": "the host launches kernels too slowly",
+}
+AXIS_OF = {"exposed_dp_s": "dp", "exposed_tp_s": "tp", "exposed_cp_s": "cp", "pipeline_s": "pp"}
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries", "context")
+
+
+def with_reasons(
+    question: Question, ranked: Sequence[Candidate], chosen: int | None, considered: int
+) -> list[Candidate]:
+    """The candidates, the recommended one with its reason in its plan, each other one with its own."""
+    best = None if chosen is None else ranked[chosen]
+    pinned = question.pins.strategy is not None
+    told = []
+    for index, candidate in enumerate(ranked):
+        if index == chosen:
+            why = "asked for by name" if pinned else _praise(question, candidate, ranked)
+            plan = candidate.plan.model_copy(update={"reason": why})
+            told.append(candidate.model_copy(update={"plan": plan}))
+            continue
+        tie = _is_tie(candidate, best)
+        reason = against(question, candidate, best)
+        plan = candidate.plan.model_copy(update={"reason": "asked for by name"}) if pinned else candidate.plan
+        told.append(candidate.model_copy(update={"reason": reason, "tie": tie, "plan": plan}))
+    return told
+
+
+def _praise(question: Question, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    why = purposes(question, best, ranked)[:1]
+    return "; ".join([_verdict(question, best, ranked), *why])
+
+
+def _verdict(question: Question, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    room = room_text(best.memory, question.usable)
+    if best.time is None:
+        return f"the simplest that fits: {room}"
+    fitting = [c for c in ranked if c.fits is not False and c.time is not None]
+    fastest = min(fitting, key=lambda c: c.time.step_s if c.time else 0.0)
+    speed = f"{seconds_text(best.time.step_s)} a step"
+    if len(fitting) == 1:
+        return f"the only one that fits: {speed}; {room}"
+    if fastest is best:
+        return f"the fastest of {len(fitting)} that fit: {speed}; {room}"
+    gap = best.time.step_s / fastest.time.step_s - 1 if fastest.time else 0.0
+    return f"simpler than {fastest.plan.strategy}, and {gap:.1%} from its time, which is a tie: {speed}; {room}"
+
+
+def room_text(memory: Estimate, usable: int | None) -> str:
+    """``61.20 GiB of 77.60 GiB usable``."""
+    room = "device memory unknown" if usable is None else f"of {bytes_text(usable)} usable"
+    return f"{bytes_text(memory.device_bytes)} {room}"
+
+
+def against(question: Question, candidate: Candidate, best: Candidate | None) -> str:
+    """Why ``candidate`` is not the recommended plan."""
+    if candidate.fits is False:
+        return short_of_memory(candidate.memory, question.usable, question.cluster)
+    if best is None:
+        return f"not known to fit: {room_text(candidate.memory, question.usable)}, {unknown_text(candidate.memory)}"
+    if best.time is None or candidate.time is None:
+        if candidate.fits is None and best.fits:
+            return f"not known to fit: {unknown_text(candidate.memory)}"
+        if candidate.time is None and complexity(candidate.plan.parsed) < complexity(best.plan.parsed):
+            return f"its speed is unknown, and that of {best.plan.strategy} is not"
+        return f"not needed: {best.plan.strategy} is simpler and fits"
+    return slower_text(question, candidate, best)
+
+
+def unknown_text(memory: Estimate) -> str:
+    """What an estimate leaves out, in words."""
+    return f"unknown: {', '.join(memory.unknown)}" if memory.unknown else "device memory unknown"
+
+
+def short_of_memory(memory: Estimate, usable: int | None, cluster: ClusterSpec) -> str:
+    """``needs 91.20 GiB (parameters 26.10 GiB + ...), 77.60 GiB usable``; or the same of the host."""
+    host = cluster.host_memory_bytes
+    if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
+        return f"needs {bytes_text(memory.host_bytes)} of host memory on a node, which has {bytes_text(host)}"
+    return f"needs {bytes_text(memory.device_bytes)} ({parts_text(memory)}), {bytes_text(usable)} usable"
+
+
+def parts_text(memory: Estimate) -> str:
+    """The categories that matter, largest first; each is its own maximum, so they may add up to more than the peak."""
+    found = {name: value for name in MEMORY_PARTS if (value := getattr(memory, name))}
+    if memory.offloaded_bytes:
+        found = {name: value for name, value in found.items() if name not in ("parameters", "gradients", "optimizer")}
+    largest = sorted(found.items(), key=lambda item: -item[1])[:5]
+    return " + ".join(f"{name} {bytes_text(value)}" for name, value in largest)
+
+
+def slower_text(question: Question, candidate: Candidate, best: Candidate) -> str:
+    """``18 % slower: waits longer for data-parallel traffic (2.1 s; 140 GiB sent over the network)``."""
+    time, reference = candidate.time, best.time
+    assert time is not None and reference is not None
+    gap = time.step_s / reference.step_s - 1
+    simpler = complexity(best.plan.parsed) < complexity(candidate.plan.parsed)
+    if _is_tie(candidate, best):
+        side = "slower" if gap >= 0 else "faster"
+        verdict = f"and {best.plan.strategy} is simpler" if simpler else f"and {best.plan.strategy} is predicted ahead"
+        return f"a tie ({abs(gap):.1%} {side}, less than the model can tell apart), {verdict}"
+    if gap < 0:
+        return faster_text(candidate, best, -gap)
+    share = f"{gap:.0%}" if gap < 1 else f"{gap + 1:.1f}×"
+    start = f"{share} slower" if gap < 1 else f"takes {share} as long"
+    part, extra = max(
+        ((name, getattr(time, name) - getattr(reference, name)) for name in PARTS), key=lambda item: item[1]
+    )
+    if extra <= 0:
+        return f"{start}: {seconds_text(time.step_s)} a step"
+    return f"{start}: {PARTS[part]} (+{seconds_text(extra)}{_traffic(question, candidate, part)})"
+
+
+def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
+    """Why a plan that is faster is not the one: it trains something else, or the other was asked for."""
+    start = f"{gap:.0%} faster"
+    if candidate.plan.parsed.adapter != best.plan.parsed.adapter:
+        words = {"none": "all weights", "lora": "adapters only", "qlora": "adapters on 4-bit weights only"}
+        return f"{start}, but it trains {words[candidate.plan.parsed.adapter]}, which is another training; pin it"
+    return f"{start}, but {best.plan.strategy} is the plan that was kept; ask again without pins to get a faster one"
+
+
+def _traffic(question: Question, candidate: Candidate, part: str) -> str:
+    axis = AXIS_OF.get(part)
+    sent = sent_bytes(question.profile, candidate.plan).get(axis or "")
+    if not axis or not sent or part == "pipeline_s":
+        dims, accum = candidate.plan.dims, candidate.plan.grad_accum
+        return f"; {dims.pp} stages, {accum} micro batch{'es' * (accum > 1)}" if part == "pipeline_s" else ""
+    return f"; sends {bytes_text(sent)} a step {traffic_text(axis, candidate.plan, question.cluster)}"
+
+
+def _is_tie(candidate: Candidate, best: Candidate | None) -> bool:
+    from shardwise.search.search import SAID_TIE
+
+    if best is None or best.time is None or candidate.time is None or candidate.fits is False:
+        return False
+    return abs(candidate.time.step_s / best.time.step_s - 1) <= SAID_TIE
+
+
+def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
+    """Cost ``strategy`` for the same question and say why it is not ``best``; the candidate is None if it cannot be."""
+    from shardwise.search.search import search
+
+    if strategy == best.plan.parsed:
+        unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
+        return best, [f"{strategy} is the plan{unfit}"]
+    pins = question.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
+    problems = misfits(strategy, question.profile, question.workload, question.cluster)
+    if problems:
+        return None, [f"{strategy} cannot be: {problem}" for problem in problems]
+    try:
+        layouts(question.profile, question.workload, question.cluster, pins)
+    except PlanError as error:
+        return None, [f"{strategy} cannot be: {problem}" for problem in error.problems]
+    found = search(question.profile, question.workload, question.cluster, pins, costs=question.costs)
+    candidate = found.candidates[0]
+    return candidate, [f"not {strategy}: {against(question, candidate, best)}"]
+
+
+def _factors(text: str) -> str:
+    """In parentheses where there are several."""
+    return f"({text})" if "×" in text else text
+
+
+def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> list[tuple[str, int | None, str]]:
+    """Category, bytes, and the formula that says where they come from; the bytes are the estimate's."""
+    strategy, dims = plan.parsed, plan.dims
+    cut = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
+    shards = " × ".join(f"{name} {n}" for name, n in (("dp_shard", dims.dp_shard), ("cp", dims.cp)) if n > 1)
+    ranks = " × ".join(f"{name} {n}" for name, n in (("dp", dims.dp), ("cp", dims.cp)) if n > 1)
+    ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
+    state_ways = f" / {_factors(ranks)}" if strategy.base == "zero1" and ranks else ways
+    layout = layout_of(plan)
+    whole, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
+    width = itemsize_of(plan.precision)
+    micro, blocks = plan.micro_batch or 1, profile.num_blocks
+    kept = {
+        "none": "every operation's saved tensors",
+        "selective": "saved tensors, matrix products kept and the rest computed again",
+        "full": "the inputs of the blocks, and one block's saved tensors",
+    }[plan.recompute]
+    rows = f"micro batch {micro} × {plan.seq_len} tokens" if plan.seq_len else f"micro batch {micro}"
+    rows += f" / cp {dims.cp}" if dims.cp > 1 else ""
+    words = f"vocabulary {profile.vocab_size or 'unknown'}" + (
+        f" / tp {dims.tp}" if dims.tp > 1 and layout.vocab else ""
+    )
+    in_flight = f" × up to {min(dims.pp, plan.grad_accum)} micro batches in flight" if dims.pp > 1 else ""
+    stage = f"{blocks / dims.pp:g} blocks" if dims.pp > 1 else f"{blocks} blocks"
+    if layout.replicates:
+        gathered = f"a block's {width}-byte weights, and its whole gradient on its way"
+    elif not strategy.shards_parameters:
+        gathered = f"autocast's {width}-byte weights" if width < 4 else "reduction buckets"
+    elif strategy.reshards_after_forward:
+        gathered = f"gathered blocks of {width}-byte weights, and a block's whole gradient on its way"
+    else:
+        gathered = f"all gathered {width}-byte weights, and a block's whole gradient on its way"
+    return [
+        ("parameters", memory.parameters, f"{whole} × bytes at rest{cut}{ways}"),
+        ("gradients", memory.gradients, f"{trained} trained × 4 B{cut}{ways}"),
+        ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{cut}{state_ways}"),
+        ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),
+        ("logits", memory.logits, f"{rows} × {words}, and the loss's copies"),
+        ("buffers", memory.buffers, gathered),
+        ("temporaries", memory.temporaries, "while the optimizer steps"),
+        ("context", memory.context, "CUDA context, libraries and communicators"),
+    ]
+
+
+def time_parts(time: StepTime) -> list[tuple[str, float]]:
+    """The parts of a step that are not zero, in the order of `StepTime`."""
+    return [(name.removesuffix("_s"), value) for name in PARTS if (value := getattr(time, name))]

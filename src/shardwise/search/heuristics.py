@@ -1,0 +1,136 @@
+"""A first guess of time and memory in microseconds, to decide which plans are worth a full estimate. Never shown.
+
+Left out on purpose: everything that does not change which plans are worth looking at. The order of the plans that are
+shown comes from `cost.time`, their fit from `cost.memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Recompute
+from shardwise.plan.workload import Workload
+from shardwise.search.enumerate import Layout
+
+EFFICIENCY = 0.6  # of the peak, where matrices are large
+HALF_ROWS = 512  # rows at which a matrix product reaches half its rate
+NETWORK_BYTES_PER_S = 25e9  # a device's share of the network where it is not known
+LINK_BYTES_PER_S = 25e9
+HOST_LINK_BYTES_PER_S = 12e9
+LINK_SHARE = 0.7  # of a link's data-sheet rate that a collective reaches
+AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # of forward and backward
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a first guess needs of model, workload and cluster, worked out once."""
+
+    parameters: int
+    trainable: int
+    flops: float  # forward, of one sample
+    blocks: int
+    hidden: int
+    seq_len: int
+    peak: float
+    link: float
+    network: float
+    host_link: float
+    per_node: int
+    state_bytes: float  # of one trained element's optimizer state
+    weight_bytes: float
+    kv_share: float  # key-value heads over heads
+
+
+def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
+    """Add up what `guess_s` and `floor_bytes` need."""
+    gpu = cluster.gpu
+    peak = (gpu.peak_flops.get(precision) or gpu.peak_flops.get("bf16")) if gpu else None
+    link = (cluster.link.bytes_per_s if cluster.link else None) or LINK_BYTES_PER_S
+    network = (cluster.network.bytes_per_s if cluster.network else None) or NETWORK_BYTES_PER_S
+    host = (gpu.pcie.bytes_per_s if gpu and gpu.pcie else None) or HOST_LINK_BYTES_PER_S
+    width = 1 if workload.optimizer == "adamw8bit" else 4
+    stored = sum(w.num_elements * w.itemsize * unit.count for unit in profile.units for w in unit.weights)
+    parameters = profile.num_parameters
+    return Totals(
+        parameters=parameters,
+        trainable=profile.num_trainable,
+        flops=profile.flops,
+        blocks=max(1, profile.num_blocks),
+        hidden=profile.hidden_size or 1024,
+        seq_len=workload.seq_len or profile.seq_len or 1,
+        peak=(peak or 1e14) * EFFICIENCY,
+        link=link * LINK_SHARE,
+        network=network * LINK_SHARE,
+        host_link=host * LINK_SHARE,
+        per_node=cluster.devices_per_node,
+        state_bytes=0.0 if workload.optimizer == "adafactor" else (workload.optimizer_states or 0) * width,
+        weight_bytes=stored / max(1, parameters),
+        kv_share=(profile.kv_heads or 1) / (profile.heads or profile.kv_heads or 1),
+    )
+
+
+def floor_bytes(totals: Totals, layout: Layout) -> float:
+    """Weights, gradients and optimizer state of an even share of the model: no rank that fits has less on average."""
+    strategy, dims = layout.strategy, layout.dims
+    if strategy.offload or strategy.nvme:
+        return 0.0
+    cut = dims.tp * dims.pp
+    ways = dims.dp_shard if strategy.shards_parameters else 1
+    state_ways = dims.dp if strategy.base == "zero1" else ways
+    held = totals.parameters * totals.weight_bytes + totals.trainable * 4
+    return held / (cut * ways) + totals.trainable * totals.state_bytes / (cut * state_ways)
+
+
+def guess_s(totals: Totals, layout: Layout, micro: int, recompute: Recompute, *, every: bool = False) -> float:
+    """Seconds of a step, roughly: arithmetic at a rate that falls with small matrices, and traffic beside it."""
+    strategy, dims = layout.strategy, layout.dims
+    accum = layout.share // micro
+    model_ranks = dims.tp * dims.pp * dims.cp
+    rows, width = micro * totals.seq_len / dims.cp, totals.hidden / dims.tp
+    rate = totals.peak * rows / (rows + HALF_ROWS) * width / (width + HALF_ROWS)
+    compute = 3 * totals.flops * (1 + AGAIN[recompute]) * layout.share / (model_ranks * rate)
+    activation = rows * totals.hidden * 2
+    blocks = totals.blocks / dims.pp
+    exposed = 0.0
+    if dims.tp > 1:
+        link = totals.link if dims.tp <= totals.per_node else totals.network
+        exposed += accum * blocks * 8 * activation * (dims.tp - 1) / dims.tp / link
+    if dims.cp > 1:
+        link = totals.link if dims.tp * dims.cp <= totals.per_node else totals.network
+        sent = 4 * activation * (1 + totals.kv_share) / dims.tp * (dims.cp - 1) / dims.cp  # tokens for heads, and back
+        exposed += accum * blocks * sent / link
+    data = _data_parallel_s(totals, layout, accum, accum if every else 1)
+    cut = dims.tp * dims.pp
+    if strategy.offload:
+        exposed += totals.trainable * 12 / (cut * dims.dp_shard * totals.host_link)
+    body = max(compute + exposed, data) + 0.15 * min(compute, data)
+    return body * (accum + dims.pp - 1) / accum
+
+
+def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -> float:
+    strategy, dims = layout.strategy, layout.dims
+    cut = dims.tp * dims.pp
+    inside = max(1, totals.per_node // (dims.tp * dims.cp))
+
+    def over(ranks: int) -> float:
+        return (ranks - 1) / ranks / _rate(totals, ranks, inside)
+
+    gradients, narrow = totals.trainable * 4 / cut, totals.parameters * 2 / cut
+    if not strategy.shards_parameters:
+        again = 1.5 if strategy.base == "zero1" else 1.0
+        return 2 * gradients * over(dims.dp) * again
+    gathers = accum * (2 if strategy.reshards_after_forward else 1)
+    seconds = (gathers * narrow + reduces * gradients) * over(dims.dp_shard)
+    if dims.dp_replicate > 1:
+        rate = _rate(totals, dims.dp_replicate, max(1, inside // dims.dp_shard))
+        seconds += 2 * gradients / dims.dp_shard * (dims.dp_replicate - 1) / dims.dp_replicate / rate
+    return seconds
+
+
+def _rate(totals: Totals, ranks: int, inside: int) -> float:
+    """Bytes per second of a ring over ``ranks``, ``inside`` of them on a node: across nodes each brings its own share
+    of the network, as rings leave a node through all of its adapters.
+    """
+    return totals.link if ranks <= inside else min(totals.link, totals.network * inside)

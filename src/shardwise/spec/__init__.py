@@ -1,1 +1,0 @@
-"""Facts: the model, the cluster, the workload. Nothing here decides or runs anything."""

@@ -1,0 +1,145 @@
+"""Where a loop of one's own stands in its data, so that a checkpoint can say it and a resume can go on there.
+
+A loop calls ``session.steps(loader)`` once for each pass over its data. What a pass yields depends on the generators as
+they were when it began, so these are remembered; a resume puts them back, lets the sampler draw again, drops what was
+consumed without loading it, and then puts the generators where they were when the checkpoint was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardwise.distributed.process_group import Ranks
+from shardwise.errors import UserError
+from shardwise.train.data.data_sharding import dealer_of
+from shardwise.train.data.stream_check import StreamWatch
+from shardwise.train.data.windows import rank_batches
+from shardwise.train.rng import random_states, restore_random_states
+
+_OWN = "loader"  # the state of a generator that was given to the loader
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the data: the pass that is under way (from 1), micro batches that all ranks have consumed of it, and
+    how many ranks there were.
+    """
+
+    passes: int
+    batches: int
+    ranks: int
+
+
+@dataclass
+class Stream:
+    """The passes of one session on this rank. ``share`` is which part of the micro batches it takes, of how many;
+    ``window`` of them are a step.
+    """
+
+    ranks: Ranks
+    device: torch.device
+    share: tuple[int, int]
+    window: int = 1
+    passes: int = 0
+    batches: int = 0
+    at_start: dict[str, torch.Tensor] = field(default_factory=dict)
+    watch: StreamWatch = field(init=False)
+    dealer: str = ""  # what in the loader was taken to deal by rank
+    _resume: tuple[Place, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        self.watch = StreamWatch(self.ranks, self.window)
+
+    def place(self) -> Place:
+        """Where the loop stands; between two steps."""
+        return Place(self.passes, self.batches, self.share[1])
+
+    def go_on(self, place: Place, at_start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
+        """From the next pass on, skip what ``place`` says is done.
+
+        ``at_start`` and ``now`` are this rank's generators when that pass began and when the place was taken; empty
+        where the checkpoint has none for this rank.
+
+        Raises:
+            UserError: a pass has begun already.
+        """
+        if self.passes:
+            raise UserError("session.load comes before the first session.steps(loader); move it up")
+        self._resume = (place, at_start, now)
+        if now:
+            restore_random_states(now, self.device)
+
+    def open(self, loader: Iterable[Any], sharded: bool | None = None) -> Iterable[Any]:
+        """This rank's micro batches of a pass; nothing of one that was done before the resume.
+
+        ``sharded`` says whether the loader deals its samples out by itself; ``None`` is to find out.
+
+        Raises:
+            UserError: the loader deals its samples out by itself, and the number of ranks is another one now.
+        """
+        self.passes += 1
+        self.batches = 0
+        if self._resume is None:
+            return self._pass(loader, 0, {}, {}, sharded)
+        place, at_start, now = self._resume
+        if self.passes < place.passes:
+            return ()
+        self._resume = None
+        self.batches = place.batches
+        dealer = dealer_of(loader, sharded)
+        if dealer is not None and place.ranks != self.share[1]:
+            raise UserError(
+                f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader "
+                f"with a {dealer.name} cannot go on there; leave it out, session.steps deals the samples out"
+            )
+        return self._pass(loader, place.batches, at_start, now, sharded)
+
+    def _pass(
+        self,
+        loader: Iterable[Any],
+        skip: int,
+        at_start: dict[str, torch.Tensor],
+        now: dict[str, torch.Tensor],
+        sharded: bool | None,
+    ) -> Iterator[Any]:
+        generators = _generators(loader)
+        dealer = dealer_of(loader, sharded)
+        self.dealer = "" if dealer is None else dealer.name
+        if at_start:
+            restore_random_states(at_start, self.device)
+            for number, generator in enumerate(generators):
+                if f"{_OWN}{number}" in at_start:
+                    generator.set_state(at_start[f"{_OWN}{number}"])
+        self.at_start = random_states(self.device)
+        self.at_start |= {f"{_OWN}{number}": g.get_state() for number, g in enumerate(generators)}
+
+        def skipped() -> None:
+            if now:
+                restore_random_states(now, self.device)
+
+        def opened() -> Iterable[Any]:
+            return rank_batches(
+                loader,
+                self.ranks,
+                skip=skip,
+                skipped=skipped,
+                share=self.share,
+                sharded=sharded,
+                see=self.watch.see,
+            )
+
+        yield from self.watch.guard(opened, loader)
+
+
+def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that were given to a loader and its samplers, each once."""
+    if not isinstance(loader, DataLoader):
+        return []
+    holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())

@@ -1,0 +1,186 @@
+"""From a loader to windows: the micro batches of one optimizer step on this rank.
+
+Whatever the loader is, micro batch ``b`` of the stream goes to rank ``b mod dp``, so that no sample is seen twice and
+a window over all ranks is the next ``dp × accumulation`` batches of the stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from shardwise.distributed.process_group import Ranks, broadcast_text
+from shardwise.errors import DataError
+from shardwise.train.data.alike import read_alike
+from shardwise.train.data.data_sharding import Share, check_dealer, dealer_of, loads_by_index
+from shardwise.train.data.draws import Raising, compared
+from shardwise.train.data.items import from_text, to_text
+
+CHUNK = 64  # items of a rank that are told at once
+FAILED = "!"  # what a message begins with that is no JSON
+
+
+class RankBatches(Sampler[Any]):
+    """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), as rank 0 draws them.
+
+    The first ``skip`` items are drawn and dropped; then ``skipped`` is called, before anything is loaded. With
+    ``compare`` ranks look first whether the sampler or its dataset deals by rank already.
+    """
+
+    def __init__(
+        self,
+        inner: Iterable[Any],
+        ranks: Ranks,
+        share: Share | None = None,
+        skip: int = 0,
+        skipped: Callable[[], None] | None = None,
+        *,
+        dataset: Any = None,
+        compare: bool = False,
+    ) -> None:
+        self.inner = inner
+        self.ranks = ranks
+        self.share = share or (ranks.rank, ranks.world_size)
+        self.skip = skip
+        self.skipped = skipped
+        self.dataset = dataset
+        self.compare = compare
+
+    def __iter__(self) -> Iterator[Any]:
+        size = CHUNK * self.share[1]  # so that every rank has had as many when the next chunk is due
+        source = self._source()
+        if self.ranks.world_size == 1:
+            yield from source
+            return
+        while True:
+            chunk = from_text(self._told(source, size))
+            yield from chunk[self.share[0] :: self.share[1]]
+            if len(chunk) < size:
+                return
+
+    def _source(self) -> Iterator[Any]:
+        """What rank 0 draws, and nothing elsewhere; ranks first compare what they would draw."""
+        source: Iterable[Any] = self.inner if self.ranks.is_main else ()
+        if self.compare and self.ranks.world_size > 1:
+            source = compared(self.inner, self.dataset, self.ranks)
+        try:
+            return _dropped(iter(source), self.skip)
+        except Exception as error:  # the others wait to be told
+            return Raising(error)
+        finally:
+            if self.skipped is not None:
+                self.skipped()
+
+    def _told(self, source: Iterator[Any], size: int) -> str:
+        """The next items as rank 0 tells them; what goes wrong there is raised everywhere."""
+        text, failure = "", None
+        try:
+            text = to_text(list(itertools.islice(source, size))) if self.ranks.is_main else ""
+        except Exception as error:  # the others wait for it
+            failure, text = error, f"{FAILED}{type(error).__name__}: {error}"
+        text = broadcast_text(text, self.ranks)
+        if failure is not None:
+            raise failure
+        if text.startswith(FAILED):
+            raise DataError(f"the loader's sampler failed on rank 0: {text.removeprefix(FAILED)}")
+        return text
+
+
+def rank_batches(
+    loader: Iterable[Any],
+    ranks: Ranks,
+    skip: int = 0,
+    skipped: Callable[[], None] | None = None,
+    share: Share | None = None,
+    *,
+    sharded: bool | None = None,
+    see: Callable[[Iterable[Any]], Iterator[Any]] = iter,
+) -> Iterable[Any]:
+    """This rank's share of ``loader``: ``share``, which ranks that work on the same samples have in common, or by rank.
+
+    PyTorch's own ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One that deals
+    by rank itself is taken as it is. Of anything else every rank reads the whole stream and keeps its share; ``see``
+    is given that stream and passes it on. The first ``skip`` micro batches (of all ranks together) are left out, from
+    a map-style dataset without loading them; then ``skipped`` is called. Without any to skip it is not.
+    """
+    share = share or (ranks.rank, ranks.world_size)
+    dealer = dealer_of(loader, sharded)
+    if dealer is not None:
+        check_dealer(dealer, share, (ranks.rank, ranks.world_size), sharded)
+        return _after(loader, skip // share[1], skipped)
+    if loads_by_index(loader) and (skip or ranks.world_size > 1):
+        return _rebuilt(loader, ranks, share, skip, skipped if skip else None, sharded)  # type: ignore[arg-type]
+    if ranks.world_size == 1:
+        return _after(loader, skip, skipped)
+    rest = _after(see(read_alike(loader, ranks)), skip, skipped)
+    return itertools.islice(iter(rest), share[0], None, share[1])
+
+
+def _after(stream: Iterable[Any], skip: int, skipped: Callable[[], None] | None) -> Iterable[Any]:
+    """What is left of a stream when ``skip`` items are dropped; the stream itself where none are."""
+    if not skip:
+        return stream
+    rest = _dropped(iter(stream), skip)
+    if skipped is not None:
+        skipped()
+    return rest
+
+
+def _dropped(source: Iterator[Any], skip: int) -> Iterator[Any]:
+    for _ in itertools.islice(source, skip):
+        pass
+    return source
+
+
+def _rebuilt(
+    loader: DataLoader[Any],
+    ranks: Ranks,
+    share: Share,
+    skip: int,
+    skipped: Callable[[], None] | None,
+    sharded: bool | None,
+) -> DataLoader[Any]:
+    options: dict[str, Any] = {"in_order": loader.in_order}
+    if loader.num_workers:
+        options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    single = loader.batch_sampler is None  # batch_size=None: the dataset's items are batches already
+    inner: Any = loader.sampler if single else loader.batch_sampler
+    draws = RankBatches(inner, ranks, share, skip, skipped, dataset=loader.dataset, compare=sharded is None)
+    options |= {"batch_size": None, "sampler": draws} if single else {"batch_sampler": draws}
+    return DataLoader(
+        loader.dataset,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        **options,
+    )
+
+
+def windows(batches: Iterable[Any], grad_accum: int) -> Iterator[list[Any]]:
+    """Cut a rank's batches into windows of ``grad_accum``; the last one may be shorter."""
+    iterator = iter(batches)
+    while window := list(itertools.islice(iterator, grad_accum)):
+        yield window
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """The inputs and labels of a batch: a pair, or a mapping with ``labels``.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    keys = f" with keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    raise DataError(
+        f"the loader gave a {type(batch).__name__}{keys}; a batch is a pair (inputs, labels) or a dict with 'labels'"
+    )

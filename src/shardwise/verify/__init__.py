@@ -1,1 +1,0 @@
-"""The receipts: planned, taken effect and measured, side by side."""
