@@ -6,12 +6,6 @@ import importlib
 import pytest  # noqa: F401 each test module does
 import torch._dynamo  # noqa: F401 every optimizer imports it: a second for each rank
 
-import shardwise.receipts.effects
-import shardwise.receipts.fit  # noqa: F401
-import shardwise.report.progress
-import shardwise.run.job
-import shardwise.run.start
-import shardwise.train.loop
 import tests.contract
 import tests.families
 import tests.models

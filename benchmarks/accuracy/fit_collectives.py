@@ -1,4 +1,5 @@
-"""How far `shardwise.cost.time.collective_time` is from published NCCL sweeps, and whether its constants are still the best.
+"""How far `shardwise.cost.time.collective_time` is from published NCCL sweeps, and whether its
+constants are still the best.
 
     python benchmarks/accuracy/fit_collectives.py            # errors of the constants in use; results/collectives.*
     python benchmarks/accuracy/fit_collectives.py --check    # errors must be those recorded; exit status 1 if not

@@ -1,4 +1,5 @@
-"""How far `shardwise.cost.time.kernels` is from published operator sweeps, and whether its constants are still the best.
+"""How far `shardwise.cost.time.kernels` is from published operator sweeps, and whether its
+constants are still the best.
 
     python benchmarks/accuracy/fit_kernels.py            # errors of the constants in use; writes results/kernels.*
     python benchmarks/accuracy/fit_kernels.py --check    # errors must be those recorded; exit status 1 if not

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli.train import identity
 from shardwise.errors import ConfigError, ModelError, PlanError
 from shardwise.parallel.lora import quantize as quantise
 from shardwise.parallel.lora.adapters import adapted_layers, add_adapters
@@ -22,6 +21,7 @@ from shardwise.plan.plan import Plan
 from shardwise.run.checks import check_packages
 from shardwise.run.inspect_model import adapted_factory
 from shardwise.run.job import prepare_job
+from shardwise.run.run_summary import identity
 from shardwise.run.start import start
 from shardwise.train.config import read_config
 from shardwise.train.loss import token_loss_sum

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.train import loss_text
 from shardwise.diagnosis.finding import Finding
 from shardwise.errors import MachineError, UserError
 from shardwise.measure.comm_facts import bus_factor
@@ -28,6 +27,7 @@ from shardwise.report.html.run_record import Record, Samples
 from shardwise.report.html.sample_files import read_links, read_scaling, together
 from shardwise.report.html.text import Safe, el, milliseconds, money, percent, sampled
 from shardwise.run.rank_main import finite
+from shardwise.run.run_summary import loss_text
 from tests.reports import FINDINGS, MEANS, RANKS, SLOW_S, USE, metrics, timing, write_links, write_run, write_scaling
 
 FILES = ("summary.json", "job.json", "timing.json", "findings.json", "environment.json", "metrics.jsonl")

@@ -35,7 +35,7 @@ class Waits:
             self.listener.leave()
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """While it is open, time counts as ``name``, a part of `shardwise.measure.step_time.timing`; not in compiled code."""
+        """While it is open, time counts as ``name`` (`shardwise.measure.step_time.timing`); not in compiled code."""
         if torch.compiler.is_compiling() or self.listener is None:  # in this order: no code is compiled anew for it
             return _NOTHING
         return _Part(self.listener, name)

@@ -49,7 +49,7 @@ class ModelSource(BaseModel):
             UserError: there is no such factory or configuration.
         """
         if self.factory is not None:
-            from shardwise.train.optimizer import load_object
+            from shardwise.import_object import load_object
 
             made = load_object(self.factory, "the model's factory")
             return lambda: made(**self.kwargs)

@@ -9,6 +9,7 @@ begin at a multiple of 256 elements, they are others than those of one process.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,15 @@ from torch.optim import Optimizer
 from shardwise.cost.memory.local_shapes import QUANTISED_BLOCK, QUANTISED_FROM
 from shardwise.distributed.local_tensor import local_of
 from shardwise.errors import ConfigError, ModelError
-from shardwise.parallel.lora.quantize import quiet
 
 BLOCK = QUANTISED_BLOCK
 MOMENTS = ("state1", "state2")  # bitsandbytes' names: the mean of gradients, and of their squares
 _KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def silence_bitsandbytes() -> None:
+    """Keep bitsandbytes from warning at each import, in each rank, that it has no faster kernel for CPUs."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def require_bitsandbytes(what: str = "optimizer.name 'adamw8bit'") -> None:
     Raises:
         ConfigError: bitsandbytes is not installed.
     """
-    quiet()
+    silence_bitsandbytes()
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{what} needs bitsandbytes; install it with: pip install 'shardwise[qlora]'")
 

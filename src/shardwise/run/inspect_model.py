@@ -97,7 +97,7 @@ def users_code(where: str) -> Iterator[None]:
     Raises:
         ConfigError: anything else was raised inside.
     """
-    from shardwise.train.optimizer import raised_text
+    from shardwise.import_object import raised_text
 
     try:
         yield

@@ -71,7 +71,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
 
 def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
     """Whether this process had nothing to do, and an earlier one has told what the run came to; it stays as it is."""
-    from shardwise.cli.train import loss_text, summary_of
+    from shardwise.run.run_summary import loss_text, summary_of
 
     found = summary_of(job.config)
     if session.steps_done > session.first_step or found is None or found[0].get("steps") != outcome.steps:
@@ -96,8 +96,8 @@ def so_far(job: Any, watch: Any, reporter: Any) -> None:
 
 def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
     """What the run came to, on rank 0: printed, kept in the run folder, and as the last line for programs."""
-    from shardwise.cli.train import SUMMARY, identity, spread_of
     from shardwise.report.html.elements import write_report
+    from shardwise.run.run_summary import SUMMARY, identity, spread_of
     from shardwise.train.data.corpus import open_corpus
 
     folder = Path(job.config.train.output)
@@ -172,9 +172,9 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
     """This process is a rank of torchrun, Slurm or the like: rank 0 prepares the job, the others are told it."""
 
     def inner() -> int:
-        from shardwise.cli.train import keep_job
         from shardwise.distributed.process_group import join, prepared_by_main
         from shardwise.run.job import Job, prepare_job
+        from shardwise.run.run_summary import keep_job
 
         ranks = join(config.parallel.device)
         local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})

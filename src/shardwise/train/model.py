@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.document import read_json
 from shardwise.errors import ModelError, did_you_mean
+from shardwise.import_object import check_kwargs, load_object
 from shardwise.train.causal import causal_configuration, configuration_file
 from shardwise.train.config import Config
-from shardwise.train.optimizer import check_kwargs, load_object
 
 
 def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
-import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
+from shardwise.import_object import check_kwargs, load_object
 from shardwise.optim.adafactor import Adafactor
 from shardwise.optim.adamw8bit import AdamW8bit
 from shardwise.plan.workload import OptimizerName, Workload
@@ -135,58 +129,3 @@ def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], fl
         return lowest + (table.lr - lowest) * left
 
     return rate
-
-
-def load_object(path: str, key: str) -> Callable[..., Any]:
-    """Import ``package.module:name``.
-
-    Raises:
-        ConfigError: the form is wrong, the module is missing or broken, or has no such function.
-    """
-    module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ConfigError(f"{key} '{path}' is not package.module:function, such as models.tiny:build")
-    here = str(Path.cwd())
-    if here not in sys.path:  # the installed command does not look where the user stands
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{key} '{path}': no module named '{error.name}'; install it or run from the folder that holds it"
-        ) from None
-    except Exception as error:
-        raise ConfigError(f"{key} '{path}': importing it raised {raised_text(error)}; repair the module") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{key} '{path}': module '{module_name}' has no '{name}'{did_you_mean(name, dir(module))}")
-    found: Callable[..., Any] = getattr(module, name)
-    if not callable(found):
-        raise ConfigError(f"{key} '{path}' is {found!r:.40}; name a function or a class")
-    return found
-
-
-def check_kwargs(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> None:
-    """Whether the user's function takes these arguments, before it is called.
-
-    Raises:
-        ConfigError: an argument is missing or unknown; with the nearest one and all that there are.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a class in C may have none
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        known = list(signature.parameters)
-        hint = next((hint for word in kwargs if word not in known and (hint := did_you_mean(word, known))), "")
-        takes = f"takes {', '.join(known)}" if known else "takes no arguments"
-        raise ConfigError(f"{where}: {error}{hint}; it {takes}") from None
-
-
-def raised_text(error: Exception) -> str:
-    """What the user's code raised, on one line, and where in it."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    others = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<")
-    theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
-    return f"{text} ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else text

@@ -92,7 +92,7 @@ class Timekeeper(Protocol):
     """Knows where the time of steps goes."""
 
     def timing(self) -> Any:
-        """`shardwise.measure.step_time.timing.Timing` of the steps so far; ``None`` before the second, and off rank 0."""
+        """`shardwise.measure.step_time.timing.Timing` so far; ``None`` before the second step, and off rank 0."""
 
     def detach(self) -> None:
         """Nothing is to be timed any more; what is known stays."""
@@ -454,7 +454,7 @@ class Session:
         return load_session(self, folder, verify)
 
     def timing(self) -> Any:
-        """Where the time of steps went so far: a `shardwise.measure.step_time.timing.Timing`, on rank 0; else ``None``."""
+        """Step time so far by component: a `shardwise.measure.step_time.timing.Timing` on rank 0, else ``None``."""
         return None if self.timekeeper is None else self.timekeeper.timing()
 
     def stop(self) -> None:

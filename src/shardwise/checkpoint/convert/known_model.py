@@ -22,8 +22,8 @@ from shardwise.checkpoint.readers.shardwise_reader import OwnSource
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.document import read_json
 from shardwise.errors import ModelError, UserError, did_you_mean
+from shardwise.import_object import check_kwargs, load_object, raised_text
 from shardwise.parallel.materialize import build, materialize
-from shardwise.train.optimizer import check_kwargs, load_object, raised_text
 
 GIVE = "give --model"
 

@@ -1,7 +1,7 @@
 """Bytes that a rank holds, by category and by phase. Nothing is run.
 
-`estimate` plays the program of one rank (`shardwise.cost.memory.step_program`) to a model of the caching allocator and sees the
-peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest, in microseconds.
+`estimate` plays the program of one rank (`shardwise.cost.memory.step_program`) to a model of the caching allocator
+and sees the peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest, in microseconds.
 `estimate_memory` is what a run's receipt compares with: closed formulas over a live model's parameters, exact for
 parameters, gradients and optimizer state; there allocator, context and communicators are not counted.
 A category that is not known is ``None``.
@@ -204,7 +204,9 @@ def estimate(
     flat: bool = False,
     stack: Stack | None = None,
 ) -> Estimate:
-    """Bytes on the fullest rank under ``plan``, by category and phase; `shardwise.cost.memory.step_program` says what is left out.
+    """Bytes on the fullest rank under ``plan``, by category and phase.
+
+    `shardwise.cost.memory.step_program` says what is left out.
 
     The keywords say what program runs; their defaults are this package's, others are for comparing with measurements of
     other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth

@@ -1,4 +1,4 @@
-"""What `shardwise.parallel.data_parallel.unit_order` keeps of sharded units and their forwards, and how FSDP2 is asked for it."""
+"""Sharded units and their forwards, as `shardwise.parallel.data_parallel.unit_order` keeps them and asks FSDP2."""
 
 from __future__ import annotations
 

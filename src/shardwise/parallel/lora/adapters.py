@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ConfigError, ModelError, did_you_mean
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, dtype_name, find_blocks
-from shardwise.parallel.lora.quantize import BLOCK, prepare_packing, quiet
+from shardwise.optim.adamw8bit import silence_bitsandbytes
+from shardwise.parallel.lora.quantize import BLOCK, prepare_packing
 from shardwise.parallel.materialize import parameters_on_meta
 from shardwise.parallel.precision import DTYPES
 from shardwise.plan.lora_options import ROLES, AdapterOptions
@@ -243,7 +244,7 @@ def _run_every_layer(module: nn.Module) -> None:
 
 
 def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) -> None:
-    quiet()  # peft imports bitsandbytes where there is one
+    silence_bitsandbytes()  # peft imports bitsandbytes where there is one
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:

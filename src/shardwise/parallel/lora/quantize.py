@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
+from shardwise.optim.adamw8bit import silence_bitsandbytes
 from shardwise.plan.lora_options import AdapterOptions
 
 BLOCK = 64
@@ -28,18 +28,13 @@ WIDEST = {"nf4": 0.18, "fp4": 0.2}
 _AT_ONCE = BLOCK << 14  # values that are packed at a time
 
 
-def quiet() -> None:
-    """Keep bitsandbytes from saying at each import, in each rank, that it has no faster kernel for CPUs."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
 def bitsandbytes() -> Any:
     """The package.
 
     Raises:
         ConfigError: it is not installed.
     """
-    quiet()
+    silence_bitsandbytes()
     try:
         import bitsandbytes as found
     except ImportError:
