@@ -33,7 +33,13 @@ PLAN = shlex.split("plan llama-3.1-70b --cluster 8xA100-80GB --seq-len 4096 --gl
 PROVE = shlex.split(
     "plan llama-3.1-70b --cluster 16x8xH100-SXM --seq-len 4096 --global-batch 128 --strategy fsdp --prove"
 )
-MODULES = ("search.search", "search.advice", "search.explain", "cost.memory", "cost.time", "spec.load", "spec.cluster")
+MODULES = (
+    "search.advice",
+    "cost.memory.estimate_memory",
+    "cost.time.estimate_time",
+    "model.load_model",
+    "hardware.parse_cluster",
+)
 RSS_TARGET_BYTES = 3 * GIB // 2
 
 
@@ -42,7 +48,7 @@ def search_inside() -> dict[str, Any]:
     began = time.perf_counter()
     for name in MODULES:
         importlib.import_module(f"shardwise.{name}")
-    from shardwise.hardware.cluster import parse_cluster
+    from shardwise.hardware.parse_cluster import parse_cluster
     from shardwise.model.load_model import load_profile
     from shardwise.plan.workload import Workload
     from shardwise.search.search import search

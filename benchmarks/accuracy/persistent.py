@@ -5,8 +5,8 @@
 Six models × {ddp, zero1, zero2, fsdp, hsdp, zero2+offload, fsdp+offload, hsdp+offload} × 2 to 4 ranks, and five models
 × strategies that cut the model × 2 to 8 ranks. On each rank two steps are trained; then the bytes of live tensors are
 counted by `shardwise.measure.state`, and the largest over the ranks is what
-`shardwise.cost.memory.estimate_memory.estimate_memory` must have said, to the byte. Where the model is cut, what is said from its profile alone (as `shardwise plan` does)
-must be the same. Writes results/persistent.json.
+`shardwise.cost.memory.estimate_memory.estimate_memory` must have said, to the byte. Where the model is cut, what is
+said from its profile alone (as `shardwise plan` does) must be the same. Writes results/persistent.json.
 """
 
 from __future__ import annotations

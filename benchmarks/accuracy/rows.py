@@ -8,7 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from shardwise.cost.memory.local_shapes import Stack
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import Architecture
 from shardwise.model.catalogue import find_architecture
 from shardwise.model.lora import AdapterFacts, with_adapters

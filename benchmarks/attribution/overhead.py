@@ -4,7 +4,8 @@
     python benchmarks/attribution/overhead.py --of checks --steps 60 --output benchmarks/attribution
 
 ``checks`` are those of `shardwise.train.agreement`, `shardwise.parallel.data_parallel.unit_order` and what a session
-looks at by itself (hooks, the model's structure): the plain contender reduces its loss as before and leaves FSDP2 as it is.
+looks at by itself (hooks, the model's structure): the plain contender reduces its loss as before and leaves FSDP2 as
+it is.
 
 Steps of a machine scatter by more than is looked for, so the CPU time of the thread that trains is compared, too: what
 the clock costs is work of that thread. Checks cost less than even that resolves, and cost the same whatever the width

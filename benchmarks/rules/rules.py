@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from shardwise.cost.memory.estimate_memory import estimate
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.model.profile import ModelProfile, Unit, Weight
 from shardwise.plan.dims import dims_for

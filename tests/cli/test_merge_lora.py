@@ -30,7 +30,8 @@ from shardwise.cli.merge import run_merge
 from shardwise.errors import AnswerIsNo, CheckpointError, UserError
 from shardwise.parallel.lora.adapters import add_adapters, set_magnitudes
 from shardwise.parallel.lora.quantize import pack
-from shardwise.parallel.materialize import materialize, parameters_on_meta
+from shardwise.parallel.materialize import materialize
+from shardwise.parallel.meta_parameters import parameters_on_meta
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.report.checkpoint_table import print_inspection

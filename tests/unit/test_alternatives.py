@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.hardware.cluster import parse_cluster
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan

@@ -13,7 +13,7 @@ from shardwise.measure.history import Correction, Ratio
 from shardwise.plan.plan import Plan
 from shardwise.run import calibration
 from shardwise.run.calibration import SECONDS, corrected_memory, corrected_time
-from shardwise.search.search import Costs
+from shardwise.search.problem import Costs
 
 MEMORY = Estimate(
     parameters=100,

@@ -12,8 +12,9 @@ import pytest
 from shardwise.cost.link_calibration import CalibrationFile, check_calibration, covers, read_calibration
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind, Group, LinkFit, Measured, collective_s
 from shardwise.errors import ConfigError, PlanError
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.cpu import cores_here, processor_name
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
@@ -21,7 +22,7 @@ from shardwise.plan.workload import Workload
 from shardwise.run import calibration as cli_calibration
 from shardwise.run.calibration import corrected_costs, links_told
 from shardwise.search.candidate import Pins
-from shardwise.search.search import ask
+from shardwise.search.problem import ask
 
 SIZES = (1000, 10_000, 100_000)
 MEDIANS = (1e-3, 2e-3, 11e-3)

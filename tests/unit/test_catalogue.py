@@ -127,8 +127,8 @@ def test_a_message_with_the_nearest_name():
 
 def test_facts_are_cheap_to_import():
     code = (
-        "import sys, shardwise.model.catalogue, shardwise.hardware.cluster\n"
-        "shardwise.model.catalogue.find_architecture('gpt2'); shardwise.hardware.cluster.parse_cluster('2x8xH100')\n"
+        "import sys, shardwise.model.catalogue, shardwise.hardware.parse_cluster as clusters\n"
+        "shardwise.model.catalogue.find_architecture('gpt2'); clusters.parse_cluster('2x8xH100')\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'psutil', 'pynvml'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

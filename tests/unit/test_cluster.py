@@ -10,8 +10,9 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.hardware import cluster
-from shardwise.hardware.cluster import ClusterSpec, detect, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.hardware.gpus import find_gpu
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.hardware.topology import parse_topology
 from tests.unit.test_topology import DGX, PCIE_BOX
 

@@ -7,8 +7,9 @@ import pytest
 
 from shardwise.bench.comm.fit_links import fit
 from shardwise.bench.comm.judge_links import judge, latency_text, link_name, rate_text, uneven_groups
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import Link
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.measure.comm_facts import Collective, CommFit, CommSamples, bus_factor, fitting_sizes, ladder
 
 KIB, MIB = 1024, 1024**2

@@ -15,7 +15,7 @@ from shardwise.diagnosis.observe import _catalogue, price_of
 from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
 from shardwise.diagnosis.waits import workers_needed
 from shardwise.diagnosis.weight import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
-from shardwise.hardware.cluster import parse_cluster
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.measure.step_time.timing import BETWEEN, PARTS, Spread, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan

@@ -13,7 +13,8 @@ from shardwise.cost.memory.estimate_memory import estimate, screen
 from shardwise.cost.memory.local_shapes import layout_of, unit_weights
 from shardwise.cost.time.estimate_time import step_time
 from shardwise.errors import PlanError
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.model.lora import NF4_BYTES, NF4_PLAIN_BYTES, AdapterFacts, with_adapters
 from shardwise.model.profile import ModelProfile, Unit
@@ -22,9 +23,10 @@ from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
+from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.cost_inputs_of_plan import adapted, with_adapter, with_plan
-from shardwise.search.search import ask, search
+from shardwise.search.problem import ask
 from shardwise.search.traffic_per_axis import sent_bytes
 from shardwise.units import GIB
 from tests.native import Native
@@ -209,7 +211,7 @@ class TestOffload:
         with pytest.raises(PlanError, match="deepspeed-zero3\\+nvme: the speed of a node's drives is not known"):
             self.seconds("deepspeed-zero3+nvme", None)
         pins = Pins(strategy=parse_strategy("deepspeed-zero3+nvme"))
-        found = search(LLAMA, Workload(seq_len=2048, global_batch=8), NODE, pins).candidates[0]
+        found = search_and_advise(LLAMA, Workload(seq_len=2048, global_batch=8), NODE, pins).candidates[0]
         assert found.time is None and found.fits
         assert found.memory.host_bytes == pytest.approx(4 * LLAMA.num_parameters), "what is swapped is not the host's"
 
@@ -226,7 +228,7 @@ class TestAdvice:
         def command(options: object) -> str:
             return f"COMMAND {options}"
 
-        result = search(load_profile(model, seq_len=1024), work, found, pins or Pins(), command=command)
+        result = search_and_advise(load_profile(model, seq_len=1024), work, found, pins or Pins(), command=command)
         assert result.recommended is None
         return list(result.advice)
 
@@ -278,7 +280,7 @@ class TestAdvice:
 
     def test_options_go_only_with_what_has_them(self):
         pins = Pins(options={"optimizer_in_backward": True})
-        result = search(LLAMA, Workload(seq_len=2048, global_batch=32), NODE, pins)
+        result = search_and_advise(LLAMA, Workload(seq_len=2048, global_batch=32), NODE, pins)
         assert {c.plan.grad_accum for c in result.candidates} == {1}
         assert all(c.plan.optimizer_in_backward for c in result.candidates)
         names = {c.plan.strategy for c in result.candidates}
@@ -287,7 +289,7 @@ class TestAdvice:
     def test_a_plan_with_adapters_names_them(self):
         pins = Pins(strategy=parse_strategy("fsdp+qlora"))
         work = Workload(seq_len=2048, global_batch=8, lora_rank=4, lora_targets=("mlp",))
-        best: Candidate = search(LLAMA, work, NODE, pins).candidates[0]
+        best: Candidate = search_and_advise(LLAMA, work, NODE, pins).candidates[0]
         assert best.plan.adapter == AdapterOptions(rank=4, targets=("mlp",))
         question = ask(LLAMA, work, NODE, pins)
         assert question.plain is LLAMA and question.profile.num_trainable == 32 * 4 * 3 * (4096 + 14336)

@@ -24,7 +24,8 @@ from shardwise.cost.memory.local_shapes import (
 )
 from shardwise.cost.memory.simulate import replay, settings_of
 from shardwise.cost.memory.step_program import write_program
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import Architecture
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight

@@ -13,7 +13,8 @@ from torch import nn
 from shardwise.errors import ConfigError, ModelError
 from shardwise.model.read import find_blocks
 from shardwise.parallel.activation_checkpointing import apply_recompute
-from shardwise.parallel.materialize import build, materialize, parameters_on_meta
+from shardwise.parallel.materialize import build, materialize
+from shardwise.parallel.meta_parameters import parameters_on_meta
 from shardwise.train.config import Config
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.model import forward_bytes, model_factory

@@ -30,7 +30,8 @@ from shardwise.bench.scaling.scaling_report import print_scaling
 from shardwise.cli.bench_scaling import FILE, Request, document_of, finish, stored
 from shardwise.cost.time.collective_time import Calibration, LinkFit, Measured
 from shardwise.errors import PlanError, UserError
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.measure.scaling_facts import LeftOut, Mode, Sample, Scaling, Subject, UnitTraffic, rows_of, warnings_of
 from shardwise.measure.step_time.timing import PARTS, Spread, Timing
 from shardwise.model.load_model import load_profile

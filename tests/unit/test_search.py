@@ -11,34 +11,23 @@ from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import Parts
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import DoesNotFit, ModelError, PlanError
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import GpuSpec, Link
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.load_model import load_profile
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.strategy import BASES, parse_strategy
 from shardwise.plan.workload import Workload
+from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import choose_profiled
 from shardwise.search.enumerate import complexity, divisors, layouts, nearest_multiples
-from shardwise.search.explain_plan import against, why_not
+from shardwise.search.explain_plan import against
 from shardwise.search.heuristics import guess_s, totals_of
-from shardwise.search.search import (
-    PLAIN_TIE,
-    SAID_TIE,
-    SCREEN_SLACK,
-    TIE,
-    USABLE,
-    Costs,
-    ask,
-    default_precision,
-    laid_out,
-    plan_for,
-    recomputes,
-    search,
-    syncs,
-    time_of,
-)
+from shardwise.search.problem import SAID_TIE, USABLE, Costs, ask, default_precision
+from shardwise.search.search import PLAIN_TIE, SCREEN_SLACK, TIE, laid_out, plan_for, recomputes, syncs, time_of
+from shardwise.search.why_not import why_not
 from shardwise.units import GIB
 
 GPU = GpuSpec(name="Device", arch="none", memory_bytes=80 * GIB, peak_flops={"bf16": 1e14})
@@ -117,7 +106,7 @@ WORK = Workload(seq_len=4096, global_batch=64)
 
 
 def found(profile=None, work=WORK, machine=None, pins=None, costs=COSTS):
-    return search(profile or model(), work, machine or cluster(), pins or Pins(), costs=costs)
+    return search_and_advise(profile or model(), work, machine or cluster(), pins or Pins(), costs=costs)
 
 
 class TestEnumerate:
@@ -466,7 +455,7 @@ class TestPruning:
         pins = Pins(strategy=None if strategy is None else parse_strategy(strategy))
         work = Workload(seq_len=length, global_batch=batch)
         question = ask(load_profile(name, seq_len=length), work, parse_cluster(text), pins)
-        result = search(question.profile, work, question.cluster, pins)
+        result = search_and_advise(question.profile, work, question.cluster, pins)
         fastest = min(c.time.step_s for c in result.candidates if c.fits)
         assert fastest <= self.exhaustive(question) * 1.005
 
@@ -510,7 +499,7 @@ class TestAdvice:
             needed = plain.device + (workload.seq_len * GIB)
             return plain.model_copy(update={"device": needed})
 
-        result = search(
+        result = search_and_advise(
             model(),
             WORK,
             cluster(memory=2000 * GIB),
@@ -545,7 +534,7 @@ class TestOnThisMachine:
 
     @pytest.fixture(autouse=True)
     def stand_in(self, monkeypatch):
-        monkeypatch.setattr("shardwise.search.search.default_costs", lambda rates=None: COSTS)
+        monkeypatch.setattr("shardwise.search.problem.default_costs", lambda rates=None: COSTS)
 
     def test_only_what_runs_and_exact_state(self):
         choice = self.choice(60 * GIB)

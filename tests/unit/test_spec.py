@@ -16,7 +16,7 @@ from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.model.facts import ParameterSpec, itemsize_of
 from shardwise.model.read import clean_name, dtype_name, find_blocks, read_model
 from shardwise.parallel.activation_checkpointing import apply_recompute
-from shardwise.parallel.materialize import parameters_on_meta
+from shardwise.parallel.meta_parameters import parameters_on_meta
 from shardwise.plan.workload import Workload
 from tests.models import VOCAB, WIDTH, Block, Decoder
 

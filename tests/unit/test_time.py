@@ -14,7 +14,8 @@ from shardwise.cost.time.layer_time import Split, unit_time
 from shardwise.cost.time.machine import LASTING, machine_of
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
-from shardwise.hardware.cluster import ClusterSpec, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import Architecture
 from shardwise.model.lora import with_adapters
 from shardwise.model.profile import ModelProfile

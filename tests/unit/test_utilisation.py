@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.cost.flops import palm_flops
-from shardwise.hardware.cluster import parse_cluster
 from shardwise.hardware.gpus import find_gpu
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.measure.utilisation import (
     StepWork,
     axis_uses,

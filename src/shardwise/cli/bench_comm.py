@@ -15,8 +15,9 @@ from rich.console import Console
 
 from shardwise.environment import rendezvous, visible_devices
 from shardwise.errors import PlanError, UserError
-from shardwise.hardware.cluster import ClusterSpec, detect, parse_cluster
+from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.hardware.cpu import cores_here, processor_name
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.launch.rank import guarded
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import DeviceType, Plan

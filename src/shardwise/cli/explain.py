@@ -15,8 +15,10 @@ from shardwise.run.calibration import corrected_costs, read_links
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.cost_inputs_of_plan import with_plan
-from shardwise.search.explain_plan import against, why_not
-from shardwise.search.search import Question, ask, cost_of, search
+from shardwise.search.explain_plan import against
+from shardwise.search.problem import Question, ask
+from shardwise.search.search import cost_of, search
+from shardwise.search.why_not import why_not
 
 
 def run_explain(

@@ -12,7 +12,8 @@ from shardwise.model.profile import ModelProfile
 from shardwise.report.candidates import print_candidates, print_recommendation
 from shardwise.report.plan_json import document
 from shardwise.run.calibration import corrected_costs
-from shardwise.search.search import ask, search
+from shardwise.search.advice import search_and_advise
+from shardwise.search.problem import ask
 
 PIPED = 132
 
@@ -36,7 +37,7 @@ def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
         return load_profile(asked.model, seq_len=length, compiled=asked.compiled)
 
     pins = asked.pins
-    result = search(
+    result = search_and_advise(
         profile,
         asked.workload,
         asked.cluster,

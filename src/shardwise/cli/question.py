@@ -21,7 +21,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.run.calibration import read_links
 from shardwise.search.candidate import Pins
-from shardwise.search.search import unknown_links
+from shardwise.search.problem import unknown_links
 
 USUAL_LENGTH = 4096
 SHORTER = (2048, 1024, 512, 128)
@@ -297,7 +297,7 @@ def read_count(text: str) -> float:
 def find_cluster(text: str | None) -> ClusterSpec:
     """The cluster of a ``--cluster`` text or file; this machine without one."""
     if text is not None:
-        from shardwise.hardware.cluster import parse_cluster
+        from shardwise.hardware.parse_cluster import parse_cluster
 
         return parse_cluster(text)
     from shardwise.environment import visible_devices

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -60,43 +58,6 @@ GRAMMAR = (
 )
 LINKS = "nvlink, nvlink1 to nvlink5, xgmi, pcie, pcie3 to pcie6, pcie4x8 (8 lanes)"
 NETWORKS = "ib400, roce200, efa100, eth25 (Gbit/s for each device) or 1600g (Gbit/s for each node)"
-_SPEC = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?([^@/]+?)\s*(?:@([^/]*))?(?:/(.*))?")
-
-
-def parse_cluster(text: str) -> ClusterSpec:
-    """What ``2x8xH100-SXM``, ``4xRTX4090@pcie4``, ``cpu``, ``2xcpu``, ``auto`` (this machine) or a file describes.
-
-    Two numbers are nodes and devices of each; one number is devices, split over nodes of the size that the hardware
-    table gives where it is more than one node holds (``64xH100`` is ``8x8xH100``). After ``@`` stands what joins the
-    devices of a node, after ``/`` what joins the nodes. Without them NVLink (or xGMI) is taken where the table has it,
-    else PCIe, and between nodes the network of the table's typical node, unknown where there is none. A path that ends
-    in .toml or .json is read by `shardwise.hardware.cluster_file`.
-
-    Raises:
-        PlanError: everything that cannot be understood or cannot be, at once.
-    """
-    text = text.strip()
-    if text.lower().endswith((".toml", ".json")):
-        from shardwise.hardware.cluster_file import read_cluster
-
-        return read_cluster(Path(text))
-    if text.lower() in ("auto", "local"):
-        return detect()
-    found = _SPEC.fullmatch(text)
-    if found is None:
-        raise PlanError(f"cluster '{text}' is not understood; write {GRAMMAR}, or the path of a .toml or .json file")
-    first, second, name, link_text, network_text = found.groups()
-    numbers = [int(n) if len(n) < 8 else MOST_DEVICES + 1 for n in (first, second) if n is not None]
-    if 0 in numbers:
-        raise PlanError(f"cluster '{text}': the numbers of nodes and devices must be 1 or more")
-    if math.prod(numbers) > MOST_DEVICES:
-        raise PlanError(f"cluster '{text:.80}': {MOST_DEVICES:,} devices are the most that are planned for")
-    if name.lower() == "cpu":
-        if link_text is not None or network_text is not None:
-            raise PlanError(f"cluster '{text}': links are not planned between CPU ranks; write 2xcpu")
-        here = detect("cpu", numbers[-1] if numbers else None)
-        return here.model_copy(update={"nodes": numbers[0] if len(numbers) == 2 else 1})
-    return gpu_cluster(text, name, numbers or [1], link_text=link_text, network_text=network_text)
 
 
 def gpu_cluster(

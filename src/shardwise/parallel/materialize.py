@@ -7,41 +7,16 @@ rank but 0 ever holds a whole model that is to be sharded. Why not initialise sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.distributed.broadcast import is_sent_by_ddp, send
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Inside, every new ``nn.Parameter`` that a module registers lands on the meta device; buffers stay real.
-
-    Buffers must be real because many (rotary frequencies, masks) exist only as the constructor's code.
-    """
-    register = nn.Module.register_parameter
-    made = WeakIdKeyDictionary()  # one that is registered under two names (tied by hand) must stay one
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
-            if param not in made:
-                kind = type(param) if nn.Parameter in type(param).__mro__ else nn.Parameter  # a fake one is a plain one
-                made[param] = kind(param.detach().to("meta"), requires_grad=param.requires_grad)
-            param = made[param]
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+from shardwise.parallel.meta_parameters import parameters_on_meta
 
 
 def build(factory: Callable[[], nn.Module], seed: int, *, real: bool) -> nn.Module:

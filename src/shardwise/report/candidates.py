@@ -16,7 +16,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain_plan import memory_arithmetic, time_parts
-from shardwise.search.search import usable_bytes
+from shardwise.search.problem import usable_bytes
 from shardwise.search.traffic_per_axis import sent_bytes, traffic_text
 from shardwise.units import bytes_text, count_text, seconds_text
 

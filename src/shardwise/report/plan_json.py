@@ -18,7 +18,7 @@ from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import GradientSync, Precision, Recompute
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
-from shardwise.search.search import usable_bytes
+from shardwise.search.problem import usable_bytes
 
 
 class Facts(BaseModel):

@@ -17,7 +17,7 @@ from shardwise.measure.history import Correction, read_history
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
-from shardwise.search.search import Costs, default_costs
+from shardwise.search.problem import Costs, default_costs
 
 SECONDS = (
     *("step_s", "low_s", "high_s", "compute_s", "recompute_s", "exposed_dp_s", "exposed_tp_s", "exposed_cp_s"),

@@ -39,7 +39,8 @@ from shardwise.search.alternatives import Alternative, alternatives
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, choose, choose_profiled, exact
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
-from shardwise.search.search import ask, cost_of
+from shardwise.search.problem import ask
+from shardwise.search.search import cost_of
 from shardwise.search.traffic_per_axis import sent_bytes
 from shardwise.train.config import Config, optimizer_problems
 from shardwise.train.data.corpus import Corpus, prepare_corpus

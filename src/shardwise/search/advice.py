@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import find_gpu, gpu_names
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.strategy import SHARDED, Strategy
-from shardwise.search.candidate import Candidate, Pins
+from shardwise.plan.workload import Workload
+from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity, divisors
 from shardwise.search.explain_plan import room_text
-from shardwise.search.search import Question, ask, search, simplest_fit, usable_bytes
+from shardwise.search.problem import Costs, Question, ask, usable_bytes
+from shardwise.search.search import search, simplest_fit
 from shardwise.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from shardwise.cost.time.estimate_time import Rates
 
 MOST_NODES = 4096
 SHORTEST = 256
@@ -55,6 +60,33 @@ class _Ways:
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
         text += f"; {bytes_text(away)} of host memory" if away else ""
         return text if self.command is None else f"{text}: {self.command(options)}"
+
+
+def search_and_advise(
+    profile: ModelProfile,
+    workload: Workload,
+    cluster: ClusterSpec,
+    pins: Pins | None = None,
+    *,
+    costs: Costs | None = None,
+    rates: Rates | None = None,
+    shorter: Callable[[int], ModelProfile] | None = None,
+    only_runnable: bool = False,
+    command: Callable[[Mapping[str, str | None]], str] | None = None,
+) -> SearchResult:
+    """`search`, and where nothing fits, what would.
+
+    ``shorter`` makes the profile at another length; ``command`` writes the command line of a way that is proposed, from
+    the options that make it.
+
+    Raises:
+        PlanError: what is pinned cannot be laid out, or the global batch goes with no strategy.
+    """
+    found = search(profile, workload, cluster, pins, costs=costs, rates=rates, only_runnable=only_runnable)
+    if found.recommended is not None:
+        return found
+    question = ask(profile, workload, cluster, pins or Pins(), costs=costs, rates=rates, only_runnable=only_runnable)
+    return found.model_copy(update={"advice": advice(question, found.candidates, shorter, command)})
 
 
 def advice(

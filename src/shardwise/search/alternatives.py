@@ -17,7 +17,8 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.cost_inputs_of_plan import with_plan
-from shardwise.search.search import ask, cost_of
+from shardwise.search.problem import ask
+from shardwise.search.search import cost_of
 
 Change = Literal["micro batch", "recompute", "strategy", "schedule"]
 

@@ -21,10 +21,12 @@ from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
+from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.search import USABLE_IF_UNKNOWN, Costs, Question, ask, cost_of, rank, search
+from shardwise.search.problem import Costs, Question, ask
+from shardwise.search.search import USABLE_IF_UNKNOWN, cost_of, rank
 from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
@@ -154,7 +156,7 @@ def choose_profiled(
         ModelError: the live module does not allow the strategy that was asked for.
         DoesNotFit: nothing fits; the message has every candidate with its bytes, and what would fit.
     """
-    result = search(profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs)
+    result = search_and_advise(profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs)
     question = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
     best, parts, refused = _allowed(question, result, cut)
     if best is None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.local_shapes import layout_of
 from shardwise.cost.time.step_time import StepTime
-from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import itemsize_of
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import Strategy
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
-from shardwise.search.enumerate import complexity, layouts, misfits
+from shardwise.search.enumerate import complexity
+from shardwise.search.problem import SAID_TIE, Question
 from shardwise.search.traffic_per_axis import sent_bytes, traffic_text
 from shardwise.units import bytes_text, count_text, seconds_text
-
-if TYPE_CHECKING:
-    from shardwise.search.search import Question
 
 PARTS = {
     "compute_s": "computes longer",
@@ -162,31 +157,9 @@ def _traffic(question: Question, candidate: Candidate, part: str) -> str:
 
 
 def _is_tie(candidate: Candidate, best: Candidate | None) -> bool:
-    from shardwise.search.search import SAID_TIE
-
     if best is None or best.time is None or candidate.time is None or candidate.fits is False:
         return False
     return abs(candidate.time.step_s / best.time.step_s - 1) <= SAID_TIE
-
-
-def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
-    """Cost ``strategy`` for the same question and say why it is not ``best``; the candidate is None if it cannot be."""
-    from shardwise.search.search import search
-
-    if strategy == best.plan.parsed:
-        unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
-        return best, [f"{strategy} is the plan{unfit}"]
-    pins = question.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
-    problems = misfits(strategy, question.profile, question.workload, question.cluster)
-    if problems:
-        return None, [f"{strategy} cannot be: {problem}" for problem in problems]
-    try:
-        layouts(question.profile, question.workload, question.cluster, pins)
-    except PlanError as error:
-        return None, [f"{strategy} cannot be: {problem}" for problem in error.problems]
-    found = search(question.profile, question.workload, question.cluster, pins, costs=question.costs)
-    candidate = found.candidates[0]
-    return candidate, [f"not {strategy}: {against(question, candidate, best)}"]
 
 
 def _factors(text: str) -> str:

@@ -7,7 +7,7 @@ recommended. Where no time is known, the simplest that fits is. A plan that does
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +18,22 @@ from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
-from shardwise.plan.plan import GradientSync, Plan, Precision, Recompute
+from shardwise.plan.plan import GradientSync, Plan, Recompute
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
-from shardwise.search.cost_inputs_of_plan import adapted, adapter_of, with_adapter
+from shardwise.search.cost_inputs_of_plan import adapter_of
 from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts, with_options
-from shardwise.search.heuristics import Totals, floor_bytes, guess_s, totals_of
+from shardwise.search.heuristics import floor_bytes, guess_s
 from shardwise.units import bytes_text
 
 if TYPE_CHECKING:
-    from shardwise.cost.time.collective_time import Calibration
     from shardwise.cost.time.estimate_time import Rates
+
+from shardwise.search.explain_plan import with_reasons
+from shardwise.search.problem import USABLE, Costs, Question, ask
 
 TIE = 0.02  # plans this close in predicted time are chosen between by simplicity
 PLAIN_TIE = 0.05  # and so are those that neither cut the model nor offload: what fits is not sharded for less than this
-SAID_TIE = 0.05  # plans this close are not told apart by the model
-USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
 USABLE_IF_UNKNOWN = 0.6  # where a category is not known
 SCREEN_SLACK = 1.03  # the screen may be this much above the estimate before a plan is dropped on its word
 HOPELESS = 1.1  # a layout whose smallest plan is this much above what the screen lets pass is not looked at further
@@ -44,35 +44,6 @@ TRIES = 6  # full estimates of a strategy
 FULL = 20  # strategies that get a full estimate of memory, the fastest first
 SHOWN_UNFIT = 12
 HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The three cost functions; the tests give their own. ``links_known``: all links were measured, so none is asked
-    of the catalogue.
-    """
-
-    estimate: Callable[[ModelProfile, Plan, Workload, ClusterSpec], Estimate]
-    screen: Callable[[ModelProfile, Plan, Workload], int]
-    step_time: Callable[[ModelProfile, Plan, Workload, ClusterSpec], StepTime]
-    links_known: bool = False
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked, and what is worked out of it once. ``usable`` is None where a device's memory is not known."""
-
-    profile: ModelProfile
-    workload: Workload
-    cluster: ClusterSpec
-    pins: Pins
-    costs: Costs
-    totals: Totals
-    precision: Precision
-    usable: int | None
-    timed: bool
-    only_runnable: bool = False
-    plain: ModelProfile | None = None  # the profile before a pinned adapter changed it; None where none did
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,87 +71,6 @@ class Timed:
         return float("inf") if self.time is None else self.time.step_s
 
 
-def usable_bytes(cluster: ClusterSpec) -> int | None:
-    """What of a device's memory a plan may take: 97 % of a GPU's, 90 % of a CPU rank's share of the host.
-
-    The estimate has the context and what the allocator reserves, so the margin is for the model's own error alone.
-    """
-    return None if cluster.device_memory_bytes is None else int(cluster.device_memory_bytes * USABLE[cluster.device])
-
-
-def unknown_links(cluster: ClusterSpec) -> list[str]:
-    """What joins the devices and has no known speed, in words; every plan of the cluster sends over all of it."""
-    asked = [
-        ("link inside a node", cluster.link, cluster.devices_per_node),
-        ("network", cluster.network, cluster.nodes),
-    ]
-    return [name for name, link, ends in asked if ends > 1 and (link is None or link.bytes_per_s is None)]
-
-
-def default_precision(cluster: ClusterSpec) -> Precision:
-    """bf16 on GPUs that have it, fp16 on those that have only that (Volta, Turing), fp32 on CPUs."""
-    if cluster.device == "cpu":
-        return "fp32"
-    peaks = cluster.gpu.peak_flops if cluster.gpu is not None else {}
-    return "bf16" if not peaks or "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
-
-
-def default_costs(rates: Rates | None = None, calibration: Calibration | None = None) -> Costs:
-    """The cost model of this package, with what was measured of the device and of the links."""
-    from shardwise.cost.memory.estimate_memory import estimate, screen
-    from shardwise.cost.time.estimate_time import step_time
-
-    if rates is None and calibration is None:
-        return Costs(estimate=estimate, screen=screen, step_time=step_time)
-
-    def measured(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
-        return step_time(profile, plan, workload, cluster, rates=rates, calibration=calibration)
-
-    return Costs(estimate=estimate, screen=screen, step_time=measured)
-
-
-def ask(
-    profile: ModelProfile,
-    workload: Workload,
-    cluster: ClusterSpec,
-    pins: Pins,
-    *,
-    costs: Costs | None = None,
-    rates: Rates | None = None,
-    only_runnable: bool = False,
-) -> Question:
-    """Put a question together; an adapter that is pinned changes the profile.
-
-    Raises:
-        PlanError: the adapter cannot be.
-    """
-    precision, plain = pins.precision or default_precision(cluster), None
-    if pins.options.get("adapter") is not None:
-        workload = with_adapter(workload, pins.options["adapter"])
-    if pins.strategy is not None and pins.strategy.adapter != "none":
-        profile, plain = adapted(profile, pins.strategy, workload, precision, cluster.device), profile
-    if pins.options.get("optimizer_in_backward") and pins.grad_accum is None:
-        pins = pins.model_copy(update={"grad_accum": 1})
-    return Question(
-        profile=profile,
-        workload=workload,
-        cluster=cluster,
-        pins=pins,
-        costs=costs or default_costs(rates),
-        totals=totals_of(profile, workload, cluster, precision),
-        precision=precision,
-        usable=usable_bytes(cluster),
-        timed=rates is not None
-        or bool(
-            cluster.gpu is not None
-            and cluster.gpu.peak_flops
-            and ((costs is not None and costs.links_known) or not unknown_links(cluster))
-        ),
-        only_runnable=only_runnable,
-        plain=plain,
-    )
-
-
 def search(
     profile: ModelProfile,
     workload: Workload,
@@ -189,22 +79,16 @@ def search(
     *,
     costs: Costs | None = None,
     rates: Rates | None = None,
-    shorter: Callable[[int], ModelProfile] | None = None,
     only_runnable: bool = False,
-    command: Callable[[Mapping[str, str | None]], str] | None = None,
 ) -> SearchResult:
     """All plans for ``profile`` on ``cluster``, best first; one for each strategy, in its best split and recompute.
 
-    ``rates`` are this machine's measured ones; ``shorter`` makes the profile at another length, for advice only;
-    ``only_runnable`` leaves out what this version plans but does not run. ``command`` writes the command line of a way
-    that is proposed, from the options that make it.
+    ``rates`` are this machine's measured ones; ``only_runnable`` leaves out what this version plans but does not run.
+    `shardwise.search.advice.search_and_advise` adds what would fit where nothing does.
 
     Raises:
         PlanError: what is pinned cannot be laid out, or the global batch goes with no strategy.
     """
-    from shardwise.search.advice import advice
-    from shardwise.search.explain_plan import with_reasons
-
     asked = pins or Pins()
     question = ask(profile, workload, cluster, asked, costs=costs, rates=rates, only_runnable=only_runnable)
     found, refused = laid_out(question)
@@ -213,8 +97,7 @@ def search(
     candidates = _best_of_each(question, found)
     ranked, chosen = rank(question, candidates)
     told = with_reasons(question, ranked, chosen, considered)
-    said = () if chosen is not None else advice(question, told, shorter, command)
-    return SearchResult(candidates=tuple(told), recommended=chosen, considered=considered, advice=said)
+    return SearchResult(candidates=tuple(told), recommended=chosen, considered=considered, advice=())
 
 
 def laid_out(question: Question) -> tuple[list[Layout], list[Refusal]]:

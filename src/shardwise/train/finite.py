@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,12 +11,10 @@ from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.errors import TrainingError
 from shardwise.model.read import clean_name
 from shardwise.parallel.ownership import home_of
-
-if TYPE_CHECKING:
-    from shardwise.train.session import Session
+from shardwise.train.session_interface import TrainingSession
 
 
-def check_weights(session: Session) -> None:
+def check_weights(session: TrainingSession) -> None:
     """Stop before weights that an update has spoilt are saved. Collective; reads each trained weight once.
 
     Raises:
@@ -36,7 +33,7 @@ def check_weights(session: Session) -> None:
     )
 
 
-def _spoilt(session: Session) -> list[tuple[str, bool]]:
+def _spoilt(session: TrainingSession) -> list[tuple[str, bool]]:
     """Each trained parameter, and whether this rank's part of it is not finite."""
     held = [(name, part) for name, part in _held(session) if part.numel()]
     if not held:
@@ -52,7 +49,7 @@ def _is_finite(part: torch.Tensor) -> torch.Tensor:
     return least.isfinite() & largest.isfinite()
 
 
-def _held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+def _held(session: TrainingSession) -> Iterator[tuple[str, torch.Tensor]]:
     engine, home = session.applied.engine, home_of(session.module)
     if engine is not None:
         yield from engine.own_weights()

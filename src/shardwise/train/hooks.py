@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +20,8 @@ from shardwise.errors import ModelError, UserError
 from shardwise.model.read import clean_name
 from shardwise.parallel.ownership import home_of
 from shardwise.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from shardwise.train.session import Session
-    from shardwise.train.step import Step
+from shardwise.train.session_interface import TrainingSession
+from shardwise.train.step import Step
 
 _Hooks = dict[int, Any]  # torch's own, by the number of a handle, which removes from it
 _BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -58,7 +56,7 @@ class ParameterHooks:
         self._own: set[int] = set()  # numbers of hooks that the library and DeepSpeed have put there
         _check(self._found, plan)
 
-    def on_prepared(self, session: Session) -> None:
+    def on_prepared(self, session: TrainingSession) -> None:
         """Give the parameters that are trained the hooks of those that they stand for."""
         home = home_of(session.module)
         for name, parameter in session.module.named_parameters():
@@ -101,7 +99,7 @@ class ParameterHooks:
                 "on with different weights; register the same hooks on every rank"
             )
 
-    def on_gradients(self, session: Session, step: Step) -> None:
+    def on_gradients(self, session: TrainingSession, step: Step) -> None:
         """Call each hook on the whole gradient; of random numbers all ranks draw the same."""
         _check(self._late(), self._plan)
         late = [name for name, parameter in self._named if parameter._backward_hooks]
@@ -121,13 +119,13 @@ class ParameterHooks:
                     for hook in _called(self._after.get(name, [])):
                         hook(parameter)
 
-    def on_step_start(self, session: Session, step: Step) -> None:
+    def on_step_start(self, session: TrainingSession, step: Step) -> None:
         """Nothing to do."""
 
-    def on_step_end(self, session: Session, step: Step) -> None:
+    def on_step_end(self, session: TrainingSession, step: Step) -> None:
         """Nothing to do."""
 
-    def on_step_abandoned(self, session: Session, step: Step) -> None:
+    def on_step_abandoned(self, session: TrainingSession, step: Step) -> None:
         """Nothing to do."""
 
     def _take(self) -> None:

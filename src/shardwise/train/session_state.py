@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import read_manifest
@@ -15,14 +15,12 @@ from shardwise.train.data.position import Place
 from shardwise.train.finite import check_weights
 from shardwise.train.resume import reading_state, refuse_other_base
 from shardwise.train.rng import random_states, rank_to_follow
-
-if TYPE_CHECKING:
-    from shardwise.train.session import Session
+from shardwise.train.session_interface import TrainingSession
 
 _START = "start."  # before the names of generators as they were when the pass over the data began
 
 
-def save_session(session: Session, saver: Saver, state: dict[str, Any] | None) -> Folder:
+def save_session(session: TrainingSession, saver: Saver, state: dict[str, Any] | None) -> Folder:
     """Save the session as it stands between two steps. Collective.
 
     Raises:
@@ -53,7 +51,7 @@ def save_session(session: Session, saver: Saver, state: dict[str, Any] | None) -
     )
 
 
-def _adapter_facts(session: Session) -> dict[str, Any]:
+def _adapter_facts(session: TrainingSession) -> dict[str, Any]:
     """Adapters and a mark of their base, both as rank 0 has them; empty where there are none. Collective."""
     adapters = adapters_of(session.module)
     if adapters is None:
@@ -61,7 +59,7 @@ def _adapter_facts(session: Session) -> dict[str, Any]:
     return {"adapter": adapters.facts(), "base": exchange.broadcast_json({"weights": None, "digest": adapters.base})}
 
 
-def load_session(session: Session, folder: str | Folder, verify: bool) -> dict[str, Any] | None:
+def load_session(session: TrainingSession, folder: str | Folder, verify: bool) -> dict[str, Any] | None:
     """Go on from the newest checkpoint in ``folder``, if there is one. Collective.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,7 @@ from shardwise.errors import TrainingError, UserError
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
-
-if TYPE_CHECKING:
-    from shardwise.train.session import Session
+from shardwise.train.session_interface import TrainingSession
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,9 @@ class Step:
     ``micros`` are this rank's. ``clip_norm`` is what `update` was asked to clip by.
     """
 
-    def __init__(self, session: Session, number: int, micros: list[Micro], tokens: int, batches: int = 0) -> None:
+    def __init__(
+        self, session: TrainingSession, number: int, micros: list[Micro], tokens: int, batches: int = 0
+    ) -> None:
         self.number = number
         self.tokens = tokens
         self.batches = batches

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
-
-if TYPE_CHECKING:
-    from shardwise.train.session import Session
-    from shardwise.train.step import Step
+from shardwise.train.session_interface import TrainingSession
+from shardwise.train.step import Step
 
 
 class StructureWatch:
@@ -30,7 +28,7 @@ class StructureWatch:
         self._frozen: list[nn.Parameter] = []
         self._watches = False
 
-    def on_prepared(self, session: Session) -> None:
+    def on_prepared(self, session: TrainingSession) -> None:
         """Remember what the model is made of."""
         self._watches = session.ranks.world_size > 1 and session.applied.engine is None
         self._trained = {id(p) for p in session.module.parameters() if p.requires_grad}
@@ -39,7 +37,7 @@ class StructureWatch:
         self._holders = [holder for part in parts for holder in (part._modules, part._parameters)]
         self._seen = self._look()
 
-    def on_gradients(self, session: Session, step: Step) -> None:
+    def on_gradients(self, session: TrainingSession, step: Step) -> None:
         """Before the optimizer's step.
 
         Raises:
@@ -61,13 +59,13 @@ class StructureWatch:
                 "session.prepare, or in the middle of a run save, and load into a new session with the changed model"
             )
 
-    def on_step_start(self, session: Session, step: Step) -> None:
+    def on_step_start(self, session: TrainingSession, step: Step) -> None:
         """Nothing to do."""
 
-    def on_step_end(self, session: Session, step: Step) -> None:
+    def on_step_end(self, session: TrainingSession, step: Step) -> None:
         """Nothing to do."""
 
-    def on_step_abandoned(self, session: Session, step: Step) -> None:
+    def on_step_abandoned(self, session: TrainingSession, step: Step) -> None:
         """Nothing to do."""
 
     def _look(self) -> list[Any]:

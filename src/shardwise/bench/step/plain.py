@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.distributed.process_group import Ranks
 from shardwise.errors import UserError
 from shardwise.plan.plan import Plan
 
@@ -54,34 +53,6 @@ def check_plain(plan: Plan, model: nn.Module) -> None:
 def is_llama(model: nn.Module) -> bool:
     """True for the model that the loops with ``+tp`` and ``+pp`` are written for."""
     return type(model).__name__ == "LlamaForCausalLM"
-
-
-def plain_loop(
-    model: nn.Module, plan: Plan, ranks: Ranks, make_optimizer: MakeOptimizer, clip_norm: float | None
-) -> PlainStep:
-    """The hand-written training step for ``plan``; see `check_plain` for what there is. Collective.
-
-    It takes the micro batches of a step and returns the loss: of this rank, or of the last stage.
-    """
-    dims = plan.dims
-    if dims.tp * dims.pp == 1:
-        model = (
-            plain_ddp(model, ranks.device) if plan.parsed.base == "ddp" else plain_fsdp(model, ranks.device, dims.dp)
-        )
-        return plain_step(model, make_optimizer(list(model.parameters())), clip_norm)
-    sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
-    kept = {axis: size for axis, size in sizes.items() if size > 1}
-    mesh = init_device_mesh(ranks.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    model.to(ranks.device)
-    if dims.pp > 1:
-        from shardwise.bench.step.plain_pipeline import plain_pipeline
-
-        return plain_pipeline(model, plan, mesh, ranks, make_optimizer, clip_norm)
-    from shardwise.bench.step.plain_tensor import plain_tensor
-
-    plain_tensor(model, mesh["tp"], plan)
-    data_parallel(model, list(model.model.layers), mesh, plan)  # type: ignore[union-attr, arg-type]
-    return plain_step(model, make_optimizer(list(model.parameters())), clip_norm, plan)
 
 
 def plain_ddp(model: nn.Module, device: torch.device) -> nn.Module:

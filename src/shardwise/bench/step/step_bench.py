@@ -11,7 +11,8 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from shardwise.bench.step.plain import Batch, MakeOptimizer, PlainStep, plain_loop
+from shardwise.bench.step.plain import Batch, MakeOptimizer, PlainStep
+from shardwise.bench.step.plain_loop import plain_loop
 from shardwise.distributed.process_group import Ranks
 from shardwise.errors import UserError
 from shardwise.plan.dims import dims_for

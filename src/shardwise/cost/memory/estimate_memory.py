@@ -1,7 +1,7 @@
 """Bytes that a rank holds, by category and by phase. Nothing is run.
 
-`estimate` plays the program of one rank (`shardwise.cost.memory.step_program`) to a model of the caching allocator
-and sees the peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest, in microseconds.
+`estimate` plays the program of one rank (`shardwise.cost.memory.step_program`) to a model of the caching allocator and
+sees the peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest, in microseconds.
 `estimate_memory` is what a run's receipt compares with: closed formulas over a live model's parameters, exact for
 parameters, gradients and optimizer state; there allocator, context and communicators are not counted.
 A category that is not known is ``None``.

@@ -36,7 +36,7 @@ MOST_OPERATIONS, MOST_GAPS = 10, 3
 LEAST_GAP_S = 5e-6
 """Shorter gaps are what lies between any two kernels or operators."""
 SHORT_KERNEL_S = 10e-6
-"""A host needs about as long to launch a kernel from eager PyTorch (cost/time/kernels.py); it cannot feed shorter ones."""
+"""A host needs about as long to launch a kernel from eager PyTorch (cost/time/kernels.py)."""
 _ENGINE = "autograd::engine::evaluate_function: "
 _SYNCHRONISES = ("Synchronize", "aten::item", "aten::_local_scalar_dense", "aten::nonzero")
 _MOVES: tuple[Kind, ...] = ("memory", "optimizer")

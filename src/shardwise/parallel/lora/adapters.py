@@ -25,7 +25,7 @@ from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, dtype_name, find_blocks
 from shardwise.optim.adamw8bit import silence_bitsandbytes
 from shardwise.parallel.lora.quantize import BLOCK, prepare_packing
-from shardwise.parallel.materialize import parameters_on_meta
+from shardwise.parallel.meta_parameters import parameters_on_meta
 from shardwise.parallel.precision import DTYPES
 from shardwise.plan.lora_options import ROLES, AdapterOptions
 from shardwise.plan.plan import Plan

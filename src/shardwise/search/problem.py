@@ -1,0 +1,134 @@
+"""The question of a search: model, workload, cluster, what is pinned, and the cost functions that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.time.step_time import StepTime
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Plan, Precision
+from shardwise.plan.workload import Workload
+from shardwise.search.candidate import Pins
+from shardwise.search.cost_inputs_of_plan import adapted, with_adapter
+from shardwise.search.heuristics import Totals, totals_of
+
+if TYPE_CHECKING:
+    from shardwise.cost.time.collective_time import Calibration
+    from shardwise.cost.time.estimate_time import Rates
+
+SAID_TIE = 0.05  # plans this close are not told apart by the model
+USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The three cost functions; the tests give their own. ``links_known``: all links were measured, so none is asked
+    of the catalogue.
+    """
+
+    estimate: Callable[[ModelProfile, Plan, Workload, ClusterSpec], Estimate]
+    screen: Callable[[ModelProfile, Plan, Workload], int]
+    step_time: Callable[[ModelProfile, Plan, Workload, ClusterSpec], StepTime]
+    links_known: bool = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, and what is worked out of it once. ``usable`` is None where a device's memory is not known."""
+
+    profile: ModelProfile
+    workload: Workload
+    cluster: ClusterSpec
+    pins: Pins
+    costs: Costs
+    totals: Totals
+    precision: Precision
+    usable: int | None
+    timed: bool
+    only_runnable: bool = False
+    plain: ModelProfile | None = None  # the profile before a pinned adapter changed it; None where none did
+
+
+def usable_bytes(cluster: ClusterSpec) -> int | None:
+    """What of a device's memory a plan may take: 97 % of a GPU's, 90 % of a CPU rank's share of the host.
+
+    The estimate has the context and what the allocator reserves, so the margin is for the model's own error alone.
+    """
+    return None if cluster.device_memory_bytes is None else int(cluster.device_memory_bytes * USABLE[cluster.device])
+
+
+def unknown_links(cluster: ClusterSpec) -> list[str]:
+    """What joins the devices and has no known speed, in words; every plan of the cluster sends over all of it."""
+    asked = [
+        ("link inside a node", cluster.link, cluster.devices_per_node),
+        ("network", cluster.network, cluster.nodes),
+    ]
+    return [name for name, link, ends in asked if ends > 1 and (link is None or link.bytes_per_s is None)]
+
+
+def default_precision(cluster: ClusterSpec) -> Precision:
+    """bf16 on GPUs that have it, fp16 on those that have only that (Volta, Turing), fp32 on CPUs."""
+    if cluster.device == "cpu":
+        return "fp32"
+    peaks = cluster.gpu.peak_flops if cluster.gpu is not None else {}
+    return "bf16" if not peaks or "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
+
+
+def default_costs(rates: Rates | None = None, calibration: Calibration | None = None) -> Costs:
+    """The cost model of this package, with what was measured of the device and of the links."""
+    from shardwise.cost.memory.estimate_memory import estimate, screen
+    from shardwise.cost.time.estimate_time import step_time
+
+    if rates is None and calibration is None:
+        return Costs(estimate=estimate, screen=screen, step_time=step_time)
+
+    def measured(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
+        return step_time(profile, plan, workload, cluster, rates=rates, calibration=calibration)
+
+    return Costs(estimate=estimate, screen=screen, step_time=measured)
+
+
+def ask(
+    profile: ModelProfile,
+    workload: Workload,
+    cluster: ClusterSpec,
+    pins: Pins,
+    *,
+    costs: Costs | None = None,
+    rates: Rates | None = None,
+    only_runnable: bool = False,
+) -> Question:
+    """Put a question together; an adapter that is pinned changes the profile.
+
+    Raises:
+        PlanError: the adapter cannot be.
+    """
+    precision, plain = pins.precision or default_precision(cluster), None
+    if pins.options.get("adapter") is not None:
+        workload = with_adapter(workload, pins.options["adapter"])
+    if pins.strategy is not None and pins.strategy.adapter != "none":
+        profile, plain = adapted(profile, pins.strategy, workload, precision, cluster.device), profile
+    if pins.options.get("optimizer_in_backward") and pins.grad_accum is None:
+        pins = pins.model_copy(update={"grad_accum": 1})
+    return Question(
+        profile=profile,
+        workload=workload,
+        cluster=cluster,
+        pins=pins,
+        costs=costs or default_costs(rates),
+        totals=totals_of(profile, workload, cluster, precision),
+        precision=precision,
+        usable=usable_bytes(cluster),
+        timed=rates is not None
+        or bool(
+            cluster.gpu is not None
+            and cluster.gpu.peak_flops
+            and ((costs is not None and costs.links_known) or not unknown_links(cluster))
+        ),
+        only_runnable=only_runnable,
+        plain=plain,
+    )

@@ -1,0 +1,59 @@
+"""`TrainingSession`: what a session's own parts (its steps, its checks, its checkpoints) ask of it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.distributed.process_group import Ranks
+from shardwise.optim.in_backward import InBackward
+from shardwise.parallel.apply import Applied
+from shardwise.plan.dims import Place
+from shardwise.plan.plan import Plan
+from shardwise.train.agreement import Agreement
+from shardwise.train.data.position import Stream
+
+
+class TrainingSession(Protocol):
+    """See `shardwise.train.session.Session`, which is the one there is; its parts do not import it."""
+
+    ranks: Ranks
+    steps_done: int
+    first_step: int
+    in_step: bool
+    micros_left: int
+    scaler: torch.amp.GradScaler | None
+    in_backward: InBackward | None
+
+    @property
+    def phase(self) -> str: ...
+    @phase.setter
+    def phase(self, name: str) -> None: ...
+    @property
+    def stream(self) -> Stream: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def place(self) -> Place: ...
+    @property
+    def reduced_ranks(self) -> int: ...
+    @property
+    def applied(self) -> Applied: ...
+    @property
+    def agreement(self) -> Agreement: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    def check_forward(self) -> None: ...
+    def meet_before_backward(self) -> None: ...
+    def begin_micro(self, *, last: bool, filler: bool = False) -> None: ...
+    def clip(self, clip_norm: float) -> torch.Tensor: ...
+    def finish_gradients(self) -> None: ...
+    def check_optimizer(self, optimizer: Optimizer) -> None: ...
+    def notify(self, event: str, *args: Any) -> None: ...
