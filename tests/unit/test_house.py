@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,27 +22,41 @@ ROOT = Path(shardwise.__file__).parent
 LAYERS = (
     "errors",
     "units",
-    "spec",
+    "environment",
+    "document",
+    "import_object",
+    "hardware",
+    "model",
     "plan",
     "cost",
     "search",
+    "distributed",
+    "optim",
     "parallel",
     "checkpoint",
     "train",
+    "dryrun",
     "measure",
-    "watch",
-    "verify",
+    "receipts",
+    "gradcheck",
+    "diagnosis",
     "launch",
-    "lint",
+    "interop",
     "report",
+    "run",
+    "doctor",
+    "bench",
     "cli",
 )
-DISTRIBUTED = {"parallel", "checkpoint", "train", "measure", "watch", "verify"}
-DRY_RUN = {"search.dryrun", "search.record"}  # the real step under a fake process group
-PLANNING = ("spec.cluster", "plan.", "cost.", "search.")
+DISTRIBUTED = {
+    "distributed", "optim", "parallel", "checkpoint", "train", "dryrun", "measure", "receipts", "gradcheck",
+    "diagnosis", "doctor", "bench",
+}  # fmt: skip
+PLANNING = ("hardware.", "plan.", "cost.", "search.")
+SAME_STEM = {"plan"}  # `plan/plan.py` holds the Plan, `cli/plan.py` the verb
 FILE_LINES, FUNCTION_LINES, PUBLIC_NAMES = 400, 60, 25
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-PEERS = {("measure.checkpoint_peers", "torch.save")}  # what users do by hand, written and timed beside ours, never read
+PEERS = {("bench.checkpoint.checkpoint_peers", "torch.save")}  # written and timed beside ours, never read
 OBJECTS = {
     "all_gather_object",
     "gather_object",
@@ -126,24 +141,30 @@ def imported(node: ast.AST, source: Source) -> list[str]:
     return []
 
 
-def at_import(body: list[ast.stmt], *, types: bool) -> Iterator[ast.stmt]:
-    """Statements that run when the module is imported; those under TYPE_CHECKING only with ``types``."""
+def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when the module is imported."""
     for node in body:
         yield node
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            yield from at_import(node.body if types else node.orelse, types=types)
+            yield from at_import(node.orelse)
         elif not isinstance(node, Function):
             for field in ("body", "orelse", "finalbody"):
-                yield from at_import(getattr(node, field, []), types=types)
+                yield from at_import(getattr(node, field, []))
             for handler in getattr(node, "handlers", []):
-                yield from at_import(handler.body, types=types)
+                yield from at_import(handler.body)
 
 
-def needs(source: Source, *, types: bool) -> set[str]:
-    """Modules of the package that ``source`` imports at module level."""
-    names = {name for node in at_import(source.tree.body, types=types) for name in imported(node, source)}
+def needs(source: Source) -> set[str]:
+    """Modules of the package that ``source`` imports, also inside functions and for types alone."""
+    names = {name for node in source.nodes for name in imported(node, source)}
     inner = {name.removeprefix("shardwise.") for name in names if name.startswith("shardwise.")}
     return (inner & NAMES) - {source.name}
+
+
+def loads(source: Source) -> set[str]:
+    """Those that are imported as soon as ``source`` is."""
+    names = {name for node in at_import(source.tree.body) for name in imported(node, source)}
+    return {name.removeprefix("shardwise.") for name in names} & NAMES - {source.name}
 
 
 def dotted(node: ast.AST) -> str:
@@ -175,13 +196,13 @@ def outside_the_layers(source: Source) -> Iterator[str]:
 def up_the_layers(source: Source) -> Iterator[str]:
     if source.layer not in LAYERS:
         return
-    for name in needs(source, types=True):
+    for name in needs(source):
         if name.split(".")[0] not in LAYERS[: LAYERS.index(source.layer) + 1]:
             yield f"imports {name}, which is above it"
 
 
 def environment_elsewhere(source: Source) -> Iterator[str]:
-    if source.name == "parallel.environment":
+    if source.name == "environment":
         return
     words = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for node in source.nodes:
@@ -204,8 +225,7 @@ def is_distributed(name: str) -> bool:
 def distributed_elsewhere(source: Source) -> Iterator[str]:
     if source.layer in DISTRIBUTED:
         return
-    at_import_only = source.name in DRY_RUN  # planning imports these files, so only their functions may
-    for node in at_import(source.tree.body, types=False) if at_import_only else source.nodes:
+    for node in source.nodes:
         for name in [*imported(node, source), dotted(node)]:
             if is_distributed(name):
                 yield f"{getattr(node, 'lineno', 0)}: {name}"
@@ -288,8 +308,9 @@ RULES: list[tuple[Rule, list[str], list[str]]] = [
             "if TYPE_CHECKING:\n    from shardwise.train.loss import count_labels",
             "try:\n    from shardwise.train import loss\nexcept ImportError:\n    pass",
             "class A:\n    import shardwise.train.loss",
+            "def f():\n    import shardwise.train.loss",
         ],
-        ["from shardwise.plan.plan import Plan", "def f():\n    import shardwise.train.loss", "from . import choose"],
+        ["from shardwise.plan.plan import Plan", "from . import choose"],
     ),
     (
         environment_elsewhere,
@@ -386,12 +407,17 @@ def test_a_rule_bites(rule, bad, good):
 
 
 def test_the_whole_package_is_looked_at():
-    assert {"", "__main__", "errors", "cli.main", "parallel.environment", "plan"} <= NAMES
+    assert {"", "__main__", "errors", "cli.main", "environment", "plan"} <= NAMES
     assert list(outside_the_layers(Source("utils.text", "")))
-    assert not list(pickle_and_the_like(Source("measure.checkpoint_peers", "torch.save(a, b)")))
-    assert list(pickle_and_the_like(Source("measure.checkpoint_peers", "torch.load(a)")))
-    assert not list(environment_elsewhere(Source("parallel.environment", "import os\nos.environ")))
+    assert not list(pickle_and_the_like(Source("bench.checkpoint.checkpoint_peers", "torch.save(a, b)")))
+    assert list(pickle_and_the_like(Source("bench.checkpoint.checkpoint_peers", "torch.load(a)")))
+    assert not list(environment_elsewhere(Source("environment", "import os\nos.environ")))
     assert not list(distributed_elsewhere(Source("train.loop", "import torch.distributed")))
+
+
+def test_a_file_name_says_which_file():
+    stems = Counter(source.name.rpartition(".")[2] for source in PACKAGE if not source.is_package)
+    assert {stem for stem, number in stems.items() if number > 1} <= SAME_STEM
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -414,8 +440,10 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_import_cycle():
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
-    graph = {source.name: needs(source, types=False) for source in PACKAGE}
-    assert graph["search.choose"] >= {"cost.memory", "plan.dims", "spec.model"}, "imports are seen at all"
+    graph = {source.name: needs(source) for source in PACKAGE}
+    assert graph["search.choose"] >= {"cost.memory.estimate_memory", "plan.dims", "model.facts"}, (
+        "imports are seen at all"
+    )
     assert not cycle(graph)
 
 
@@ -423,16 +451,16 @@ def test_planning_needs_no_torch_distributed():
     """Nor does anything that planning modules import."""
     by_name = {source.name: source for source in PACKAGE}
     reached, todo = set(), [name for name in NAMES if f"{name}.".startswith(PLANNING)]
-    assert {"search.choose", "cost.memory", "plan.plan", "spec.cluster"} <= set(todo)
+    assert {"search.choose", "cost.memory.estimate_memory", "plan.plan", "hardware.cluster"} <= set(todo)
     while todo:
         name = todo.pop()
         if name not in reached:
             reached.add(name)
-            todo += needs(by_name[name], types=False)
+            todo += loads(by_name[name])
     wrong = [
         f"{name} imports {other}"
         for name in sorted(reached)
-        for node in at_import(by_name[name].tree.body, types=False)
+        for node in at_import(by_name[name].tree.body)
         for other in imported(node, by_name[name])
         if is_distributed(other)
     ]

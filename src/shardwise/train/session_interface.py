@@ -29,31 +29,66 @@ class TrainingSession(Protocol):
     in_backward: InBackward | None
 
     @property
-    def phase(self) -> str: ...
+    def phase(self) -> str:
+        """The phase of the step."""
+
     @phase.setter
-    def phase(self, name: str) -> None: ...
+    def phase(self, name: str) -> None:
+        """The phase of the step."""
+
     @property
-    def stream(self) -> Stream: ...
+    def stream(self) -> Stream:
+        """Position in the data."""
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of this rank."""
+
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """The plan in force."""
+
     @property
-    def place(self) -> Place: ...
+    def place(self) -> Place:
+        """Coordinates of this rank on the axes of the plan."""
+
     @property
-    def reduced_ranks(self) -> int: ...
+    def reduced_ranks(self) -> int:
+        """Number of ranks whose gradients are averaged."""
+
     @property
-    def applied(self) -> Applied: ...
+    def applied(self) -> Applied:
+        """The model under the plan."""
+
     @property
-    def agreement(self) -> Agreement: ...
+    def agreement(self) -> Agreement:
+        """The message at the end of a step's last backward."""
+
     @property
-    def module(self) -> nn.Module: ...
+    def module(self) -> nn.Module:
+        """The user's module, without DDP around it."""
+
     @property
-    def optimizer(self) -> Optimizer: ...
-    def check_forward(self) -> None: ...
-    def meet_before_backward(self) -> None: ...
-    def begin_micro(self, *, last: bool, filler: bool = False) -> None: ...
-    def clip(self, clip_norm: float) -> torch.Tensor: ...
-    def finish_gradients(self) -> None: ...
-    def check_optimizer(self, optimizer: Optimizer) -> None: ...
-    def notify(self, event: str, *args: Any) -> None: ...
+    def optimizer(self) -> Optimizer:
+        """The optimizer that `prepare` returned."""
+
+    def check_forward(self) -> None:
+        """Refuse a loss that did not come through the prepared model under DDP."""
+
+    def meet_before_backward(self) -> None:
+        """Wait for the other ranks where their forwards may differ."""
+
+    def begin_micro(self, *, last: bool, filler: bool = False) -> None:
+        """Called before each micro batch."""
+
+    def clip(self, clip_norm: float) -> torch.Tensor:
+        """Clip gradients to the global norm ``clip_norm``; returns the norm before, 0-d."""
+
+    def finish_gradients(self) -> None:
+        """Reduce what the model's own axes leave partial."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer other than the prepared one."""
+
+    def notify(self, event: str, *args: Any) -> None:
+        """Call ``event`` of every observer."""
