@@ -1,1 +1,1 @@
-"""TODO."""
+"""Benchmarks that users run on their own machine, with raw samples kept."""

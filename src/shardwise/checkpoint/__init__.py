@@ -1,1 +1,1 @@
-"""Save and load training state as safetensors shards and one JSON manifest."""
+"""Save and load training state as safetensors shards and one JSON manifest. No pickle."""

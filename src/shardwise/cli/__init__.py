@@ -1,1 +1,1 @@
-"""The front doors: one thin function per verb, and the entry of a rank."""
+"""The verbs of the command line: one thin function each."""

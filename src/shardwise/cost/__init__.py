@@ -1,1 +1,1 @@
-"""What a plan costs, by formula. Knows nothing of running."""
+"""Predicted memory, time and price of a plan, by formula. Nothing here runs a model."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What a run loses time to, with evidence, cost and the fix."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Process groups, meshes, control messages and local tensors: the lowest layer of `torch.distributed`."""

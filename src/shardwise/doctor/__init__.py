@@ -1,1 +1,1 @@
-"""TODO."""
+"""`shardwise doctor`: check this machine, and its ranks, before a run."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""`shardwise verify`: gradients of each strategy against those of one process."""

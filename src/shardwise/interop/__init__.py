@@ -1,1 +1,1 @@
-"""TODO."""
+"""Configurations of other tools, read and written."""

@@ -1,1 +1,1 @@
-"""Start ranks, watch them, and say which one failed first."""
+"""Start ranks, watch them, and name the one that failed first."""

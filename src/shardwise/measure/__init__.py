@@ -1,1 +1,1 @@
-"""Observe what a run really did; shares no code with the predicting side."""
+"""Observe what a run really does. Imports nothing that predicts, so that the two sides stay independent."""

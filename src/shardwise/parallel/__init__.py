@@ -1,1 +1,1 @@
-"""Apply a plan to a live module."""
+"""Put a plan on a live module. `apply` shows every step in order; each family has a folder."""

@@ -1,1 +1,1 @@
-"""The decision: strategy grammar, parallel dims, the plan and its fingerprint."""
+"""The decision as data: strategy, degrees, options and the workload. Nothing here computes or predicts."""

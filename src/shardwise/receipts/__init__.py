@@ -1,1 +1,1 @@
-"""TODO."""
+"""Planned values beside found ones, for every run."""

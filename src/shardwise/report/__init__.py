@@ -1,1 +1,1 @@
-"""Tables for people, one JSON document for programs."""
+"""Tables for people and JSON for programs."""

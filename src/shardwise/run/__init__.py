@@ -1,1 +1,1 @@
-"""TODO."""
+"""A job, from its configuration to its summary: prepared once, run by each rank."""

@@ -1,1 +1,1 @@
-"""Choose a plan: enumerate, prune by memory, keep every reason."""
+"""Choose a plan: enumerate the strategies, cost them, rank them, and explain each rejection."""

@@ -1,1 +1,1 @@
-"""The session, the loop and the data."""
+"""The session, its steps and checks, and the training loop."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Time and stall of saving, against DCP and `torch.save`."""

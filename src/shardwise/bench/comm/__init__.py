@@ -1,1 +1,1 @@
-"""TODO."""
+"""Bandwidth and latency of collectives on the axes of a plan."""

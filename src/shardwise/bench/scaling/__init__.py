@@ -1,1 +1,1 @@
-"""TODO."""
+"""Throughput against the number of ranks, measured and extrapolated."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Step time against a hand-written loop, and the pipeline bubble."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Convert checkpoints, merge adapters, and check that the result computes the same."""

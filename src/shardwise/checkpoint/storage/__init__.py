@@ -1,1 +1,1 @@
-"""TODO."""
+"""Where checkpoints lie: local folders, object stores, and direct I/O."""

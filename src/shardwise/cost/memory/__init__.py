@@ -1,1 +1,1 @@
-"""TODO."""
+"""Predicted bytes: state, activations, and a step's program played to a model of the caching allocator."""

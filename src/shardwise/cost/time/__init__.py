@@ -1,1 +1,1 @@
-"""TODO."""
+"""Predicted seconds: kernels, collectives, overlap, pipeline and optimizer."""

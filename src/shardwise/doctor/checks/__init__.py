@@ -1,1 +1,1 @@
-"""TODO."""
+"""The checks, one file for each part of the machine."""

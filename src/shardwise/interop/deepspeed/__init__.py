@@ -1,1 +1,1 @@
-"""TODO."""
+"""A plan as DeepSpeed's JSON configuration, and back."""

@@ -1,1 +1,1 @@
-"""What GPUs say of themselves."""
+"""GPU telemetry through NVML: clocks, power, links, errors."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Traces of `torch.profiler`: recorded on request, read, and summed up in words."""

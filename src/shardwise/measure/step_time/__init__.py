@@ -1,1 +1,1 @@
-"""TODO."""
+"""Step time by component, on every rank and every step."""

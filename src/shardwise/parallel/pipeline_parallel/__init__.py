@@ -1,1 +1,1 @@
-"""TODO."""
+"""Pipeline parallel: stages of a model, and their run under PyTorch's schedules."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The lines of a receipt, one file for each kind."""

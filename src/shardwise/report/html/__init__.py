@@ -1,1 +1,1 @@
-"""TODO."""
+"""The report of a run as one HTML file."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""From documents and loaders to micro batches, and the position of a run in its data."""
