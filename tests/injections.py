@@ -27,7 +27,7 @@ import shardwise
 from shardwise.diagnosis.diagnose import diagnose
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import HostWatch, observe
-from shardwise.diagnosis.observed import Save
+from shardwise.diagnosis.observed import SaveStall
 from shardwise.distributed.process_group import join, leave
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import Timing
@@ -250,10 +250,10 @@ def _window(loop: Loop, attribution: Attribution, steps: int) -> Timing | None:
     return attribution.window()
 
 
-def _saves(session: Session) -> list[Save]:
+def _saves(session: Session) -> list[SaveStall]:
     done = [] if session.saver is None else session.saver.reports
     return [
-        Save(step=r.step, stall_s=r.stall_s, write_s=r.write_s, num_bytes=r.num_bytes, background=r.background)
+        SaveStall(step=r.step, stall_s=r.stall_s, write_s=r.write_s, num_bytes=r.num_bytes, background=r.background)
         for r in done
     ]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from shardwise.distributed.process_group import Ranks, join
 from shardwise.gradcheck.reference import write_references
-from shardwise.gradcheck.run import Row, Task, verify_all
-from shardwise.run.strategy_lineup import Prepared, prepare_verify
+from shardwise.gradcheck.run import StrategyResult, VerifyTask, verify_all
+from shardwise.run.strategy_lineup import VerifyJob, prepare_verify
 from shardwise.train.config import read_config
 from tests.cli.configs import write_config
 
@@ -32,7 +32,7 @@ def transformers_config(folder: Path, kind: str, **changes: Any) -> Path:
     return folder / "model"
 
 
-def prepared(folder: Path, *strategies: str, nproc: int, **tables: dict[str, Any]) -> Prepared:
+def prepared(folder: Path, *strategies: str, nproc: int, **tables: dict[str, Any]) -> VerifyJob:
     """The lineup of a config whose tables are changed as `write_config` does it."""
     config = read_config(write_config(folder, **tables))
     return prepare_verify(config, strategies, nproc, lambda text: None)
@@ -48,7 +48,7 @@ def task_for(folder: Path, *strategies: str, nproc: int, **tables: dict[str, Any
     return task.to_json()
 
 
-def rows_of(task: str) -> list[Row]:
+def rows_of(task: str) -> list[StrategyResult]:
     """Every row, on each rank; what they explain is told on rank 0."""
     ranks: Ranks = join("cpu")
-    return verify_all(Task.model_validate_json(task), ranks)
+    return verify_all(VerifyTask.model_validate_json(task), ranks)

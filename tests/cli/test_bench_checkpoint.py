@@ -13,9 +13,9 @@ import torch
 
 from shardwise.bench.checkpoint.checkpoint_bench import (
     NO_SAVE,
-    Samples,
-    Spread,
-    Training,
+    OngoingTraining,
+    Quartiles,
+    SaveTurns,
     Turn,
     decoder_of,
     random_batches,
@@ -102,7 +102,7 @@ def broken(kind: str, folder: Path) -> str:
 
     ranks = join("cpu")
     plan = Plan(strategy="fsdp", dims=dims_for(parse_strategy("fsdp"), ranks.world_size))
-    training = Training(decoder_of(1 << 20), OptimizerTable(), plan, ranks, 0)
+    training = OngoingTraining(decoder_of(1 << 20), OptimizerTable(), plan, ranks, 0)
     batches = random_batches(1, ranks)
     training.step(next(batches))
     state = (training.model, training.optimizer)
@@ -143,7 +143,7 @@ def case_of_a_config(text: str) -> dict[str, Any] | None:
     from shardwise.distributed.process_group import join
     from shardwise.run.job import Job
 
-    request = command.Request.model_validate_json(text)
+    request = command.CheckpointBenchRequest.model_validate_json(text)
     assert request.job is not None
     job = Job.model_validate_json(request.job.read_text())
     return command._case(request, job, "ddp", join("cpu"))
@@ -155,7 +155,7 @@ def test_the_model_of_a_config(tmp_path: Path) -> None:
 
     job = prepare_job(read_config(write_config(tmp_path), []), lambda text: None).job
     (tmp_path / "job.json").write_text(job.to_json())
-    request = command.Request(
+    request = command.CheckpointBenchRequest(
         state_bytes=0, job=tmp_path / "job.json", rounds=1, step_s=1, seed=0, folder=tmp_path, as_json=False
     )
     case = run_world(case_of_a_config, 2, request.model_dump_json())[0]
@@ -210,7 +210,7 @@ def turn(contender: str, number: int, seconds: float, stall: float, step: float,
     )
 
 
-def made_up() -> Samples:
+def made_up() -> SaveTurns:
     """Three rounds on a machine that gets slower from one to the next, in an order that is not that of the rounds."""
     turns = []
     for number in (2, 0, 1):
@@ -223,7 +223,7 @@ def made_up() -> Samples:
             turn(DCP_ASYNC, number, 12 * slow, slow, 3 * slow, 31 * slow),
             turn(NO_SAVE, number, 0, 0, slow, 10 * slow),
         ]
-    return Samples(
+    return SaveTurns(
         strategy="ddp",
         state_bytes=100,
         samples_of_a_step=1,
@@ -234,9 +234,9 @@ def made_up() -> Samples:
 
 def test_ratios_are_of_turns_of_the_same_round() -> None:
     rows = {row.contender: row for row in made_up().summary()}
-    same = Spread(low=0.5, median=0.5, high=0.5)
+    same = Quartiles(low=0.5, median=0.5, high=0.5)
     assert rows[OURS].of_raw == same
-    assert rows[OURS].seconds == Spread(low=11.0, median=20.0, high=110.0)
+    assert rows[OURS].seconds == Quartiles(low=11.0, median=20.0, high=110.0)
     assert rows[DCP].over_ours is not None and rows[DCP].over_ours.median == 3.0
     assert rows[DCP_ASYNC].over_ours is not None and rows[DCP_ASYNC].over_ours.median == 3.0
     assert rows[OURS].over_ours is None

@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.format import MANIFEST
-from shardwise.checkpoint.inspect import Damage, Inspection, Line
+from shardwise.checkpoint.inspect import Damage, Inspection, TensorLine
 from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.cli.main import main
 from shardwise.report.checkpoint_table import SHOWN, ReadProgress, print_damage, print_inspection
@@ -101,8 +101,10 @@ def test_inspect_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 
 def test_long_tables_are_folded() -> None:
-    lines = [Line(f"model/kind{chr(97 + n // 26)}{chr(97 + n % 26)}.w", "F32", (n,), 4 * n, 1) for n in range(1, 61)]
-    lines += [Line(f"model/layers.{n}.experts.{m}.w", "BF16", (2,), 4, 3) for n in range(12) for m in range(8)]
+    lines = [
+        TensorLine(f"model/kind{chr(97 + n // 26)}{chr(97 + n % 26)}.w", "F32", (n,), 4 * n, 1) for n in range(1, 61)
+    ]
+    lines += [TensorLine(f"model/layers.{n}.experts.{m}.w", "BF16", (2,), 4, 3) for n in range(12) for m in range(8)]
     found = Inspection("test", "here", lines)
     for everything, rows in ((False, 30), (True, 156)):
         text = io.StringIO()

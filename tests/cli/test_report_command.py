@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.report.html.run_record import Record
+from shardwise.report.html.run_record import RunRecord
 from tests.cli.configs import start_train, train, wait_for_step, write_config
 from tests.commands import shardwise
 from tests.reports import write_links, write_scaling
@@ -25,7 +25,7 @@ def test_a_finished_run(tmp_path):
     document = report(
         tmp_path / "run", "--scaling", str(write_scaling(tmp_path)), "--links", str(write_links(tmp_path))
     )
-    record = Record.model_validate(document)
+    record = RunRecord.model_validate(document)
     assert (record.state, record.figures.steps, record.figures.steps_planned) == ("finished", 12, 12)
     assert not [line for line in record.missing if "understood" in line or "cannot be" in line]
     assert record.timing is not None and record.timing.world_size == 2
@@ -52,7 +52,7 @@ def test_a_killed_run(tmp_path):
     finally:
         process.kill()
         process.communicate(timeout=60)
-    record = Record.model_validate(report(tmp_path / "run"))
+    record = RunRecord.model_validate(report(tmp_path / "run"))
     assert record.state in ("unfinished", "running")  # ranks let go of the folder a moment after their parent
     assert record.figures.steps >= 5 and record.figures.steps_planned == 4000
     assert record.receipts == {} and any(line.startswith("summary.json is not there") for line in record.missing)

@@ -307,12 +307,12 @@ def _train(text: str, place: Path) -> None:
     from shardwise.distributed.process_group import join
     from shardwise.run.job import Job
     from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.loop import Run
+    from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
 
     job = Job.model_validate_json(text)
     session = Session(ranks=join(job.plan.device), planner=lambda model, optimizer: job.plan)
-    Run(job.config, job.plan, open_corpus(job.corpus), session, _Quiet(place)).train()
+    TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, _Quiet(place)).train()
     session.close()
 
 

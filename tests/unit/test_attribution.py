@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from shardwise.distributed.comm_timer import WAITS, Waits
 from shardwise.measure.step_time import clock
-from shardwise.measure.step_time.attribution import Attribution, Totals, _CpuWait, groups_of, split_off_waiting
+from shardwise.measure.step_time.attribution import Attribution, PhaseTotals, _CpuWait, groups_of, split_off_waiting
 from shardwise.measure.step_time.clock import COUNTED, EARLY, DeviceClock, HostClock
 from shardwise.measure.step_time.timing import PARTS
 from shardwise.plan.dims import dims_for
@@ -244,7 +244,7 @@ def table(tokens: int, lost: int, **parts: list[int]) -> Any:
 
 
 def test_totals_are_means_of_steps_and_ranks():
-    totals, own = Totals(warm_up=3), plan("ddp", 2)
+    totals, own = PhaseTotals(warm_up=3), plan("ddp", 2)
     ms = 1_000_000
     for late in (0, 10, 20):
         totals.add(table(100, 5 * ms, forward=[50 * ms, 50 * ms], exposed_dp=[30 * ms, (30 + late) * ms]), own)
@@ -261,7 +261,7 @@ def test_totals_are_means_of_steps_and_ranks():
 
 
 def test_what_cannot_be_measured_is_none():
-    totals, own = Totals(), plan("ddp", 1)
+    totals, own = PhaseTotals(), plan("ddp", 1)
     totals.add(table(8, -1, forward=[10], transfer=[3], exposed_dp=[2]), own)
     timing = totals.timing(own, {"recompute": "blocks are compiled"})
     assert timing.cpu_wait_s is None
@@ -272,7 +272,7 @@ def test_what_cannot_be_measured_is_none():
 
 
 def test_an_axis_that_is_not_there_is_not_unmeasured():
-    totals, own = Totals(), plan("ddp+tp2", 2)
+    totals, own = PhaseTotals(), plan("ddp+tp2", 2)
     totals.add(table(8, 0, forward=[10, 10]), own)
     why = {"exposed_tp": "compiled", "exposed_cp": "compiled", "recompute": "compiled"}
     assert totals.timing(own, why).unmeasured == {"exposed_tp": "compiled"}
@@ -291,7 +291,7 @@ def test_a_kernel_that_keeps_no_account_of_cores_is_unknown(tmp_path: Path):
 
 
 def test_early_reductions_are_part_of_the_exposed_ones():
-    totals, own = Totals(), plan("ddp", 2)
+    totals, own = PhaseTotals(), plan("ddp", 2)
     totals.add(table(8, 0, exposed_dp=[4, 4], **{EARLY: [6, 6]}), own)
     timing = totals.timing(own, {})
     assert timing.early_reduce_s == pytest.approx(6e-9)
@@ -300,7 +300,7 @@ def test_early_reductions_are_part_of_the_exposed_ones():
 
 
 def test_a_long_run_takes_no_more_memory_than_a_short_one():
-    totals, own = Totals(), plan("ddp", 2)
+    totals, own = PhaseTotals(), plan("ddp", 2)
     for _ in range(1000):
         totals.add(table(8, 0, forward=[5, 5]), own)
     kept = [value for value in vars(totals).values() if isinstance(value, np.ndarray)]
@@ -309,7 +309,7 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
 
 def test_a_step_of_many_ranks_is_added_up_about_as_fast_as_one_of_two():
     def fastest(ranks: int) -> float:
-        totals, own, took = Totals(), plan("fsdp", ranks), []
+        totals, own, took = PhaseTotals(), plan("fsdp", ranks), []
         for _ in range(10):
             begin = time.perf_counter()
             totals.add(table(8, 0, forward=[5] * ranks, exposed_dp=list(range(ranks))), own)

@@ -12,11 +12,11 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.diagnosis.diagnose import diagnose, why_nothing
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import _catalogue, price_of
-from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
+from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, SaveStall
 from shardwise.diagnosis.waits import workers_needed
 from shardwise.diagnosis.weight import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
 from shardwise.hardware.parse_cluster import parse_cluster
-from shardwise.measure.step_time.timing import BETWEEN, PARTS, Spread, Timing
+from shardwise.measure.step_time.timing import BETWEEN, PARTS, PhaseStats, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.report.findings import print_findings
@@ -25,9 +25,9 @@ from shardwise.search.alternatives import Alternative, changes
 CLEAN = {"forward": 0.030, "backward": 0.060, "exposed_dp": 0.002, "optimizer": 0.005, "control": 0.001, "data": 0.001}
 
 
-def spread_of(values: list[float]) -> Spread:
+def spread_of(values: list[float]) -> PhaseStats:
     high = max(range(len(values)), key=lambda rank: values[rank])
-    return Spread(mean_s=sum(values) / len(values), low_s=min(values), high_s=values[high], highest_rank=high)
+    return PhaseStats(mean_s=sum(values) / len(values), low_s=min(values), high_s=values[high], highest_rank=high)
 
 
 def timing(*changed: dict[str, float], steps: int = 40, **more: Any) -> Timing:
@@ -239,7 +239,7 @@ def test_who_crowds_the_cores_is_said(host: dict[str, Any], words: str, fix: str
 
 def test_a_save_that_stalls_is_found_with_the_interval_that_would_do() -> None:
     stalled = timing(between_s={"checkpoint": 0.1, "evaluation": 0.0})
-    saves = tuple(Save(step=n, stall_s=0.5, write_s=0.5, num_bytes=10**8) for n in (5, 10))
+    saves = tuple(SaveStall(step=n, stall_s=0.5, write_s=0.5, num_bytes=10**8) for n in (5, 10))
     found = only(diagnose(observed(stalled, saves=saves, save_every=5)))
     assert found.kind == "checkpoint-stall"
     assert found.share == pytest.approx(0.1 / 0.199)

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint import shard_files as shards
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.save_plan import Piece, Share
+from shardwise.checkpoint.save_plan import ShardWrite, Share
 from shardwise.checkpoint.staging import Stage
 from shardwise.checkpoint.storage import direct_io as direct
 from shardwise.checkpoint.storage import local_storage as storage
@@ -190,7 +190,8 @@ def test_a_file_of_tensors(disk: Path, written: dict[bool, int], monkeypatch: py
     written[True] = 0
     if where == "staged":
         whole = {
-            n: Piece("F32", tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t, t, True) for n, t in tensors.items()
+            n: ShardWrite("F32", tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t, t, True)
+            for n, t in tensors.items()
         }
         stage = Stage()
         share = stage.begin(Share(pieces=whole)).finish()

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.cost.memory.estimate_memory import estimate_memory
 from shardwise.dryrun.dry_run import DryRun, ModelSource, dry_run, prove
 from shardwise.dryrun.extrapolate import Traced, depth_of, extended, live_by_phase, shorten
-from shardwise.dryrun.record import Event, peaks_of
+from shardwise.dryrun.record import StorageEvent, peaks_of
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.read import read_model
 from shardwise.plan.dims import dims_for
@@ -180,11 +180,11 @@ def test_the_caller_gets_no_process_group():
 
 def test_peaks_follow_events():
     events = [
-        Event(0, 3 * MIB, "default", 1, "forward"),
-        Event(1, 2 * MIB, "all_gather", 1, "forward"),
-        Event(1, -2 * MIB, "all_gather", 1, "forward"),
-        Event(-1, 0, "default", 1, "backward"),
-        Event(0, -3 * MIB, "default", 1, "backward"),
+        StorageEvent(0, 3 * MIB, "default", 1, "forward"),
+        StorageEvent(1, 2 * MIB, "all_gather", 1, "forward"),
+        StorageEvent(1, -2 * MIB, "all_gather", 1, "forward"),
+        StorageEvent(-1, 0, "default", 1, "backward"),
+        StorageEvent(0, -3 * MIB, "default", 1, "backward"),
     ]
     peaks, most = peaks_of(events, {0: "activations"})
     assert [(p.phase, p.allocated, p.reserved) for p in peaks] == [
@@ -197,11 +197,11 @@ def test_peaks_follow_events():
 
 def _trace(blocks: int, forward: int, backward: int, head: int = 100) -> Traced:
     """Each block saves ``forward`` bytes, and leaves ``backward`` bytes of gradients when it frees them."""
-    events = [Event(i, forward, "default", 1, "forward") for i in range(blocks)]
-    events += [Event(-2, head, "default", 1, "backward"), Event(-2, -head, "default", 1, "backward")]
+    events = [StorageEvent(i, forward, "default", 1, "forward") for i in range(blocks)]
+    events += [StorageEvent(-2, head, "default", 1, "backward"), StorageEvent(-2, -head, "default", 1, "backward")]
     for i in reversed(range(blocks)):
-        events.append(Event(100 + i, backward, "default", 1, "backward"))
-        events.append(Event(i, -forward, "default", 1, "backward"))
+        events.append(StorageEvent(100 + i, backward, "default", 1, "backward"))
+        events.append(StorageEvent(i, -forward, "default", 1, "backward"))
     return Traced(blocks, live_by_phase(events), {})
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.gradcheck.causes import (
-    Setting,
+    CauseContext,
     candidates,
     explain,
     explain_loss,
@@ -17,7 +17,7 @@ from shardwise.gradcheck.causes import (
     name_factor,
     pattern_of,
 )
-from shardwise.gradcheck.compare import Gradients, Verdict, compare, judge
+from shardwise.gradcheck.compare import Gradients, GradientVerdict, compare, judge
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 
@@ -43,7 +43,7 @@ def made(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def told(reference: Gradients, found: Gradients, plan: Plan, **more: object) -> str:
     differences = compare(reference, found)
-    setting = Setting(plan, key_value_heads=2, head_dim=4)
+    setting = CauseContext(plan, key_value_heads=2, head_dim=4)
     return "\n".join(explain(reference, found, differences, setting, tolerance=TOLERANCE, **more))  # type: ignore[arg-type]
 
 
@@ -194,7 +194,7 @@ def test_rows_in_the_wrong_place_are_told_from_wrong_rows() -> None:
     name = "blocks.0.k_proj.weight"
     swapped = {**reference, name: reference[name].roll(4, 0)}
     assert "rows from 0 on hold what belongs to rows from 4 on" in told(reference, swapped, plan_of(tp=2))
-    lines = explain_weights(reference, swapped, compare(reference, swapped), Setting(plan_of(tp=2), 2, 4))
+    lines = explain_weights(reference, swapped, compare(reference, swapped), CauseContext(plan_of(tp=2), 2, 4))
     assert lines[0].startswith(f"the weights on the ranks are not the model's: {name}: all 8 rows differ")
 
 
@@ -257,7 +257,7 @@ def test_a_verdict_crosses_a_process_border_with_an_infinite_error() -> None:
     found = {n: None if "embed" in n else g for n, g in reference.items()}
     verdict = judge(compare(reference, found), norm=(1, 1), loss=(1, 1), clipped_error=0.0, tolerance=TOLERANCE)
     assert verdict.error == math.inf
-    assert Verdict.model_validate_json(verdict.model_dump_json()) == verdict
+    assert GradientVerdict.model_validate_json(verdict.model_dump_json()) == verdict
 
 
 def test_one_parameter_that_is_multiplied_is_no_matter_of_tokens() -> None:

@@ -420,6 +420,16 @@ def test_a_file_name_says_which_file():
     assert {stem for stem, number in stems.items() if number > 1} <= SAME_STEM
 
 
+def test_a_class_name_says_which_class():
+    names = Counter(
+        node.name
+        for source in PACKAGE
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not {name for name, number in names.items() if number > 1}
+
+
 def cycle(graph: dict[str, set[str]]) -> list[str]:
     """The modules of one cycle, in order; empty if there is none."""
     done: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.cost.time.overlap import Run, elapsed_s
+from shardwise.cost.time.overlap import UnitRun, elapsed_s
 from shardwise.cost.time.pipeline_time import (
     SIMULATED_EVENTS,
     blocks_per_stage,
@@ -69,33 +69,33 @@ def test_blocks_are_dealt_out_evenly_and_the_head_is_relieved(blocks: int, stage
 
 
 def test_gathers_hide_behind_computation() -> None:
-    alone = elapsed_s([Run(10, 1.0)])
-    hidden = elapsed_s([Run(10, 1.0, gather_s=0.9)])
-    exposed = elapsed_s([Run(10, 1.0, gather_s=1.5)])
+    alone = elapsed_s([UnitRun(10, 1.0)])
+    hidden = elapsed_s([UnitRun(10, 1.0, gather_s=0.9)])
+    exposed = elapsed_s([UnitRun(10, 1.0, gather_s=1.5)])
     assert hidden == pytest.approx(alone + 0.9)  # only the first is waited for
     assert exposed == pytest.approx(10 * 1.5 + 1.0)  # only the last computation is not on the wire's time
-    assert elapsed_s([Run(10, 1.0, gather_s=0.9)], ahead=False) == pytest.approx(10 * 1.9)
+    assert elapsed_s([UnitRun(10, 1.0, gather_s=0.9)], ahead=False) == pytest.approx(10 * 1.9)
 
 
 def test_the_last_reduction_is_waited_for() -> None:
-    assert elapsed_s([Run(10, 1.0, reduce_s=0.5)]) == pytest.approx(10.5)
-    assert elapsed_s([Run(10, 1.0, reduce_s=2.0)]) == pytest.approx(1.0 + 20.0)
+    assert elapsed_s([UnitRun(10, 1.0, reduce_s=0.5)]) == pytest.approx(10.5)
+    assert elapsed_s([UnitRun(10, 1.0, reduce_s=2.0)]) == pytest.approx(1.0 + 20.0)
 
 
 def test_gathers_and_reductions_share_the_wire() -> None:
-    both = elapsed_s([Run(20, 1.0, gather_s=0.6, reduce_s=0.6)])
+    both = elapsed_s([UnitRun(20, 1.0, gather_s=0.6, reduce_s=0.6)])
     assert both >= 20 * 1.2
     assert both == pytest.approx(20 * 1.2, rel=0.1)
 
 
 def test_a_long_run_is_multiplied_and_not_followed() -> None:
-    runs = [Run(1, 0.1, 0.3), Run(1000, 1.0, 0.7, 0.2), Run(1, 0.5)]
-    split = [Run(1, 0.1, 0.3), *[Run(1, 1.0, 0.7, 0.2)] * 1000, Run(1, 0.5)]
+    runs = [UnitRun(1, 0.1, 0.3), UnitRun(1000, 1.0, 0.7, 0.2), UnitRun(1, 0.5)]
+    split = [UnitRun(1, 0.1, 0.3), *[UnitRun(1, 1.0, 0.7, 0.2)] * 1000, UnitRun(1, 0.5)]
     assert elapsed_s(runs) == pytest.approx(elapsed_s(split))
 
 
 def test_contention_slows_by_what_is_hidden() -> None:
-    runs = [Run(10, 1.0, gather_s=0.5)]
+    runs = [UnitRun(10, 1.0, gather_s=0.5)]
     assert elapsed_s(runs, contention=0.2) - elapsed_s(runs) == pytest.approx(0.2 * 9 * 0.5)
 
 

@@ -23,7 +23,7 @@ from shardwise.report.html import layout_parts as html_parts
 from shardwise.report.html.elements import make_report, render, write_report
 from shardwise.report.html.environment_section import environment_facts, write_environment
 from shardwise.report.html.run_folder import read_run, series_of
-from shardwise.report.html.run_record import Record, Samples
+from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.sample_files import read_links, read_scaling, together
 from shardwise.report.html.text import Safe, el, milliseconds, money, percent, sampled
 from shardwise.run.rank_main import finite
@@ -69,7 +69,7 @@ class Page(HTMLParser):
         return {attrs["data-figure"] or "" for _, attrs in self.elements if "data-figure" in attrs}
 
 
-def page_of(folder: Path, **options: Samples | None) -> Page:
+def page_of(folder: Path, **options: BenchSamples | None) -> Page:
     return Page(make_report(folder, **options).read_text())
 
 
@@ -304,7 +304,7 @@ def evil_run(folder: Path) -> Path:
 
 def test_every_text_is_escaped(tmp_path):
     folder = evil_run(tmp_path / "<i>run")
-    samples = Samples(source=EVIL, columns=(EVIL, EVIL), rows=((EVIL, EVIL),), notes=(EVIL,))
+    samples = BenchSamples(source=EVIL, columns=(EVIL, EVIL), rows=((EVIL, EVIL),), notes=(EVIL,))
     page = page_of(folder, scaling=samples, links=samples)
     assert [tag for tag, _ in page.elements].count("script") == 3
     assert "img" not in [tag for tag, _ in page.elements]
@@ -519,7 +519,7 @@ def test_the_command(run, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stderr
-    record = Record.model_validate_json(done.stdout.splitlines()[-1])
+    record = RunRecord.model_validate_json(done.stdout.splitlines()[-1])
     assert record.to_json() == (run / "report.json").read_text().strip()
     done = subprocess.run([*command[:4], str(tmp_path / "none")], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("shardwise: '")

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.readers import restricted
-from shardwise.checkpoint.readers.inert import Maker, Record
+from shardwise.checkpoint.readers.inert import InertRecord, Maker
 from shardwise.checkpoint.readers.restricted import load_restricted
 from shardwise.errors import CheckpointError
 
@@ -450,4 +450,4 @@ def test_nothing_that_could_run_comes_out():
         assert found is value
         assert not callable(found), full
         assert not isinstance(found, Maker) or found.make is None or found.make.__module__.startswith("shardwise.")
-    assert not callable(Record("a"))
+    assert not callable(InertRecord("a"))

@@ -11,7 +11,7 @@ import torch
 from shardwise.errors import DataError
 from shardwise.train.config import DataTable
 from shardwise.train.data.corpus import Tokens, prepare_corpus
-from shardwise.train.data.samples import DocumentSamples, PackedSamples, Samples, samples_for
+from shardwise.train.data.samples import DocumentSamples, NumberedSamples, PackedSamples, samples_for
 
 END = 256
 LENGTHS = [5, 1, 16, 0, 7, 8, 23, 2]  # bytes of the documents; their separators come on top
@@ -25,7 +25,7 @@ def stream(lengths: list[int], num_bytes: int | None = None) -> Tokens:
     return Tokens(tokens, starts, sum(lengths) if num_bytes is None else num_bytes)
 
 
-def learnt(samples: Samples) -> list[tuple[int, int]]:
+def learnt(samples: NumberedSamples) -> list[tuple[int, int]]:
     """(token before, label) of every label of an epoch; checks the shape of every sample on the way."""
     pairs = []
     for sample in range(len(samples)):
@@ -37,7 +37,7 @@ def learnt(samples: Samples) -> list[tuple[int, int]]:
     return pairs
 
 
-def all_samples(seq_len: int, tokens: Tokens | None = None) -> list[Samples]:
+def all_samples(seq_len: int, tokens: Tokens | None = None) -> list[NumberedSamples]:
     tokens = stream(LENGTHS) if tokens is None else tokens
     return [
         PackedSamples(tokens, seq_len, END, False),

@@ -27,13 +27,13 @@ from shardwise.bench.scaling.predict import (
 from shardwise.bench.scaling.scaling_plans import default_sizes, plan_at, plans_of
 from shardwise.bench.scaling.scaling_plot import draw
 from shardwise.bench.scaling.scaling_report import print_scaling
-from shardwise.cli.bench_scaling import FILE, Request, document_of, finish, stored
+from shardwise.cli.bench_scaling import FILE, ScalingRequest, document_of, finish, stored
 from shardwise.cost.time.collective_time import Calibration, LinkFit, Measured
 from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.measure.scaling_facts import LeftOut, Mode, Sample, Scaling, Subject, UnitTraffic, rows_of, warnings_of
-from shardwise.measure.step_time.timing import PARTS, Spread, Timing
+from shardwise.measure.step_time.timing import PARTS, PhaseStats, Timing
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
@@ -55,7 +55,8 @@ def timing(step_s: float, world: int, **parts: float) -> Timing:
     seconds.update(parts)
     seconds["forward"] = step_s - sum(parts.values())
     spreads = {
-        part: None if s is None else Spread(mean_s=s, low_s=s, high_s=s, highest_rank=0) for part, s in seconds.items()
+        part: None if s is None else PhaseStats(mean_s=s, low_s=s, high_s=s, highest_rank=0)
+        for part, s in seconds.items()
     }
     ranks = tuple({part: s or 0.0 for part, s in seconds.items()} for _ in range(world))
     return Timing(
@@ -399,11 +400,11 @@ def test_units_are_read_off_a_profile() -> None:
 # the file, the words, the plot
 
 
-def request(folder: Path, **changes: Any) -> Request:
+def request(folder: Path, **changes: Any) -> ScalingRequest:
     facts: dict[str, Any] = {
         "modes": ("weak", "strong"), "sizes": (), "steps": 4, "beyond": 16, "calibration": None, "price": 1.5,
     }  # fmt: skip
-    return Request(**{**facts, **changes}, output=folder)
+    return ScalingRequest(**{**facts, **changes}, output=folder)
 
 
 def test_sizes_come_together_in_one_file(tmp_path: Path) -> None:

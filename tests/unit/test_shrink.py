@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shardwise.gradcheck.shrink import Recipe, Shrunk, build_small, chosen, shrink, structure
-from shardwise.gradcheck.shrink_config import Sizes, heads_for
+from shardwise.gradcheck.shrink_config import ShrinkLimits, heads_for
 from shardwise.parallel.materialize import build
 from tests.families import family
 
 transformers = pytest.importorskip("transformers")
 CUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
-NEED = Sizes(blocks=2, cuts=CUTS, seq_len=16, own_seq_len=256, vocab_size=257)
+NEED = ShrinkLimits(blocks=2, cuts=CUTS, seq_len=16, own_seq_len=256, vocab_size=257)
 SIZES: dict[str, Any] = {
     "vocab_size": 5001,
     "hidden_size": 256,

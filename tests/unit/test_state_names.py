@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.checkpoint.readers.inert import Record
+from shardwise.checkpoint.readers.inert import InertRecord
 from shardwise.checkpoint.readers.state_names import clean_names, sort_out
 from shardwise.errors import CheckpointError
 
@@ -113,8 +113,8 @@ def test_joined_state_belongs_to_the_longest_parameter():
 
 
 def test_state_in_deeper_dicts_and_what_json_cannot_hold():
-    state = {"state": {A: {"inner": {"0": T}, "odd": Record("a.Thing"), "count": 3, "a/b": T}}}
-    groups = {"param_groups": [{**OPTIONS, "hook": Record("b.Hook"), "params": [A]}]}
+    state = {"state": {A: {"inner": {"0": T}, "odd": InertRecord("a.Thing"), "count": 3, "a/b": T}}}
+    groups = {"param_groups": [{**OPTIONS, "hook": InertRecord("b.Hook"), "params": [A]}]}
     found = sorted_out({"model": SD, "optim": {**state, **groups}})
     assert found.tensors[f"optimizer/{A}/inner.0"] == f"optim.state.{A}.inner.0"
     assert found.optimizer["state"] == {A: {"count": 3}}

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.cost.flops import mfu, palm_flops
 from shardwise.cost.time.estimate_time import Rates, step_time
-from shardwise.cost.time.layer_time import Split, unit_time
+from shardwise.cost.time.layer_time import WorkSplit, unit_time
 from shardwise.cost.time.machine import LASTING, machine_of
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
@@ -230,7 +230,7 @@ def test_fp8_casts_weights_once_or_every_time_and_leaves_small_products_alone() 
     few = [predict("fsdp", hopper, thin, precision=kind).compute_s for kind in ("bf16", "fp8")]
     assert few[1] <= few[0] * 1.001
     machine, block = machine_of(hopper, "fp8"), SMALL.units[1]
-    split = Split(tp=1, cp=1, micro=1, precision="fp8", recompute="none", compiled=True)
+    split = WorkSplit(tp=1, cp=1, micro=1, precision="fp8", recompute="none", compiled=True)
     once = unit_time(machine, block, replace(split, casts_weights=False))
     assert once.forward_s < unit_time(machine, block, split).forward_s
 

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers import torch_file
-from shardwise.checkpoint.readers.inert import Record
+from shardwise.checkpoint.readers.inert import InertRecord
 from shardwise.checkpoint.readers.torch_file import StoredTensor, TorchFile
 from shardwise.checkpoint.storage.local_storage import RangeReader, folder_of
 from shardwise.errors import CheckpointError
@@ -167,7 +167,7 @@ def test_what_is_around_the_tensors_comes_back(tmp_path):
     with TorchFile(tmp_path / "a.pt") as file:
         assert list(file.content["state"]) == ["weight", "bias"]
         assert file.content["size"] == (2,) and file.content["dtype"] is torch.bfloat16 and file.content["epoch"] == 3
-        assert isinstance(file.content["device"], Record) and file.content["device"].args == ("cpu",)
+        assert isinstance(file.content["device"], InertRecord) and file.content["device"].args == ("cpu",)
         assert file.content["storage"].num_bytes == 24
 
 

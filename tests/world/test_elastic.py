@@ -99,13 +99,13 @@ def train_here(text: str, stop_after: int | None) -> dict[int, list[list[int]]]:
     """The loop of `shardwise train` on this rank; the ids that it really fetched, for each micro batch of each step."""
     from shardwise.distributed.process_group import join
     from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.loop import Run
+    from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
 
     job = Job.model_validate_json(text)
     session = Session(ranks=join(job.plan.device), planner=lambda model, optimizer: job.plan)
     session.observers.append(observer := _Observer(stop_after))
-    run = Run(job.config, job.plan, open_corpus(job.corpus), session, _Silent())
+    run = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, _Silent())
     fetch = run.samples.batch
 
     def recorded(ids: Any) -> Any:

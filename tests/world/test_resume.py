@@ -25,7 +25,7 @@ def train_here(text: str, stop_after: int | None, slow_disk_s: float) -> tuple[l
     """The loop of `shardwise train` on this rank: what it said, and the options of the optimizer at the end."""
     from shardwise.distributed.process_group import join
     from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.loop import Run
+    from shardwise.train.loop import TrainingRun
     from shardwise.train.resume import options_of
     from shardwise.train.session import Session
 
@@ -37,7 +37,7 @@ def train_here(text: str, stop_after: int | None, slow_disk_s: float) -> tuple[l
     reporter = _Listener()
     options: list[dict[str, Any]] = []
     try:
-        Run(job.config, job.plan, open_corpus(job.corpus), session, reporter).train()
+        TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter).train()
     except Interrupted as stop:
         reporter.said.append(str(stop))
     options = options_of(session.optimizer)

@@ -15,7 +15,7 @@ from shardwise.bench.step.bubble import idle_share
 from shardwise.bench.step.plain_loop import plain_loop
 from shardwise.bench.step.step_bench import plan_for, shardwise_loop, strategies_for
 from shardwise.distributed.process_group import join
-from shardwise.parallel.pipeline_parallel.stage_runtime import Span
+from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -121,7 +121,7 @@ def share_of(busy: list[list[tuple[float, float]]]) -> float:
     """The idle share of made-up spans, each rank's clock with an origin of its own."""
     ranks = join("cpu")
     origin = 100.0 * (1 + ranks.rank)
-    spans = [Span(ranks.rank, "forward", 0, origin + start, origin + end) for start, end in busy[ranks.rank]]
+    spans = [StageSpan(ranks.rank, "forward", 0, origin + start, origin + end) for start, end in busy[ranks.rank]]
     return idle_share(spans, origin, ranks)
 
 

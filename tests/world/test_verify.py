@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.gradcheck.run import Row
+from shardwise.gradcheck.run import StrategyResult
 from tests.verifying import rows_of, task_for, transformers_config
 from tests.worlds import run_world
 
@@ -122,7 +122,7 @@ def norm_counts_replicas() -> None:
     session.global_norm = lambda *args: right(*args) * 2**0.5
 
 
-def sabotaged(task: str, fault: str) -> list[Row]:
+def sabotaged(task: str, fault: str) -> list[StrategyResult]:
     globals()[fault]()
     return rows_of(task)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.gradcheck.run import Row
+from shardwise.gradcheck.run import StrategyResult
 from tests.cli import configs
 from tests.cli.test_verify import verify
 from tests.models import ByteDecoder
@@ -87,7 +87,7 @@ def raises() -> nn.Module:
     return Raises(0.0)
 
 
-def rows(folder: Path, factory: str, *strategies: str) -> list[Row]:
+def rows(folder: Path, factory: str, *strategies: str) -> list[StrategyResult]:
     task = task_for(folder, *strategies, nproc=2, model={"factory": f"{HERE}:{factory}"})
     first, second = run_world(rows_of, 2, task)
     assert [row.status for row in first] == [row.status for row in second]

@@ -31,7 +31,7 @@ _OWN_FILES = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Line:
+class TensorLine:
     """A tensor: its safetensors code (or torch's name where there is none), its whole shape, its bytes, its shards.
 
     ``shards`` is ``None`` where the format does not say.
@@ -74,7 +74,7 @@ class Inspection:
 
     kind: str
     place: str
-    lines: Sequence[Line] = ()
+    lines: Sequence[TensorLine] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
     step: int | None = None
@@ -190,7 +190,9 @@ def _of_source(place: str | Folder) -> Inspection:
         return Inspection(OTHER, str(place), damage=[unreadable(place, error)])
     with opened as source:
         lines = [
-            Line(name, CODES.get(info.dtype, str(info.dtype).removeprefix("torch.")), info.shape, info.num_bytes, None)
+            TensorLine(
+                name, CODES.get(info.dtype, str(info.dtype).removeprefix("torch.")), info.shape, info.num_bytes, None
+            )
             for name, info in source.tensors.items()
         ]
         return Inspection(
@@ -211,8 +213,8 @@ def _others(path: Folder, own: Folder) -> list[str]:
     return [other.name for _, other in saved_steps(own.parent) if other.name != own.name]
 
 
-def _lines(manifest: Manifest) -> tuple[list[Line], dict[str, list[str]]]:
-    lines: list[Line] = []
+def _lines(manifest: Manifest) -> tuple[list[TensorLine], dict[str, list[str]]]:
+    lines: list[TensorLine] = []
     rng: dict[str, list[str]] = defaultdict(list)
     for name, entry in manifest.tensors.items():
         num_bytes = math.prod(entry.shape) * ITEMSIZES[entry.dtype]
@@ -220,7 +222,7 @@ def _lines(manifest: Manifest) -> tuple[list[Line], dict[str, list[str]]]:
             _, rank, generator = name.split("/", 2)
             rng[rank].append(generator)
         else:
-            lines.append(Line(name, entry.dtype, entry.shape, num_bytes, len(entry.shards)))
+            lines.append(TensorLine(name, entry.dtype, entry.shape, num_bytes, len(entry.shards)))
     return lines, dict(rng)
 
 

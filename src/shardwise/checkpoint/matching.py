@@ -48,7 +48,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Item:
+class TargetTensor:
     """A tensor of the target: its name in a manifest, where it comes from, and what it is stored as."""
 
     name: str
@@ -68,7 +68,7 @@ class Selection:
         notes: what is not carried over, and what was changed on the way, to be said aloud.
     """
 
-    items: tuple[Item, ...]
+    items: tuple[TargetTensor, ...]
     aliases: Mapping[str, str]
     renamed: Mapping[str, str]
     equal: tuple[tuple[str, str], ...]
@@ -124,10 +124,10 @@ def select(
     return Selection(tuple(items), tied, renamed, tuple(equal), tuple(notes))
 
 
-def _item(source: Source, name: str, origin: str, dtype: torch.dtype | None) -> Item:
+def _item(source: Source, name: str, origin: str, dtype: torch.dtype | None) -> TargetTensor:
     info = source.tensors[origin]
     changes = dtype is not None and info.dtype.is_floating_point
-    return Item(name, origin, TensorInfo(dtype, info.shape) if changes and dtype is not None else info)
+    return TargetTensor(name, origin, TensorInfo(dtype, info.shape) if changes and dtype is not None else info)
 
 
 def _state_name(name: str, renamed: Mapping[str, str]) -> str:
@@ -224,7 +224,7 @@ def _left_out(source: Source, other: list[str], reason: str) -> list[str]:
     return notes
 
 
-def _say_cast(source: Source, items: list[Item], notes: list[str]) -> None:
+def _say_cast(source: Source, items: list[TargetTensor], notes: list[str]) -> None:
     """One note for each pair of dtypes."""
     pairs = Counter((source.tensors[item.origin].dtype, item.info.dtype) for item in items)
     for (old, new), number in pairs.items():

@@ -28,7 +28,7 @@ from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
 from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
 from shardwise.checkpoint.save_plan import Holdings, Share, deal, holdings_of
-from shardwise.checkpoint.save_report import Head, failure_of, fault_of, merged, write_share
+from shardwise.checkpoint.save_report import ManifestHead, failure_of, fault_of, merged, write_share
 from shardwise.checkpoint.staging import Copy, Stage
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError
@@ -157,7 +157,7 @@ class Saver:
             model, optimizer = shadow.model, shadow.optimizer
         home = part_of(model)
         make_head = partial(
-            Head.of, step, plan, state, optimizer, model_facts, names=() if home is None else home.names
+            ManifestHead.of, step, plan, state, optimizer, model_facts, names=() if home is None else home.names
         )
         head, share = self._settle(working, make_head, model, optimizer, rng)
         if not self.async_save:
@@ -242,14 +242,14 @@ class Saver:
     def _settle(
         self,
         working: Folder,
-        head_of: Callable[[], Head],
+        head_of: Callable[[], ManifestHead],
         model: nn.Module,
         optimizer: Optimizer,
         rng: dict[str, torch.Tensor] | None,
-    ) -> tuple[Head, Share]:
+    ) -> tuple[ManifestHead, Share]:
         """Who writes what; what is wrong on any rank is raised on all. Collective."""
         wrong: Exception | None = None
-        made: list[tuple[Head, Share]] = []
+        made: list[tuple[ManifestHead, Share]] = []
         holdings = Holdings()
         try:
             holdings = holdings_of(model, optimizer, rng)
@@ -278,7 +278,7 @@ class Saver:
         working: Folder,
         target: Folder,
         share: Share,
-        head: Head,
+        head: ManifestHead,
         group: ProcessGroup | None = None,
         wrong: Exception | None = None,
     ) -> exchange.Failure | None:
@@ -291,7 +291,7 @@ class Saver:
         return failure
 
     def _finish(
-        self, working: Folder, target: Folder, reports: list[dict[str, Any]], head: Head
+        self, working: Folder, target: Folder, reports: list[dict[str, Any]], head: ManifestHead
     ) -> exchange.Failure | None:
         """Rank 0: commit and prune where every rank wrote its part, otherwise remove the parts and say what went wrong.
 
@@ -325,7 +325,7 @@ class Saver:
         return failure_of([{"rank": 0, "path": str(self.folder), "fault": fault_of(error)}], self.folder)
 
     def _go_on(
-        self, working: Folder, target: Folder, share: Share, head: Head, started: float, optimizer: Optimizer
+        self, working: Folder, target: Folder, share: Share, head: ManifestHead, started: float, optimizer: Optimizer
     ) -> None:
         """Copy and write in a thread of its own; returns early."""
         copy: Copy | Exception

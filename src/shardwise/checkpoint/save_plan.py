@@ -35,7 +35,7 @@ SPLIT = 1 << 22  # bytes from which a tensor that several ranks hold is written 
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardWrite:
     """A box of a tensor that this rank writes.
 
     ``tensor`` is the live memory of the box, in any strides, and ``owner`` the tensor that others change it by (a
@@ -59,7 +59,7 @@ class Share:
     are those of the optimizer on this rank's stage, told by the first of its ranks and ``None`` elsewhere.
     """
 
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, ShardWrite] = field(default_factory=dict)
     others: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[ParamGroup] | None = None
@@ -191,14 +191,14 @@ def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
     return share
 
 
-def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) -> Piece:
+def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) -> ShardWrite:
     """The local part of a tensor, or the ``part``-th of ``parts`` runs of its rows."""
     box, local = box_of(tensor), local_of(tensor)
     if parts > 1 and box.numel:
         begin, end = box.lengths[0] * part // parts, box.lengths[0] * (part + 1) // parts
         box = Box((box.offsets[0] + begin, *box.offsets[1:]), (end - begin, *box.lengths[1:]))
         local = local[begin:end]
-    return Piece(code_of(tensor), tuple(tensor.shape), box, local, tensor, steady)
+    return ShardWrite(code_of(tensor), tuple(tensor.shape), box, local, tensor, steady)
 
 
 def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], home: Home | None) -> None:

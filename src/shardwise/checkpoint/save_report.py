@@ -29,7 +29,7 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEX
 
 
 @dataclass(frozen=True)
-class Head:
+class ManifestHead:
     """What a manifest says beside the tensors, on rank 0.
 
     ``names`` are all of a model that lies in parts, in its order; empty where every rank has all of them.
@@ -51,7 +51,7 @@ class Head:
         optimizer: Optimizer,
         model: dict[str, Any] | None,
         names: tuple[str, ...] = (),
-    ) -> Head:
+    ) -> ManifestHead:
         """The head as it is now, in values of its own: the caller may change its state afterwards.
 
         Raises:
@@ -90,7 +90,7 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
     return report
 
 
-def merged(working: Folder, reports: list[dict[str, Any]], head: Head) -> Manifest:
+def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -> Manifest:
     """The manifest of a checkpoint whose ranks have written their shares into ``working``.
 
     Raises:

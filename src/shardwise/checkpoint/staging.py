@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.checkpoint.save_plan import Piece, Share
+from shardwise.checkpoint.save_plan import ShardWrite, Share
 from shardwise.checkpoint.shard_files import file_order
 from shardwise.checkpoint.storage.direct_io import aligned
 from shardwise.errors import CheckpointError
@@ -55,7 +55,7 @@ class Copy:
 
     def __post_init__(self) -> None:
         self._versions = {name: _version(piece) for name, piece in self.share.pieces.items()}
-        self._done: dict[str, Piece] = {}
+        self._done: dict[str, ShardWrite] = {}
         self._stream: torch.cuda.Stream | None = None
         if self.device is not None:
             self._stream = torch.cuda.Stream(self.device)
@@ -100,6 +100,6 @@ class Copy:
                     self._done[name] = replace(piece, tensor=held)
 
 
-def _version(piece: Piece) -> tuple[int, ...]:
+def _version(piece: ShardWrite) -> tuple[int, ...]:
     """How often the memory of a piece was changed in place, as far as that is counted (not through ``.data``)."""
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in (piece.tensor, piece.owner))

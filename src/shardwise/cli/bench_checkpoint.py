@@ -41,7 +41,7 @@ _MEMORY = 4  # whole states that a rank holds at most: its own, gradients, copie
 _ROOM = 1.5  # of the state, on the disk
 
 
-class Request(BaseModel):
+class CheckpointBenchRequest(BaseModel):
     """What the ranks are to do; ``job`` where it is a config's model, else ``state_bytes``."""
 
     model_config = ConfigDict(frozen=True)
@@ -99,7 +99,7 @@ def run_bench_checkpoint(
             prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
             world, job = prepared.job.plan.dims.world_size, work / "job.json"
             job.write_text(prepared.job.to_json())
-        request = Request(
+        request = CheckpointBenchRequest(
             state_bytes=state_bytes, job=job, rounds=rounds, step_s=step_s, seed=0, folder=work, as_json=as_json
         )
         file = work / "request.json"
@@ -241,7 +241,7 @@ def rank_main() -> int:
     from shardwise.distributed.process_group import join, leave
 
     warnings.filterwarnings("ignore", module=r"torch\.")  # a peer's warnings are no news of ours
-    request = Request.model_validate_json(Path(sys.argv[1]).read_text())
+    request = CheckpointBenchRequest.model_validate_json(Path(sys.argv[1]).read_text())
     job = Job.model_validate_json(request.job.read_text()) if request.job else None
     ranks = join(job.plan.device if job else "auto")
     cases = []
@@ -262,7 +262,7 @@ def rank_main() -> int:
     return 0
 
 
-def _case(request: Request, job: Job | None, strategy: str, ranks: Any) -> dict[str, Any]:
+def _case(request: CheckpointBenchRequest, job: Job | None, strategy: str, ranks: Any) -> dict[str, Any]:
     """One strategy, measured."""
     import statistics
 
@@ -276,11 +276,12 @@ def _case(request: Request, job: Job | None, strategy: str, ranks: Any) -> dict[
 
         plan = job.plan.model_copy(update={"strategy": strategy, "dims": dims, "grad_accum": 1})
         corpus, batches = _corpus_batches(job, ranks)
-        training = bench.Training(model_factory(job.config, corpus), job.config.optimizer, plan, ranks, request.seed)
+        factory = model_factory(job.config, corpus)
+        training = bench.OngoingTraining(factory, job.config.optimizer, plan, ranks, request.seed)
     else:
         plan = Plan(strategy=strategy, dims=dims, device=ranks.device.type)
         factory = bench.decoder_of(request.state_bytes)
-        training = bench.Training(factory, OptimizerTable(), plan, ranks, request.seed)
+        training = bench.OngoingTraining(factory, OptimizerTable(), plan, ranks, request.seed)
         samples = bench.samples_for_step(training, request.step_s)
         batches = bench.random_batches(samples, ranks)
 

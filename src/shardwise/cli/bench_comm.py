@@ -31,7 +31,7 @@ LEAST = 8  # bytes: two elements of fp32
 WIDTH = 150
 
 
-class Request(BaseModel):
+class CommRequest(BaseModel):
     """What is to be measured; what ranks are told."""
 
     model_config = ConfigDict(frozen=True)
@@ -105,7 +105,7 @@ def read_request(
     output: Path,
     as_json: bool,
     described: str | None,
-) -> Request:
+) -> CommRequest:
     """Check all words.
 
     Raises:
@@ -132,7 +132,7 @@ def read_request(
     if problems or cluster is None or dims is None:
         raise UserError(*problems)
     plan = Plan(strategy=strategy, dims=dims, device=cluster.device)
-    return Request(
+    return CommRequest(
         plan=plan,
         cluster=cluster,
         sizes_bytes=(bytes_of[0], bytes_of[1]),
@@ -192,7 +192,7 @@ def _unwritable(folder: Path) -> list[str]:
         return [f"--output '{folder}' cannot be written to: {error.strerror}; choose another folder"]
 
 
-def rank_main(request: Request) -> int:
+def rank_main(request: CommRequest) -> int:
     """One rank; rank 0 shows and keeps what was found."""
     from shardwise.bench.comm.time_collectives import bench_comm
     from shardwise.distributed.process_group import join, leave
@@ -216,11 +216,11 @@ def rank_main(request: Request) -> int:
     return 0
 
 
-def _tty(request: Request) -> bool:
+def _tty(request: CommRequest) -> bool:
     return (sys.stderr if request.as_json else sys.stdout).isatty()
 
 
-def facts(request: Request, ranks: Ranks) -> dict[str, Any]:
+def facts(request: CommRequest, ranks: Ranks) -> dict[str, Any]:
     """What was measured, on what, where and when: all of `CalibrationFile` but the figures."""
     import datetime
 
@@ -251,7 +251,7 @@ def facts(request: Request, ranks: Ranks) -> dict[str, Any]:
 
 def main() -> int:
     """A rank that ``shardwise bench comm`` has started; its request is in a file."""
-    return rank_main(Request.model_validate_json(Path(sys.argv[1]).read_text()))
+    return rank_main(CommRequest.model_validate_json(Path(sys.argv[1]).read_text()))
 
 
 if __name__ == "__main__":

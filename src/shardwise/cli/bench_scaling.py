@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
-from shardwise.bench.scaling.predict import Curve, curve_of, units_of
+from shardwise.bench.scaling.predict import ScalingCurve, curve_of, units_of
 from shardwise.bench.scaling.scaling_plans import default_sizes, plans_of
 from shardwise.bench.scaling.scaling_plot import draw
 from shardwise.bench.scaling.scaling_report import print_scaling
@@ -35,9 +35,9 @@ from shardwise.measure.scaling_facts import (
     MODES,
     LeftOut,
     Mode,
-    Row,
     Sample,
     Scaling,
+    ScalingRow,
     Subject,
     dumped,
     rows_of,
@@ -47,7 +47,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 from shardwise.run.checks import check_output
 from shardwise.run.inspect_model import traced_profile
-from shardwise.run.job import Job, Prepared, prepare_job
+from shardwise.run.job import Job, PreparedJob, prepare_job
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.train.config import Config, read_config
 
@@ -60,7 +60,7 @@ PLANS, SAMPLES = "plans.json", "samples.json"
 SCHEMA = 1
 
 
-class Request(BaseModel):
+class ScalingRequest(BaseModel):
     """What the user asked for, and is the same on every rank."""
 
     model_config = ConfigDict(frozen=True)
@@ -97,7 +97,7 @@ def run_bench_scaling(
     if problems:
         raise UserError(*problems)
     modes: tuple[Mode, ...] = MODES if mode == "both" else tuple(one for one in MODES if one == mode)
-    request = Request(
+    request = ScalingRequest(
         modes=modes,
         sizes=tuple(sorted(set(sizes))),
         steps=steps,
@@ -149,7 +149,7 @@ def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
 # on this machine, each size a world of its own
 
 
-def _sizes_here(config: Config, request: Request, folder: Path, console: Console) -> dict[str, Any]:
+def _sizes_here(config: Config, request: ScalingRequest, folder: Path, console: Console) -> dict[str, Any]:
     prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
     sizes = request.sizes or tuple(default_sizes(prepared.job.plan, prepared.cluster.world_size))
     largest = detect(config.parallel.device, max(sizes), visible=visible_devices())
@@ -195,7 +195,7 @@ def _warn_of_crowds(plans: dict[tuple[Mode, int], Plan], threads: int, cores: in
         )
 
 
-def _about(prepared: Prepared, cluster: ClusterSpec) -> Scaling:
+def _about(prepared: PreparedJob, cluster: ClusterSpec) -> Scaling:
     """The question, before anything is measured."""
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
@@ -226,7 +226,7 @@ def _about(prepared: Prepared, cluster: ClusterSpec) -> Scaling:
 
 
 def _launched(
-    prepared: Prepared, plans: dict[Mode, Plan], size: int, threads: int, steps: int, folder: Path
+    prepared: PreparedJob, plans: dict[Mode, Plan], size: int, threads: int, steps: int, folder: Path
 ) -> list[Sample]:
     """Start ``size`` ranks that measure each of ``plans``, and read what they found."""
     job = prepared.job
@@ -284,7 +284,7 @@ def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks,
 # under torchrun, Slurm and the like
 
 
-def _under_launcher(config: Config, request: Request, console: Console, *, as_json: bool) -> None:
+def _under_launcher(config: Config, request: ScalingRequest, console: Console, *, as_json: bool) -> None:
     """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
 
     def inner() -> int:
@@ -320,7 +320,7 @@ def _set_threads(number: int) -> None:
 
 
 def _prepared_here(
-    config: Config, request: Request, ranks: Ranks, console: Console
+    config: Config, request: ScalingRequest, ranks: Ranks, console: Console
 ) -> tuple[Scaling, dict[Mode, Plan], list[LeftOut], Path]:
     """The question, and the plans for this world. What earlier sizes were made from, later ones are made from, too."""
     nodes = max(1, ranks.world_size // ranks.local_world_size)
@@ -352,7 +352,7 @@ def stored(file: Path) -> Scaling | None:
         ) from None
 
 
-def _begun(request: Request, scaling: Scaling, config: Config) -> Scaling:
+def _begun(request: ScalingRequest, scaling: Scaling, config: Config) -> Scaling:
     """``scaling`` with the samples of the file, refused now if they are of another question.
 
     What the config leaves to the number of ranks is as it was for the first size.
@@ -379,7 +379,7 @@ def _begun(request: Request, scaling: Scaling, config: Config) -> Scaling:
 
 
 def finish(
-    scaling: Scaling, samples: Sequence[Sample], left_out: Sequence[LeftOut], request: Request, console: Console
+    scaling: Scaling, samples: Sequence[Sample], left_out: Sequence[LeftOut], request: ScalingRequest, console: Console
 ) -> dict[str, Any]:
     """Add the samples to the file, work everything out, print and draw it; returns the document."""
     file = request.output / FILE
@@ -400,7 +400,9 @@ def finish(
     return document
 
 
-def document_of(scaling: Scaling, rows: Sequence[Row], curves: Sequence[Curve], price: float | None) -> dict[str, Any]:
+def document_of(
+    scaling: Scaling, rows: Sequence[ScalingRow], curves: Sequence[ScalingCurve], price: float | None
+) -> dict[str, Any]:
     """The file and the answer of ``--json``; see docs/scaling.md."""
     return {
         "schema": SCHEMA,

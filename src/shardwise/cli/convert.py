@@ -23,7 +23,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shardwise.checkpoint.convert.check_outputs import NotTheSame, Verdict, check_conversion, widest
+from shardwise.checkpoint.convert.check_outputs import NotTheSame, OutputVerdict, check_conversion, widest
 from shardwise.checkpoint.convert.conversion import Extras, To, Written, convert, refuse_taken
 from shardwise.checkpoint.convert.known_model import KnownModel, find_model
 from shardwise.checkpoint.convert.merge_lora import holds_adapters, saved_adapters
@@ -160,7 +160,7 @@ class _Answer:
         """One line."""
         self.console.print(text, markup=False)
 
-    def document(self, written: Written | None, verdict: Verdict, seconds: float) -> dict[str, Any]:
+    def document(self, written: Written | None, verdict: OutputVerdict, seconds: float) -> dict[str, Any]:
         """The answer as JSON; see docs/checkpoint-format.md."""
         items = self.selection.items if self.selection else ()
         return {
@@ -179,7 +179,7 @@ class _Answer:
         }
 
 
-def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tuple[Written, Verdict]:
+def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tuple[Written, OutputVerdict]:
     for note in source.notes:
         answer.note(note)
     known = find_model(asked.model, source)
@@ -210,9 +210,9 @@ def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tupl
             bar.begin("checking the source", sum(info.num_bytes for info in source.tensors.values()))
             source.check(bar.tick)
 
-        def check(place: Folder) -> Verdict:
+        def check(place: Folder) -> OutputVerdict:
             if not asked.verify:
-                return Verdict(None, None, "not verified: --no-verify was given")
+                return OutputVerdict(None, None, "not verified: --no-verify was given")
             return check_conversion(source, selection, place, asked.to, checked, bar)
 
         return convert(
@@ -229,7 +229,7 @@ def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tupl
 
 def _run_peft(
     source: Source, asked: _Asked, target: Folder, known: KnownModel | str, answer: _Answer
-) -> tuple[Written, Verdict]:
+) -> tuple[Written, OutputVerdict]:
     """Adapters as peft has them; the base is no part of it."""
     from shardwise.checkpoint.convert.check_peft import check_peft_folder
     from shardwise.checkpoint.convert.peft import peft_config, peft_selection
@@ -253,9 +253,9 @@ def _run_peft(
         )
     with Bar(answer.console) as bar:
 
-        def check(place: Folder) -> Verdict:
+        def check(place: Folder) -> OutputVerdict:
             if not asked.verify:
-                return Verdict(None, None, "not verified: --no-verify was given")
+                return OutputVerdict(None, None, "not verified: --no-verify was given")
             source.check(bar.tick)
             return check_peft_folder(source, saved, selection, place, known, bar)
 

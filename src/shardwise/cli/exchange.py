@@ -12,7 +12,7 @@ from shardwise.cli.question import choice_problems, find_cluster
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.interop.deepspeed.export import export_deepspeed, export_notes
 from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed, read_document
-from shardwise.interop.deepspeed.optimizer_section import Row
+from shardwise.interop.deepspeed.optimizer_section import FileKey
 from shardwise.plan.plan import Plan, Recompute, read_plan
 from shardwise.plan.strategy import Engine
 
@@ -105,7 +105,7 @@ def run_import(
 def print_import(result: Imported, plan: Plan, stream: Any) -> None:
     """Every key of the file under what became of it, the keys for a config file, and the plan in one line."""
 
-    def section(title: str, rows: Sequence[Row]) -> None:
+    def section(title: str, rows: Sequence[FileKey]) -> None:
         if rows:
             print(title, file=stream)
         for row in rows:

@@ -19,13 +19,13 @@ from shardwise.environment import rendezvous
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.rank import guarded
-from shardwise.run.strategy_lineup import MICRO_BATCH, Prepared, asked_for, prepare_verify
+from shardwise.run.strategy_lineup import MICRO_BATCH, VerifyJob, asked_for, prepare_verify
 from shardwise.train.config import read_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.gradcheck.run import Row
+    from shardwise.gradcheck.run import StrategyResult
     from shardwise.plan.plan import Plan
 
 TIMEOUT_S = 300.0
@@ -70,9 +70,9 @@ def run_verify(
         raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in rows))
 
 
-def run_worlds(prepared: Prepared) -> tuple[list[Row], ShardwiseError | None]:
+def run_worlds(prepared: VerifyJob) -> tuple[list[StrategyResult], ShardwiseError | None]:
     """Start the ranks of each world once; the rows that they found, and what ended them early."""
-    rows: list[Row] = []
+    rows: list[StrategyResult] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as references:
         for world, plans in sorted(prepared.lineup.plans.items()):
             found, failure = _run_world(prepared, world, plans, Path(references))
@@ -83,10 +83,10 @@ def run_worlds(prepared: Prepared) -> tuple[list[Row], ShardwiseError | None]:
 
 
 def _run_world(
-    prepared: Prepared, world: int, plans: Sequence[Plan], references: Path
-) -> tuple[list[Row], ShardwiseError | None]:
+    prepared: VerifyJob, world: int, plans: Sequence[Plan], references: Path
+) -> tuple[list[StrategyResult], ShardwiseError | None]:
     from shardwise.gradcheck.reference import write_references
-    from shardwise.gradcheck.run import Row
+    from shardwise.gradcheck.run import StrategyResult
     from shardwise.launch.local import run_local
 
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
@@ -102,7 +102,7 @@ def _run_world(
     except ShardwiseError as error:
         failure = error
     lines = results.read_text().splitlines() if results.exists() else []
-    rows = [Row.model_validate_json(line) for line in lines]
+    rows = [StrategyResult.model_validate_json(line) for line in lines]
     if not isinstance(failure, RankError):  # whose message says where the ranks' logs are
         shutil.rmtree(folder, ignore_errors=True)
     if failure is not None:
@@ -123,7 +123,7 @@ def _threads(world: int) -> int:
     return max(1, cores // world)
 
 
-def _tell(row: Row) -> None:
+def _tell(row: StrategyResult) -> None:
     """A line for who waits at a terminal."""
     print(f"{row.strategy} on {row.ranks} ranks: {row.status}", file=sys.stderr, flush=True)
 
@@ -133,10 +133,10 @@ def rank_main() -> int:
     import logging
 
     from shardwise.distributed.process_group import join, leave
-    from shardwise.gradcheck.run import Task, verify_all
+    from shardwise.gradcheck.run import VerifyTask, verify_all
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to be fast is no news
-    task = Task.model_validate_json(Path(sys.argv[1]).read_text())
+    task = VerifyTask.model_validate_json(Path(sys.argv[1]).read_text())
     ranks = join("cpu", timeout_s=TIMEOUT_S)
     verify_all(task, ranks, _tell if sys.stderr.isatty() else None)
     leave(ranks)

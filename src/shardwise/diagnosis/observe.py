@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.cost.time.collective_time import Group, catalogue_bus_bytes_per_s
 from shardwise.cost.time.step_time import StepTime
-from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, Save
+from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, SaveStall
 from shardwise.distributed.process_group import Ranks, gather_ints, gather_text
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import Link
@@ -153,7 +153,7 @@ def observe(
     *,
     host: HostUse | None = None,
     loader_workers: int | None = None,
-    saves: Sequence[Save] = (),
+    saves: Sequence[SaveStall] = (),
     save_every: int | None = None,
     traffic: dict[str, float] | None = None,
     cluster: ClusterSpec | None = None,

@@ -16,7 +16,7 @@ class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Save(_Facts):
+class SaveStall(_Facts):
     """One checkpoint: seconds that training stood still for it, seconds until it was on disk, and its bytes."""
 
     step: int
@@ -103,7 +103,7 @@ class Observed(_Facts):
     backend: str | None = None
     host: HostUse | None = None
     loader_workers: int | None = None
-    saves: tuple[Save, ...] = ()
+    saves: tuple[SaveStall, ...] = ()
     save_every: int | None = None
     links: tuple[LinkUse, ...] = ()
     peak_bytes: int | None = None

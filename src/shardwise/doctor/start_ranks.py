@@ -33,7 +33,7 @@ GRACE_S = 3.0
 """What ranks have, once told to end, for their last word."""
 
 
-class Task(BaseModel):
+class RankTestTask(BaseModel):
     """What a rank is to do, and where it leaves what it found."""
 
     model_config = ConfigDict(frozen=True)
@@ -66,7 +66,9 @@ def check_ranks(
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
         folder, said = Path(name), ""
         file = folder / "task.json"
-        file.write_text(Task(folder=name, device=device, timeout_s=timeout_s, start_s=start_s).model_dump_json())
+        file.write_text(
+            RankTestTask(folder=name, device=device, timeout_s=timeout_s, start_s=start_s).model_dump_json()
+        )
         watch = _Watch(str(file), timeout_s, timeout_s if start_s is None else start_s)
         try:
             run_local(
@@ -188,7 +190,7 @@ def rank_main(arguments: Sequence[str] | None = None) -> int:
     from shardwise.environment import rendezvous
     from shardwise.errors import UserError
 
-    task = Task.model_validate_json(Path((arguments or sys.argv[1:])[0]).read_text())
+    task = RankTestTask.model_validate_json(Path((arguments or sys.argv[1:])[0]).read_text())
     place = rendezvous()
     if place is None:
         raise UserError("this is a rank of shardwise doctor: run shardwise doctor")

@@ -9,11 +9,11 @@ def main() -> None:
     """Read, rehearse, answer."""
     import torch
 
-    from shardwise.dryrun.dry_run import Request, answer
+    from shardwise.dryrun.dry_run import DryRunRequest, answer
     from shardwise.errors import UserError
 
     torch.set_num_threads(1)
-    request = Request.model_validate_json(sys.stdin.read())
+    request = DryRunRequest.model_validate_json(sys.stdin.read())
     try:
         builder = request.source.builder()
     except UserError as error:

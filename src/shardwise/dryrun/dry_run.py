@@ -121,7 +121,7 @@ class DryRun(BaseModel):
         return tuple(Phase.model_validate(p.model_dump(include={"name", "allocated", "reserved"})) for p in rows)
 
 
-class Request(BaseModel):
+class DryRunRequest(BaseModel):
     """What the child is asked."""
 
     model_config = ConfigDict(extra="forbid")
@@ -178,7 +178,7 @@ def dry_run(
     if source is None or batch is not None or loss is not None:
         builder = build.builder() if isinstance(build, ModelSource) else build
         return _answer(_forked(lambda: answer(builder, plan, batch=batch, loss=loss, **options), timeout_s))
-    request = Request.model_validate({"source": source, "plan": plan, **options})
+    request = DryRunRequest.model_validate({"source": source, "plan": plan, **options})
     return _answer(_spawned(request.model_dump_json(by_alias=True), timeout_s))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.dryrun.record import Event
+from shardwise.dryrun.record import StorageEvent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ class Traced:
     others: dict[Key, int]
 
 
-def live_by_phase(events: Sequence[Event]) -> dict[Key, list[int]]:
+def live_by_phase(events: Sequence[StorageEvent]) -> dict[Key, list[int]]:
     """Live bytes when each (step, phase, how often it came in this step) begins, and after each of its events."""
     found: dict[Key, list[int]] = {}
     times: dict[tuple[int, str], int] = {}

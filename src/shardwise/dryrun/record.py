@@ -34,7 +34,7 @@ _COLLECTIVES = {
 }
 
 
-class Event(NamedTuple):
+class StorageEvent(NamedTuple):
     """``num_bytes`` taken (positive) or given back (negative) by storage ``storage``, in (step, phase)."""
 
     storage: int
@@ -64,7 +64,7 @@ class Peak:
     parts: dict[str, int]
 
 
-class Recorder:
+class StorageRecorder:
     """The book: events in order, and which category each storage turned out to be of.
 
     ``phase`` says where the program is. A storage's category is what is said of it last; what nobody names is an
@@ -72,7 +72,7 @@ class Recorder:
     """
 
     def __init__(self, phase: Callable[[], tuple[int, str]], stream: Callable[[], str]) -> None:
-        self.events: list[Event] = []
+        self.events: list[StorageEvent] = []
         self.sent: list[Sent] = []
         self.muted = 0
         self.forward_from = 0
@@ -103,10 +103,10 @@ class Recorder:
             return
         step, phase = self._phase()
         if before:
-            self.events.append(Event(number, -before, stream, step, phase))
+            self.events.append(StorageEvent(number, -before, stream, step, phase))
         if num_bytes:
             stream = self._stream() if not before else stream
-            self.events.append(Event(number, num_bytes, stream, step, phase))
+            self.events.append(StorageEvent(number, num_bytes, stream, step, phase))
         self._live[key] = (number, num_bytes, stream)
 
     def moment(self, num_bytes: int, category: str) -> None:
@@ -115,15 +115,15 @@ class Recorder:
             return
         step, phase = self._phase()
         self._names[self._next] = category
-        self.events.append(Event(self._next, num_bytes, self._stream(), step, phase))
-        self.events.append(Event(self._next, -num_bytes, self._stream(), step, phase))
+        self.events.append(StorageEvent(self._next, num_bytes, self._stream(), step, phase))
+        self.events.append(StorageEvent(self._next, -num_bytes, self._stream(), step, phase))
         self._next += 1
 
     def mark(self) -> None:
         """Note that a phase has begun, if one has, even if it allocates nothing."""
         step, phase = self._phase()
         if not self.events or self.events[-1].step != step or self.events[-1].phase != phase:
-            self.events.append(Event(-1, 0, "default", step, phase))
+            self.events.append(StorageEvent(-1, 0, "default", step, phase))
 
     def name(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Say what these tensors are; new ones are counted from now on."""
@@ -171,7 +171,7 @@ class Recorder:
 
 
 def peaks_of(
-    events: Iterable[Event], categories: dict[int, str], *, expandable: bool = False
+    events: Iterable[StorageEvent], categories: dict[int, str], *, expandable: bool = False
 ) -> tuple[tuple[Peak, ...], dict[str, int]]:
     """The fullest moment of each (step, phase) in order, and the most that each category holds at any moment.
 
@@ -211,7 +211,7 @@ def peaks_of(
 
 
 @contextmanager
-def recording(recorder: Recorder, *, gloo: bool, on_cpu: bool) -> Iterator[None]:
+def recording(recorder: StorageRecorder, *, gloo: bool, on_cpu: bool) -> Iterator[None]:
     """While inside, every operator on this thread, and backward's, writes into ``recorder``.
 
     Enter it inside the fake mode. ``on_cpu`` counts what lies in host memory anyway: the random state that recompute
@@ -282,7 +282,7 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _note(recorder: Recorder, func: Any, args: Any, result: Any, gloo: bool) -> None:
+def _note(recorder: StorageRecorder, func: Any, args: Any, result: Any, gloo: bool) -> None:
     recorder.mark()
     name = func._overloadpacket.__name__
     if func.namespace in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
@@ -363,7 +363,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def naming_shards(recorder: Recorder) -> Iterator[None]:
+def naming_shards(recorder: StorageRecorder) -> Iterator[None]:
     """While inside, gradients on their way through FSDP2's reduction are named buffers."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwise.dryrun.record import (
-    Event,
-    Recorder,
     Sent,
+    StorageEvent,
+    StorageRecorder,
     answer_reductions,
     fake_world,
     naming_shards,
@@ -40,7 +40,7 @@ STEPS = 2  # the first makes the optimizer's state, the second has it from the s
 class Rehearsal:
     """What one rank did: its events, what each storage was, what it sent."""
 
-    events: list[Event]
+    events: list[StorageEvent]
     categories: dict[int, str]
     sent: list[Sent]
     seconds: float
@@ -110,7 +110,7 @@ def rehearse(
         raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
     began = time.perf_counter()
     clock = _Clock()
-    recorder = Recorder(clock.phase, clock.stream)
+    recorder = StorageRecorder(clock.phase, clock.stream)
     gloo = plan.device == "cpu" and plan.dims.world_size > 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -210,7 +210,7 @@ class _Script:
     batch: Callable[[int], tuple[Any, Any]] | None
     loss: Callable[[Any, Any], torch.Tensor] | None
 
-    def run(self, build: Callable[[], nn.Module], recorder: Recorder, clock: _Clock, gloo: bool) -> None:
+    def run(self, build: Callable[[], nn.Module], recorder: StorageRecorder, clock: _Clock, gloo: bool) -> None:
         from shardwise.dryrun.extrapolate import shorten
         from shardwise.model.read import find_blocks
         from shardwise.parallel import materialize
@@ -241,7 +241,7 @@ class _Script:
             recorder.close()
             session.close()
 
-    def _steps(self, session: Any, outer: Any, optimizer: Any, recorder: Recorder, clock: _Clock) -> None:
+    def _steps(self, session: Any, outer: Any, optimizer: Any, recorder: StorageRecorder, clock: _Clock) -> None:
         loss = _named_loss(self._loss(), recorder)
 
         def window() -> list[Any]:
@@ -255,7 +255,7 @@ class _Script:
             step.update(optimizer, clip_norm=self.clip_norm)
             self._name_units(session, recorder)
 
-    def _micro(self, recorder: Recorder) -> tuple[Any, Any]:
+    def _micro(self, recorder: StorageRecorder) -> tuple[Any, Any]:
         import torch
 
         size = self.plan.micro_batch or 1
@@ -288,13 +288,13 @@ class _Script:
         shard = self.plan.dims.dp_shard
         return strategy.shards_parameters and all(p.shape[0] % shard == 0 for p in model.parameters())
 
-    def _name_state(self, session: Any, recorder: Recorder) -> None:
+    def _name_state(self, session: Any, recorder: StorageRecorder) -> None:
         recorder.name(session.module.buffers(), "buffers")
         recorder.name(session.module.parameters(), "parameters")
         for unit in sharding_units(session.module):
             recorder.name((held._sharded_param_data for held in unit.fsdp_params), "parameters")
 
-    def _name_units(self, session: Any, recorder: Recorder) -> None:
+    def _name_units(self, session: Any, recorder: StorageRecorder) -> None:
         for unit in sharding_units(session.module):
             for held in unit.fsdp_params:
                 recorder.name(held.all_gather_outputs, "buffers")
@@ -303,7 +303,7 @@ class _Script:
 class _Namer:
     """Observes a session to say what its tensors are."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StorageRecorder) -> None:
         self.recorder = recorder
 
     def on_prepared(self, session: Any) -> None:
@@ -323,7 +323,9 @@ class _Namer:
         pass
 
 
-def _named_loss(loss: Callable[[Any, Any], torch.Tensor], recorder: Recorder) -> Callable[[Any, Any], torch.Tensor]:
+def _named_loss(
+    loss: Callable[[Any, Any], torch.Tensor], recorder: StorageRecorder
+) -> Callable[[Any, Any], torch.Tensor]:
     """``loss``, after which what the forward has left is named: logits from the model's output on, the rest before."""
 
     def named(outputs: Any, labels: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from shardwise.gradcheck.compare import Gradients
 from shardwise.plan.plan import Plan
 from shardwise.train.data.order import Order, rank_ids
-from shardwise.train.data.samples import Samples
+from shardwise.train.data.samples import NumberedSamples
 from shardwise.train.loss import IGNORED, token_loss_sum
 
 RAGGED, WHOLE = 0, 1
@@ -27,7 +27,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Data:
     """Where samples come from; ids are taken modulo ``vocab_size`` where the small model has fewer."""
 
-    samples: Samples
+    samples: NumberedSamples
     order: Order
     vocab_size: int | None
 

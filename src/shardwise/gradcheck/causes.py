@@ -22,7 +22,7 @@ MOST_PARAMETERS = 3  # that are told row by row
 
 
 @dataclass(frozen=True)
-class Setting:
+class CauseContext:
     """What a strategy's factors can come from: its plan, and how many heads of keys and values a projection has."""
 
     plan: Plan
@@ -32,7 +32,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FactorCause:
     """A factor that a known mistake gives, what has that degree, and the mistake in words."""
 
     factor: float
@@ -40,15 +40,15 @@ class Candidate:
     why: str
 
 
-def candidates(plan: Plan) -> list[Candidate]:
+def candidates(plan: Plan) -> list[FactorCause]:
     """The factors that mistakes with the plan's degrees give: each degree, its inverse, and the usual products."""
     dims, accumulation = plan.dims, plan.grad_accum
-    found: list[Candidate] = []
+    found: list[FactorCause] = []
 
     def add(degree: int, what: str, large: str, small: str) -> None:
         if degree > 1:
-            found.append(Candidate(float(degree), f"{what} {degree}", large))
-            found.append(Candidate(1.0 / degree, f"{what} {degree}", small))
+            found.append(FactorCause(float(degree), f"{what} {degree}", large))
+            found.append(FactorCause(1.0 / degree, f"{what} {degree}", small))
 
     add(
         dims.tp,
@@ -117,7 +117,7 @@ def explain(
     reference: Gradients,
     found: Gradients,
     differences: Sequence[Difference],
-    setting: Setting,
+    setting: CauseContext,
     *,
     tolerance: float,
     parts: Sequence[Gradients] = (),
@@ -166,7 +166,7 @@ def explain(
 
 
 def explain_weights(
-    reference: Gradients, found: Gradients, differences: Sequence[Difference], setting: Setting
+    reference: Gradients, found: Gradients, differences: Sequence[Difference], setting: CauseContext
 ) -> tuple[str, ...]:
     """Which weights do not lie on the ranks as they are in the model."""
     wrong = [d for d in differences if d.error > 0]
@@ -376,7 +376,7 @@ def _partial_factors(wrong: Sequence[Difference], plan: Plan) -> list[str]:
 
 
 def _rows(
-    wrong: Sequence[Difference], reference: Gradients, found: Gradients, setting: Setting, tolerance: float
+    wrong: Sequence[Difference], reference: Gradients, found: Gradients, setting: CauseContext, tolerance: float
 ) -> list[str]:
     """Which rows of a tensor differ, and whether they hold what belongs to others; the first parameters only."""
     lines = []
@@ -425,7 +425,7 @@ def _moved(bad: Sequence[int], expected: torch.Tensor, seen: torch.Tensor, bound
     return f"; rows from {bad[0]} on hold what belongs to rows from {int(source[0])} on: they are in the wrong place"
 
 
-def _heads(bad: Sequence[int], rows: int, setting: Setting) -> str:
+def _heads(bad: Sequence[int], rows: int, setting: CauseContext) -> str:
     heads, size = setting.key_value_heads, setting.head_dim
     if not bad or not heads or not size or rows != heads * size:
         return ""

@@ -32,7 +32,7 @@ class Difference(BaseModel):
     missing: bool = False
 
 
-class Verdict(BaseModel):
+class GradientVerdict(BaseModel):
     """What became of one strategy. ``first`` is the first parameter, in the model's order, that differs."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -87,11 +87,11 @@ def judge(
     loss: tuple[float, float],
     clipped_error: float,
     tolerance: float,
-) -> Verdict:
+) -> GradientVerdict:
     """Put together what was measured; ``norm`` and ``loss`` are the one found and the one expected."""
     norm_error, loss_error = max(_relative(*norm), clipped_error), _relative(*loss)
     wrong = [d for d in differences if not d.error <= tolerance]
-    return Verdict(
+    return GradientVerdict(
         ok=not wrong and norm_error <= tolerance and loss_error <= tolerance,
         error=max((d.error for d in differences), default=0.0),
         norm_error=norm_error,

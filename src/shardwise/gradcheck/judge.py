@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardwise.gradcheck.batches import Batch, Key, Reference, contributions, tokens_of
-from shardwise.gradcheck.causes import Setting, explain, explain_loss, explain_norm, explain_weights
-from shardwise.gradcheck.compare import Difference, Gradients, Verdict, compare, judge
+from shardwise.gradcheck.causes import CauseContext, explain, explain_loss, explain_norm, explain_weights
+from shardwise.gradcheck.compare import Difference, Gradients, GradientVerdict, compare, judge
 from shardwise.gradcheck.reference import References
-from shardwise.gradcheck.views import Watch, all_parts, error_table, whole_weights
+from shardwise.gradcheck.views import GradientRecorder, all_parts, error_table, whole_weights
 from shardwise.train.session import Session
 
 CLIPPED = 0.5  # of the norm: what gradients are clipped to
@@ -22,7 +22,7 @@ CLIPPED = 0.5  # of the norm: what gradients are clipped to
 class Judged:
     """A verdict, and on rank 0 what explains it where it is no."""
 
-    verdict: Verdict
+    verdict: GradientVerdict
     told: tuple[str, ...] = ()
 
 
@@ -40,7 +40,7 @@ class Judge:
         self, make: Callable[[], nn.Module], session: Session, references: References, heads: tuple[int, int]
     ) -> None:
         self.make, self.session, self.references = make, session, references
-        self.setting = Setting(session.plan, *heads)
+        self.setting = CauseContext(session.plan, *heads)
 
     def weights(self) -> tuple[str, ...]:
         """Whether every rank's view of the weights is the model's own; what is in the wrong place where it is not."""
@@ -52,7 +52,7 @@ class Judge:
         return explain_weights(expected, found, compare(expected, found), self.setting)
 
     def step(
-        self, watch: Watch, expected: Reference, batches: Mapping[Key, Batch], *, norm: float, loss: float
+        self, watch: GradientRecorder, expected: Reference, batches: Mapping[Key, Batch], *, norm: float, loss: float
     ) -> Judged:
         """The gradients before and after clipping, the norm and the loss of a step."""
         names, tolerance = list(expected.gradients), self.references.tolerance
@@ -91,7 +91,7 @@ class Judge:
 
     def _explained(
         self,
-        verdict: Verdict,
+        verdict: GradientVerdict,
         expected: Reference,
         found: Gradients,
         differences: list[Difference],

@@ -17,11 +17,11 @@ from shardwise.cost.memory.estimate_memory import estimate_memory
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import ReceiptError, TrainingError, UserError
 from shardwise.gradcheck.batches import STEPS, Batch, Data, global_batch
-from shardwise.gradcheck.compare import Verdict
+from shardwise.gradcheck.compare import GradientVerdict
 from shardwise.gradcheck.judge import CLIPPED, Judge, Judged
 from shardwise.gradcheck.reference import References, refuse_own_collectives
 from shardwise.gradcheck.shrink import Shrunk, build_small
-from shardwise.gradcheck.views import Watch
+from shardwise.gradcheck.views import GradientRecorder
 from shardwise.model.read import read_model
 from shardwise.parallel.apply import check_cut, parameter_names
 from shardwise.parallel.model_parallel import parts_of
@@ -42,7 +42,7 @@ SEED = 20_011
 MOST_LINES = 4  # of a receipt that are told
 
 
-class Row(BaseModel):
+class StrategyResult(BaseModel):
     """What became of one strategy. ``reason`` says why it was not run; ``explanations`` why it does not verify."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -51,20 +51,20 @@ class Row(BaseModel):
     ranks: int
     dims: dict[str, int]
     status: Literal["verified", "failed", "refused"]
-    verdict: Verdict | None = None
+    verdict: GradientVerdict | None = None
     explanations: tuple[str, ...] = ()
     reason: str = ""
     receipts: dict[str, Receipt] = {}
 
     @classmethod
-    def refused(cls, strategy: str, ranks: int, reason: str, plan: Plan | None = None) -> Row:
+    def refused(cls, strategy: str, ranks: int, reason: str, plan: Plan | None = None) -> StrategyResult:
         """A strategy that cannot be, and why."""
         dims = plan.dims.model_dump() if plan is not None else {}
         return cls(strategy=strategy, ranks=ranks, dims=dims, status="refused", reason=reason)
 
 
-class Task(BaseModel):
-    """What the ranks of one world are to verify. ``results`` gets one `Row` a line, as each is done.
+class VerifyTask(BaseModel):
+    """What the ranks of one world are to verify. ``results`` gets one `StrategyResult` a line, as each is done.
 
     ``references`` is the folder with the gradients of one process.
     """
@@ -106,7 +106,9 @@ class Task(BaseModel):
         return Data(samples, Order(len(samples), self.config.train.seed, table.shuffle), modulo)
 
 
-def verify_all(task: Task, ranks: Ranks, told: Callable[[Row], None] | None = None) -> list[Row]:
+def verify_all(
+    task: VerifyTask, ranks: Ranks, told: Callable[[StrategyResult], None] | None = None
+) -> list[StrategyResult]:
     """Every plan of ``task`` in turn, on all ranks of a world; what the rows say is rank 0's, which ``told`` gets."""
     references = References(task.model, task.references)
     rows = []
@@ -121,7 +123,7 @@ def verify_all(task: Task, ranks: Ranks, told: Callable[[Row], None] | None = No
     return rows
 
 
-def _verify(task: Task, plan: Plan, ranks: Ranks, references: References) -> Row:
+def _verify(task: VerifyTask, plan: Plan, ranks: Ranks, references: References) -> StrategyResult:
     torch.manual_seed(SEED + ranks.rank)  # a rank's own luck must not matter
     session = Session(ranks=dataclasses.replace(ranks, owns_group=False, owns_control=False), planner=lambda m, o: plan)
     problem, failed = "", False
@@ -136,14 +138,14 @@ def _verify(task: Task, plan: Plan, ranks: Ranks, references: References) -> Row
     problems = [text for text in gather_text(problem, ranks) if text]  # what is refused is refused on every rank
     facts: dict[str, Any] = {"strategy": plan.strategy, "ranks": ranks.world_size, "dims": plan.dims.model_dump()}
     if problems and failed:
-        return Row(**facts, status="failed", explanations=(problems[0],))
+        return StrategyResult(**facts, status="failed", explanations=(problems[0],))
     if problems:
-        return Row(**facts, status="refused", reason=problems[0])
+        return StrategyResult(**facts, status="refused", reason=problems[0])
     verdict = _together([step.verdict for step in found])
     explanations = (*_told_once(found), *(text for receipt in receipts.values() for text in false_lines(receipt)))
     ok = verdict.ok and all(receipt.ok for receipt in receipts.values())
     status = "verified" if ok else "failed"
-    return Row(**facts, status=status, verdict=verdict, explanations=explanations, receipts=receipts)
+    return StrategyResult(**facts, status=status, verdict=verdict, explanations=explanations, receipts=receipts)
 
 
 def false_lines(receipt: Receipt) -> list[str]:
@@ -156,7 +158,7 @@ def false_lines(receipt: Receipt) -> list[str]:
     ]
 
 
-def _together(verdicts: Sequence[Verdict]) -> Verdict:
+def _together(verdicts: Sequence[GradientVerdict]) -> GradientVerdict:
     """The worse of the steps."""
     worst = max(verdicts, key=lambda v: (not v.ok, v.error))
     return worst.model_copy(update={"norm_error": max(v.norm_error for v in verdicts)})
@@ -169,7 +171,9 @@ def _told_once(steps: Sequence[Judged]) -> tuple[str, ...]:
     return whole.told
 
 
-def _run(task: Task, plan: Plan, session: Session, references: References) -> tuple[list[Judged], dict[str, Receipt]]:
+def _run(
+    task: VerifyTask, plan: Plan, session: Session, references: References
+) -> tuple[list[Judged], dict[str, Receipt]]:
     model = task.model(SEED if session.ranks.is_main else SEED + 1)  # rank 0's weights must win
     refuse_own_collectives(task.model(), next(iter(global_batch(task.data, plan, STEPS[-1]).values())))
     optimizer = build_optimizer(model.parameters(), task.config.optimizer)
@@ -177,7 +181,7 @@ def _run(task: Task, plan: Plan, session: Session, references: References) -> tu
     spec = read_model(model)
     parts = parts_of(check_cut(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
-    effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), Watch()
+    effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), GradientRecorder()
     session.observers += [watch, _Quiet(effects), _Quiet(fit)]
     outer, optimizer = session.prepare(model, optimizer, sample)
     judge = Judge(task.model, session, references, heads=task.shrunk.heads)
@@ -198,7 +202,7 @@ def _run(task: Task, plan: Plan, session: Session, references: References) -> tu
     return found, {name: receipt for name, receipt in receipts.items() if receipt is not None}
 
 
-def _windows(task: Task, plan: Plan, session: Session) -> Iterator[list[Batch]]:
+def _windows(task: VerifyTask, plan: Plan, session: Session) -> Iterator[list[Batch]]:
     for step in STEPS:
         batches = global_batch(task.data, plan, step)
         yield [batch for (rank, _), batch in batches.items() if rank == session.place.dp]

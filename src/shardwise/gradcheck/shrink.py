@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import ModelError
-from shardwise.gradcheck.shrink_config import Sizes, smaller
+from shardwise.gradcheck.shrink_config import ShrinkLimits, smaller
 from shardwise.model.read import read_model
 from shardwise.parallel.materialize import build
 
@@ -72,8 +72,8 @@ class _Blocks:
     kinds: tuple[Structure, ...]
 
 
-def shrink(factory: Callable[[], nn.Module], need: Sizes) -> Shrunk:
-    """Make the model of ``factory`` as small as `Sizes` allows. No weights are made.
+def shrink(factory: Callable[[], nn.Module], need: ShrinkLimits) -> Shrunk:
+    """Make the model of ``factory`` as small as `ShrinkLimits` allows. No weights are made.
 
     Raises:
         ModelError: it does not run on token ids even as it is.
@@ -88,7 +88,7 @@ def shrink(factory: Callable[[], nn.Module], need: Sizes) -> Shrunk:
 
 def with_fewer_blocks(factory: Callable[[], nn.Module], blocks: int, seq_len: int) -> nn.Module:
     """The model in its own widths, of not many more than ``blocks`` blocks; parameters are on the meta device."""
-    recipe = shrink(factory, Sizes(blocks=blocks, seq_len=seq_len, only_blocks=True)).recipe
+    recipe = shrink(factory, ShrinkLimits(blocks=blocks, seq_len=seq_len, only_blocks=True)).recipe
     return build(lambda: _construct(factory, recipe), 0, real=False)
 
 
@@ -223,7 +223,7 @@ def _empty_parameters(module: nn.Module) -> None:
                 part._parameters[name] = made[id(parameter)]
 
 
-def _shrink_configuration(whole: nn.Module, lists: list[_Blocks], need: Sizes, was: int) -> Shrunk:
+def _shrink_configuration(whole: nn.Module, lists: list[_Blocks], need: ShrinkLimits, was: int) -> Shrunk:
     configuration: Any = whole.config
     kinds = list(lists[0].kinds) if lists else []
     wanted = structure(whole)
@@ -313,7 +313,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 
 
 def _shrink_module(
-    factory: Callable[[], nn.Module], whole: nn.Module, lists: list[_Blocks], need: Sizes, was: int
+    factory: Callable[[], nn.Module], whole: nn.Module, lists: list[_Blocks], need: ShrinkLimits, was: int
 ) -> Shrunk:
     """Take blocks out of each list where the model still runs without them."""
     wanted = structure(whole)

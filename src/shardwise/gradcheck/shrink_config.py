@@ -24,7 +24,7 @@ Chooser = Callable[[list[Any], int], list[int]]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ShrinkLimits:
     """What the small model must still allow.
 
     ``blocks`` at least; ``cuts`` are the (tp, cp) degrees that will be asked of it; ``seq_len`` its samples, and
@@ -70,7 +70,7 @@ class Proposal:
 
 
 def smaller(
-    configuration: Any, document: dict[str, Any], kinds: list[Any], need: Sizes, chooser: Chooser
+    configuration: Any, document: dict[str, Any], kinds: list[Any], need: ShrinkLimits, chooser: Chooser
 ) -> Iterator[Proposal]:
     """What can be proposed for this configuration: blocks, widths, vocabulary, positions."""
     section = "text_config" if isinstance(document.get("text_config"), dict) else ""
@@ -110,7 +110,7 @@ class _Reader:
         return Attempt(self.section, changed, said, blocks)
 
 
-def _blocks(reader: _Reader, kinds: list[Any], need: Sizes, chooser: Chooser) -> Proposal:
+def _blocks(reader: _Reader, kinds: list[Any], need: ShrinkLimits, chooser: Chooser) -> Proposal:
     number = reader.number("num_hidden_layers")
     proposal = Proposal("the blocks")
     if number is None or len(kinds) != number:
@@ -153,7 +153,7 @@ def heads_for(heads: int, key_values: int, cuts: tuple[tuple[int, int], ...]) ->
     return ratio * number, number
 
 
-def _widths(reader: _Reader, need: Sizes) -> Proposal:
+def _widths(reader: _Reader, need: ShrinkLimits) -> Proposal:
     """Heads, their size, and the widths that go with them, in the model's own proportions."""
     proposal = Proposal("the widths")
     heads, hidden = reader.number("num_attention_heads"), reader.number("hidden_size")
@@ -187,7 +187,7 @@ def _widths(reader: _Reader, need: Sizes) -> Proposal:
     return proposal
 
 
-def _inner_alone(reader: _Reader, need: Sizes) -> Iterator[Attempt]:
+def _inner_alone(reader: _Reader, need: ShrinkLimits) -> Iterator[Attempt]:
     found = {reader.key(name): inner for name in _INNER if (inner := reader.number(name))}
     if found:
         yield reader.attempt({key: min(inner, need.granule * 8) for key, inner in found.items()})
@@ -197,7 +197,7 @@ def _near(value: float, granule: int) -> int:
     return max(granule, round(value / granule) * granule)
 
 
-def _vocab(reader: _Reader, need: Sizes) -> Proposal:
+def _vocab(reader: _Reader, need: ShrinkLimits) -> Proposal:
     """A small vocabulary with the same remainder, so that it can be cut where the model's own can."""
     proposal = Proposal("the vocabulary")
     size = reader.number("vocab_size")
@@ -220,7 +220,7 @@ def _vocab(reader: _Reader, need: Sizes) -> Proposal:
     return proposal
 
 
-def _positions(reader: _Reader, need: Sizes) -> Proposal:
+def _positions(reader: _Reader, need: ShrinkLimits) -> Proposal:
     """Places, and a sliding window that bites if it does at the length of the model's own samples."""
     proposal = Proposal("positions and windows")
     values: dict[str, Any] = {}

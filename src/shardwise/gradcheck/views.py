@@ -18,7 +18,7 @@ from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 
-class Watch:
+class GradientRecorder:
     """Keeps this rank's view of the whole gradients, before and after clipping."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ MIN_RUNS = 3
 """Fewer runs than this correct nothing."""
 
 
-class Run(BaseModel):
+class PastRun(BaseModel):
     """One run. Peaks are allocated bytes on the fullest rank, steps are seconds; what was predicted is what the model
     of costs said before any correction. ``base`` is the strategy without what is added by ``+``.
     """
@@ -84,7 +84,7 @@ class History(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[PastRun, ...] = ()
     ignored_lines: int = 0
 
     def correction(self, device: str, base: str) -> Correction:
@@ -134,7 +134,7 @@ def remember(
     if path is None or (found_peak is None and found_step_s is None):
         return ""
     torch_version, own_version = _versions()
-    run = Run(
+    run = PastRun(
         time_s=round(time.time(), 3),
         device=device_key(device),
         torch=torch_version,
@@ -194,9 +194,9 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _parsed(line: str) -> Run | None:
+def _parsed(line: str) -> PastRun | None:
     try:
-        run = Run.model_validate_json(line)
+        run = PastRun.model_validate_json(line)
     except ValidationError:
         return None
     return run if run.schema_version == 1 else None

@@ -177,7 +177,7 @@ class Loss(BaseModel):
     share: float
 
 
-class Row(BaseModel):
+class ScalingRow(BaseModel):
     """One size beside the smallest one. What is not known is ``None``.
 
     ``efficiency`` is 1 for the smallest size; ``low`` and ``high`` hold it in 8 of 10 cases, as far as the scatter of
@@ -207,20 +207,20 @@ class Row(BaseModel):
     crowded: bool = False
 
 
-def rows_of(samples: Sequence[Sample], price: float | None) -> list[Row]:
+def rows_of(samples: Sequence[Sample], price: float | None) -> list[ScalingRow]:
     """A row for each sample of one mode; ``price`` is dollars for an hour of a device."""
     ordered = sorted(samples, key=lambda one: one.devices)
     return [_row(ordered[0], ordered[index - 1] if index else None, one, price) for index, one in enumerate(ordered)]
 
 
-def _row(base: Sample, before: Sample | None, here: Sample, price: float | None) -> Row:
+def _row(base: Sample, before: Sample | None, here: Sample, price: float | None) -> ScalingRow:
     each = base.tokens_per_s / base.devices
     efficiency = here.tokens_per_s / here.devices / each
     error = 0.0 if here is base else math.hypot(base.deviation, here.deviation) * Z
     added = None
     if before is not None:
         added = (here.tokens_per_s - before.tokens_per_s) / (here.devices - before.devices)
-    return Row(
+    return ScalingRow(
         mode=here.mode,
         devices=here.devices,
         step_s=here.step_s,

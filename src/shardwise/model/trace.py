@@ -31,7 +31,7 @@ from shardwise.errors import ModelError
 from shardwise.model.operations import cross_entropy, mark_selective
 from shardwise.model.profile import ModelProfile, Op, Unit, UnitKind, Weight
 from shardwise.model.read import clean_name, find_blocks
-from shardwise.model.trace_operations import AsOnCuda, Recorder, Segment, operations, storage_key
+from shardwise.model.trace_operations import AsOnCuda, OperationRecorder, Segment, operations, storage_key
 from shardwise.model.trace_tensor_parallel import mark_cuts, weight_dims
 
 EXAMPLE = "example_inputs"
@@ -214,7 +214,9 @@ def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, aut
         args, kwargs = _pytree.tree_map_only(torch.Tensor, lambda t: _fake_like(t, stored), arguments)
         given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         samples = max(1, given[0].shape[0]) if given and given[0].ndim else 1
-        recorder = Recorder(own, trainable, buffers | {storage_key(t) for t in given}, compute, autocasts=autocasts)
+        recorder = OperationRecorder(
+            own, trainable, buffers | {storage_key(t) for t in given}, compute, autocasts=autocasts
+        )
         like = AsOnCuda(recorder) if run.on_cuda else contextlib.nullcontext()
         narrow = torch.autocast("cpu", dtype=compute, enabled=autocasts)
         saves = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor)
@@ -293,7 +295,7 @@ def _fake_state(module: nn.Module, compute: torch.dtype) -> Iterator[tuple[dict[
 
 
 @contextlib.contextmanager
-def _borders(module: nn.Module, blocks: list[str], recorder: Recorder) -> Iterator[None]:
+def _borders(module: nn.Module, blocks: list[str], recorder: OperationRecorder) -> Iterator[None]:
     """Hooks that tell the recorder where a block begins and ends."""
     depth = 0
 

@@ -34,7 +34,7 @@ UNCOUNTED = {"empty", "empty_like", "empty_strided", "new_empty", "scalar_tensor
 
 
 @dataclass(slots=True)
-class Sizes:
+class OperationSizes:
     """Elements at compute width, elements in fp32, and bytes of everything else."""
 
     narrow: int = 0
@@ -58,8 +58,8 @@ class Recorded:
     name: str
     kind: OpKind
     facts: dict[str, Any] = field(default_factory=dict)
-    moved: Sizes = field(default_factory=Sizes)
-    saved: Sizes = field(default_factory=Sizes)
+    moved: OperationSizes = field(default_factory=OperationSizes)
+    saved: OperationSizes = field(default_factory=OperationSizes)
     outputs: list[tuple[int, torch.dtype, int]] = field(default_factory=list)
     fusible: bool = False
     reads: set[int] = field(default_factory=set)  # storages, those of parameters too
@@ -78,10 +78,12 @@ class Segment:
     input_elements: int = 0
     width: int | None = None  # last dim of the first input, where that is [sample, length, width]
     parameters: list[str] = field(default_factory=list)
-    late: Sizes = field(default_factory=Sizes)  # made here, first kept by a later segment that shares it
+    late: OperationSizes = field(
+        default_factory=OperationSizes
+    )  # made here, first kept by a later segment that shares it
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts into ``segments``. ``own`` maps the storage of each parameter to its name, ``trainable`` are those of them
     that get a gradient, ``outside`` are storages that are nobody's to count: buffers and inputs. Under autocast the
     narrow copy of a parameter is that parameter: the cost model counts it with the weights."""
@@ -299,7 +301,7 @@ def _attention(args: tuple[Any, ...]) -> dict[str, Any]:
 class AsOnCuda(TorchFunctionMode):
     """Puts in place of functions that are composed on the CPU what CUDA has one kernel for."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -347,14 +349,14 @@ def operations(
         ops.append(_op(label, [recorded], _temporary(recorded, kept, compute), samples))
     if run:
         ops.append(_merged(run, kept, samples, compute))
-    if segment.late != Sizes():
+    if segment.late != OperationSizes():
         shared = Recorded("shared", "pointwise", saved=segment.late, fusible=True)
-        ops.append(replace(_op("shared", [shared], Sizes(), samples), launches=0))
+        ops.append(replace(_op("shared", [shared], OperationSizes(), samples), launches=0))
     return ops
 
 
-def _temporary(recorded: Recorded, kept: set[int], compute: torch.dtype) -> Sizes:
-    sizes = Sizes()
+def _temporary(recorded: Recorded, kept: set[int], compute: torch.dtype) -> OperationSizes:
+    sizes = OperationSizes()
     for key, dtype, elements in recorded.outputs:
         if key not in kept:
             sizes.add(dtype, elements, compute)
@@ -366,8 +368,8 @@ def _merged(run: list[Recorded], kept: set[int], samples: int, compute: torch.dt
     each = [_temporary(recorded, kept, compute) for recorded in run]
     most = max(
         (
-            Sizes(a.narrow + b.narrow, a.fp32 + b.fp32, a.other_bytes + b.other_bytes)
-            for a, b in zip([Sizes(), *each], each, strict=False)
+            OperationSizes(a.narrow + b.narrow, a.fp32 + b.fp32, a.other_bytes + b.other_bytes)
+            for a, b in zip([OperationSizes(), *each], each, strict=False)
         ),
         key=lambda size: 2 * size.narrow + 4 * size.fp32 + size.other_bytes,
     )
@@ -376,7 +378,7 @@ def _merged(run: list[Recorded], kept: set[int], samples: int, compute: torch.dt
     return _op(label, run, most, samples)
 
 
-def _op(name: str, run: list[Recorded], temporary: Sizes, samples: int) -> Op:
+def _op(name: str, run: list[Recorded], temporary: OperationSizes, samples: int) -> Op:
     def share(number: int) -> int:
         return round(number / samples)
 

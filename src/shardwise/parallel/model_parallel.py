@@ -40,7 +40,7 @@ from shardwise.plan.stage_balance import balanced_stages
 
 
 @dataclass(frozen=True)
-class Split:
+class ShardedModel:
     """A model whose parts are spread over ranks; ``module`` is what this rank holds of it."""
 
     outer: nn.Module
@@ -104,7 +104,7 @@ def apply_split(
     meshes: Meshes,
     device: torch.device,
     sample: Any = None,
-) -> Split:
+) -> ShardedModel:
     """Cut ``module`` as ``plan`` and ``decision`` say; see the top of this file. Collective."""
     move_buffers(module, device)
     broadcast_buffers(module)
@@ -149,7 +149,7 @@ def apply_split(
     outer = stages.container
     set_home(outer, _home(spec, stages.borrowed, held, transient, plan))
     pipeline = None if decision.wiring is None else make_pipeline(stages, plan, meshes, device)
-    return Split(outer, outer, tuple(blocks[b] for b in spec.blocks if b in blocks), pipeline, notes)
+    return ShardedModel(outer, outer, tuple(blocks[b] for b in spec.blocks if b in blocks), pipeline, notes)
 
 
 class _Wrapper:

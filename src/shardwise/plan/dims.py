@@ -13,7 +13,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshCoord:
     """Where a rank stands on each axis, from 0. ``dp`` counts over both data-parallel axes."""
 
     pp: int
@@ -48,12 +48,12 @@ class ParallelDims(BaseModel):
         """True where ranks share the work on one sample."""
         return self.tp * self.pp * self.cp > 1
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoord:
         """Where global rank ``rank`` stands: axes in the order of ``AXES``, the last one fastest."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)
-        return Place(pp=pp, dp=dp, cp=cp, tp=tp)
+        return MeshCoord(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def __str__(self) -> str:
         shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]

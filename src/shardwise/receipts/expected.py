@@ -42,7 +42,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Calls:
+class UnitCalls:
     """How often a unit ran in a step: with gradients, in the last micro batch of those, and without any.
 
     ``skipped``: how often it was gathered because other ranks run it, or may.
@@ -61,7 +61,7 @@ def expected_traffic(
     units: list[Unit] | None = None,
     *,
     once: bool = False,
-    calls: Mapping[str | None, Calls] | None = None,
+    calls: Mapping[str | None, UnitCalls] | None = None,
 ) -> dict[str, Traffic]:
     """Each collective that must be seen in forward, backward and optimizer step; all others must not.
 
@@ -100,7 +100,7 @@ def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
 
 
 def _sharded_traffic(
-    units: list[Unit], plan: Plan, micros: int, calls: Mapping[str | None, Calls], *, once: bool
+    units: list[Unit], plan: Plan, micros: int, calls: Mapping[str | None, UnitCalls], *, once: bool
 ) -> dict[str, Traffic]:
     way = Reduction.of(plan)
     ranks = way.ranks
@@ -112,7 +112,7 @@ def _sharded_traffic(
         whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
         again = way.again and not once and block is not None
         uses = 1 if once else micros
-        ran = calls.get(block, Calls(uses, 1))
+        ran = calls.get(block, UnitCalls(uses, 1))
         several = ran.number if plan.syncs_every_micro_batch else ran.in_last
         often = (1, max(1, several)) if trained else (0, 0)
         if plan.syncs_every_micro_batch and trained:
@@ -132,7 +132,7 @@ def _sharded_traffic(
     return traffic
 
 
-def _gathers(ran: Calls, micros: int, *, again: bool, trained: bool) -> Range:
+def _gathers(ran: UnitCalls, micros: int, *, again: bool, trained: bool) -> Range:
     """How often a unit is gathered: for each forward, and ``again`` for each backward, if backward reaches it.
 
     Two forwards before a backward share what stays gathered, and the first of their backwards lets go of it. A unit

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.measure.collectives import Collective
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.read import clean_name
-from shardwise.parallel.tensor_parallel.tensor_layout import Held, TensorLayout, chunk
+from shardwise.parallel.tensor_parallel.tensor_layout import ParameterView, TensorLayout, chunk
 from shardwise.plan.plan import Plan
 from shardwise.receipts.expected import Traffic, expected_traffic, units_of
 from shardwise.receipts.expected_part import (
@@ -178,7 +178,7 @@ class _Ups:
         else:
             self.add("all_reduce", self.facts.width, backward=True)
 
-    def exchange(self, module: str, key: str, held: Held, block: str | None) -> None:
+    def exchange(self, module: str, key: str, held: ParameterView, block: str | None) -> None:
         """Rows of a weight that lie on other ranks than those that use them."""
         shape = _shape(self.facts.session.spec, f"{module}.{key}")
         size, inner = shape[held.uses_dim], _product(shape) // shape[held.uses_dim]

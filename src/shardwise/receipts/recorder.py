@@ -14,9 +14,9 @@ from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.model.read import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.parallel.compile import compiled_of
 from shardwise.parallel.context_parallel.attention import exchanged_calls, first_sequence
-from shardwise.parallel.pipeline_parallel.stage_runtime import Span
+from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan
 from shardwise.receipts.expected_part import axis_of
-from shardwise.receipts.lines.forward_lines import Forwards
+from shardwise.receipts.lines.forward_lines import ForwardCounts
 from shardwise.receipts.lines.logit_lines import LogitsWatch
 from shardwise.receipts.lines.optimizer_lines import OptimizerWatch
 from shardwise.train.session import Session
@@ -27,7 +27,7 @@ class StepWatch:
     """Hooks on the blocks and the head, and the recorder of collectives, on for one step."""
 
     def __init__(self, session: Session, step: Step) -> None:
-        self.forwards = Forwards(session, step)
+        self.forwards = ForwardCounts(session, step)
         self.widths: set[int] = set()  # of the hidden states that enter blocks
         self.lengths: set[int] = set()  # of those that enter blocks but the first, where a sequence is cut
         self._first = session.spec.blocks[0] if session.spec.blocks else ""
@@ -49,7 +49,7 @@ class StepWatch:
         ]
         self._hooks += [head.register_forward_hook(self._leave_head) for head in heads(session)]
         self._hooks += self.forwards.hooks
-        self.spans: list[Span] = []
+        self.spans: list[StageSpan] = []
         self._pipeline = session.applied.pipeline
         if self._pipeline is not None:
             self._pipeline.spans = self.spans

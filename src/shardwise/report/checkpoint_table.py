@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.format import Manifest
-from shardwise.checkpoint.inspect import Damage, Inspection, Line
+from shardwise.checkpoint.inspect import Damage, Inspection, TensorLine
 from shardwise.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Row:
     """Tensors that differ only in the numbers in their names."""
 
     name: str
-    lines: Sequence[Line]
+    lines: Sequence[TensorLine]
 
     @property
     def num_bytes(self) -> int:
@@ -269,15 +269,15 @@ def _optimizer(facts: Mapping[str, Any]) -> str:
     return f"{text} ({shown}{' in the first' if len(groups) > 1 else ''})" if shown else text
 
 
-def _groups(lines: Sequence[Line]) -> Sequence[tuple[str, list[Line]]]:
-    groups: dict[str, list[Line]] = {"weights": [], "optimizer state": [], "other": []}
+def _groups(lines: Sequence[TensorLine]) -> Sequence[tuple[str, list[TensorLine]]]:
+    groups: dict[str, list[TensorLine]] = {"weights": [], "optimizer state": [], "other": []}
     for line in lines:
         kind = {"model": "weights", "optimizer": "optimizer state"}.get(line.name.split("/", 1)[0], "other")
         groups[kind].append(line)
     return list(groups.items())
 
 
-def _table(title: str, lines: Sequence[Line], *, everything: bool) -> Table:
+def _table(title: str, lines: Sequence[TensorLine], *, everything: bool) -> Table:
     """A row for each tensor, or for each kind of tensor, with what they add up to in the last."""
     rows = [_Row(_short(line.name), [line]) for line in lines] if everything else _folded(lines)
     shown = rows if everything or len(rows) <= ROWS else rows[: ROWS - 10]
@@ -300,9 +300,9 @@ def _table(title: str, lines: Sequence[Line], *, everything: bool) -> Table:
     return table
 
 
-def _folded(lines: Sequence[Line]) -> list[_Row]:
+def _folded(lines: Sequence[TensorLine]) -> list[_Row]:
     """Weights of one shape whose names differ in numbers only; state of the optimizer by its last name."""
-    found: dict[tuple[object, ...], list[Line]] = {}
+    found: dict[tuple[object, ...], list[TensorLine]] = {}
     for line in lines:
         if line.name.startswith("optimizer/"):
             found.setdefault((line.name.rsplit("/", 1)[-1], line.dtype, not line.shape), []).append(line)

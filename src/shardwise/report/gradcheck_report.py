@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardwise.gradcheck.run import Row
+from shardwise.gradcheck.run import StrategyResult
 from shardwise.gradcheck.shrink import Shrunk
 from shardwise.train.config import Config
 from shardwise.units import count_text
@@ -44,7 +44,7 @@ def print_heading(shrunk: Shrunk, seq_len: int, micro_batch: int, config: Config
     )
 
 
-def print_rows(rows: Sequence[Row], console: Console) -> None:
+def print_rows(rows: Sequence[StrategyResult], console: Console) -> None:
     """One row for each strategy, and under the table why those that fail do."""
     table = Table(title="the gradient of one process, in float64", title_justify="left", title_style="bold")
     table.add_column("")
@@ -72,18 +72,18 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
             _print_failure(row, console)
 
 
-def _words(row: Row) -> str:
+def _words(row: StrategyResult) -> str:
     if row.status == "failed" and row.verdict is not None and row.verdict.ok:
         return "the gradient is right, a receipt is not"
     return f"{_WORDS[row.status]}{': ' + row.reason if row.reason else ''}"
 
 
-def _receipt_mark(row: Row, name: str) -> str:
+def _receipt_mark(row: StrategyResult, name: str) -> str:
     receipt = row.receipts.get(name)
     return "" if receipt is None else _MARKS["verified" if receipt.ok else "failed"]
 
 
-def _print_failure(row: Row, console: Console) -> None:
+def _print_failure(row: StrategyResult, console: Console) -> None:
     console.print(f"{row.strategy} on {row.ranks} ranks:", markup=False)
     verdict = row.verdict
     if verdict is not None and verdict.first is not None:
@@ -101,7 +101,7 @@ def error_text(value: float) -> str:
     return "none" if math.isinf(value) else f"{value:.0e}"
 
 
-def to_document(rows: Sequence[Row], shrunk: Shrunk, seq_len: int, failure: str | None) -> dict[str, object]:
+def to_document(rows: Sequence[StrategyResult], shrunk: Shrunk, seq_len: int, failure: str | None) -> dict[str, object]:
     """The JSON document, schema 1; an infinite error (no gradient at all) is ``null``."""
     return {
         "schema": 1,
@@ -120,7 +120,7 @@ def to_document(rows: Sequence[Row], shrunk: Shrunk, seq_len: int, failure: str 
     }
 
 
-def _row(row: Row) -> dict[str, object]:
+def _row(row: StrategyResult) -> dict[str, object]:
     verdict = row.verdict
     first = None if verdict is None else verdict.first
     return {

@@ -13,7 +13,7 @@ from rich.console import Console
 from shardwise.diagnosis.diagnose import diagnose
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import HostWatch, gpu_states, observe
-from shardwise.diagnosis.observed import DeviceState, HostUse, Save
+from shardwise.diagnosis.observed import DeviceState, HostUse, SaveStall
 from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.measure.gpu.nvml import GpuSampler
 from shardwise.measure.profiler.profile_steps import StepTrace
@@ -51,7 +51,7 @@ class RunWatch:
         session.timekeeper = self.attribution
         self.sampler = GpuSampler(uuids=_own_uuids(ranks)) if ranks.device.type == "cuda" else None
         self.trackers: Trackers | None = None
-        self.saves: list[Save] = []
+        self.saves: list[SaveStall] = []
         self._logged = False
         self.host_use: HostUse | None = None
         self.gpus: tuple[DeviceState, ...] = ()
@@ -80,7 +80,7 @@ class RunWatch:
         if self.trackers is not None:
             self.trackers.log(int(line["step"]), line)
         if "checkpoint_stall_s" in line:
-            save = Save(
+            save = SaveStall(
                 step=line["step"],
                 stall_s=line["checkpoint_stall_s"],
                 write_s=line["checkpoint_write_s"],

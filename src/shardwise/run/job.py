@@ -75,7 +75,7 @@ class Job(BaseModel):
         return self.model_dump_json(by_alias=True, exclude_unset=True)
 
 
-class Prepared(BaseModel):
+class PreparedJob(BaseModel):
     """A job, and what was found out on the way, for those who print it. ``notes`` are about measured links."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -96,7 +96,7 @@ def prepare_job(
     nodes: int = 1,
     as_json: bool = False,
     calibration: Path | None = None,
-) -> Prepared:
+) -> PreparedJob:
     """Read the data, look at the machine and the model, and choose the plan. Starts no rank, needs no GPU.
 
     ``calibration`` is a file of ``bench comm``, for the time that is predicted.
@@ -134,7 +134,7 @@ def prepare_job(
         measured_links={} if links is None else links.rates(),
         **foreseen(asked, choice.plan, cluster),
     )
-    return Prepared(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
+    return PreparedJob(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
 
 
 def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked) -> None:

@@ -36,7 +36,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunWatch
     from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.loop import Run
+    from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
 
     ranks = ranks or join(job.plan.device)
@@ -56,7 +56,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
     watch = RunWatch(job, session, reporter.say, reporter.console)
     try:
-        outcome = Run(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
+        outcome = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
         if ranks.is_main and not told_before(job, session, outcome, reporter):
             conclude(job, session, watch, outcome, reporter)
     except Interrupted:

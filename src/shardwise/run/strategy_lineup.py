@@ -23,7 +23,7 @@ from shardwise.train.data.corpus import Corpus, prepare_corpus
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.gradcheck.run import Row, Task
+    from shardwise.gradcheck.run import StrategyResult, VerifyTask
     from shardwise.gradcheck.shrink import Shrunk
 
 WORLDS = (2, 4)
@@ -37,7 +37,7 @@ class Lineup:
     """The plans of each world size, and the rows of what cannot be."""
 
     plans: dict[int, list[Plan]]
-    refused: list[Row]
+    refused: list[StrategyResult]
 
     @property
     def all_plans(self) -> list[Plan]:
@@ -46,7 +46,7 @@ class Lineup:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class VerifyJob:
     """A config, its corpus, its small model, and what to verify."""
 
     config: Config
@@ -55,11 +55,11 @@ class Prepared:
     shrunk: Shrunk
     seq_len: int
 
-    def task(self, world: int, results: Path, references: Path) -> Task:
+    def task(self, world: int, results: Path, references: Path) -> VerifyTask:
         """What the ranks of one world are told; ``references`` is where `write_references` puts its files."""
-        from shardwise.gradcheck.run import Task
+        from shardwise.gradcheck.run import VerifyTask
 
-        return Task(
+        return VerifyTask(
             config=self.config,
             corpus=self.corpus.folder.absolute(),
             shrunk=self.shrunk,
@@ -70,7 +70,7 @@ class Prepared:
         )
 
 
-def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say: Callable[[str], None]) -> Prepared:
+def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say: Callable[[str], None]) -> VerifyJob:
     """Read the data and the model, choose strategies, and shrink. Starts no rank.
 
     Raises:
@@ -91,7 +91,7 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
     if not lineup.plans:
         raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in lineup.refused))
     shrunk, seq_len = _shrink(config, factory, corpus, lineup)
-    return Prepared(config, corpus, lineup, shrunk, seq_len)
+    return VerifyJob(config, corpus, lineup, shrunk, seq_len)
 
 
 def adapter_problems(strategy: Strategy) -> list[str]:
@@ -158,7 +158,7 @@ def line_up(
     planned: Callable[[], Plan | None],
 ) -> Lineup:
     """The plans to verify, each on the world sizes where it can be; the model itself says what it does not allow."""
-    from shardwise.gradcheck.run import Row
+    from shardwise.gradcheck.run import StrategyResult
     from shardwise.gradcheck.shrink import with_fewer_blocks
 
     lineup = Lineup({}, [])
@@ -179,14 +179,14 @@ def line_up(
             every = name in wanted and sync == "every" and plan.parsed.shards_parameters
             plans.append((world, plan.model_copy(update={"gradient_sync": "every"}) if every else plan))
         except UserError as error:
-            lineup.refused.append(Row.refused(name, world, "; ".join(error.problems)))
+            lineup.refused.append(StrategyResult.refused(name, world, "; ".join(error.problems)))
     module = with_fewer_blocks(factory, blocks_for([plan for _, plan in plans]), config.data.seq_len)
     for world, plan in plans:
         try:
             _check(config, module, plan)
             lineup.plans.setdefault(world, []).append(plan)
         except UserError as error:
-            lineup.refused.append(Row.refused(plan.strategy, world, "; ".join(error.problems), plan))
+            lineup.refused.append(StrategyResult.refused(plan.strategy, world, "; ".join(error.problems), plan))
     return lineup
 
 
@@ -258,13 +258,13 @@ def _check(config: Config, module: nn.Module, plan: Plan) -> None:
 
 def _shrink(config: Config, factory: Callable[[], nn.Module], corpus: Corpus, lineup: Lineup) -> tuple[Shrunk, int]:
     from shardwise.gradcheck.shrink import shrink
-    from shardwise.gradcheck.shrink_config import Sizes
+    from shardwise.gradcheck.shrink_config import ShrinkLimits
 
     plans = lineup.all_plans
     step = math.lcm(*(2 * plan.dims.tp * plan.dims.cp for plan in plans), 2)
     own = config.data.seq_len
     seq_len = max(step, min(LENGTH, own) // step * step) if own >= step else own
-    need = Sizes(
+    need = ShrinkLimits(
         blocks=blocks_for(plans),
         cuts=tuple({(plan.dims.tp, plan.dims.cp) for plan in plans}) or ((1, 1),),
         seq_len=seq_len,

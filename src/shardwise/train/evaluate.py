@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.fsdp import reshard
-from shardwise.train.data.samples import Samples
+from shardwise.train.data.samples import NumberedSamples
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 
 
 def held_out_bits_per_byte(
-    session: Session, samples: Samples, limit: int, batch: int, tick: Callable[[float], None] | None = None
+    session: Session, samples: NumberedSamples, limit: int, batch: int, tick: Callable[[float], None] | None = None
 ) -> float | None:
     """Total cross-entropy of the first ``limit`` samples (0: all) in bits, over the bytes their labels stand for.
 

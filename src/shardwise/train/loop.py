@@ -30,7 +30,7 @@ from shardwise.train import resume
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.order import Order
-from shardwise.train.data.samples import Samples, samples_for, step_batches
+from shardwise.train.data.samples import NumberedSamples, samples_for, step_batches
 from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
@@ -64,7 +64,7 @@ class Reporter(Protocol):
         """No more steps."""
 
 
-class Watch(Protocol):
+class RunCallback(Protocol):
     """What looks on while a run goes on, on every rank."""
 
     def begin(self, session: Session) -> None:
@@ -102,7 +102,7 @@ class StepWindow:
     seconds: float
 
 
-class Run:
+class TrainingRun:
     """One ``shardwise train`` on this rank, from a config, a plan and a prepared corpus."""
 
     def __init__(
@@ -112,13 +112,13 @@ class Run:
         corpus: Corpus,
         session: Session,
         reporter: Reporter,
-        watch: Watch | None = None,
+        watch: RunCallback | None = None,
     ) -> None:
         self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
         self.watch = watch
         self.output = Path(config.train.output)
         self.samples = samples_for(corpus.train, config.data, corpus.separator)
-        self.heldout: Samples | None = None
+        self.heldout: NumberedSamples | None = None
         if corpus.heldout is not None:
             self.heldout = samples_for(corpus.heldout, config.data, corpus.separator)
         self.order = Order(len(self.samples), config.train.seed, config.data.shuffle, config.train.epochs)

@@ -40,7 +40,7 @@ from shardwise.parallel.grad_norm import finish_partial, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
 from shardwise.parallel.ownership import home_of
 from shardwise.parallel.precision import grad_scaler
-from shardwise.plan.dims import Place
+from shardwise.plan.dims import MeshCoord
 from shardwise.plan.plan import Plan
 from shardwise.train.agreement import Agreement
 from shardwise.train.calls import Calls
@@ -179,7 +179,7 @@ class Session:
         return self.plan.dims.dp
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MeshCoord:
         """Where this rank stands on each axis of the plan."""
         return self.plan.dims.place(self.ranks.rank)
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.process_group import Ranks
 from shardwise.optim.in_backward import InBackward
 from shardwise.parallel.apply import Applied
-from shardwise.plan.dims import Place
+from shardwise.plan.dims import MeshCoord
 from shardwise.plan.plan import Plan
 from shardwise.train.agreement import Agreement
 from shardwise.train.data.position import Stream
@@ -49,7 +49,7 @@ class TrainingSession(Protocol):
         """The plan in force."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MeshCoord:
         """Coordinates of this rank on the axes of the plan."""
 
     @property

@@ -11,7 +11,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError
 from shardwise.parallel.lora.adapters import adapters_of
-from shardwise.train.data.position import Place
+from shardwise.train.data.position import DataPosition
 from shardwise.train.finite import check_weights
 from shardwise.train.resume import reading_state, refuse_other_base
 from shardwise.train.rng import random_states, rank_to_follow
@@ -84,7 +84,7 @@ def load_session(session: TrainingSession, folder: str | Folder, verify: bool) -
         session.steps_done = session.first_step = int(facts["steps"])
         if session.scaler is not None and facts["scaler"]:
             session.scaler.load_state_dict(facts["scaler"])
-        place = Place(int(facts["passes"]), int(facts["batches"]), int(facts["ranks"]))
+        place = DataPosition(int(facts["passes"]), int(facts["batches"]), int(facts["ranks"]))
         user: dict[str, Any] = manifest.state["user"]
     session.stream.go_on(place, at_start, now)
     return user

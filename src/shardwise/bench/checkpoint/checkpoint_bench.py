@@ -75,7 +75,7 @@ class Turn(BaseModel):
     load: float
 
 
-class Spread(BaseModel):
+class Quartiles(BaseModel):
     """Quartiles of the rounds."""
 
     model_config = ConfigDict(frozen=True)
@@ -85,40 +85,40 @@ class Spread(BaseModel):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Quartiles:
         """Of one value or more."""
         low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3
         return cls(low=low, median=median, high=high)
 
 
-class Row(BaseModel):
+class ContenderRow(BaseModel):
     """What one contender needed; ratios are of the two turns of a round.
 
     ``of_raw`` is the raw write's time over its own, ``of_direct`` that of the one past the page cache, ``over_ours``
     its time over that of our save of the same kind, ``stall_of_sync`` its stall over that of our save in the
-    foreground. For ``dip`` and ``lost_s`` see `Samples`.
+    foreground. For ``dip`` and ``lost_s`` see `SaveTurns`.
     """
 
     model_config = ConfigDict(frozen=True)
 
     contender: str
     num_bytes: int
-    seconds: Spread
-    bytes_per_s: Spread
-    of_raw: Spread
-    of_direct: Spread | None
-    over_ours: Spread | None
-    stall_s: Spread
-    stall_of_sync: Spread
-    dip: Spread
-    lost_s: Spread
+    seconds: Quartiles
+    bytes_per_s: Quartiles
+    of_raw: Quartiles
+    of_direct: Quartiles | None
+    over_ours: Quartiles | None
+    stall_s: Quartiles
+    stall_of_sync: Quartiles
+    dip: Quartiles
+    lost_s: Quartiles
 
 
 def _seconds(turn: Turn) -> float:
     return turn.seconds
 
 
-class Samples(BaseModel):
+class SaveTurns(BaseModel):
     """All the turns under one strategy, and what was trained meanwhile."""
 
     model_config = ConfigDict(frozen=True)
@@ -151,25 +151,25 @@ class Samples(BaseModel):
         """Seconds by which a save and the steps after it took longer than as many steps without a save."""
         return [a.loop_s - b.loop_s for a, b in zip(self.of(contender), self.of(NO_SAVE), strict=True)]
 
-    def summary(self) -> list[Row]:
+    def summary(self) -> list[ContenderRow]:
         """One row for each contender."""
         return [self._row(contender) for contender in self.contenders]
 
-    def _row(self, name: str) -> Row:
+    def _row(self, name: str) -> ContenderRow:
         turns = self.of(name)
         rival = OURS_ASYNC if name == DCP_ASYNC else OURS
-        return Row(
+        return ContenderRow(
             contender=name,
             num_bytes=turns[-1].num_bytes,
-            seconds=Spread.of([turn.seconds for turn in turns]),
-            bytes_per_s=Spread.of([turn.num_bytes / turn.seconds for turn in turns]),
-            of_raw=Spread.of(self.paired(RAW, name, _seconds)),
-            of_direct=Spread.of(self.paired(RAW_DIRECT, name, _seconds)) if RAW_DIRECT in self.checked else None,
-            over_ours=Spread.of(self.paired(name, rival, _seconds)) if name in PEERS else None,
-            stall_s=Spread.of([turn.stall_s for turn in turns]),
-            stall_of_sync=Spread.of([a.stall_s / b.stall_s for a, b in zip(turns, self.of(OURS), strict=True)]),
-            dip=Spread.of(self.dips(name)),
-            lost_s=Spread.of(self.lost(name)),
+            seconds=Quartiles.of([turn.seconds for turn in turns]),
+            bytes_per_s=Quartiles.of([turn.num_bytes / turn.seconds for turn in turns]),
+            of_raw=Quartiles.of(self.paired(RAW, name, _seconds)),
+            of_direct=Quartiles.of(self.paired(RAW_DIRECT, name, _seconds)) if RAW_DIRECT in self.checked else None,
+            over_ours=Quartiles.of(self.paired(name, rival, _seconds)) if name in PEERS else None,
+            stall_s=Quartiles.of([turn.stall_s for turn in turns]),
+            stall_of_sync=Quartiles.of([a.stall_s / b.stall_s for a, b in zip(turns, self.of(OURS), strict=True)]),
+            dip=Quartiles.of(self.dips(name)),
+            lost_s=Quartiles.of(self.lost(name)),
         )
 
 
@@ -213,7 +213,7 @@ def decoder_of(state_bytes: int) -> Callable[[], nn.Module]:
     return lambda: Decoder(width, layers)
 
 
-class Training:
+class OngoingTraining:
     """A training that goes on: one step at a time, and before the weights change somebody is asked."""
 
     def __init__(
@@ -257,7 +257,7 @@ def random_batches(samples: int, ranks: Ranks) -> Iterator[Batch]:
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def samples_for_step(training: Training, step_s: float) -> int:
+def samples_for_step(training: OngoingTraining, step_s: float) -> int:
     """Samples of a micro batch with which a step takes ``step_s`` at least, up to the double."""
     samples = 1
     while True:
@@ -269,7 +269,7 @@ def samples_for_step(training: Training, step_s: float) -> int:
 
 
 def bench_checkpoints(
-    training: Training,
+    training: OngoingTraining,
     batches: Iterator[Batch],
     folder: Path,
     *,
@@ -277,7 +277,7 @@ def bench_checkpoints(
     seed: int,
     samples_of_a_step: int | None = None,
     tick: Callable[[int], None] = lambda done: None,
-) -> Samples:
+) -> SaveTurns:
     """Let every contender save ``rounds`` times beside the training; collective.
 
     Before that each one saves once, and what it wrote is read back and compared bit for bit. Nothing is left in
@@ -300,7 +300,7 @@ def bench_checkpoints(
     finally:
         for contender in contenders:
             contender.close()
-    return Samples(
+    return SaveTurns(
         strategy=training.plan.strategy,
         state_bytes=_total(contenders[0].share_bytes if isinstance(contenders[0], Ours) else 0),
         samples_of_a_step=samples_of_a_step,
@@ -309,7 +309,7 @@ def bench_checkpoints(
     )
 
 
-def _contenders(training: Training, batches: Iterator[Batch], folder: Path) -> Iterator[Contender]:
+def _contenders(training: OngoingTraining, batches: Iterator[Batch], folder: Path) -> Iterator[Contender]:
     """Each one, after it has shown that what it writes can be read back."""
     state = (training.model, training.optimizer)
 
@@ -335,7 +335,7 @@ def _contenders(training: Training, batches: Iterator[Batch], folder: Path) -> I
         yield contender
 
 
-def _check(training: Training, batches: Iterator[Batch], contender: Contender) -> None:
+def _check(training: OngoingTraining, batches: Iterator[Batch], contender: Contender) -> None:
     """Save, go on training meanwhile, read back, and compare with what the state was when `save` was called."""
     expected = contender.written() if isinstance(contender, Raw) else live_digests(training.model, training.optimizer)
     contender.save(0)
@@ -351,7 +351,7 @@ def _check(training: Training, batches: Iterator[Batch], contender: Contender) -
     _clear(contender.folder)
 
 
-def _turn(training: Training, batches: Iterator[Batch], contender: Contender | None, number: int) -> Turn:
+def _turn(training: OngoingTraining, batches: Iterator[Batch], contender: Contender | None, number: int) -> Turn:
     """One save and the steps after it, from a disk that has nothing left to do."""
     training.step(next(batches))
     os.sync()

@@ -37,7 +37,7 @@ from shardwise.cost.time.collective_time import (
 from shardwise.cost.time.estimate_time import CONTENTION, JITTER
 from shardwise.cost.time.layer_time import COMPUTE_BYTES
 from shardwise.cost.time.optimizer_time import MASTER_BYTES
-from shardwise.cost.time.overlap import Run, elapsed_s
+from shardwise.cost.time.overlap import UnitRun, elapsed_s
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.measure.scaling_facts import Mode, Sample, Scaling, UnitTraffic, Z
@@ -90,7 +90,7 @@ class Point(BaseModel):
     reason: str = ""
 
 
-class Curve(BaseModel):
+class ScalingCurve(BaseModel):
     """Points of one mode, what was assumed for them, and measured over modelled at the size they were moved to."""
 
     model_config = ConfigDict(frozen=True)
@@ -312,9 +312,9 @@ def _by_units(
         else:
             reduce = links.seconds("all_reduce", unit.reduce_bytes)
         again = gather if regathers and unit.block else 0.0
-        ahead.append(Run(count, unit.share * forward_s, gather))
-        back.append(Run(count, unit.share * backward_s, again, reduce if plan.syncs_every_micro_batch else 0.0))
-        last.append(Run(count, unit.share * backward_s, again, reduce))
+        ahead.append(UnitRun(count, unit.share * forward_s, gather))
+        back.append(UnitRun(count, unit.share * backward_s, again, reduce if plan.syncs_every_micro_batch else 0.0))
+        last.append(UnitRun(count, unit.share * backward_s, again, reduce))
     passes = [(plan.grad_accum, ahead), (plan.grad_accum - 1, back[::-1]), (1, last[::-1])]
     added = 0.0
     for times, runs in passes:
@@ -354,11 +354,11 @@ def cluster_at(scaling: Scaling, devices: int, calibration: Calibration | None) 
 
 def curve_of(
     scaling: Scaling, mode: Mode, beyond: int, calibration: Calibration | None = None, *, sizes: Sequence[int] = ()
-) -> Curve:
+) -> ScalingCurve:
     """The curve of one mode: ``sizes``, those that were measured, and doublings of the smallest up to ``beyond``."""
     samples = scaling.of(mode)
     if not samples:
-        return Curve(mode=mode, points=())
+        return ScalingCurve(mode=mode, points=())
     base = samples[0]
     wanted = {one.devices for one in samples} | set(sizes)
     wanted |= {base.devices << k for k in range(64) if base.devices << k <= beyond}
@@ -385,7 +385,7 @@ def curve_of(
         points = [_no_better(point, base, anchor) if point.devices > anchor.devices else point for point in points]
     points += [Point(mode=mode, devices=size, reason=why) for size, why in reasons.items()]
     told = [*assumptions, _link_text(calibration, base)]
-    return Curve(
+    return ScalingCurve(
         mode=mode,
         points=tuple(sorted(points, key=lambda one: one.devices)),
         assumptions=tuple(told),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.bench.scaling.predict import Curve, Point
-from shardwise.measure.scaling_facts import LeftOut, Loss, Row, Scaling, warnings_of
+from shardwise.bench.scaling.predict import Point, ScalingCurve
+from shardwise.measure.scaling_facts import LeftOut, Loss, Scaling, ScalingRow, warnings_of
 from shardwise.measure.step_time.timing import NAMES, Timing
 from shardwise.units import count_text, seconds_text
 
@@ -20,7 +20,7 @@ SHOWN_LOSS = 0.005
 
 
 def print_scaling(
-    scaling: Scaling, rows: Sequence[Row], curves: Sequence[Curve], price: float | None, console: Console
+    scaling: Scaling, rows: Sequence[ScalingRow], curves: Sequence[ScalingCurve], price: float | None, console: Console
 ) -> None:
     """Everything, in the order in which one asks."""
     for line in warnings_of(scaling):
@@ -40,7 +40,7 @@ def print_scaling(
             console.print(line)
 
 
-def efficiency_table(rows: Sequence[Row], curve: Curve) -> Table:
+def efficiency_table(rows: Sequence[ScalingRow], curve: ScalingCurve) -> Table:
     """A line for each size."""
     table = Table(title=TITLES[curve.mode], title_justify="left")
     for column in ("devices", "step", "tokens/s", "efficiency", "8 of 10 cases", "by formula"):
@@ -60,7 +60,7 @@ def efficiency_table(rows: Sequence[Row], curve: Curve) -> Table:
     return table
 
 
-def loss_lines(rows: Sequence[Row], scaling: Scaling) -> list[str]:
+def loss_lines(rows: Sequence[ScalingRow], scaling: Scaling) -> list[str]:
     """Where the lost time of each size goes, largest first."""
     found = []
     timings: dict[tuple[str, int], Timing | None] = {(one.mode, one.devices): one.timing for one in scaling.samples}
@@ -85,7 +85,7 @@ def _loss(loss: Loss) -> str:
     return f"{PART_NAMES[loss.part]} {_signed(loss.seconds)} ({loss.share:+.1%})"
 
 
-def last_device_lines(rows: Sequence[Row], price: float | None) -> list[str]:
+def last_device_lines(rows: Sequence[ScalingRow], price: float | None) -> list[str]:
     """What the devices since the size before have added, in tokens and money."""
     if len(rows) < 2:
         return []
@@ -110,7 +110,7 @@ def last_device_lines(rows: Sequence[Row], price: float | None) -> list[str]:
     ]
 
 
-def curve_table(curve: Curve, rows: Sequence[Row]) -> Table:
+def curve_table(curve: ScalingCurve, rows: Sequence[ScalingRow]) -> Table:
     """The predicted sizes beyond those that were measured."""
     table = Table(title=f"predicted, {curve.mode} scaling", title_justify="left")
     for column in ("devices", "step", "8 of 10 cases", "tokens/s", "efficiency", "8 of 10 cases"):
@@ -129,7 +129,7 @@ def curve_table(curve: Curve, rows: Sequence[Row]) -> Table:
     return table
 
 
-def curve_lines(curve: Curve) -> list[str]:
+def curve_lines(curve: ScalingCurve) -> list[str]:
     """What the curve assumes, where it was held to a measurement, and what it does not know."""
     found = []
     if any(point.step_s is not None for point in curve.points):
@@ -148,7 +148,7 @@ def curve_lines(curve: Curve) -> list[str]:
     return found
 
 
-def _measured(point: Point, rows: Sequence[Row]) -> bool:
+def _measured(point: Point, rows: Sequence[ScalingRow]) -> bool:
     return any(row.devices == point.devices for row in rows)
 
 

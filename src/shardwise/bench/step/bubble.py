@@ -17,7 +17,7 @@ from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.errors import PlanError
 from shardwise.model.read import find_blocks
 from shardwise.parallel.pipeline_parallel.schedule import check_pipeline
-from shardwise.parallel.pipeline_parallel.stage_runtime import Span
+from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan
 from shardwise.plan.plan import PipelineSchedule, Plan
 from shardwise.train.config import Config
 from shardwise.train.optimizer import build_optimizer
@@ -100,7 +100,7 @@ def _watch(
     assert pipeline is not None
     for turn in range(WARM_UP + steps):
         micros = next(windows)
-        spans: list[Span] = []
+        spans: list[StageSpan] = []
         pipeline.spans = spans
         dist.barrier()
         begin = time.perf_counter()
@@ -111,7 +111,7 @@ def _watch(
     return shares
 
 
-def idle_share(spans: Sequence[Span], begin_s: float, ranks: Ranks) -> float:
+def idle_share(spans: Sequence[StageSpan], begin_s: float, ranks: Ranks) -> float:
     """The share, from the first to the last work of any stage, in which ranks computed nothing; their mean. Collective.
 
     Clocks of different ranks are compared by ``begin_s``, when all have left one barrier.

@@ -38,7 +38,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OutputVerdict:
     """Whether source and target give the same; ``None`` where it could not be found out.
 
     ``max_difference`` is the largest difference of the outputs of the target from those of the source in its own
@@ -53,7 +53,7 @@ class Verdict:
 class NotTheSame(ReceiptError):
     """What was written is not what the source holds; carries the verdict."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: OutputVerdict) -> None:
         self.verdict = verdict
         super().__init__(f"the conversion does not verify: {verdict.text}; nothing was left at the target")
 
@@ -65,7 +65,7 @@ class CannotRun(Exception):
 @torch.no_grad()
 def check_conversion(
     source: Source, selection: Selection, place: Folder, to: To, model: KnownModel | str, progress: Progress
-) -> Verdict:
+) -> OutputVerdict:
     """Compare what was written to ``place`` with ``source``: outputs of the model, then every tensor.
 
     ``model`` is a text where it is not known: why.
@@ -74,20 +74,20 @@ def check_conversion(
         NotTheSame: outputs or tensors differ by more than the rounding that was asked for.
         CheckpointError: one of them cannot be read.
     """
-    verdict = Verdict(None, None, f"{UNVERIFIED}: {model}")
+    verdict = OutputVerdict(None, None, f"{UNVERIFIED}: {model}")
     if isinstance(model, KnownModel):
         try:
             verdict = _compare_outputs(source, selection, place, to, model, progress)
         except CannotRun as error:
-            verdict = Verdict(None, None, f"{UNVERIFIED}: {error}")
+            verdict = OutputVerdict(None, None, f"{UNVERIFIED}: {error}")
     with open_source(place) as written:
         wrong = read_back(source, selection, written, progress)
     if wrong or verdict.verified is False:
-        raise NotTheSame(Verdict(False, verdict.max_difference, _in_words(verdict, wrong)))
+        raise NotTheSame(OutputVerdict(False, verdict.max_difference, _in_words(verdict, wrong)))
     return verdict
 
 
-def _in_words(verdict: Verdict, wrong: Sequence[Deviation]) -> str:
+def _in_words(verdict: OutputVerdict, wrong: Sequence[Deviation]) -> str:
     outputs = f"{verdict.text}, and " if verdict.verified is False else ""
     if not wrong:
         return f"{outputs}yet every tensor is the same: the target is built in another way than the source"
@@ -99,7 +99,7 @@ def _in_words(verdict: Verdict, wrong: Sequence[Deviation]) -> str:
 
 def _compare_outputs(
     source: Source, selection: Selection, place: Folder, to: To, known: KnownModel, progress: Progress
-) -> Verdict:
+) -> OutputVerdict:
     dtypes = {item.name.removeprefix(MODEL): item.info.dtype for item in selection.items if item.name.startswith(MODEL)}
     _check_memory(source, selection)
     progress.begin("forward pass", 0)
@@ -127,11 +127,11 @@ def _compare_outputs(
     difference = apart(there, original)
     what = f"{sum(part.numel() for part in there)} outputs on fixed inputs"
     if apart(there, rounded) > 0.0:
-        return Verdict(False, difference, f"{what} differ from the source's by up to {apart(there, rounded):.3g}")
+        return OutputVerdict(False, difference, f"{what} differ from the source's by up to {apart(there, rounded):.3g}")
     if not cast:
-        return Verdict(True, 0.0, f"verified by a forward pass: {what} are bit-equal to the source's")
+        return OutputVerdict(True, 0.0, f"verified by a forward pass: {what} are bit-equal to the source's")
     text = f"verified by a forward pass: {what} are bit-equal to those of the source's weights cast the same way; "
-    return Verdict(True, difference, f"{text}from the source's as they are they differ by up to {difference:.3g}")
+    return OutputVerdict(True, difference, f"{text}from the source's as they are they differ by up to {difference:.3g}")
 
 
 def as_users_load_it(
@@ -149,10 +149,10 @@ def as_users_load_it(
             )
         except Exception as error:
             text = f"transformers cannot load it: {type(error).__name__}: {' '.join(str(error).split())}"
-            raise NotTheSame(Verdict(False, None, text)) from error
+            raise NotTheSame(OutputVerdict(False, None, text)) from error
         wrong = [f"{what}: {', '.join(map(str, list(keys)[:_NAMED]))}" for what, keys in said.items() if keys]
         if wrong:
-            raise NotTheSame(Verdict(False, None, f"transformers loads it with {'; '.join(wrong)}"))
+            raise NotTheSame(OutputVerdict(False, None, f"transformers loads it with {'; '.join(wrong)}"))
         module.eval()
     else:
         module = known.build(widest(dtypes.values()))

@@ -15,7 +15,7 @@ from shardwise.checkpoint.convert.check_outputs import (
     UNVERIFIED,
     CannotRun,
     NotTheSame,
-    Verdict,
+    OutputVerdict,
     apart,
     check_memory_for,
     fixed_inputs,
@@ -37,7 +37,7 @@ from shardwise.plan.plan import Plan
 @torch.no_grad()
 def check_peft_folder(
     source: OwnSource, saved: SavedAdapters, selection: Selection, place: Folder, known: KnownModel, progress: Progress
-) -> Verdict:
+) -> OutputVerdict:
     """Compare the folder of adapters at ``place`` with ``source``: outputs on one drawn base, then every tensor.
 
     Raises:
@@ -47,11 +47,11 @@ def check_peft_folder(
     try:
         verdict = _compare(source, saved, selection, place, known, progress)
     except CannotRun as error:
-        verdict = Verdict(None, None, f"{UNVERIFIED}: {error}")
+        verdict = OutputVerdict(None, None, f"{UNVERIFIED}: {error}")
     with open_source(place) as written:
         wrong = read_back(source, selection, written, progress)
     if wrong:
-        raise NotTheSame(Verdict(False, None, f"{wrong[0].name} is off by up to {wrong[0].difference:.3g}"))
+        raise NotTheSame(OutputVerdict(False, None, f"{wrong[0].name} is off by up to {wrong[0].difference:.3g}"))
     if verdict.verified is False:
         raise NotTheSame(verdict)
     return verdict
@@ -59,7 +59,7 @@ def check_peft_folder(
 
 def _compare(
     source: OwnSource, saved: SavedAdapters, selection: Selection, place: Folder, known: KnownModel, progress: Progress
-) -> Verdict:
+) -> OutputVerdict:
     if not isinstance(place, Path):
         raise CannotRun("peft loads folders, and this is a URL")
     check_memory_for(2 * 4 * sum(p.numel() for p in known.build(real=False).parameters()))
@@ -82,14 +82,14 @@ def _compare(
             loaded = PeftModel.from_pretrained(_drawn(known), str(place))
     except Exception as error:
         text = f"peft cannot load it: {type(error).__name__}: {' '.join(str(error).split())}"
-        raise NotTheSame(Verdict(False, None, text)) from error
+        raise NotTheSame(OutputVerdict(False, None, text)) from error
     there = outputs_of(loaded.eval(), inputs)
     difference = apart(there, here)
     count = sum(part.numel() for part in there)
     if difference > 0.0 or not all(torch.isfinite(part).all() for part in here):
         text = f"{count} outputs on fixed inputs differ by up to {difference:.3g} where peft has loaded the adapters"
-        return Verdict(False, difference, text)
-    return Verdict(
+        return OutputVerdict(False, difference, text)
+    return OutputVerdict(
         True,
         0.0,
         f"verified by a forward pass: with peft's loader {count} outputs on fixed inputs and a drawn base are "

@@ -31,7 +31,7 @@ from shardwise.checkpoint.format import (
     step_folder,
 )
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.matching import MODEL, Item, Selection
+from shardwise.checkpoint.matching import MODEL, Selection, TargetTensor
 from shardwise.checkpoint.readers.huggingface import CONFIG, INDEX, SINGLE
 from shardwise.checkpoint.readers.reader import Source
 from shardwise.checkpoint.readers.shardwise_reader import OwnSource
@@ -103,7 +103,7 @@ class _File:
     """A file to be written: of each tensor in it the item and the box."""
 
     name: str
-    pieces: list[tuple[Item, Box]] = field(default_factory=list)
+    pieces: list[tuple[TargetTensor, Box]] = field(default_factory=list)
 
 
 def convert(
@@ -175,7 +175,7 @@ def read_back(source: Source, selection: Selection, written: Source, progress: P
     progress.begin("reading back", selection.num_bytes)
     block, threads = pace(source, written)
 
-    def compare(item: Item) -> None:
+    def compare(item: TargetTensor) -> None:
         difference, largest, equal = 0.0, 0.0, True
         for box in row_boxes(item.info.shape, item.info.dtype.itemsize, block):
             wanted = source.read(item.origin, box).to(item.info.dtype)
@@ -370,7 +370,7 @@ def _write_file(
     return hashes
 
 
-def _blocks(source: Source, item: Item, box: Box, progress: Progress) -> Iterator[torch.Tensor]:
+def _blocks(source: Source, item: TargetTensor, box: Box, progress: Progress) -> Iterator[torch.Tensor]:
     """The elements of ``box`` as they will be stored, a block at a time."""
     widest = max(item.info.dtype.itemsize, source.tensors[item.origin].dtype.itemsize)
     for part in row_boxes(box.lengths, widest, pace(source)[0]):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.convert.merge_lora import MAGNITUDE, SavedAdapters
-from shardwise.checkpoint.matching import MODEL, Item, Selection
+from shardwise.checkpoint.matching import MODEL, Selection, TargetTensor
 from shardwise.checkpoint.readers.reader import TensorInfo
 from shardwise.checkpoint.readers.shardwise_reader import OwnSource
 
@@ -22,7 +22,7 @@ def peft_selection(source: OwnSource, saved: SavedAdapters, dtype: torch.dtype |
         inner = name.removeprefix(MODEL)
         if inner.endswith(MAGNITUDE):
             inner = inner.removesuffix(".weight")
-        items.append(Item(f"{MODEL}{_WRAPPED}{inner}", name, TensorInfo(dtype or info.dtype, info.shape)))
+        items.append(TargetTensor(f"{MODEL}{_WRAPPED}{inner}", name, TensorInfo(dtype or info.dtype, info.shape)))
     return Selection(tuple(items), {}, {}, (), ())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.dcp_metadata import FIX, Contents, Item, Place, overlap, read_contents
+from shardwise.checkpoint.readers.dcp_metadata import FIX, ByteRange, Contents, DcpTensor, overlap, read_contents
 from shardwise.checkpoint.readers.inert import StoredTensor
 from shardwise.checkpoint.readers.reader import TensorInfo
 from shardwise.checkpoint.readers.restricted import printable
@@ -82,7 +82,7 @@ class DcpSource:
                     found[tuple(slice(a - b, a - b + n) for a, b, n in target)] = piece.read(some)
         return found
 
-    def _opened(self, key: str, item: Item, chunk: Box, place: Place) -> _Piece:
+    def _opened(self, key: str, item: DcpTensor, chunk: Box, place: ByteRange) -> _Piece:
         return _Piece(self.folder / place.file, key, item.info, chunk, place)
 
     def _value(self, key: str) -> Any:
@@ -144,7 +144,7 @@ def pieces(box: Box, itemsize: int, most: int = PIECE) -> Iterator[Box]:
 class _Piece:
     """One box of a tensor, opened; a context manager. What goes wrong names the tensor too."""
 
-    def __init__(self, path: Folder, key: str, info: TensorInfo, chunk: Box, place: Place) -> None:
+    def __init__(self, path: Folder, key: str, info: TensorInfo, chunk: Box, place: ByteRange) -> None:
         self._key = printable(key)
         self._chunk = chunk
         try:
@@ -179,7 +179,7 @@ class _Piece:
 class _SmallValues:
     """Values that are no tensors. Thousands of them lie side by side, and most are the same: read and parsed once."""
 
-    def __init__(self, folder: Folder, places: Mapping[str, Place]) -> None:
+    def __init__(self, folder: Folder, places: Mapping[str, ByteRange]) -> None:
         self._folder = folder
         self._places = places
         self._order: dict[str, list[tuple[int, int]]] = {}
@@ -212,7 +212,7 @@ class _SmallValues:
                     raise CheckpointError(f"{printable(key)}: {error}; {FIX}") from None
             return self._parsed[data]
 
-    def _bytes(self, path: Folder, key: str, place: Place) -> bytes:
+    def _bytes(self, path: Folder, key: str, place: ByteRange) -> bytes:
         begin, run = self._runs.get(place.file, (0, b""))
         if not begin <= place.begin <= place.begin + place.length <= begin + len(run):
             begin = place.begin
@@ -228,7 +228,7 @@ class _SmallValues:
                 self._runs = {place.file: (begin, run)}
         return run[place.begin - begin : place.begin - begin + place.length]
 
-    def _end_of_run(self, place: Place) -> int:
+    def _end_of_run(self, place: ByteRange) -> int:
         """Where the values end that lie behind this one without a gap."""
         spans = self._order[place.file]
         end = place.begin + place.length

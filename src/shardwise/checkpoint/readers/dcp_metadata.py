@@ -14,7 +14,7 @@ import torch
 
 from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.inert import Record
+from shardwise.checkpoint.readers.inert import InertRecord
 from shardwise.checkpoint.readers.reader import TensorInfo
 from shardwise.checkpoint.readers.restricted import load_restricted, printable
 from shardwise.checkpoint.storage.local_storage import Folder, read_small
@@ -30,7 +30,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class ByteRange:
     """The bytes ``begin .. begin + length`` of ``file``."""
 
     file: str
@@ -39,19 +39,19 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Item:
+class DcpTensor:
     """A tensor: what it is, and its boxes, which cover it exactly once; none for one without elements."""
 
     info: TensorInfo
-    chunks: tuple[tuple[Box, Place], ...]
+    chunks: tuple[tuple[Box, ByteRange], ...]
 
 
 @dataclass
 class Contents:
     """Everything in the folder by its flat key: tensors, other values, and the path of each in the saved dict."""
 
-    tensors: dict[str, Item] = field(default_factory=dict)
-    values: dict[str, Place] = field(default_factory=dict)
+    tensors: dict[str, DcpTensor] = field(default_factory=dict)
+    values: dict[str, ByteRange] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
 
 
@@ -70,7 +70,7 @@ def read_contents(folder: Folder) -> Contents:
             "take an earlier checkpoint"
         )
     found = Contents()
-    chunks: dict[str, dict[Box, Place]] = {}
+    chunks: dict[str, dict[Box, ByteRange]] = {}
     for file in files:
         where = str(folder / file)
         try:
@@ -86,10 +86,10 @@ def read_contents(folder: Folder) -> Contents:
     return found
 
 
-def _take(metadata: Any, found: Contents, chunks: dict[str, dict[Box, Place]]) -> None:
+def _take(metadata: Any, found: Contents, chunks: dict[str, dict[Box, ByteRange]]) -> None:
     """Add what one metadata file says to ``found``; ``chunks`` are the boxes seen so far, by key."""
     state = _state(metadata, "Metadata")
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
     for index, info in _mapping(state["storage_data"]).items():
         told = _state(index, "MetadataIndex")
         offset = told.get("offset")
@@ -109,7 +109,7 @@ def _take(metadata: Any, found: Contents, chunks: dict[str, dict[Box, Place]]) -
         known = found.tensors.get(key)
         if known is not None and known.info != info:
             raise ValueError(f"ranks do not agree about the shape or dtype of {key}")
-        found.tensors[key] = Item(info, tuple(boxes.items()))
+        found.tensors[key] = DcpTensor(info, tuple(boxes.items()))
     planned = state.get("planner_data")
     paths = planned if isinstance(planned, dict) else {}
     for key in (*found.tensors, *found.values):
@@ -179,7 +179,7 @@ def _overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _place(told: Mapping[str, Any]) -> Place:
+def _place(told: Mapping[str, Any]) -> ByteRange:
     name = _text(told["relative_path"])
     if name != PurePosixPath(name).name or name in ("", ".", ".."):
         raise ValueError(f"'{name}' is no plain file name")
@@ -190,7 +190,7 @@ def _place(told: Mapping[str, Any]) -> Place:
             + "; load it with the program that wrote it and save it again without extensions"
         )
     begin, length = _sizes((told["offset"], told["length"]))
-    return Place(name, begin, length)
+    return ByteRange(name, begin, length)
 
 
 def _dtype(properties: Any, key: str) -> torch.dtype:
@@ -199,7 +199,7 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
     dtype, layout = (state["dtype"], state.get("layout")) if isinstance(state, dict) else state[:2]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"the dtype of {key} is {dtype!r:.40}")
-    name = layout.args[0] if isinstance(layout, Record) and layout.args else str(layout or _PLAIN_LAYOUT)
+    name = layout.args[0] if isinstance(layout, InertRecord) and layout.args else str(layout or _PLAIN_LAYOUT)
     if name != _PLAIN_LAYOUT:
         raise CheckpointError(
             f"{printable(f'{key} is stored as {name}')}, which this version does not read; save it dense"
@@ -209,7 +209,7 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
 
 def _kind(value: Any) -> str:
     """``Metadata`` for a record of that class, whichever module it was in."""
-    return value.name.rsplit(".", 1)[-1] if isinstance(value, Record) else type(value).__name__
+    return value.name.rsplit(".", 1)[-1] if isinstance(value, InertRecord) else type(value).__name__
 
 
 def _state(value: Any, kind: str) -> Mapping[str, Any]:
@@ -239,7 +239,7 @@ def _path(value: Any) -> Path:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """A tuple of numbers from 0 up, also where it was a ``torch.Size``."""
-    if isinstance(value, Record):
+    if isinstance(value, InertRecord):
         value = value.args[0] if value.args else ()
     parts: Iterable[Any] = value if isinstance(value, tuple | list | torch.Size) else (None,)
     sizes = tuple(parts)

@@ -33,8 +33,8 @@ from shardwise.checkpoint.readers.deepspeed_folder import (
 from shardwise.checkpoint.readers.deepspeed_zero import (
     Flat,
     Partition,
+    PartitionRange,
     Shapes,
-    Span,
     flat_tensor,
     read_number,
     read_partition,
@@ -42,7 +42,7 @@ from shardwise.checkpoint.readers.deepspeed_zero import (
     spans_of_parts,
 )
 from shardwise.checkpoint.readers.reader import TensorInfo
-from shardwise.checkpoint.readers.restricted import Record, StoredTensor
+from shardwise.checkpoint.readers.restricted import InertRecord, StoredTensor
 from shardwise.checkpoint.readers.state_names import clean_names
 from shardwise.checkpoint.readers.torch_file import TorchFile
 from shardwise.checkpoint.storage.local_storage import Folder, is_local
@@ -197,7 +197,7 @@ class DeepSpeedSource:
     # weights
 
     def _masters(
-        self, shapes: Sequence[Shapes], spans: Mapping[str, Sequence[Span]], ranks: Sequence[Partition]
+        self, shapes: Sequence[Shapes], spans: Mapping[str, Sequence[PartitionRange]], ranks: Sequence[Partition]
     ) -> dict[str, Flat]:
         found: dict[str, Flat] = {}
         for flat, parameters in enumerate(shapes):
@@ -256,7 +256,7 @@ class DeepSpeedSource:
     # the optimizer
 
     def _states(
-        self, shapes: Sequence[Shapes], spans: Mapping[str, Sequence[Span]], ranks: Sequence[Partition]
+        self, shapes: Sequence[Shapes], spans: Mapping[str, Sequence[PartitionRange]], ranks: Sequence[Partition]
     ) -> None:
         if len({rank.step for rank in ranks}) > 1:
             each = [f"'{rank.name}': {rank.step}" for rank in ranks]
@@ -278,7 +278,7 @@ class DeepSpeedSource:
         name: str,
         key: str,
         shape: tuple[int, ...],
-        spans: Sequence[Span],
+        spans: Sequence[PartitionRange],
         files: Sequence[tuple[TorchFile, Any]],
     ) -> None:
         """One parameter's part of one state of a flat partition."""
@@ -436,7 +436,7 @@ class DeepSpeedSource:
 
     def _note_loss_scale(self, content: Mapping[str, Any]) -> None:
         scaler = content.get("loss_scaler")
-        scale = scaler.get("cur_scale") if isinstance(scaler, Record) else content.get("cur_scale")
+        scale = scaler.get("cur_scale") if isinstance(scaler, InertRecord) else content.get("cur_scale")
         if isinstance(scale, int | float) and scale != 1:
             self.notes.append(f"the loss scale ({scale:g}) is not carried over")
 
@@ -492,7 +492,7 @@ def _lengths(groups: Iterable[Sequence[Any]]) -> list[int]:
 
 def _count(value: Any) -> int | None:
     """A number of things, also where it is a member of an enumeration; ``None`` where it is none."""
-    number = value.args[0] if isinstance(value, Record) and value.args else value
+    number = value.args[0] if isinstance(value, InertRecord) and value.args else value
     return number if type(number) is int and number >= 0 else None
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from shardwise.checkpoint.format import short_list
-from shardwise.checkpoint.readers.restricted import Record
+from shardwise.checkpoint.readers.restricted import InertRecord
 from shardwise.checkpoint.storage.local_storage import Folder, read_small
 from shardwise.errors import CheckpointError, UserError
 
@@ -102,7 +102,7 @@ def option(state: Mapping[str, Any], *keys: str) -> Any:
     value: Any = state.get("ds_config")
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
-    return value.args[0] if isinstance(value, Record) and value.args else value
+    return value.args[0] if isinstance(value, InertRecord) and value.args else value
 
 
 def model_files(folder: Folder, names: Sequence[str]) -> tuple[bool, list[str]]:

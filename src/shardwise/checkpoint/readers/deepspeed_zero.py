@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Span:
+class PartitionRange:
     """``length`` elements of partition ``flat`` of ``rank``, from element ``begin`` on."""
 
     rank: int
@@ -39,7 +39,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Run:
+class TensorRange:
     """``length`` elements of a 1-d stored tensor, from element ``begin`` on."""
 
     file: TorchFile
@@ -54,7 +54,7 @@ class Flat:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[TensorRange, ...]
 
     @property
     def info(self) -> TensorInfo:
@@ -162,7 +162,7 @@ def _base(
 
 def spans_of(
     stage: int, shapes: Sequence[Shapes], paddings: Sequence[Sequence[int]] | None, partitions: Sequence[Partition]
-) -> dict[str, list[Span]]:
+) -> dict[str, list[PartitionRange]]:
     """Where each parameter's elements lie; ``shapes`` has the parameters of each flat partition in order.
 
     ``paddings`` has the elements left free behind each parameter (stages 1 and 2).
@@ -176,7 +176,7 @@ def spans_of(
                 f"'{partition.name}' holds {len(partition.masters)} flat partitions, the model's file describes "
                 f"{len(shapes)}; the files are of different checkpoints"
             )
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[PartitionRange]] = {}
     for flat, parameters in enumerate(shapes):
         if stage == 3:
             found |= _cut_by_parameter(flat, parameters, partitions)
@@ -188,7 +188,7 @@ def spans_of(
 
 def _cut_as_one(
     flat: int, parameters: Shapes, free: Sequence[int], partitions: Sequence[Partition]
-) -> dict[str, list[Span]]:
+) -> dict[str, list[PartitionRange]]:
     lengths = [partition.masters[flat].shape[0] for partition in partitions]
     total = sum(map(math.prod, parameters.values())) + sum(free[:-1])
     last = max((rank for rank, length in enumerate(lengths) if length), default=0)
@@ -201,12 +201,12 @@ def _cut_as_one(
     ):
         raise _wrong_length(flat, partitions, f"{total} together, cut evenly,")
     starts = [lengths[0] * rank for rank in range(len(partitions))]
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[PartitionRange]] = {}
     place = 0
     for (name, shape), gap in zip(parameters.items(), free, strict=True):
         end = place + math.prod(shape)
         found[name] = [
-            Span(rank, flat, max(place, start) - start, min(end, start + length) - max(place, start))
+            PartitionRange(rank, flat, max(place, start) - start, min(end, start + length) - max(place, start))
             for rank, (start, length) in enumerate(zip(starts, lengths, strict=True))
             if max(place, start) < min(end, start + length)
         ]
@@ -214,12 +214,14 @@ def _cut_as_one(
     return found
 
 
-def _cut_by_parameter(flat: int, parameters: Shapes, partitions: Sequence[Partition]) -> dict[str, list[Span]]:
+def _cut_by_parameter(
+    flat: int, parameters: Shapes, partitions: Sequence[Partition]
+) -> dict[str, list[PartitionRange]]:
     world = len(partitions)
     parts = {name: -(-math.prod(shape) // world) for name, shape in parameters.items()}
     if any(partition.masters[flat].shape[0] != sum(parts.values()) for partition in partitions):
         raise _wrong_length(flat, partitions, f"{sum(parts.values())} each")
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[PartitionRange]] = {}
     place = 0
     for name, shape in parameters.items():
         found[name] = spans_of_parts(flat, place, math.prod(shape), world)
@@ -227,11 +229,11 @@ def _cut_by_parameter(flat: int, parameters: Shapes, partitions: Sequence[Partit
     return found
 
 
-def spans_of_parts(flat: int, begin: int, numel: int, world: int) -> list[Span]:
+def spans_of_parts(flat: int, begin: int, numel: int, world: int) -> list[PartitionRange]:
     """The equal parts of one parameter, which begin at the same place on every rank; the padding is left out."""
     part = -(-numel // world)
     held = [(rank, min(part, numel - rank * part)) for rank in range(world)]
-    return [Span(rank, flat, begin, length) for rank, length in held if length > 0]
+    return [PartitionRange(rank, flat, begin, length) for rank, length in held if length > 0]
 
 
 def _wrong_length(flat: int, partitions: Sequence[Partition], needed: str) -> CheckpointError:
@@ -243,7 +245,9 @@ def _wrong_length(flat: int, partitions: Sequence[Partition], needed: str) -> Ch
     )
 
 
-def flat_tensor(shape: tuple[int, ...], spans: Sequence[Span], files: Sequence[tuple[TorchFile, Any]]) -> Flat | None:
+def flat_tensor(
+    shape: tuple[int, ...], spans: Sequence[PartitionRange], files: Sequence[tuple[TorchFile, Any]]
+) -> Flat | None:
     """A tensor made of ``spans``, given each rank's file and stored partition; ``None`` where one is no partition.
 
     A partition may be longer than the spans reach (padding).
@@ -255,5 +259,5 @@ def flat_tensor(shape: tuple[int, ...], spans: Sequence[Span], files: Sequence[t
         stored = files[span.rank][1]
         if not is_flat(stored) or stored.dtype != dtype or stored.shape[0] < span.begin + span.length:
             return None
-    runs = (Run(*files[span.rank], span.begin, span.length) for span in spans)
+    runs = (TensorRange(*files[span.rank], span.begin, span.length) for span in spans)
     return Flat(dtype, shape, tuple(runs)) if dtype is not None else None

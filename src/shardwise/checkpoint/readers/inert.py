@@ -25,7 +25,7 @@ class Unreadable(ValueError):
 
 
 @dataclass(eq=False)
-class Record:
+class InertRecord:
     """The inert stand-in for an instance of a class that only holds data.
 
     ``name`` is the class, ``args`` and ``kwargs`` what it was made with, ``state`` what was set afterwards (a dict
@@ -117,7 +117,7 @@ def check_key(key: Any) -> Any:
 
 
 _MAX_DIMENSIONS = 64
-_KEY_TYPES = (str, int, float, complex, bytes, torch.dtype, Record, Maker, StorageKind)
+_KEY_TYPES = (str, int, float, complex, bytes, torch.dtype, InertRecord, Maker, StorageKind)
 _QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 
 
@@ -183,7 +183,7 @@ def _windows(*parts: str) -> str:
     return str(PureWindowsPath(*parts))
 
 
-def _reconstruct(kind: Any, base: Any, state: Any, /) -> Record:
+def _reconstruct(kind: Any, base: Any, state: Any, /) -> InertRecord:
     """How the two oldest protocols make an instance."""
     record = _instance(kind)
     if not isinstance(base, Maker) or (base.name, state) != ("builtins.object", None):
@@ -191,8 +191,8 @@ def _reconstruct(kind: Any, base: Any, state: Any, /) -> Record:
     return record
 
 
-def _instance(kind: Any) -> Record:
-    if isinstance(kind, Maker) and kind.make is not None and isinstance(record := kind.make(), Record):
+def _instance(kind: Any) -> InertRecord:
+    if isinstance(kind, Maker) and kind.make is not None and isinstance(record := kind.make(), InertRecord):
         return record
     raise Unreadable("an instance of what is no known class of data")
 
@@ -283,29 +283,29 @@ _NUMBERS |= {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 
 def _numpy_scalar(dtype: Any, data: Any = None, /) -> Any:
     """A number of numpy as Python's own; one of another dtype stays a record of dtype and bytes."""
-    if not isinstance(dtype, Record) or dtype.name != "numpy.dtype":
+    if not isinstance(dtype, InertRecord) or dtype.name != "numpy.dtype":
         raise TypeError("a numpy scalar without a numpy dtype")
     letter = _NUMBERS.get(dtype.args[0]) if dtype.args and isinstance(dtype.args[0], str) else None
     if letter is None or not isinstance(data, bytes | bytearray):
-        return Record("numpy.scalar", (dtype, data))
+        return InertRecord("numpy.scalar", (dtype, data))
     order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
     return struct.unpack((">" if order == ">" else "<") + letter, data)[0]
 
 
-def _numpy_array(kind: Any = None, *args: Any) -> Record:
+def _numpy_array(kind: Any = None, *args: Any) -> InertRecord:
     if not isinstance(kind, Maker) or kind.name != "numpy.ndarray":
         raise Unreadable(f"a numpy array of the class {_title(kind)}")
-    return Record("numpy.ndarray", args)
+    return InertRecord("numpy.ndarray", args)
 
 
-def _numpy_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, /) -> Record:
+def _numpy_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, /) -> InertRecord:
     """An array as the newest protocol has it, in the form that the others have."""
-    return Record("numpy.ndarray", (), {}, (1, shape, dtype, order == "F", data))
+    return InertRecord("numpy.ndarray", (), {}, (1, shape, dtype, order == "F", data))
 
 
 def _record(name: str) -> Maker:
-    def make(*args: Any, **kwargs: Any) -> Record:
-        return Record(name, args, kwargs)
+    def make(*args: Any, **kwargs: Any) -> InertRecord:
+        return InertRecord(name, args, kwargs)
 
     return Maker(name, make)
 

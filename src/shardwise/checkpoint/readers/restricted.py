@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.readers.inert import (
+    InertRecord,
     Maker,
-    Record,
     StoredStorage,
     StoredTensor,
     Unreadable,
@@ -24,12 +24,12 @@ from shardwise.checkpoint.readers.inert import (
 )
 from shardwise.errors import CheckpointError
 
-__all__ = ["Record", "StoredStorage", "StoredTensor", "load_from_stream", "load_restricted", "printable"]
+__all__ = ["InertRecord", "StoredStorage", "StoredTensor", "load_from_stream", "load_restricted", "printable"]
 
 MAX_BYTES = 1 << 31  # of one stream
 _MAX_NUMBER = 1 << 10  # bytes of one integer
 _MAX_DEPTH = 100
-_CONTAINERS = (dict, list, tuple, set, frozenset, Record)
+_CONTAINERS = (dict, list, tuple, set, frozenset, InertRecord)
 _COUNTED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _SAVE_AGAIN = (
     "If you trust the file, open it with the tool that wrote it and save it again with nothing but tensors, numbers "
@@ -51,7 +51,7 @@ Persistent = Callable[[Any], Any]
 
 
 def load_restricted(data: bytes, where: str, persistent: Persistent | None = None) -> Any:
-    """The object in ``data`` as dicts, lists, tuples, sets, numbers, text, bytes, `Record` and `StoredTensor` values.
+    """The object in ``data`` as dicts, lists, tuples, sets, numbers, text, bytes, `InertRecord`, `StoredTensor`.
 
     ``where`` is the file as messages name it. ``persistent`` turns what the stream refers to outside of itself
     (torch's storages) into a value. The result has no cycles, is at most 100 levels deep, and walking all of it
@@ -192,7 +192,7 @@ class _Machine:
     def _members(self, kind: type[Any]) -> Any:
         """The container on top of the stack, or the one that the record on top keeps its members in."""
         target = self._stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, InertRecord):
             if target.items is None:
                 target.items = kind()
             target = target.items
@@ -211,7 +211,7 @@ class _Machine:
             return known
         full = f"{module}.{name}"
         self.refused.setdefault(full)
-        return Maker(full, lambda *args, **kwargs: Record(full, args, kwargs))
+        return Maker(full, lambda *args, **kwargs: InertRecord(full, args, kwargs))
 
     def call(self, function: Any, args: Any, kwargs: Any = None) -> None:
         if not isinstance(function, Maker) or function.make is None:
@@ -226,7 +226,7 @@ class _Machine:
     def build(self) -> None:
         target, state = self.take(2)
         self._stack.append(target)
-        if isinstance(target, Record):
+        if isinstance(target, InertRecord):
             target.state = state
         elif not isinstance(target, dict | list | set | StoredTensor):  # whose attributes say nothing of the values
             raise TypeError(f"a {type(target).__name__} has no attributes to set")
@@ -319,7 +319,7 @@ def _children(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value
         yield from value.values()
-    elif isinstance(value, Record):
+    elif isinstance(value, InertRecord):
         yield from (value.args, value.kwargs, value.state, value.items)
     else:
         yield from value

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.checkpoint.format import OptimizerEntry, ParamGroup
 from shardwise.checkpoint.layout import plain
-from shardwise.checkpoint.readers.inert import Record
+from shardwise.checkpoint.readers.inert import InertRecord
 from shardwise.checkpoint.readers.restricted import printable
 from shardwise.errors import CheckpointError
 
@@ -293,7 +293,7 @@ class _Filing:
             try:
                 kept[name] = plain(value, where + name)
             except CheckpointError:
-                what = value.name if isinstance(value, Record) else type(value).__name__
+                what = value.name if isinstance(value, InertRecord) else type(value).__name__
                 self.found.notes.append(f"{where}{name} is a {what} and is not carried over")
         return kept
 

@@ -16,12 +16,12 @@ from typing import Any, NoReturn, Self
 import torch
 
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.inert import Record, StorageKind, StoredStorage, StoredTensor, Unreadable
+from shardwise.checkpoint.readers.inert import InertRecord, StorageKind, StoredStorage, StoredTensor, Unreadable
 from shardwise.checkpoint.readers.restricted import load_from_stream, load_restricted, printable
 from shardwise.checkpoint.storage.local_storage import CHUNK, Folder, RangeReader, is_local
 from shardwise.errors import CheckpointError
 
-__all__ = ["Record", "StoredStorage", "StoredTensor", "TorchFile"]
+__all__ = ["InertRecord", "StoredStorage", "StoredTensor", "TorchFile"]
 
 GAP, REMOTE_GAP = 1 << 14, 1 << 22  # bytes that are read and thrown away rather than skipped
 _ZIP, _LOCAL_HEADER = b"PK\x03\x04", struct.Struct("<4s5H3I2H")

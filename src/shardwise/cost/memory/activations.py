@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.cost.memory.local_shapes import FP32, Layout, Same
+from shardwise.cost.memory.local_shapes import FP32, Same, ShardLayout
 from shardwise.model.operations import autocast_copies
 from shardwise.model.profile import Op, Unit
 from shardwise.plan.divisibility import kv_repeats
@@ -48,7 +48,7 @@ class UnitBytes:
     loss_copies: int
 
 
-def unit_bytes(unit: Unit, layout: Layout, recompute: Recompute, compiled: bool) -> UnitBytes:
+def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: bool) -> UnitBytes:
     """Work out `UnitBytes`; cached by the unit's identity."""
     mode = recompute if unit.kind == "block" else "none"
     cuts = Cuts(

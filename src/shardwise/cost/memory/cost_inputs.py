@@ -1,4 +1,4 @@
-"""`Setting`: all that the allocations of one rank depend on."""
+"""`CostInputs`: all that the allocations of one rank depend on."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory.activations import UnitBytes
 from shardwise.cost.memory.allocation_trace import Program
-from shardwise.cost.memory.local_shapes import Layout, Piece, UnitWeights
+from shardwise.cost.memory.local_shapes import LayerGroup, ShardLayout, UnitWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CostInputs:
     """All that one rank's allocations depend on. ``held`` micro batches are in flight before the first backward.
 
     ``sent`` are bytes of a sample's hidden state that goes on to the next pipeline stage; none from the last one.
     ``received`` are those of buffers that torch's own pipeline stages keep, one for each micro batch and direction.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LayerGroup, ...]
     weights: tuple[UnitWeights, ...]
     bytes: tuple[UnitBytes, ...]
-    layout: Layout
+    layout: ShardLayout
     program: Program
     micro: int
     held: int

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.cost.memory.allocation_trace import WRITTEN, Program, Tape
-from shardwise.cost.memory.cost_inputs import Setting
+from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Estimate
 from shardwise.cost.memory.framework_overhead import context_bytes
-from shardwise.cost.memory.local_shapes import Layout, Stack, layout_of
+from shardwise.cost.memory.local_shapes import ShardLayout, Stack, layout_of
 from shardwise.cost.memory.lower_bound import screen
 from shardwise.cost.memory.optimizer_state import LEAN, lean_state_bytes
 from shardwise.cost.memory.simulate import Played, fullest, replay, settings_of
@@ -233,7 +233,7 @@ def estimate(
     squeezed = _squeezed(tapes, played, cluster, context, expandable=expandable) if layout.is_cuda else None
     played = squeezed or played
 
-    def at_rest(setting: Setting, name: str) -> int:
+    def at_rest(setting: CostInputs, name: str) -> int:
         pairs = zip(setting.weights, setting.pieces, strict=True)
         return sum(getattr(weights, name) * piece.count for weights, piece in pairs)
 
@@ -289,7 +289,7 @@ def _squeezed(
     return again if again.fits else None
 
 
-def _host_bytes(profile: ModelProfile, layout: Layout, cluster: ClusterSpec, offloaded: int) -> int:
+def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec, offloaded: int) -> int:
     """Host RAM of the fullest node: what is offloaded there, and rank 0's whole model while it is built.
 
     What is swapped to a drive passes through buffers here, which are not counted. On a CPU the ranks' own memory is not
@@ -301,7 +301,7 @@ def _host_bytes(profile: ModelProfile, layout: Layout, cluster: ClusterSpec, off
 
 
 def _notes(
-    profile: ModelProfile, layout: Layout, workload: Workload, *, known: bool, squeezed: bool
+    profile: ModelProfile, layout: ShardLayout, workload: Workload, *, known: bool, squeezed: bool
 ) -> tuple[str, ...]:
     notes = list(profile.unknown)
     if layout.is_cuda and workload.framework_overhead:

@@ -5,7 +5,7 @@ Neither is documented by NVIDIA; both change with driver, CUDA and NCCL versions
 
 from __future__ import annotations
 
-from shardwise.cost.memory.local_shapes import Layout
+from shardwise.cost.memory.local_shapes import ShardLayout
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.units import MIB
 
@@ -21,7 +21,7 @@ GROUP_BYTES_FULL_AT = 300e9  # bytes per second of the link, one direction
 SLOWEST_GROUP_BYTES = 100 * MIB  # two channels, over PCIe or sockets
 
 
-def context_bytes(layout: Layout, cluster: ClusterSpec) -> int:
+def context_bytes(layout: ShardLayout, cluster: ClusterSpec) -> int:
     """Bytes of context and communicators on one device; 0 on a CPU. Each mesh axis has a communicator of its own."""
     if not layout.is_cuda or cluster.device == "cpu":
         return 0

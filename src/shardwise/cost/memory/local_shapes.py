@@ -34,7 +34,7 @@ Stack = Literal["shardwise", "megatron", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """The plain numbers of a plan that decide what a rank holds. Hashable and cheap, unlike the plan.
 
     Ranks of one context-parallel group hold equal weights and different gradients, so state is cut over them, too:
@@ -104,7 +104,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LayerGroup:
     """``count`` equal units, one after the other, on one stage. A block is a sharding unit of its own."""
 
     unit: Unit
@@ -150,13 +150,13 @@ def stack_of(strategy: Strategy, stack: Stack | None) -> Stack:
     return stack or ("megatron" if not_run else "shardwise")
 
 
-def layout_of(plan: Plan, stack: Stack | None = None) -> Layout:
+def layout_of(plan: Plan, stack: Stack | None = None) -> ShardLayout:
     """The numbers of ``plan`` that decide what a rank holds, in the program of ``stack``."""
     dims, strategy = plan.dims, _strategy(plan.strategy)
     width = 4 if plan.precision == "fp32" else 2
     whole = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
     stack = stack_of(strategy, stack)
-    return Layout(
+    return ShardLayout(
         strategy=strategy,
         replicas=dims.dp_replicate * dims.dp_shard * dims.cp,
         shard_ranks=dims.dp_shard * dims.cp if strategy.shards_parameters else 1,
@@ -179,38 +179,38 @@ def _strategy(text: str) -> Strategy:
     return parse_strategy(text)
 
 
-def stage_pieces(profile: ModelProfile, layout: Layout, rank: int) -> tuple[Piece, ...]:
+def stage_pieces(profile: ModelProfile, layout: ShardLayout, rank: int) -> tuple[LayerGroup, ...]:
     """The units of a pipeline rank, in the order of its stages.
 
     What stands before the first block is the first stage's, the rest the last's. A tied weight is on both of the stages
     that use it.
     """
     if layout.pp == 1:
-        return tuple(Piece(unit, unit.count) for unit in profile.units)
+        return tuple(LayerGroup(unit, unit.count) for unit in profile.units)
     counts = stage_counts(profile, layout)
     number = len(counts)
     own = [stage for stage in range(number) if rank_of(layout, stage) == rank]
-    pieces: list[Piece] = []
+    pieces: list[LayerGroup] = []
     for stage in own:
         pieces += _stage_pieces(profile, sum(counts[:stage]), sum(counts[: stage + 1]), stage == 0, stage == number - 1)
     if own[-1] == number - 1 and own[0] != 0:
-        pieces += [Piece(unit, unit.count) for unit in _tied_copies(profile)]
+        pieces += [LayerGroup(unit, unit.count) for unit in _tied_copies(profile)]
     return tuple(pieces)
 
 
-def _stage_pieces(profile: ModelProfile, first: int, last: int, begins: bool, ends: bool) -> Iterator[Piece]:
+def _stage_pieces(profile: ModelProfile, first: int, last: int, begins: bool, ends: bool) -> Iterator[LayerGroup]:
     seen = 0
     for unit in profile.units:
         if unit.kind == "block":
             here = min(last, seen + unit.count) - max(first, seen)
             if here > 0:
-                yield Piece(unit, here)
+                yield LayerGroup(unit, here)
             seen += unit.count
         elif begins if seen == 0 else ends:
-            yield Piece(unit, unit.count)
+            yield LayerGroup(unit, unit.count)
 
 
-def stage_counts(profile: ModelProfile, layout: Layout) -> tuple[int, ...]:
+def stage_counts(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
     """Blocks of each pipeline stage: balanced by the operations of products, as those who cut live models do it.
 
     Other stacks deal out blocks evenly.
@@ -239,7 +239,7 @@ def _products(unit: Unit) -> float:
     return sum(2.0 * op.m * op.k * op.n for op in unit.ops if op.kind in ("matmul", "conv"))
 
 
-def rank_of(layout: Layout, stage: int) -> int:
+def rank_of(layout: ShardLayout, stage: int) -> int:
     """The pipeline rank of a stage: around and around, or forth and back for ``zbv``."""
     if layout.schedule == "zbv" and stage >= layout.pp:
         return 2 * layout.pp - 1 - stage
@@ -259,7 +259,7 @@ def _tied_copies(profile: ModelProfile) -> list[Unit]:
     return found
 
 
-def heavy_stages(profile: ModelProfile, layout: Layout) -> tuple[int, ...]:
+def heavy_stages(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
     """Pipeline ranks that can be the fullest: the first (most micro batches in flight), the last (head and loss), and
     the first of those with more blocks than the first has.
     """
@@ -273,7 +273,7 @@ def heavy_stages(profile: ModelProfile, layout: Layout) -> tuple[int, ...]:
     return (0, *(() if more is None else (more,)), layout.pp - 1)
 
 
-def micro_batches_held(layout: Layout, rank: int, grad_accum: int) -> int:
+def micro_batches_held(layout: ShardLayout, rank: int, grad_accum: int) -> int:
     """Micro batches whose activations a pipeline rank holds at the fullest moment, in units of all its stages."""
     if layout.pp == 1:
         return 1
@@ -282,7 +282,7 @@ def micro_batches_held(layout: Layout, rank: int, grad_accum: int) -> int:
     return math.ceil(in_flight(rank, layout.pp, grad_accum, layout.virtual))
 
 
-def unit_weights(unit: Unit, layout: Layout) -> UnitWeights:
+def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
     """Bytes of one of ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
     return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
@@ -406,7 +406,7 @@ def rest_elements(shape: tuple[int, ...], ranks: int) -> int:
     return math.ceil(shape[0] / ranks) * math.prod(shape[1:])
 
 
-def optimizer_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int | None:
+def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
     """Optimizer state of the fullest rank of a stage; ``None`` where the optimizer is not known.
 
     AdamW: two tensors of the weight's size and a step counter. 8-bit AdamW: two bytes and two scales a block of 256,
@@ -434,7 +434,7 @@ def optimizer_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workloa
     )
 
 
-def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int | None:
+def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
     """An even share of a stage's optimizer state under ``zero1``: no more than the fullest rank's, found sooner."""
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
@@ -448,11 +448,11 @@ def optimizer_mean_bytes(pieces: tuple[Piece, ...], layout: Layout, workload: Wo
     return whole // layout.replicas
 
 
-def _local(weight: Weight, piece: Piece, layout: Layout) -> tuple[int, ...]:
+def _local(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> tuple[int, ...]:
     return tp_shape(weight, layout.tp, vocab=not piece.is_block)
 
 
-def _elements(weight: Weight, piece: Piece, layout: Layout) -> int:
+def _elements(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> int:
     return math.prod(_local(weight, piece, layout))
 
 
@@ -460,7 +460,7 @@ def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return shape if ranks == 1 or not shape else (math.ceil(shape[0] / ranks), *shape[1:])
 
 
-def _fullest_share(pieces: tuple[Piece, ...], layout: Layout, workload: Workload) -> int:
+def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:
     """ZeroRedundancyOptimizer's partition, as `cost.memory.zero1_shares`, kept as sums on a heap."""
     shapes = [
         (_local(w, piece, layout), w)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from shardwise.cost.memory.allocation_trace import LOGITS, Tape
-from shardwise.cost.memory.cost_inputs import Setting
+from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.local_shapes import FP32
 
 
 class LossWriter:
     """Writes the loss to the tape. ``last_gather`` and ``late`` are what the forward still holds when it begins."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: CostInputs) -> None:
         self.s = setting
         self.tape = Tape()
         self.last_gather = -1

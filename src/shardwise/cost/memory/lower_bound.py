@@ -11,8 +11,8 @@ from functools import lru_cache
 from shardwise.cost.memory.activations import UnitBytes, unit_bytes
 from shardwise.cost.memory.local_shapes import (
     FP32,
-    Layout,
-    Piece,
+    LayerGroup,
+    ShardLayout,
     UnitWeights,
     heavy_stages,
     layout_of,
@@ -28,7 +28,7 @@ from shardwise.plan.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BytesLine:
     """Bytes at one moment: ``fixed``, and ``each`` for a sample of the micro batch."""
 
     fixed: float
@@ -86,10 +86,10 @@ def screen(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
 
 
 @lru_cache(maxsize=16384)
-def _lines(key: _Key) -> tuple[Line, ...]:
+def _lines(key: _Key) -> tuple[BytesLine, ...]:
     plan, workload = key.plan, key.workload
     layout = layout_of(plan)
-    lines: list[Line] = []
+    lines: list[BytesLine] = []
     for stage in heavy_stages(key.profile, layout):
         held = micro_batches_held(layout, stage, plan.grad_accum)
         pieces = stage_pieces(key.profile, layout, stage)
@@ -97,7 +97,9 @@ def _lines(key: _Key) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, plan: Plan, held: int) -> list[Line]:
+def _stage_lines(
+    pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan, held: int
+) -> list[BytesLine]:
     recompute, grad_accum = plan.recompute, plan.grad_accum
     rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, workload.compiled)) for p in pieces]
     parameters = sum(w.parameters * p.count for p, w, _ in rows)
@@ -133,28 +135,28 @@ def _stage_lines(pieces: tuple[Piece, ...], layout: Layout, workload: Workload, 
     again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
     own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
     own = own if layout.shards and not layout.keeps_weights else 0
-    lines = [] if layout.offloads else [Line(parameters + gradients + state + temporaries)]
+    lines = [] if layout.offloads else [BytesLine(parameters + gradients + state + temporaries)]
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if workload.fused_loss else FP32)
     for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else max(1, held - 1))):
         each = kept * crowd + lost * (crowd - 1)
-        lines.append(Line(base + fixed + copies * crowd, each + logits))
-        lines.append(Line(base + fixed + copies * crowd + own, each + again))
+        lines.append(BytesLine(base + fixed + copies * crowd, each + logits))
+        lines.append(BytesLine(base + fixed + copies * crowd + own, each + again))
     if own and grad_accum == 1:
         lines += _reducing(rows, base, kept)
     return lines
 
 
-def _reducing(rows: list[tuple[Piece, UnitWeights, UnitBytes]], base: float, kept: float) -> list[Line]:
+def _reducing(rows: list[tuple[LayerGroup, UnitWeights, UnitBytes]], base: float, kept: float) -> list[BytesLine]:
     """The end of the backward of the block before the last: two whole blocks, one gradient whole, one in reduction."""
     piece, weights, unit = next(row for row in reversed(rows) if row[0].is_block)
     if piece.count < 3:
         return []
     sent = weights.sent if weights.sent != weights.parameters else 0
     moving = weights.reduce_in + weights.whole_gradients + sum(weights.gathered) + sent
-    return [Line(base + moving, kept - 2 * unit.kept)]
+    return [BytesLine(base + moving, kept - 2 * unit.kept)]
 
 
-def _gathered(rows: list[tuple[Piece, UnitWeights, UnitBytes]], layout: Layout) -> int:
+def _gathered(rows: list[tuple[LayerGroup, UnitWeights, UnitBytes]], layout: ShardLayout) -> int:
     """Whole weights that stay from forward to backward."""
     if not layout.shards:
         return 0

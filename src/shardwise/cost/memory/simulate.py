@@ -10,12 +10,12 @@ from typing import Literal
 from shardwise.cost.memory.activations import unit_bytes
 from shardwise.cost.memory.allocation_trace import Program, Tape
 from shardwise.cost.memory.allocator import Block, CachingAllocator
-from shardwise.cost.memory.cost_inputs import Setting
+from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Phase, PhaseName
 from shardwise.cost.memory.local_shapes import (
     FP32,
-    Layout,
-    Piece,
+    LayerGroup,
+    ShardLayout,
     heavy_stages,
     micro_batches_held,
     optimizer_bytes,
@@ -45,15 +45,15 @@ class Played:
 
 
 def settings_of(
-    profile: ModelProfile, layout: Layout, workload: Workload, micro: int, program: Program
-) -> Iterator[Setting]:
+    profile: ModelProfile, layout: ShardLayout, workload: Workload, micro: int, program: Program
+) -> Iterator[CostInputs]:
     """The ranks that can be the fullest: one for each pipeline stage that differs."""
     for stage in heavy_stages(profile, layout):
         pieces = stage_pieces(profile, layout, stage)
         weights = tuple(unit_weights(piece.unit, layout) for piece in pieces)
         state = optimizer_bytes(pieces, layout, workload) or 0
         sent = sent_bytes(profile, layout, stage, program.recompute, compiled=workload.compiled)
-        yield Setting(
+        yield CostInputs(
             pieces=pieces,
             weights=weights,
             bytes=tuple(unit_bytes(piece.unit, layout, program.recompute, workload.compiled) for piece in pieces),
@@ -68,7 +68,7 @@ def settings_of(
         )
 
 
-def sent_bytes(profile: ModelProfile, layout: Layout, rank: int, recompute: Recompute, *, compiled: bool) -> float:
+def sent_bytes(profile: ModelProfile, layout: ShardLayout, rank: int, recompute: Recompute, *, compiled: bool) -> float:
     """Bytes of a sample's hidden state that a pipeline rank's last stage sends on, and keeps for its backward."""
     if layout.pp == 1 or layout.stack == "megatron" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
         return 0.0
@@ -77,7 +77,7 @@ def sent_bytes(profile: ModelProfile, layout: Layout, rank: int, recompute: Reco
 
 
 def _temporaries(
-    pieces: tuple[Piece, ...], layout: Layout, workload: Workload, state: int, *, early: bool = False
+    pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, state: int, *, early: bool = False
 ) -> int:
     """What lives only while the optimizer steps. 8-bit Adam works tensor by tensor, on GPUs in place.
 

@@ -31,7 +31,7 @@ from shardwise.cost.memory.allocation_trace import (
     TEMPORARIES,
     Tape,
 )
-from shardwise.cost.memory.cost_inputs import Setting
+from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.local_shapes import FP32, UnitWeights
 from shardwise.cost.memory.loss_program import LossWriter
 from shardwise.plan.plan import Recompute
@@ -49,7 +49,7 @@ class _Visit:
     exchanged: int = -1
 
 
-def write_program(setting: Setting) -> Tape:
+def write_program(setting: CostInputs) -> Tape:
     """Load, two whole steps, and the end of the second: phases ``load``, ``first_step``, ``forward``, … ``resume``."""
     writer = _Writer(setting)
     writer.tape.phase("load")
@@ -69,7 +69,7 @@ def write_program(setting: Setting) -> Tape:
 class _Writer(LossWriter):
     """Keeps the handles of what lives while the program is written."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: CostInputs) -> None:
         super().__init__(setting)
         self.visits = list(_visits(setting))
         self.root = [i for i, piece in enumerate(setting.pieces) if not piece.is_block]
@@ -464,7 +464,7 @@ class _Writer(LossWriter):
             self.tape.free(self.tape.alloc(sent, BUFFERS))  # gloo reduces a copy, and cuts this rank's part from it
 
 
-def _visits(setting: Setting) -> Iterator[_Visit]:
+def _visits(setting: CostInputs) -> Iterator[_Visit]:
     """Each row of equal units as its first two, the middle as one, its last two."""
     for i, piece in enumerate(setting.pieces):
         short = piece.count <= setting.program.written + 1

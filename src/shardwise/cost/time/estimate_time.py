@@ -21,10 +21,10 @@ from shardwise.cost.flops import mfu
 from shardwise.cost.memory.local_shapes import Stack, stack_of
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
 from shardwise.cost.time.kernels import AttentionKernel, generation_name
-from shardwise.cost.time.layer_time import COMPUTE_BYTES, Split, UnitTime, is_finite, unit_time
+from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
 from shardwise.cost.time.machine import IN_STEP, Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
-from shardwise.cost.time.overlap import Run, elapsed_s
+from shardwise.cost.time.overlap import UnitRun, elapsed_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
@@ -203,10 +203,10 @@ def _split(
     *,
     attention: AttentionKernel | None,
     padded: bool,
-) -> Split:
+) -> WorkSplit:
     """What divides a unit's work in the program of ``stack``."""
     megatron = _cuts(plan) and not strategy.shards_parameters and stack == "megatron"
-    return Split(
+    return WorkSplit(
         tp=plan.dims.tp,
         cp=plan.dims.cp,
         micro=plan.micro_batch or 1,
@@ -262,7 +262,7 @@ def _micro_batches(
 
 @lru_cache(maxsize=8192)
 def _unit_times(
-    profile: _Same, cluster: _Same, rates: Rates | None, calibration: Calibration | None, split: Split
+    profile: _Same, cluster: _Same, rates: Rates | None, calibration: Calibration | None, split: WorkSplit
 ) -> tuple[UnitTime, ...]:
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
@@ -281,7 +281,7 @@ def _stages(
     cluster: _Same,
     rates: Rates | None,
     calibration: Calibration | None,
-    split: Split,
+    split: WorkSplit,
     strategy: str,
     dims: ParallelDims,
     waits: bool | None,
@@ -343,9 +343,9 @@ def _take(blocks: Sequence[tuple[int, int]], start: int, count: int) -> list[tup
 def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
     """One micro batch on the stage that holds ``units``, as (count, index)."""
     sharded, contention = pieces.strategy.shards_parameters, pieces.contention
-    ahead: list[Run] = []
-    back: list[Run] = []
-    last: list[Run] = []
+    ahead: list[UnitRun] = []
+    back: list[UnitRun] = []
+    last: list[UnitRun] = []
     root_gather = root_reduce = 0.0
     compute = again = tp = cp = host_forward = host_backward = 0.0
     for count, index in units:
@@ -365,19 +365,19 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
         reduce = wire.reduce_s if block or not sharded else 0.0
         if sharded and not block:
             root_gather, root_reduce = root_gather + count * wire.gather_s, root_reduce + count * wire.reduce_s
-        ahead.append(Run(count, forward + tp_forward + time.cp_forward_s, gather))
+        ahead.append(UnitRun(count, forward + tp_forward + time.cp_forward_s, gather))
         seconds = backward + time.again_s + tp_backward + cp_backward
         regather = gather if pieces.strategy.reshards_after_forward else 0.0
-        back.append(Run(count, seconds, regather, reduce if pieces.every else 0.0))
-        last.append(Run(count, seconds, regather, reduce))
+        back.append(UnitRun(count, seconds, regather, reduce if pieces.every else 0.0))
+        last.append(UnitRun(count, seconds, regather, reduce))
     if root_gather or root_reduce:  # the root's units travel together, before the first and after the last
-        ahead.insert(0, Run(1, 0.0, root_gather))
-        last.insert(0, Run(1, 0.0, 0.0, root_reduce))
+        ahead.insert(0, UnitRun(1, 0.0, root_gather))
+        last.insert(0, UnitRun(1, 0.0, 0.0, root_reduce))
         if pieces.every:
             back.insert(0, last[0])
     if pieces.strategy.base == "zero2" and pieces.pipelined:  # gathered once a step: micro batches interleave
         sync_gather = elapsed_s(ahead, contention=contention)
-        ahead = [Run(run.count, run.compute_s) for run in ahead]
+        ahead = [UnitRun(run.count, run.compute_s) for run in ahead]
         sync_gather -= elapsed_s(ahead)
     else:
         sync_gather = 0.0
@@ -438,7 +438,7 @@ def _traffics(
     cluster: _Same,
     rates: Rates | None,
     calibration: Calibration | None,
-    split: Split,
+    split: WorkSplit,
     base: str,
     dims: ParallelDims,
     accumulates: bool,
@@ -451,7 +451,7 @@ def _traffics(
 
 
 def _traffic(
-    machine: Machine, time: UnitTime, split: Split, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
+    machine: Machine, time: UnitTime, split: WorkSplit, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
 ) -> _Traffic:
     """Collectives and copies of one unit: gathered in the compute width, reduced in fp32."""
     width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node

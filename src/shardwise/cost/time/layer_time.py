@@ -35,7 +35,7 @@ COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an 
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class WorkSplit:
     """What divides and colours a unit's work: degrees, samples of the micro batch, precision, what is recomputed.
 
     ``sequence_parallel`` False leaves norms and residuals whole on every tensor-parallel rank. ``padded`` rounds the
@@ -83,7 +83,7 @@ class UnitTime:
     at_rest_bytes: float  # bytes of those weights as they are stored, before any sharding
 
 
-def unit_time(machine: Machine, unit: Unit, split: Split) -> UnitTime:
+def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     """Seconds of ``unit`` under ``split``; communication of the data-parallel axes is not in it."""
     forward = backward = again = 0.0
     cp_forward = cp_backward = cp_again = 0.0
@@ -130,7 +130,7 @@ def unit_time(machine: Machine, unit: Unit, split: Split) -> UnitTime:
     )
 
 
-def op_s(machine: Machine, unit: Unit, op: Op, split: Split) -> tuple[float, float]:
+def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float, float]:
     """Seconds of an op's forward and of its backward (input gradient, and weight gradient where it has one)."""
     tp, micro = split.tp, split.micro
     if op.kind in ("matmul", "conv"):
@@ -170,7 +170,7 @@ def _products_s(
     return machine.matmul_s(rows, depth, columns, precision), back
 
 
-def _moved_s(machine: Machine, unit: Unit, op: Op, split: Split) -> float:
+def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
     width = COMPUTE_BYTES[split.precision]
     whole = op.cut == "none" or (op.cut == "sequence" and not cuts_sequence(unit, split))
     whole = whole or (op.kind == "loss" and not split.loss_parallel)
@@ -182,12 +182,12 @@ def _moved_s(machine: Machine, unit: Unit, op: Op, split: Split) -> float:
     return machine.memory_s(moved * split.micro / share)
 
 
-def cuts_sequence(unit: Unit, split: Split) -> bool:
+def cuts_sequence(unit: Unit, split: WorkSplit) -> bool:
     """Whether norms and residuals of ``unit`` work on a rank's part of the sequence."""
     return split.sequence_parallel and (unit.kind == "block" or split.cuts_ends)
 
 
-def _attention_s(machine: Machine, op: Op, split: Split, *, backward: bool) -> float:
+def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) -> float:
     """One attention; a window or any other mask is taken in proportion to its FLOPs. Rows are dealt out evenly."""
     whole = attention_square_flops(op) * (0.5 if op.causal else 1.0)
     seconds = machine.attention_s(
@@ -207,7 +207,7 @@ def _attention_s(machine: Machine, op: Op, split: Split, *, backward: bool) -> f
     return seconds * part / split.cp
 
 
-def ring_s(machine: Machine, op: Op, split: Split, forward_s: float, backward_s: float) -> tuple[float, float]:
+def ring_s(machine: Machine, op: Op, split: WorkSplit, forward_s: float, backward_s: float) -> tuple[float, float]:
     """Exposed seconds of context parallel around one attention, forward and backward.
 
     Keys and values go round a ring while the rows in hand are attended to; what a turn's attention does not cover is
@@ -224,7 +224,7 @@ def ring_s(machine: Machine, op: Op, split: Split, forward_s: float, backward_s:
     )
 
 
-def exchange_s(machine: Machine, op: Op, split: Split) -> tuple[float, float]:
+def exchange_s(machine: Machine, op: Op, split: WorkSplit) -> tuple[float, float]:
     """Seconds of the all-to-alls around one attention, forward and backward: nothing computes beside them.
 
     Queries, keys and values go out as this rank's tokens of all heads and come back as all tokens of its heads; the
@@ -238,7 +238,7 @@ def exchange_s(machine: Machine, op: Op, split: Split) -> tuple[float, float]:
     return seconds, seconds
 
 
-def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float, float, float]:
+def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[float, float, float]:
     """Seconds of the collectives of tensor parallel: forward, backward, recomputed.
 
     With sequence parallel a block's rows are gathered before a column-cut product and reduce-scattered after a row-cut
@@ -286,14 +286,14 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: Split) -> tuple[float
     return gather + losses, scatter, 0.0
 
 
-def _weight_gradients_s(machine: Machine, unit: Unit, split: Split) -> float:
+def _weight_gradients_s(machine: Machine, unit: Unit, split: WorkSplit) -> float:
     """Seconds of the products for the gradients of a unit's column-cut weights."""
     rows, precision = split.micro / split.cp, split.precision
     cut = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
     return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in cut)
 
 
-def collectives_of(unit: Unit, split: Split) -> int:
+def collectives_of(unit: Unit, split: WorkSplit) -> int:
     """Tensor-parallel collectives of a unit's forward: a gather and a scatter, or a reduction, a row-cut product."""
     if split.tp <= 1:
         return 0

@@ -17,7 +17,7 @@ _CLOSE = 1e-9  # seconds; two increments that differ by less are equal
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class UnitRun:
     """``count`` equal units, one after the other; seconds of each one's computation, gather and reduction."""
 
     count: int
@@ -26,7 +26,7 @@ class Run:
     reduce_s: float = 0.0
 
 
-def elapsed_s(runs: Iterable[Run], *, contention: float = 0.0, ahead: bool = True) -> float:
+def elapsed_s(runs: Iterable[UnitRun], *, contention: float = 0.0, ahead: bool = True) -> float:
     """Seconds until the last unit has computed and the last gradient is reduced.
 
     ``ahead`` False gathers a unit only when the one before it has computed.

@@ -24,7 +24,7 @@ def _always(value: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Setting:
+class EnvSetting:
     """A variable, the values that hurt, what they do, and the fix (else: unset it). ``gpus``: from so many GPUs on."""
 
     name: str
@@ -37,45 +37,47 @@ class Setting:
 
 # After NVIDIA's "NCCL environment variables" and PyTorch's "CUDA environment variables" and "torch.distributed".
 HURTFUL = (
-    Setting("NCCL_P2P_DISABLE", _on, "GPUs of a machine then talk through host memory, not directly", gpus=2),
-    Setting("NCCL_P2P_LEVEL", lambda v: v.upper() in ("LOC", "0"), "GPUs then never talk directly", gpus=2),
-    Setting("NCCL_SHM_DISABLE", _on, "ranks of a machine without direct links then talk over the network", gpus=2),
-    Setting("NCCL_IB_DISABLE", _on, "nodes then talk over TCP although there is InfiniBand or RoCE", rdma=True),
-    Setting(
+    EnvSetting("NCCL_P2P_DISABLE", _on, "GPUs of a machine then talk through host memory, not directly", gpus=2),
+    EnvSetting("NCCL_P2P_LEVEL", lambda v: v.upper() in ("LOC", "0"), "GPUs then never talk directly", gpus=2),
+    EnvSetting("NCCL_SHM_DISABLE", _on, "ranks of a machine without direct links then talk over the network", gpus=2),
+    EnvSetting("NCCL_IB_DISABLE", _on, "nodes then talk over TCP although there is InfiniBand or RoCE", rdma=True),
+    EnvSetting(
         "NCCL_NET_GDR_LEVEL",
         lambda v: v.upper() in ("LOC", "0"),
         "every byte between nodes goes by host memory",
         rdma=True,
     ),
-    Setting("NCCL_NVLS_ENABLE", _off, "NVSwitches then do not add up gradients on the way", gpus=2),
-    Setting("NCCL_ALGO", _always, "NCCL then cannot choose the algorithm for each size", gpus=2),
-    Setting("NCCL_PROTO", _always, "NCCL then cannot choose the protocol for each size", gpus=2),
-    Setting("NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "NCCL writes much to every rank's log", "set WARN"),
-    Setting("TORCH_NCCL_BLOCKING_WAIT", _on, "collectives then block the host, and overlap less", gpus=2),
-    Setting(
+    EnvSetting("NCCL_NVLS_ENABLE", _off, "NVSwitches then do not add up gradients on the way", gpus=2),
+    EnvSetting("NCCL_ALGO", _always, "NCCL then cannot choose the algorithm for each size", gpus=2),
+    EnvSetting("NCCL_PROTO", _always, "NCCL then cannot choose the protocol for each size", gpus=2),
+    EnvSetting(
+        "NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "NCCL writes much to every rank's log", "set WARN"
+    ),
+    EnvSetting("TORCH_NCCL_BLOCKING_WAIT", _on, "collectives then block the host, and overlap less", gpus=2),
+    EnvSetting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", _off, "a rank that dies then leaves the others hanging without end", gpus=2
     ),
-    Setting("CUDA_LAUNCH_BLOCKING", _on, "every kernel is waited for: for debugging only"),
-    Setting("PYTORCH_NO_CUDA_MEMORY_CACHING", _on, "every tensor is allocated by the driver: for debugging only"),
-    Setting("NVIDIA_TF32_OVERRIDE", lambda v: v.strip() == "0", "fp32 matmuls then never use tensor cores"),
-    Setting(
+    EnvSetting("CUDA_LAUNCH_BLOCKING", _on, "every kernel is waited for: for debugging only"),
+    EnvSetting("PYTORCH_NO_CUDA_MEMORY_CACHING", _on, "every tensor is allocated by the driver: for debugging only"),
+    EnvSetting("NVIDIA_TF32_OVERRIDE", lambda v: v.strip() == "0", "fp32 matmuls then never use tensor cores"),
+    EnvSetting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda v: v.strip() == "1",
         "communication queues up behind kernels, so that sharded strategies overlap less",
     ),
 )
 ANYWHERE = (
-    Setting(
+    EnvSetting(
         "TORCH_DISTRIBUTED_DEBUG", lambda v: v.upper() == "DETAIL", "every collective is checked by another one first"
     ),
-    Setting(
+    EnvSetting(
         "OMP_PROC_BIND",
         lambda v: v.strip().lower() not in ("", "false"),
         "each rank binds its threads to the same first cores",
         "unset it, or give each rank its own OMP_PLACES",
     ),
-    Setting("GOMP_CPU_AFFINITY", _always, "each rank binds its threads to the same cores"),
-    Setting("KMP_AFFINITY", lambda v: "disabled" not in v and "none" not in v, "ranks may bind to the same cores"),
+    EnvSetting("GOMP_CPU_AFFINITY", _always, "each rank binds its threads to the same cores"),
+    EnvSetting("KMP_AFFINITY", lambda v: "disabled" not in v and "none" not in v, "ranks may bind to the same cores"),
 )
 SHOWN = ("NCCL", "GLOO", "OMP_", "CUDA_VISIBLE", "PYTORCH", "TORCH_")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

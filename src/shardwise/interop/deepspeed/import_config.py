@@ -18,7 +18,7 @@ from shardwise.document import read_json
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 from shardwise.interop.deepspeed.batch_sizes import BATCH, solve_batch
 from shardwise.interop.deepspeed.keys import AUTO, TABLES, Key
-from shardwise.interop.deepspeed.optimizer_section import Row, Training, read_training
+from shardwise.interop.deepspeed.optimizer_section import FileKey, ImportedTraining, read_training
 from shardwise.plan.deepspeed_stages import deepspeed_config
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import DeviceType, Plan, axis_problems, plan_problems
@@ -58,11 +58,11 @@ class Imported:
     plan: Plan
     ranks_from: str
     keys: dict[str, Any]
-    taken: list[Row]
-    same: list[Row]
-    not_taken: list[Row]
-    no_effect: list[Row]
-    open: list[Row]
+    taken: list[FileKey]
+    same: list[FileKey]
+    not_taken: list[FileKey]
+    no_effect: list[FileKey]
+    open: list[FileKey]
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -166,10 +166,10 @@ class _Reader:
 
     config: Mapping[str, Any]
     problems: list[str] = field(default_factory=list)
-    taken: list[Row] = field(default_factory=list)
-    tuning: list[tuple[Row, Key]] = field(default_factory=list)
-    no_effect: list[Row] = field(default_factory=list)
-    open: list[Row] = field(default_factory=list)
+    taken: list[FileKey] = field(default_factory=list)
+    tuning: list[tuple[FileKey, Key]] = field(default_factory=list)
+    no_effect: list[FileKey] = field(default_factory=list)
+    open: list[FileKey] = field(default_factory=list)
     nvme_path: str | None = None
 
     def walk(self, path: str, table: Mapping[str, Any]) -> None:
@@ -191,11 +191,11 @@ class _Reader:
                 gone = "DeepSpeed 0.19 has taken it out: " if key.fate == "removed" else ""
                 self.problems.append(f"{where} is {_short(value)}, which Shardwise does not run: {gone}{key.why}")
             elif key.fate == "tuning":
-                self.tuning.append((Row(where, value, key.why), key))
+                self.tuning.append((FileKey(where, value, key.why), key))
             else:
                 gone = "off; DeepSpeed 0.19 refuses a file that has this key at all"
                 why = gone if key.fate == "removed" else "off" if key.fate == "not run" else key.why
-                self.no_effect.append(Row(where, value, why))
+                self.no_effect.append(FileKey(where, value, why))
 
     def _auto_or_table(self, where: str, value: Any) -> None:
         table = where in TABLES and where not in (BESIDE, "optimizer", "scheduler")
@@ -226,7 +226,7 @@ class _Reader:
         for name, value in words.items():
             if name in table and table[name] != value:
                 self.problems.append(f"{BESIDE}.{name} is {table[name]!r}, but {value!r} is asked for; take one out")
-        self.taken += [Row(f"{BESIDE}.{name}", value, name) for name, value in table.items()]
+        self.taken += [FileKey(f"{BESIDE}.{name}", value, name) for name, value in table.items()]
         return {name: value for name, value in table.items() if name in BESIDE_KEYS}
 
     def strategy(self, engine: Engine | None, beside: dict[str, Any]) -> Strategy | None:
@@ -266,7 +266,7 @@ class _Reader:
         found = self.config.get("zero_optimization", {})
         if isinstance(found, bool):
             self.taken.append(
-                Row("zero_optimization", found, f"stage {int(found)}: true is DeepSpeed's old way to say 1")
+                FileKey("zero_optimization", found, f"stage {int(found)}: true is DeepSpeed's old way to say 1")
             )
             return int(found)
         stage = self._table("zero_optimization").get("stage", 0)
@@ -275,7 +275,7 @@ class _Reader:
             return None
         if "stage" in self._table("zero_optimization"):
             words = ("ddp on PyTorch: stage 0 is plain data parallel", "zero1", "zero2", "zero3")
-            self.taken.append(Row("zero_optimization.stage", stage, f"strategy {words[stage]}"))
+            self.taken.append(FileKey("zero_optimization.stage", stage, f"strategy {words[stage]}"))
         return int(stage)
 
     def _place(self, name: str) -> str:
@@ -283,7 +283,7 @@ class _Reader:
         zero, where = self._table("zero_optimization"), f"zero_optimization.{name}"
         old = "cpu_offload" if name == "offload_optimizer" else "cpu_offload_param"
         if old in zero:
-            self.taken.append(Row(f"zero_optimization.{old}", zero[old], f"the old way to say {name}.device"))
+            self.taken.append(FileKey(f"zero_optimization.{old}", zero[old], f"the old way to say {name}.device"))
             if not isinstance(zero[old], bool | None):
                 self.problems.append(f"zero_optimization.{old} is {_short(zero[old])}; it must be true or false")
             if name in zero:
@@ -295,7 +295,7 @@ class _Reader:
             return "none"
         if "device" in table:
             self.taken.append(
-                Row(f"{where}.device", device, {"none": "the device", "cpu": "+offload"}.get(device, "+nvme"))
+                FileKey(f"{where}.device", device, {"none": "the device", "cpu": "+offload"}.get(device, "+nvme"))
             )
         path = table.get("nvme_path")
         if device == "nvme":
@@ -307,9 +307,9 @@ class _Reader:
                 )
             else:
                 self.nvme_path = path
-                self.taken.append(Row(f"{where}.nvme_path", path, "nvme_path"))
+                self.taken.append(FileKey(f"{where}.nvme_path", path, "nvme_path"))
         elif path is not None:
-            self.no_effect.append(Row(f"{where}.nvme_path", path, f"nothing is on the drive: device is {device}"))
+            self.no_effect.append(FileKey(f"{where}.nvme_path", path, f"nothing is on the drive: device is {device}"))
         return str(device)
 
     def _flags(self, stage: int, state: str, weights: str) -> list[str] | None:
@@ -343,14 +343,16 @@ class _Reader:
             value = self._table(name).get("enabled")
             if isinstance(value, bool):
                 proper = "fp16" if name == "fp16" else "bf16"
-                self.taken.append(Row(f"{name}.enabled", value, f"precision {proper}" if value else f"not {proper}"))
+                self.taken.append(
+                    FileKey(f"{name}.enabled", value, f"precision {proper}" if value else f"not {proper}")
+                )
                 on += [proper] if value else []
             elif value not in (None, "auto"):
                 self.problems.append(f"{name}.enabled is {_short(value)}; it must be true or false")
         if len(set(on)) > 1:
             self.problems.append("bf16.enabled and fp16.enabled are both true; switch one off")
         if not on:
-            self.taken.append(Row("bf16.enabled, fp16.enabled", None, "neither is on: precision fp32"))
+            self.taken.append(FileKey("bf16.enabled, fp16.enabled", None, "neither is on: precision fp32"))
         return on[0] if on else "fp32"
 
     def batch(self, ranks: int | None) -> tuple[tuple[int, int, int] | None, str]:
@@ -376,16 +378,19 @@ class _Reader:
         became = dict(
             zip(BATCH, (f"global batch {solved[0] * solved[1] * solved[2]}", "micro_batch", "grad_accum"), strict=True)
         )
-        self.taken += [Row(name, value, became[name]) for name, value in numbers.items()]
+        self.taken += [FileKey(name, value, became[name]) for name, value in numbers.items()]
         return solved, why
 
 
-def _compared(tuning: list[tuple[Row, Key]], plan: Plan, training: Training) -> tuple[list[Row], list[Row]]:
+def _compared(
+    tuning: list[tuple[FileKey, Key]], plan: Plan, training: ImportedTraining
+) -> tuple[list[FileKey], list[FileKey]]:
     """Keys of DeepSpeed's own workings: the same as Shardwise gives it, and others."""
     same, other = [], []
     if plan.parsed.engine == "torch":
         return [], [
-            Row(row.key, row.value, _with("PyTorch runs this plan and has no such key", row.why)) for row, _ in tuning
+            FileKey(row.key, row.value, _with("PyTorch runs this plan and has no such key", row.why))
+            for row, _ in tuning
         ]
     clip = training.keys.get("optimizer.clip_norm")
     mine = deepspeed_config(plan, clip_norm=clip if isinstance(clip, float) else None)
@@ -394,14 +399,14 @@ def _compared(tuning: list[tuple[Row, Key]], plan: Plan, training: Training) -> 
         for name in row.key.replace("bfloat16", "bf16").split("."):
             found = found.get(name, found.get(f"stage3_{name}")) if isinstance(found, dict) else None
         if found is not None and found == row.value:
-            same.append(Row(row.key, row.value, "the same as Shardwise gives DeepSpeed"))
+            same.append(FileKey(row.key, row.value, "the same as Shardwise gives DeepSpeed"))
         elif found is not None:
-            other.append(Row(row.key, row.value, _with(f"Shardwise gives DeepSpeed {_short(found)}", row.why)))
+            other.append(FileKey(row.key, row.value, _with(f"Shardwise gives DeepSpeed {_short(found)}", row.why)))
         elif row.value == key.default and row.value is not None:
-            same.append(Row(row.key, row.value, "DeepSpeed's default, which Shardwise leaves"))
+            same.append(FileKey(row.key, row.value, "DeepSpeed's default, which Shardwise leaves"))
         else:
             usual = "" if key.default is None else f", {_short(key.default)}"
-            other.append(Row(row.key, row.value, row.why or f"Shardwise leaves DeepSpeed's default{usual}"))
+            other.append(FileKey(row.key, row.value, row.why or f"Shardwise leaves DeepSpeed's default{usual}"))
     return same, other
 
 
@@ -409,7 +414,7 @@ def _with(first: str, second: str) -> str:
     return f"{first}; {second}" if second else first
 
 
-def _config_problems(training: Training) -> list[str]:
+def _config_problems(training: ImportedTraining) -> list[str]:
     """What the config file would say to the keys that are printed for it."""
     from shardwise.train.config import OptimizerTable
 

@@ -35,7 +35,7 @@ _KNOWN["WarmupDecayLR"] = ("total_num_steps", *_KNOWN["WarmupLR"])
 
 
 @dataclass(frozen=True)
-class Row:
+class FileKey:
     """One key of the file, its value, and what became of it, in words."""
 
     key: str
@@ -44,32 +44,32 @@ class Row:
 
 
 @dataclass
-class Training:
+class ImportedTraining:
     """What goes into a config file: ``keys`` are ``table.key``; ``differs`` and ``open`` say what does not, or not yet.
 
     ``problems`` are mistakes, ``taken`` and ``no_effect`` rows like those of the plan.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
-    taken: list[Row] = field(default_factory=list)
-    no_effect: list[Row] = field(default_factory=list)
-    differs: list[Row] = field(default_factory=list)
-    open: list[Row] = field(default_factory=list)
+    taken: list[FileKey] = field(default_factory=list)
+    no_effect: list[FileKey] = field(default_factory=list)
+    differs: list[FileKey] = field(default_factory=list)
+    open: list[FileKey] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def take(self, path: str, value: Any, key: str, new: Any = None) -> None:
         """Note that ``path`` becomes ``key``; an ``auto`` is left open, with what to put."""
         if value == "auto":
             said = AUTO.get(path, "the value that is meant")
-            self.open.append(Row(path, value, f"set {key} to what TrainingArguments has: {said}"))
+            self.open.append(FileKey(path, value, f"set {key} to what TrainingArguments has: {said}"))
             return
         self.keys[key] = value if new is None else new
-        self.taken.append(Row(path, value, key))
+        self.taken.append(FileKey(path, value, key))
 
 
-def read_training(config: Mapping[str, Any]) -> Training:
+def read_training(config: Mapping[str, Any]) -> ImportedTraining:
     """The keys of ``[optimizer]`` and ``[train]`` for ``optimizer``, ``scheduler`` and ``gradient_clipping``."""
-    found = Training()
+    found = ImportedTraining()
     _clipping(config, found)
     table = config.get("optimizer")
     if isinstance(table, dict):
@@ -83,17 +83,19 @@ def read_training(config: Mapping[str, Any]) -> Training:
         found.problems.append(f"scheduler must be a table with type and params, got {scheduler!r}")
     elif isinstance(table, dict):
         found.keys["optimizer.schedule"] = "constant"
-        found.taken.append(Row("scheduler", None, "optimizer.schedule: the rate is constant"))
+        found.taken.append(FileKey("scheduler", None, "optimizer.schedule: the rate is constant"))
     if table is None:
-        found.open.append(Row("optimizer", None, "the script makes it, and the file does not say it: set [optimizer]"))
+        found.open.append(
+            FileKey("optimizer", None, "the script makes it, and the file does not say it: set [optimizer]")
+        )
     return found
 
 
-def _clipping(config: Mapping[str, Any], found: Training) -> None:
+def _clipping(config: Mapping[str, Any], found: ImportedTraining) -> None:
     value = config.get("gradient_clipping")
     if value is None:
         found.keys["optimizer.clip_norm"] = 1.0
-        found.taken.append(Row("gradient_clipping", None, "optimizer.clip_norm: DeepSpeed 0.19 then clips to 1.0"))
+        found.taken.append(FileKey("gradient_clipping", None, "optimizer.clip_norm: DeepSpeed 0.19 then clips to 1.0"))
     elif value != "auto" and not _is_number(value):
         found.problems.append(f"gradient_clipping must be a number, 0 for no limit, got {value!r}")
     else:
@@ -101,7 +103,7 @@ def _clipping(config: Mapping[str, Any], found: Training) -> None:
         found.take("gradient_clipping", value, "optimizer.clip_norm", new)
 
 
-def _optimizer(table: Mapping[str, Any], found: Training) -> None:
+def _optimizer(table: Mapping[str, Any], found: ImportedTraining) -> None:
     name, params = table.get("type"), table.get("params", {})
     if not isinstance(name, str) or not isinstance(params, dict):
         found.problems.append(f"optimizer must have a type in quotes and a table of params, got {dict(table)!r:.80}")
@@ -114,7 +116,7 @@ def _optimizer(table: Mapping[str, Any], found: Training) -> None:
         )
     for key in [key for key in HOW_ONLY if key in params]:
         value = params[key] if key == "torch_adam" else params.pop(key)
-        found.no_effect.append(Row(f"optimizer.params.{key}", value, "which kernel computes it, not what"))
+        found.no_effect.append(FileKey(f"optimizer.params.{key}", value, "which kernel computes it, not what"))
     known = {word.lower(): word for word in (*FROM_TORCH, *DEEPSPEED_ONLY)}
     proper = known.get(name.lower())
     if proper is None:
@@ -122,9 +124,9 @@ def _optimizer(table: Mapping[str, Any], found: Training) -> None:
         found.problems.append(f"optimizer.type '{name}' is no optimizer of DeepSpeed's or PyTorch's{hint}")
     elif proper in DEEPSPEED_ONLY:
         why = "DeepSpeed's own optimizer, which Shardwise does not have; choose another, or give optimizer.factory"
-        found.differs.append(Row("optimizer.type", name, why))
+        found.differs.append(FileKey("optimizer.type", name, why))
         rest = [key for key in params if key != "torch_adam"]
-        found.differs += [Row(f"optimizer.params.{key}", params[key], f"belongs to {proper}") for key in rest]
+        found.differs += [FileKey(f"optimizer.params.{key}", params[key], f"belongs to {proper}") for key in rest]
     elif proper in ("Adam", "AdamW"):
         _adam(proper, params, name, found)
     else:
@@ -132,21 +134,21 @@ def _optimizer(table: Mapping[str, Any], found: Training) -> None:
         _from_torch(proper, params, name, found)
 
 
-def _adam(proper: str, params: dict[str, Any], name: str, found: Training) -> None:
+def _adam(proper: str, params: dict[str, Any], name: str, found: ImportedTraining) -> None:
     torch_adam = bool(params.pop("torch_adam", False))
     mode = params.pop("adam_w_mode", None)
     decoupled = mode is not False or proper == "AdamW"
     decay = params.get("weight_decay", TORCH_DECAY if torch_adam and decoupled else 0.0)
     if mode is not None:
         added = "where weight decay is added: to the weights" if decoupled else "weight decay is added to the gradient"
-        found.taken.append(Row("optimizer.params.adam_w_mode", mode, added))
+        found.taken.append(FileKey("optimizer.params.adam_w_mode", mode, added))
     for key, off in (("amsgrad", False), ("bias_correction", True)):
         if key in params and params[key] is not off:
             found.differs.append(
-                Row(f"optimizer.params.{key}", params.pop(key), "Shardwise's AdamW has no such option")
+                FileKey(f"optimizer.params.{key}", params.pop(key), "Shardwise's AdamW has no such option")
             )
         elif key in params:
-            found.no_effect.append(Row(f"optimizer.params.{key}", params.pop(key), "as Shardwise's AdamW has it"))
+            found.no_effect.append(FileKey(f"optimizer.params.{key}", params.pop(key), "as Shardwise's AdamW has it"))
     if not decoupled and decay != 0:
         _from_torch("Adam", params, name, found)  # decay that is added to the gradient
         return
@@ -160,12 +162,12 @@ def _adam(proper: str, params: dict[str, Any], name: str, found: Training) -> No
     _unknown(params, (*ADAM, "adam_w_mode", *HOW_ONLY, "amsgrad", "bias_correction"), found)
 
 
-def _from_torch(proper: str, params: dict[str, Any], name: str, found: Training) -> None:
+def _from_torch(proper: str, params: dict[str, Any], name: str, found: ImportedTraining) -> None:
     """SGD where ours has all that is asked for; else PyTorch's class through ``optimizer.factory``."""
     plain = proper == "SGD" and not set(params) - {"lr", "momentum", "weight_decay"}
     found.take("optimizer.type", name, *(("optimizer.name", "sgd") if plain else ("optimizer.factory", _path(proper))))
     if "lr" not in params:
-        found.open.append(Row("optimizer.params.lr", None, f"set optimizer.lr to what {proper} is to have"))
+        found.open.append(FileKey("optimizer.params.lr", None, f"set optimizer.lr to what {proper} is to have"))
     for key, value in params.items():
         inner = key if key == "lr" or plain else f"kwargs.{key}"
         found.take(f"optimizer.params.{key}", value, f"optimizer.{inner}")
@@ -175,7 +177,7 @@ def _path(name: str) -> str:
     return f"torch.optim:{name}"
 
 
-def _scheduler(table: Mapping[str, Any], found: Training) -> None:
+def _scheduler(table: Mapping[str, Any], found: ImportedTraining) -> None:
     name, params = table.get("type"), table.get("params", {})
     if not isinstance(params, dict):
         found.problems.append(f"scheduler.params must be a table, got {params!r}")
@@ -186,14 +188,16 @@ def _scheduler(table: Mapping[str, Any], found: Training) -> None:
         return
     if name not in _KNOWN:
         why = "Shardwise has constant, linear and cosine; set optimizer.schedule to the nearest"
-        found.differs.append(Row("scheduler.type", name, why))
-        found.differs += [Row(f"scheduler.params.{key}", value, f"belongs to {name}") for key, value in params.items()]
+        found.differs.append(FileKey("scheduler.type", name, why))
+        found.differs += [
+            FileKey(f"scheduler.params.{key}", value, f"belongs to {name}") for key, value in params.items()
+        ]
         return
     shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     found.take("scheduler.type", name, "optimizer.schedule", shapes[name])
     late = "one step later, its warm-up two" if name == "WarmupCosineLR" else "two steps later"
     found.differs.append(
-        Row("scheduler.type", name, f"DeepSpeed's rates come {late}: it begins with steps at the lowest")
+        FileKey("scheduler.type", name, f"DeepSpeed's rates come {late}: it begins with steps at the lowest")
     )
     _unknown(params, _KNOWN[name], found, "scheduler")
     _warm_up(name, params, found)
@@ -205,7 +209,7 @@ def _scheduler(table: Mapping[str, Any], found: Training) -> None:
         found.problems.append(f"scheduler.params.total_num_steps is missing; {name} of DeepSpeed's needs it")
 
 
-def _warm_up(name: str, params: Mapping[str, Any], found: Training) -> None:
+def _warm_up(name: str, params: Mapping[str, Any], found: ImportedTraining) -> None:
     where = "scheduler.params"
     if "warmup_num_steps" in params:
         found.take(f"{where}.warmup_num_steps", params["warmup_num_steps"], "optimizer.warmup_steps")
@@ -215,16 +219,18 @@ def _warm_up(name: str, params: Mapping[str, Any], found: Training) -> None:
     if kind != "linear":
         said = "" if "warmup_type" in params else "DeepSpeed's default is log: "
         why = f"{said}the rate grows with the logarithm of the step; Shardwise's grows linearly"
-        found.differs.append(Row(f"{where}.warmup_type", params.get("warmup_type"), why))
+        found.differs.append(FileKey(f"{where}.warmup_type", params.get("warmup_type"), why))
     else:
-        found.no_effect.append(Row(f"{where}.warmup_type", kind, "as Shardwise warms up"))
+        found.no_effect.append(FileKey(f"{where}.warmup_type", kind, "as Shardwise warms up"))
     lowest = "warmup_min_ratio" if name == "WarmupCosineLR" else "warmup_min_lr"
     if params.get(lowest) == 0 or (params.get(lowest) == "auto"):
-        found.no_effect.append(Row(f"{where}.{lowest}", params[lowest], "Shardwise's warm-up begins at 0, too"))
+        found.no_effect.append(FileKey(f"{where}.{lowest}", params[lowest], "Shardwise's warm-up begins at 0, too"))
     elif lowest in params:
-        found.differs.append(Row(f"{where}.{lowest}", params[lowest], "Shardwise's warm-up begins at 0"))
+        found.differs.append(FileKey(f"{where}.{lowest}", params[lowest], "Shardwise's warm-up begins at 0"))
     if "last_batch_iteration" in params:
-        found.no_effect.append(Row(f"{where}.last_batch_iteration", params["last_batch_iteration"], "runs begin at 0"))
+        found.no_effect.append(
+            FileKey(f"{where}.last_batch_iteration", params["last_batch_iteration"], "runs begin at 0")
+        )
     usual = 1e-3 if name == "WarmupDecayLR" else None
     peak = params.get("warmup_max_lr", usual)
     if name == "WarmupCosineLR" or peak is None:
@@ -236,17 +242,19 @@ def _warm_up(name: str, params: Mapping[str, Any], found: Training) -> None:
         found.keys["optimizer.lr"] = peak
     if before not in (None, peak) and peak != "auto":
         why = f"DeepSpeed's scheduler replaces it by warmup_max_lr, {peak}"
-        found.differs.append(Row("optimizer.params.lr", before, why))
+        found.differs.append(FileKey("optimizer.params.lr", before, why))
 
 
-def _floor(params: Mapping[str, Any], found: Training) -> None:
+def _floor(params: Mapping[str, Any], found: ImportedTraining) -> None:
     if "cos_min_ratio" in params:
         found.take("scheduler.params.cos_min_ratio", params["cos_min_ratio"], "optimizer.min_lr_ratio")
     else:
         found.keys["optimizer.min_lr_ratio"] = 1e-4
 
 
-def _unknown(params: Mapping[str, Any], known: tuple[str, ...], found: Training, table: str = "optimizer") -> None:
+def _unknown(
+    params: Mapping[str, Any], known: tuple[str, ...], found: ImportedTraining, table: str = "optimizer"
+) -> None:
     for key in [key for key in params if key not in known]:
         found.problems.append(
             f"{table}.params.{key}: no such parameter{did_you_mean(key, known)}; known are {', '.join(known)}"

@@ -42,7 +42,7 @@ _ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "c10
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """One complete event; times in seconds from the first event of the file. ``link`` joins kernels and operators."""
 
     name: str
@@ -61,7 +61,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Work:
+class KernelGroup:
     """Everything of one name: calls, seconds of its own, and what its products come to where their shapes are known."""
 
     name: str
@@ -73,7 +73,7 @@ class Work:
     by: dict[str, float] = field(default_factory=dict)
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: Path) -> list[TraceEvent]:
     """The complete events of a trace file (``.json`` or ``.json.gz``) in order of their start.
 
     Raises:
@@ -85,7 +85,7 @@ def read_events(path: Path) -> list[Event]:
     return parse_events(document["traceEvents"] if isinstance(document, dict) else document)
 
 
-def parse_events(rows: Iterable[dict[str, Any]]) -> list[Event]:
+def parse_events(rows: Iterable[dict[str, Any]]) -> list[TraceEvent]:
     """As `read_events`, from the list of events."""
     kept = [row for row in rows if row.get("ph") == "X" and row.get("cat") not in (None, "Trace", "overhead")]
     if not kept:
@@ -96,7 +96,7 @@ def parse_events(rows: Iterable[dict[str, Any]]) -> list[Event]:
         begin, arguments = (float(row["ts"]) - origin) * 1e-6, row.get("args") or {}
         types = arguments.get("Input type") or [""]
         events.append(
-            Event(
+            TraceEvent(
                 name=str(row["name"]),
                 category=str(row["cat"]),
                 start_s=begin,
@@ -121,7 +121,7 @@ def kind_of(name: str) -> Kind:
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), "other")
 
 
-def product_size(event: Event) -> tuple[float, float] | None:
+def product_size(event: TraceEvent) -> tuple[float, float] | None:
     """FLOPs (a multiply-add is two) and bytes of the operands and the result of a matrix product, by its shapes.
 
     ``None`` for what is no product, or whose shapes or type the trace does not have.
@@ -138,7 +138,7 @@ def product_size(event: Event) -> tuple[float, float] | None:
     return 2.0 * batch * m * k * n, float(size * batch * (m * k + k * n + m * n))
 
 
-def self_seconds(events: Sequence[Event]) -> list[float]:
+def self_seconds(events: Sequence[TraceEvent]) -> list[float]:
     """Seconds of each event without those of the events inside of it, on its own thread. In the order of ``events``,
     which is that of `read_events`.
     """
@@ -154,7 +154,7 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
     return [max(0.0, seconds) for seconds in own]
 
 
-def outermost(events: Sequence[Event]) -> list[Event]:
+def outermost(events: Sequence[TraceEvent]) -> list[TraceEvent]:
     """The events that lie in no other one of their thread."""
     ends: dict[str, float] = {}
     found = []
@@ -196,6 +196,6 @@ def holes(spans: Sequence[Span], window: Span) -> list[Span]:
     return [(begin, end) for begin, end in found if end > begin]
 
 
-def overlap(event: Event, span: Span) -> float:
+def overlap(event: TraceEvent, span: Span) -> float:
     """Seconds of ``event`` inside of ``span``."""
     return max(0.0, min(event.end_s, span[1]) - max(event.start_s, span[0]))

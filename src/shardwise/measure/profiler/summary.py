@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict
 from shardwise.measure.profiler.events import (
     DEVICE_WORK,
     MARK,
-    Event,
+    KernelGroup,
     Kind,
     Span,
-    Work,
+    TraceEvent,
     covered,
     holes,
     kind_of,
@@ -117,7 +117,7 @@ class TraceSummary(BaseModel):
         return self.window_s - self.busy_s
 
 
-def summarise(events: Sequence[Event]) -> TraceSummary:
+def summarise(events: Sequence[TraceEvent]) -> TraceSummary:
     """What the events of one rank's trace say; they are in the order of `read_events`.
 
     Raises:
@@ -158,10 +158,10 @@ class _View:
     """``running`` is what makes busy, ``host`` what says what the host did, ``marks`` the phases."""
 
     window: Span
-    running: list[Event]
-    work: list[Work]
-    host: list[Event]
-    marks: list[Event]
+    running: list[TraceEvent]
+    work: list[KernelGroup]
+    host: list[TraceEvent]
+    marks: list[TraceEvent]
     communication: list[Span]
     on_device: bool
 
@@ -178,26 +178,26 @@ def _inside(spans: Sequence[Span], window: Span) -> list[Span]:
     return [(max(a, window[0]), min(b, window[1])) for a, b in spans if a < window[1] and b > window[0]]
 
 
-def _marks(events: Iterable[Event]) -> list[Event]:
+def _marks(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     return [event for event in events if event.category == "user_annotation" and event.name.startswith(MARK)]
 
 
-def _window(events: Sequence[Event], marks: Sequence[Event]) -> Span:
+def _window(events: Sequence[TraceEvent], marks: Sequence[TraceEvent]) -> Span:
     inner = marks or events
     return min(event.start_s for event in inner), max(event.end_s for event in inner)
 
 
-def _device_view(events: Sequence[Event], device: list[Event], operators: list[Event]) -> _View:
+def _device_view(events: Sequence[TraceEvent], device: list[TraceEvent], operators: list[TraceEvent]) -> _View:
     marks = _marks(events)
     launched = {event.link: event for event in operators if event.link is not None}
-    found: dict[str, Work] = {}
+    found: dict[str, KernelGroup] = {}
     counted: set[int] = set()  # an operator may launch several kernels, and is one product all the same
     for event in device:
         operator = launched.get(event.link) if event.link is not None else None
         kind, name = kind_of(event.name), short_name(event.name)
         if kind == "other" and operator is not None:
             kind = kind_of(operator.name)
-        work = found.setdefault(name, Work(name, kind))
+        work = found.setdefault(name, KernelGroup(name, kind))
         work.calls += 1
         work.self_s += event.seconds
         if operator is not None and event.link is not None:
@@ -210,14 +210,14 @@ def _device_view(events: Sequence[Event], device: list[Event], operators: list[E
     return _View(window, device, list(found.values()), host, marks, [], True)
 
 
-def _host_view(events: Sequence[Event], operators: list[Event]) -> _View:
+def _host_view(events: Sequence[TraceEvent], operators: list[TraceEvent]) -> _View:
     marks = _marks(events)
     counted = Counter(event.thread for event in (marks or operators))
     main = counted.most_common(1)[0][0]
     mine = [event for event in operators if event.thread == main and _computes(event.name)]
-    found: dict[str, Work] = {}
+    found: dict[str, KernelGroup] = {}
     for event, seconds in zip(mine, self_seconds(mine), strict=True):
-        work = found.setdefault(event.name, Work(event.name, kind_of(event.name)))
+        work = found.setdefault(event.name, KernelGroup(event.name, kind_of(event.name)))
         work.calls += 1
         work.self_s += seconds
         _add_product(work, event)
@@ -240,7 +240,7 @@ def _computes(name: str) -> bool:
     return "::" in name and not name.startswith(("autograd::", "torch::autograd::"))
 
 
-def _add_product(work: Work, operator: Event) -> bool:
+def _add_product(work: KernelGroup, operator: TraceEvent) -> bool:
     size = product_size(operator)
     if size is None or work.kind != "product":
         return False
@@ -249,11 +249,11 @@ def _add_product(work: Work, operator: Event) -> bool:
     return True
 
 
-def _busiest(work: Iterable[Work]) -> list[Work]:
+def _busiest(work: Iterable[KernelGroup]) -> list[KernelGroup]:
     return sorted(work, key=lambda one: -one.self_s)[:MOST_OPERATIONS]
 
 
-def _operation(work: Work, own: float) -> Operation:
+def _operation(work: KernelGroup, own: float) -> Operation:
     by = max(work.by, key=lambda name: work.by[name], default="")
     known = work.flops > 0 and work.self_s > 0
     return Operation(
@@ -268,7 +268,7 @@ def _operation(work: Work, own: float) -> Operation:
     )
 
 
-def _gap(span: Span, view: _View, ends: Sequence[Event]) -> Gap:
+def _gap(span: Span, view: _View, ends: Sequence[TraceEvent]) -> Gap:
     before = next((e for e in reversed(ends) if e.end_s <= span[0] + 1e-9), None)
     after = next((e for e in view.running if e.start_s >= span[1] - 1e-9), None)
     phase = max(view.marks, key=lambda mark: overlap(mark, span), default=None)
@@ -285,17 +285,17 @@ def _gap(span: Span, view: _View, ends: Sequence[Event]) -> Gap:
     )
 
 
-def _tells_most(event: Event) -> tuple[bool, bool, float]:
+def _tells_most(event: TraceEvent) -> tuple[bool, bool, float]:
     """A collective says more than what it is in, so does a wait for the device; else the innermost event."""
     waits = any(word in event.name for word in _SYNCHRONISES)
     return kind_of(event.name) != "communication", not waits, event.seconds
 
 
-def _plain(event: Event | None) -> str:
+def _plain(event: TraceEvent | None) -> str:
     return "" if event is None else short_name(event.name.removeprefix(_ENGINE))
 
 
-def _phases(marks: Iterable[Event]) -> dict[str, float]:
+def _phases(marks: Iterable[TraceEvent]) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for mark in marks:
         seconds[mark.name.removeprefix(MARK)] += mark.seconds

@@ -27,7 +27,7 @@ from shardwise.distributed.comm_timer import WAITS as PLACES
 from shardwise.distributed.process_group import gather_ints
 from shardwise.measure.step_time.clock import COUNTED, EARLY, Lap, clock_for
 from shardwise.measure.step_time.comm_hooks import Borders
-from shardwise.measure.step_time.timing import BETWEEN, PARTS, WAITS, Spread, Timing
+from shardwise.measure.step_time.timing import BETWEEN, PARTS, WAITS, PhaseStats, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.train.session import Session
@@ -61,7 +61,7 @@ class Attribution:
         self._laps = self._tokens = 0
         self._border = time.perf_counter_ns()
         self._arrived: list[deque[list[int]]] = [deque() for _ in range(session.ranks.world_size)]
-        self._whole, self._fresh = Totals(), Totals()
+        self._whole, self._fresh = PhaseTotals(), PhaseTotals()
         self._seen = 0
         self._problem = self._engine = ""
         self.disturbed: Callable[[int], bool] = lambda number: False
@@ -176,7 +176,7 @@ class Attribution:
 
     def window(self) -> Timing | None:
         """What became known since the last call, warm-up included; ``None`` where nothing did."""
-        fresh, self._fresh = self._fresh, Totals()
+        fresh, self._fresh = self._fresh, PhaseTotals()
         return fresh.timing(self._session.plan, self._unmeasured()) if fresh.steps else None
 
     def told(self) -> dict[str, Any]:
@@ -191,9 +191,9 @@ class Attribution:
         plan = self._session.plan
         self._seen += 1
         if self._seen == WARM_UP + 1:
-            self._whole = Totals(warm_up=WARM_UP)
+            self._whole = PhaseTotals(warm_up=WARM_UP)
         elif self._seen <= WARM_UP:  # so far only the newest step is worth telling
-            self._whole = Totals(warm_up=self._seen - 1)
+            self._whole = PhaseTotals(warm_up=self._seen - 1)
         for totals in (self._whole, self._fresh):
             totals.add(table.copy(), plan)
 
@@ -210,7 +210,7 @@ class Attribution:
         return found
 
 
-class Totals:
+class PhaseTotals:
     """Sums over steps, so that a long run takes no more memory than a short one (8 bytes a step).
 
     ``warm_up`` is how many steps came before, and are left out.
@@ -320,9 +320,9 @@ def _group_numbers(part: str, dims: ParallelDims) -> npt.NDArray[np.intp]:
     return numbers
 
 
-def spread(seconds: Table) -> Spread:
+def spread(seconds: Table) -> PhaseStats:
     """The mean of ranks' seconds, and their extremes."""
-    return Spread(
+    return PhaseStats(
         mean_s=float(seconds.mean()),
         low_s=float(seconds.min()),
         high_s=float(seconds.max()),

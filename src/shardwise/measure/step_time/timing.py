@@ -53,7 +53,7 @@ WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
 """Parts in which a rank waits for others; what one waits longer than the rank that came last is ``slowest_rank``."""
 
 
-class Spread(BaseModel):
+class PhaseStats(BaseModel):
     """Seconds of one part a step: mean over steps and ranks, the least and the most of a rank, and whose that is."""
 
     model_config = ConfigDict(frozen=True)
@@ -84,13 +84,13 @@ class Timing(BaseModel):
     step_s: float
     median_step_s: float
     tokens_per_s: float | None = None
-    parts: dict[str, Spread | None]
+    parts: dict[str, PhaseStats | None]
     between_s: dict[str, float]
     ranks: tuple[dict[str, float], ...]
     stopwatch_s: float | None = None
     late_rank: int | None = None
     late_share: float | None = None
-    cpu_wait_s: Spread | None = None
+    cpu_wait_s: PhaseStats | None = None
     early_reduce_s: float | None = None
     early_reduces: float | None = None
     unmeasured: dict[str, str] = {}

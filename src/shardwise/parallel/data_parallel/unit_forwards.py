@@ -17,7 +17,7 @@ from shardwise.model.read import clean_name
 
 
 @dataclass(eq=False)
-class Unit:
+class FsdpUnit:
     """A module that FSDP2 shards as one. ``open`` counts its forwards whose backward is still to come."""
 
     index: int
@@ -28,27 +28,27 @@ class Unit:
     open: int = 0
     reduced: bool = False
     reductions: int = 0
-    entry: Entry | None = None
+    entry: UnitForward | None = None
 
 
 @dataclass(frozen=True)
-class Planned:
+class OrderEntry:
     """A place in the order. ``backs``: the unit's output needs a gradient on some rank."""
 
-    unit: Unit
+    unit: FsdpUnit
     backs: bool = True
 
 
 @dataclass(eq=False)
-class Entry:
+class UnitForward:
     """One forward of a unit, or what stands for it on a rank that skips it (``entered`` is false).
 
     ``defers``: its inputs need no gradient, so that FSDP2 would reduce it only when the whole backward is over.
     """
 
-    unit: Unit
+    unit: FsdpUnit
     position: int
-    planned: Planned | None = None
+    planned: OrderEntry | None = None
     entered: bool = True
     backs: bool = False
     defers: bool = True
@@ -71,20 +71,20 @@ class Pass:
     number: int
     has_backward: bool
     learns: bool
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[UnitForward] = field(default_factory=list)
     cursor: int = 0
     pending: int = -1
 
 
-def units_of(root: nn.Module) -> list[Unit]:
+def units_of(root: nn.Module) -> list[FsdpUnit]:
     """The units inside ``root`` that hold parameters, in the order of its modules."""
-    found: list[Unit] = []
+    found: list[FsdpUnit] = []
     for name, module in root.named_modules():
         if isinstance(part := module, FSDPModule):
             state = part._get_fsdp_state()
             group = state._fsdp_param_group
             if group is not None:
-                found.append(Unit(len(found), clean_name(f"{name}.").rstrip("."), module, state, group))
+                found.append(FsdpUnit(len(found), clean_name(f"{name}.").rstrip("."), module, state, group))
     return found
 
 
@@ -104,7 +104,7 @@ def needs_gradient(output: Any) -> bool:
     return bool(collect_grad_tensors(output))
 
 
-def views_in(unit: Unit, output: Any) -> list[View]:
+def views_in(unit: FsdpUnit, output: Any) -> list[View]:
     """Tensors among what a unit returns that are views of others, and as they are now."""
     views = (one for one in _pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one._is_view())
     return [View(unit.name, weakref.ref(one._base), one._version) for one in views if one.requires_grad]

@@ -27,10 +27,10 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.data_parallel.unit_forwards import (
-    Entry,
+    FsdpUnit,
+    OrderEntry,
     Pass,
-    Planned,
-    Unit,
+    UnitForward,
     View,
     backward_runs,
     has_gradient,
@@ -58,7 +58,7 @@ class UnitOrder:
         self._pipelined = pipelined
         self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._device = torch.device(mesh.device_type)
-        self._orders: dict[bool, list[Planned]] = {}
+        self._orders: dict[bool, list[OrderEntry]] = {}
         self._now: Pass | None = None
         self._active: Pass | None = None
         self._ended: list[Pass] = []  # forwards whose backward has not ended
@@ -163,7 +163,7 @@ class UnitOrder:
     def _held(self) -> list[Any]:
         return [p for unit in self.units for p in unit.group.fsdp_params if p.sharded_param.requires_grad]
 
-    def _patch(self, unit: Unit) -> None:
+    def _patch(self, unit: FsdpUnit) -> None:
         """See what FSDP2 does with a unit, where it does it."""
         state, group = unit.state, unit.group
         register_post, register_pre = group._register_post_backward_hook, state._register_pre_backward_hook
@@ -223,7 +223,7 @@ class UnitOrder:
         for unit in self.units:
             unit.entry = None
 
-    def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _enter(self, unit: FsdpUnit, module: nn.Module, args: Any) -> None:
         now, planned = self._now, None
         if backward_runs():  # recomputed: it is gathered already, but for what a user's own checkpoint goes around
             if self._skipped and unit.state._training_state.name != "PRE_BACKWARD":
@@ -249,10 +249,10 @@ class UnitOrder:
             planned = self._follow(now, unit)
             if planned is None:
                 return
-        unit.entry = Entry(unit, len(now.entries), planned)
+        unit.entry = UnitForward(unit, len(now.entries), planned)
         now.entries.append(unit.entry)
 
-    def _follow(self, now: Pass, unit: Unit) -> Planned | None:
+    def _follow(self, now: Pass, unit: FsdpUnit) -> OrderEntry | None:
         """Pass by what the order has before ``unit``; ``None`` where it has none, and the step is to end in vain."""
         order = self._orders[now.has_backward]
         at = now.cursor
@@ -269,18 +269,18 @@ class UnitOrder:
         now.cursor = at + 1
         return order[at]
 
-    def _skip(self, now: Pass, unit: Unit, planned: Planned | None = None) -> None:
+    def _skip(self, now: Pass, unit: FsdpUnit, planned: OrderEntry | None = None) -> None:
         """Gather and free a unit that this rank does not enter, as the ranks do that enter it."""
         unit.entry = None
         self._skipped = unit.name
         self.skipped[unit.name] += 1
         unit.state._pre_forward(unit.module, (), {})
         unit.state._post_forward(unit.module, (), None)
-        now.entries.append(Entry(unit, len(now.entries), entered=False))
+        now.entries.append(UnitForward(unit, len(now.entries), entered=False))
         if planned is not None:
             self._expect(now, now.entries[-1], planned)
 
-    def _expect(self, now: Pass, entry: Entry, planned: Planned) -> None:
+    def _expect(self, now: Pass, entry: UnitForward, planned: OrderEntry) -> None:
         if now.has_backward:
             entry.planned, entry.backs = planned, planned.backs
             entry.unit.open += int(planned.backs)
@@ -311,9 +311,9 @@ class UnitOrder:
         entered = {planned.unit.index for planned in order}
         for unit in self.units:
             if unit.index not in entered and unit.name:
-                self._skip(now, unit, Planned(unit))
+                self._skip(now, unit, OrderEntry(unit))
                 before = [at for at, planned in enumerate(order) if planned.unit.index < unit.index]
-                order.insert(before[-1] + 1 if before else 0, Planned(unit))
+                order.insert(before[-1] + 1 if before else 0, OrderEntry(unit))
         self._orders[now.has_backward] = order
         # weights that could be trained and are not reached yet may be later, on some ranks first
         self._follows_flags |= now.has_backward and any(
@@ -321,14 +321,14 @@ class UnitOrder:
             for planned in order
         )
 
-    def _agree_on_flags(self, now: Pass) -> list[Planned]:
+    def _agree_on_flags(self, now: Pass) -> list[OrderEntry]:
         """Which entries of this pass have a backward on some rank; all ranks have the same entries."""
         flags = torch.zeros(len(now.entries), dtype=torch.int64, device=self._device)
         for entry in now.entries:
             flags[entry.position] = int(entry.entered and entry.backs)
         for group in self._groups:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-        order = [Planned(e.unit, bool(backs)) for e, backs in zip(now.entries, flags.tolist(), strict=True)]
+        order = [OrderEntry(e.unit, bool(backs)) for e, backs in zip(now.entries, flags.tolist(), strict=True)]
         for entry, planned in zip(now.entries, order, strict=True):
             if entry.planned is not None and not entry.entered:
                 entry.unit.open -= int(entry.backs)
@@ -346,7 +346,7 @@ class UnitOrder:
             dist.all_reduce(chosen, dist.ReduceOp.MIN, group=group)
         return int(chosen.item())
 
-    def _check_gathered(self, own: Unit, module: nn.Module, args: Any) -> None:
+    def _check_gathered(self, own: FsdpUnit, module: nn.Module, args: Any) -> None:
         if self._now is None and not own.group.is_unsharded and not backward_runs():
             raise outside(type(module).__name__)
 
@@ -364,7 +364,7 @@ class UnitOrder:
         self._begin_backward(now)
         return type(state)._pre_backward(state, gradient)
 
-    def _reach(self, now: Pass, entry: Entry, gradient: torch.Tensor) -> Any:
+    def _reach(self, now: Pass, entry: UnitForward, gradient: torch.Tensor) -> Any:
         """The gradient of a unit's output is there: do first what other ranks do for units after it."""
         state = entry.unit.state
         self._begin_backward(now)
@@ -389,7 +389,7 @@ class UnitOrder:
             elif entry.done and entry.entered and entry.defers:
                 entry.unit.group.post_backward()
 
-    def _post_backward(self, unit: Unit, plain: Any, *unused: Any) -> None:
+    def _post_backward(self, unit: FsdpUnit, plain: Any, *unused: Any) -> None:
         """Reduce a unit once in a backward, after its first forward's, with zeros for what has no gradient."""
         if unit.open and not self._finishing:
             unit.open -= 1
@@ -408,7 +408,7 @@ class UnitOrder:
             finally:
                 group.reduce_grads, group.reshard_after_backward = True, resharding
 
-    def _fill(self, unit: Unit) -> int:
+    def _fill(self, unit: FsdpUnit) -> int:
         """Put zeros where a trained parameter has no gradient; returns which parameters have one, a bit for each."""
         mask, params = 0, unit.group.fsdp_params
         kept = any(p.unsharded_accumulated_grad is not None for p in params)
@@ -425,7 +425,7 @@ class UnitOrder:
             mask |= 1 << at
         return mask
 
-    def _note(self, unit: Unit, mask: int) -> None:
+    def _note(self, unit: FsdpUnit, mask: int) -> None:
         """Remember what is about to be reduced: ranks compare it."""
         if mask:
             unit.reductions += 1

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from shardwise.parallel.data_parallel.unit_forwards import Unit
+from shardwise.parallel.data_parallel.unit_forwards import FsdpUnit
 
 
-def run_on_zeros(unit: Unit, device: torch.device) -> None:
+def run_on_zeros(unit: FsdpUnit, device: torch.device) -> None:
     """Have the forward of ``unit`` that is about to begin use zeros for weights, and FSDP2 do nothing."""
     module, state, group = unit.module, unit.state, unit.group
     phase, grad_mode = state._training_state, torch.is_grad_enabled()

@@ -53,7 +53,7 @@ from shardwise.parallel.engines.deepspeed_partitions import (
     set_local,
 )
 from shardwise.parallel.engines.deepspeed_unused import StandStill
-from shardwise.parallel.engines.engine import Held, note_engine
+from shardwise.parallel.engines.engine import EngineTensors, note_engine
 from shardwise.parallel.materialize import broadcast_buffers, make_contiguous, materialize
 from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.unsupported_tensors import check_tensors
@@ -415,7 +415,7 @@ class DeepSpeed:
         """The elements of a flattened parameter that this rank's optimizer has: begin and end."""
         return own_range(self._by_name[name])
 
-    def held(self) -> Held:
+    def held(self) -> EngineTensors:
         """See `Engine`."""
         return find_held(self.zero, self.base, list(self._by_name.values()))
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from shardwise.parallel.engines.deepspeed_unused import Part
-from shardwise.parallel.engines.engine import Held
+from shardwise.parallel.engines.engine import EngineTensors
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _fill_state(state: Any, flat: torch.Tensor, keys: dict[str, torch.Tensor | N
             there[key] = torch.zeros_like(flat)
 
 
-def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -> Held:
+def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -> EngineTensors:
     """The live tensors of DeepSpeed's optimizer ``zero``, which updates by the user's."""
     if parameters and hasattr(parameters[0], "ds_tensor"):
         return _held_of_stage_3(zero, optimizer, parameters)
@@ -158,7 +158,7 @@ def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -
             gradients += [] if group is None else [g for g in group if g is not None]
     begun = [own_range(p) for p in parameters if p.requires_grad]
     padding = sum(m.numel() for m in masters) - sum(end - begin for begin, end in begun)
-    return Held(
+    return EngineTensors(
         parameters=tuple(p.detach() for p in parameters),
         masters=tuple(masters),
         gradients=tuple(gradients),
@@ -167,7 +167,7 @@ def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -
     )
 
 
-def _held_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any]) -> Held:
+def _held_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any]) -> EngineTensors:
     shards = [parameter.ds_tensor for parameter in parameters]
     held = [shard for shard in shards if shard.status.name == "AVAILABLE"]
     padding = 0
@@ -175,7 +175,7 @@ def _held_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any])
         begin, end = own_range(parameter)
         padding += int(parameter.ds_tensor.ds_numel) - (end - begin)
     buffer = getattr(zero, "grad_partitions_flat_buffer", None)
-    return Held(
+    return EngineTensors(
         parameters=tuple(shard.detach() for shard in held),
         masters=tuple(m for m in zero.fp32_partitioned_groups_flat if m.numel()),
         gradients=() if buffer is None else (buffer,),

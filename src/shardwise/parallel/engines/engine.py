@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
-class Held:
+class EngineTensors:
     """The live tensors of an engine on this rank, each list without what is there only in passing.
 
     ``parameters`` are those that compute, ``masters`` the fp32 ones that the optimizer updates, ``states`` its own.
@@ -89,7 +89,7 @@ class Engine(Protocol):
     def set_weights(self, new: Callable[[str], torch.Tensor]) -> None:
         """Replace every parameter by a whole one, asked for by name, one at a time. Collective."""
 
-    def held(self) -> Held:
+    def held(self) -> EngineTensors:
         """What is on this rank now."""
 
     def discard(self) -> None:

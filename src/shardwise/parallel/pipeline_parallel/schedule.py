@@ -26,7 +26,7 @@ from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.model.wiring import Wiring
 from shardwise.parallel.pipeline_parallel.stage_module import Receive, StageContainer, copies, cut
-from shardwise.parallel.pipeline_parallel.stage_runtime import LossFunction, RunStage, Span, Work
+from shardwise.parallel.pipeline_parallel.stage_runtime import LossFunction, RunStage, StageSpan, StageWork
 from shardwise.parallel.precision import DTYPES
 from shardwise.plan.plan import Plan
 from shardwise.plan.stage_balance import balanced_stages
@@ -245,7 +245,7 @@ class Pipeline:
     group: dist.ProcessGroup
     device: torch.device
     tied: tuple[tuple[str, str], ...] = ()
-    spans: list[Span] | None = None
+    spans: list[StageSpan] | None = None
     _schedules: dict[int, Any] = field(default_factory=dict)
 
     def train(self, micros: Sequence[Any], loss_fn: LossFunction, weight: Callable[[Any], float]) -> torch.Tensor:
@@ -323,9 +323,9 @@ class Pipeline:
 
     def _begin(
         self, micros: Sequence[Any], loss_fn: LossFunction, weight: Callable[[Any], float] | None, *, has_backward: bool
-    ) -> Work:
+    ) -> StageWork:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        work = Work(micros, loss_fn, weight, total, self.spans)
+        work = StageWork(micros, loss_fn, weight, total, self.spans)
         for stage in self.stages:
             stage.begin(work, has_backward=has_backward)
         return work

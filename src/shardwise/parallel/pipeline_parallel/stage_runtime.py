@@ -31,7 +31,7 @@ _MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
-class Span:
+class StageSpan:
     """One piece of work of a stage on one micro batch, in seconds of `time.perf_counter`.
 
     ``kind`` is ``forward``, ``backward``, or under zero-bubble schedules ``backward-input`` and ``backward-weight``.
@@ -45,14 +45,14 @@ class Span:
 
 
 @dataclass
-class Work:
+class StageWork:
     """What the stages compute: the micro batches of a step (or of an evaluation), and the loss of the last stage."""
 
     micros: Sequence[Any]
     loss_fn: LossFunction
     weight: Callable[[Any], float] | None
     loss_sum: torch.Tensor
-    spans: list[Span] | None = None
+    spans: list[StageSpan] | None = None
     keys: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class RunStage(_PipelineStageBase):
         self.receive = receive
         self.control = control
         self.keeps_weights = keeps_weights
-        self.work: Work | None = None
+        self.work: StageWork | None = None
         self.known: dict[Any, _Hidden] = {}
         self.told: dict[Any, _Hidden] = {}
         self.sending: list[tuple[dist.Work, torch.Tensor]] = []
@@ -113,7 +113,7 @@ class RunStage(_PipelineStageBase):
         self.pending: dict[int, Any] = {}
         self.args_recv_info = {0: ()}
 
-    def begin(self, work: Work, *, has_backward: bool) -> None:
+    def begin(self, work: StageWork, *, has_backward: bool) -> None:
         """Get ready for a step or an evaluation."""
         self.clear()
         self.work, self.has_backward = work, has_backward
@@ -364,7 +364,7 @@ class RunStage(_PipelineStageBase):
     def _note(self, kind: str, micro: int, start: float) -> None:
         WAITS.leave()
         if self.work is not None and self.work.spans is not None:
-            self.work.spans.append(Span(self.stage_index, kind, micro, start, self._clock()))
+            self.work.spans.append(StageSpan(self.stage_index, kind, micro, start, self._clock()))
 
 
 def call(module: nn.Module, inputs: Any) -> Any:

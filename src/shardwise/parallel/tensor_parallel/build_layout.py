@@ -8,12 +8,20 @@ from shardwise.model.facts import ModelSpec
 from shardwise.model.flow import Flow, Product
 from shardwise.parallel.tensor_parallel.regions import Regions
 from shardwise.parallel.tensor_parallel.styles import starred
-from shardwise.parallel.tensor_parallel.tensor_layout import Entry, Held, ModuleCut, Place, Slices, TensorLayout, chunk
+from shardwise.parallel.tensor_parallel.tensor_layout import (
+    GatheredArgument,
+    ModuleCut,
+    ParameterView,
+    Place,
+    Slices,
+    TensorLayout,
+    chunk,
+)
 from shardwise.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """The last linear layer, the embeddings that are cut as it is, and where logits come out cut (``None``: whole)."""
 
     product: Product
@@ -26,7 +34,7 @@ class Findings:
     """All that was found: blocks by name, and for each module those whose parameters its forward computes with."""
 
     blocks: dict[str, Regions]
-    head: Head | None
+    head: OutputHead | None
     lent: dict[str, tuple[str, ...]]
     hidden: Place
     notes: tuple[str, ...]
@@ -71,7 +79,7 @@ class _Maker:
         self.shapes = {p.name: p.shape for p in spec.parameters}
         self.products = {product.name: product for product in flow.products.values()}
         self.modules: dict[str, ModuleCut] = {}
-        self.entries: dict[str, tuple[Entry, ...]] = {}
+        self.entries: dict[str, tuple[GatheredArgument, ...]] = {}
 
     def block(self, block: str, found: Regions) -> None:
         """The linear layers of a block, and the parameters that are read between them."""
@@ -86,27 +94,27 @@ class _Maker:
             self.modules[product.name] = ModuleCut("colwise", held, way)
         for name in found.rows:
             product = self.products[f"{block}.{name}"]
-            held = {"weight": Held(dim=1 if product.outputs_first else 0)}
+            held = {"weight": ParameterView(dim=1 if product.outputs_first else 0)}
             if product.bias is not None:
-                held["bias"] = Held(partial=self.sequence)
+                held["bias"] = ParameterView(partial=self.sequence)
             self.modules[product.name] = ModuleCut("rowwise", held)
         for name, cut in found.inside.items():
             parent, _, key = f"{block}.{name}".rpartition(".")
-            one = Held(partial=True) if cut is None else self._columns(f"{block}.{name}", cut[1], cut[0])
+            one = ParameterView(partial=True) if cut is None else self._columns(f"{block}.{name}", cut[1], cut[0])
             self.modules.setdefault(parent, ModuleCut("reads")).held[key] = one
         for name, (place, group) in found.entries.items():
-            self.entries[f"{block}.{name}"] = (Entry(place, f"block:{block}:{group}"),)
+            self.entries[f"{block}.{name}"] = (GatheredArgument(place, f"block:{block}:{group}"),)
 
-    def head(self, head: Head) -> None:
+    def head(self, head: OutputHead) -> None:
         """The head and its embeddings, cut over the vocabulary."""
         product = head.product
-        held = {"weight": Held(dim=0 if product.outputs_first else 1)}
+        held = {"weight": ParameterView(dim=0 if product.outputs_first else 1)}
         if product.bias is not None:
-            held["bias"] = Held(dim=0)
+            held["bias"] = ParameterView(dim=0)
         kind = ModuleCut("colwise_gather" if head.place is None else "colwise_loss", held, "head")
         self.modules[product.name] = kind
         for name in head.lookups:
-            self.modules[name] = ModuleCut("embedding", {"weight": Held(dim=0)})
+            self.modules[name] = ModuleCut("embedding", {"weight": ParameterView(dim=0)})
 
     def finish(self) -> dict[str, int]:
         """How all other parameters are held; returns the dims of those that are cut."""
@@ -121,17 +129,17 @@ class _Maker:
             for name in (parameter.name, *parameter.aliases):
                 parent, _, key = name.rpartition(".")
                 cut = self.modules.setdefault(parent, ModuleCut("reads"))
-                cut.held.setdefault(key, Held(dim=dims.get(parameter.name), partial=partial))
+                cut.held.setdefault(key, ParameterView(dim=dims.get(parameter.name), partial=partial))
         return dims
 
-    def _columns(self, name: str, uses: tuple[Slices, ...], dim: int) -> Held:
+    def _columns(self, name: str, uses: tuple[Slices, ...], dim: int) -> ParameterView:
         """A parameter of which the ranks use these parts of ``dim``: cut plainly where those are the plain parts."""
         size = self.shapes[self.canonical[name]][dim]
         if size % self.tp:
-            return Held(uses=uses, uses_dim=dim, partial=True)
+            return ParameterView(uses=uses, uses_dim=dim, partial=True)
         if all(used == (chunk(size, self.tp, rank),) for rank, used in enumerate(uses)):
-            return Held(dim=dim)
-        return Held(dim=dim, uses=uses, uses_dim=dim)
+            return ParameterView(dim=dim)
+        return ParameterView(dim=dim, uses=uses, uses_dim=dim)
 
 
 def _styles(modules: dict[str, ModuleCut], spec: ModelSpec) -> dict[str, str]:

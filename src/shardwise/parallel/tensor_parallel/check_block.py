@@ -30,7 +30,7 @@ class _Differs(Exception):
     """Something that a rank computes is not its share of the whole."""
 
 
-class Check:
+class BlockCheck:
     """Compares the shares of ``tp`` ranks with the whole run of one block."""
 
     def __init__(self, flow: Flow, run: BlockRun, tp: int, *, sequence: bool) -> None:
@@ -286,7 +286,7 @@ class Check:
 class _Share:
     """One rank's run of a block."""
 
-    def __init__(self, check: Check, found: Regions, rank: int) -> None:
+    def __init__(self, check: BlockCheck, found: Regions, rank: int) -> None:
         self.check, self.found, self.rank = check, found, rank
         self.counts: dict[str, int] = {}
         self.seen: set[int] = set()

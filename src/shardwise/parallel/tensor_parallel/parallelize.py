@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.model.facts import ModelSpec
 from shardwise.parallel.tensor_parallel.decide_layout import decide_layout
 from shardwise.parallel.tensor_parallel.tensor_layout import TensorLayout, chunk
-from shardwise.parallel.tensor_parallel.tp_forwards import Forwards
+from shardwise.parallel.tensor_parallel.tp_forwards import TpForwards
 from shardwise.plan.plan import Plan
 
 __all__ = ["TensorLayout", "apply_tensor", "distribute", "tensor_layout"]
@@ -34,7 +34,7 @@ def tensor_layout(
 
 def apply_tensor(stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, plan: Plan) -> None:
     """Give the modules of ``stage`` the forwards that go with ``layout``; parameters are placed later."""
-    Forwards(stage, layout, mesh, sequence=plan.sequence_parallel).convert_all()
+    TpForwards(stage, layout, mesh, sequence=plan.sequence_parallel).convert_all()
 
 
 def distribute(name: str, whole: torch.Tensor, layout: TensorLayout, mesh: DeviceMesh) -> torch.Tensor:

@@ -13,7 +13,7 @@ Slices = tuple[tuple[int, int], ...]  # from, to; ascending
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterView:
     """How a module reads one of its parameters.
 
     ``dim`` is the dim that it is cut along (``None``: whole on every rank). ``uses`` says for each rank which part of
@@ -32,12 +32,12 @@ class ModuleCut:
     """The forward that a module is given. ``group`` names the entry that it shares with others."""
 
     kind: Kind
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, ParameterView] = field(default_factory=dict)
     group: str = ""
 
 
 @dataclass(frozen=True)
-class Entry:
+class GatheredArgument:
     """An argument of a module that is gathered along the sequence before its forward."""
 
     place: Place
@@ -60,7 +60,7 @@ class TensorLayout:
     notes: tuple[str, ...] = ()
     styles: dict[str, str] = field(default_factory=dict)
     modules: dict[str, ModuleCut] = field(default_factory=dict)
-    entries: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
+    entries: dict[str, tuple[GatheredArgument, ...]] = field(default_factory=dict)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     lent: dict[str, tuple[str, ...]] = field(default_factory=dict)
     first: str = ""

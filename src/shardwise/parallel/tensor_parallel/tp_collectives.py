@@ -19,7 +19,7 @@ SEQUENCE = 1
 PART = "exposed_tp"
 
 
-class Group:
+class TpGroup:
     """The ranks of one tensor-parallel group, and where this one stands among them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -30,14 +30,14 @@ class Group:
         self.sums_pieces = dist.get_backend(group) == "gloo"
 
 
-def all_reduce(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Sum over the group, in place."""
     with WAITS.part(PART):
         dist.all_reduce(tensor, group=group.group)
     return tensor
 
 
-def all_gather(tensor: torch.Tensor, group: Group, dim: int = SEQUENCE) -> torch.Tensor:
+def all_gather(tensor: torch.Tensor, group: TpGroup, dim: int = SEQUENCE) -> torch.Tensor:
     """The equal parts of all ranks side by side along ``dim``."""
     tensor = tensor.contiguous()
     found = tensor.new_empty((group.size, *tensor.shape))
@@ -46,7 +46,7 @@ def all_gather(tensor: torch.Tensor, group: Group, dim: int = SEQUENCE) -> torch
     return _joined(found, dim)
 
 
-def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_scatter(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """This rank's part, along the sequence, of the sum over the group."""
     shape = list(tensor.shape)
     shape[SEQUENCE : SEQUENCE + 1] = [group.size, shape[SEQUENCE] // group.size]
@@ -62,7 +62,7 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return found
 
 
-def part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def part(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """This rank's part along the sequence, contiguous."""
     length = tensor.shape[SEQUENCE] // group.size
     return tensor.narrow(SEQUENCE, group.rank * length, length).contiguous()
@@ -77,7 +77,7 @@ def _joined(stacked: torch.Tensor, dim: int) -> torch.Tensor:
 
 class _Share(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
@@ -86,7 +86,7 @@ class _Share(Function):
         return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
-def share(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def share(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Forward as it is, backward summed: a whole tensor goes into work that is shared out."""
     found: torch.Tensor = _Share.apply(tensor, group)
     return found
@@ -94,7 +94,7 @@ def share(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _Sum(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Sum(Function):
         return grad, None
 
 
-def add_up(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def add_up(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Forward summed, backward as it is: parts of a sum become a whole tensor."""
     found: torch.Tensor = _Sum.apply(tensor, group)
     return found
@@ -110,7 +110,7 @@ def add_up(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _GatherIn(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
         return all_gather(tensor, group)
 
@@ -119,7 +119,7 @@ class _GatherIn(Function):
         return reduce_scatter(grad, ctx.group), None
 
 
-def gather_in(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def gather_in(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Forward gathered along the sequence, backward summed and cut: a cut tensor goes into work that is shared out."""
     found: torch.Tensor = _GatherIn.apply(tensor, group)
     return found
@@ -127,7 +127,7 @@ def gather_in(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _SumOut(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
         return reduce_scatter(tensor, group)
 
@@ -136,7 +136,7 @@ class _SumOut(Function):
         return all_gather(grad, ctx.group), None
 
 
-def add_up_cut(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def add_up_cut(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Forward summed and cut along the sequence, backward gathered: parts of a sum become a cut tensor."""
     found: torch.Tensor = _SumOut.apply(tensor, group)
     return found
@@ -144,7 +144,7 @@ def add_up_cut(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _CutSequence(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
         return part(tensor, group)
 
@@ -153,7 +153,7 @@ class _CutSequence(Function):
         return all_gather(grad, ctx.group), None
 
 
-def cut_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def cut_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Forward cut along the sequence, backward gathered."""
     found: torch.Tensor = _CutSequence.apply(tensor, group)
     return found
@@ -161,7 +161,7 @@ def cut_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _JoinSequence(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
         return all_gather(tensor, group)
 
@@ -170,7 +170,7 @@ class _JoinSequence(Function):
         return part(grad, ctx.group), None
 
 
-def join_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def join_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Forward gathered along the sequence, backward cut: what comes after is the same work on every rank."""
     found: torch.Tensor = _JoinSequence.apply(tensor, group)
     return found
@@ -178,7 +178,7 @@ def join_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _JoinLast(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, widths: Sequence[int]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup, widths: Sequence[int]) -> torch.Tensor:
         ctx.group, ctx.widths = group, widths
         most = max(widths)
         if min(widths) == most:
@@ -193,7 +193,7 @@ class _JoinLast(Function):
         return grad.narrow(-1, sum(widths[:rank]), widths[rank]).contiguous(), None, None
 
 
-def join_last(tensor: torch.Tensor, group: Group, widths: Sequence[int]) -> torch.Tensor:
+def join_last(tensor: torch.Tensor, group: TpGroup, widths: Sequence[int]) -> torch.Tensor:
     """Forward gathered along the last dim, whose parts may be uneven (``widths``); backward cut."""
     found: torch.Tensor = _JoinLast.apply(tensor, group, widths)
     return found
@@ -214,7 +214,7 @@ class Rows:
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: Group, rows: Rows) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, group: TpGroup, rows: Rows) -> torch.Tensor:
         ctx.group, ctx.rows, ctx.shape = group, rows, local.shape
         sent = local.index_select(0, rows.sent)
         found = local.new_empty((sum(rows.here), *local.shape[1:]))
@@ -231,7 +231,7 @@ class _Exchange(Function):
         return grad.new_zeros(ctx.shape).index_add_(0, rows.sent, found), None, None
 
 
-def exchange(local: torch.Tensor, group: Group, rows: Rows) -> torch.Tensor:
+def exchange(local: torch.Tensor, group: TpGroup, rows: Rows) -> torch.Tensor:
     """Rows of a tensor that lies over the ranks by rows: each gets those that it uses, in ascending order.
 
     Backward adds up, where a row lies, what all its users have.

@@ -18,9 +18,9 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.tensor_parallel.tensor_layout import (
-    Entry,
-    Held,
+    GatheredArgument,
     ModuleCut,
+    ParameterView,
     Place,
     Slices,
     TensorLayout,
@@ -29,8 +29,8 @@ from shardwise.parallel.tensor_parallel.tensor_layout import (
 )
 from shardwise.parallel.tensor_parallel.tp_collectives import (
     SEQUENCE,
-    Group,
     Rows,
+    TpGroup,
     add_up,
     add_up_cut,
     cut_sequence,
@@ -51,7 +51,7 @@ class Way:
     The last tensor that entered is kept until the last of its ``readers`` has it.
     """
 
-    def __init__(self, group: Group, readers: int, *, sequence: bool) -> None:
+    def __init__(self, group: TpGroup, readers: int, *, sequence: bool) -> None:
         self.group, self.readers, self.sequence = group, readers, sequence
         self.source: torch.Tensor | None = None
         self.entered: torch.Tensor | None = None
@@ -82,7 +82,7 @@ def _as_computed(tensor: torch.Tensor) -> torch.Tensor:
 class Reader:
     """Reads one parameter of a module as its forward needs it; ``size`` is that of the dim that it is taken from."""
 
-    def __init__(self, held: Held, group: Group, device: str, size: int) -> None:
+    def __init__(self, held: ParameterView, group: TpGroup, device: str, size: int) -> None:
         self.group, self.partial, self.dim = group, held.partial, held.uses_dim
         self.rows: Rows | None = None
         self.index: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class Reader:
         return parameter.to_local(grad_placements=(Partial(),) if self.partial else None)
 
 
-def _rows(uses: Sequence[Slices], size: int, group: Group, device: str) -> Rows:
+def _rows(uses: Sequence[Slices], size: int, group: TpGroup, device: str) -> Rows:
     """Which rows each rank uses of those that this one has, and how many this one uses of each other's."""
     borders = [chunk(size, group.size, at) for at in range(group.size)]
     first, end = borders[group.rank]
@@ -121,13 +121,13 @@ def _indices(slices: Slices, device: str) -> torch.Tensor:
     return torch.cat([torch.arange(first, end, device=device) for first, end in slices])
 
 
-class Forwards:
+class TpForwards:
     """Gives the modules of one stage their forwards."""
 
     def __init__(self, stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, *, sequence: bool) -> None:
         self.layout, self.mesh, self.sequence = layout, mesh, sequence
         self.modules = {clean_name(path): part for path, part in stage.named_modules()}
-        self.group = Group(mesh.get_group())
+        self.group = TpGroup(mesh.get_group())
         self.ways: dict[str, Way] = {}
 
     def way(self, name: str) -> Way:
@@ -283,7 +283,7 @@ def _on_hidden(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return change(output)
 
 
-def _enter(module: nn.Module, entry: Entry, way: Way) -> None:
+def _enter(module: nn.Module, entry: GatheredArgument, way: Way) -> None:
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return _put(entry.place, way.enter(_at(entry.place, args, kwargs)), args, kwargs)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.measure import state
 from shardwise.model.read import clean_name
-from shardwise.parallel.engines.engine import Engine, Held
+from shardwise.parallel.engines.engine import Engine, EngineTensors
 from shardwise.plan.deepspeed_stages import Place, Swapped, optimizer_place, parameter_place, swapped, zero_stage
 from shardwise.receipts.lines.dtype_lines import compute_line
 from shardwise.receipts.lines.structure_lines import block_line
@@ -70,7 +70,7 @@ def _batch_lines(session: Session, step: Step, engine: Any) -> Iterator[Line]:
     yield _same("gradient clipping", asked, f"{clips:g}" if clips else "off")
 
 
-def _dtype_lines(session: Session, watch: StepWatch, held: Held, seen: SeenGradients | None) -> Iterator[Line]:
+def _dtype_lines(session: Session, watch: StepWatch, held: EngineTensors, seen: SeenGradients | None) -> Iterator[Line]:
     compute = _COMPUTE[session.plan.precision]
     if held.parameters:
         yield _same("parameter dtype", compute, state.dtypes(held.parameters))
@@ -88,14 +88,14 @@ def _dtype_lines(session: Session, watch: StepWatch, held: Held, seen: SeenGradi
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedElements:
     """Elements that a rank should hold, padding included: parameters that compute, and the optimizer's share."""
 
     parameters: int
     stepped: int
 
 
-def planned_elements(session: Session, groups: tuple[tuple[str, ...], ...]) -> Planned:
+def planned_elements(session: Session, groups: tuple[tuple[str, ...], ...]) -> PlannedElements:
     """ZeRO's arithmetic over the model's structure; ``groups`` are the names in each of the optimizer's groups."""
     plan, ranks, spec = session.plan, session.dp, session.spec
     sizes = {name: p.num_elements for p in spec.parameters for name in (p.name, *p.aliases)}
@@ -103,12 +103,12 @@ def planned_elements(session: Session, groups: tuple[tuple[str, ...], ...]) -> P
     if zero_stage(plan) == 3:
         shares = {p.name: math.ceil(p.num_elements / ranks) for p in spec.parameters}
         stepped = sum(math.ceil(sizes[name] / ranks) for group in groups for name in group if name in trained)
-        return Planned(sum(shares.values()), stepped)
+        return PlannedElements(sum(shares.values()), stepped)
     whole = [sum(sizes[name] for name in group if name in trained) for group in groups]
-    return Planned(spec.num_parameters, sum(2 * math.ceil(number / (2 * ranks)) for number in whole))
+    return PlannedElements(spec.num_parameters, sum(2 * math.ceil(number / (2 * ranks)) for number in whole))
 
 
-def _share_lines(session: Session, engine: Any, held: Held, seen: SeenGradients | None) -> Iterator[Line]:
+def _share_lines(session: Session, engine: Any, held: EngineTensors, seen: SeenGradients | None) -> Iterator[Line]:
     spec = session.spec
     planned, away = planned_elements(session, engine.groups), _planned_swap(session, engine)
     there = " in memory" if session.plan.parsed.nvme else ""
@@ -133,7 +133,7 @@ def _planned_swap(session: Session, engine: Any) -> Swapped:
     return swapped(session.plan, (p.num_elements for p in spec.parameters), groups)
 
 
-def _place_lines(session: Session, engine: Any, held: Held) -> Iterator[Line]:
+def _place_lines(session: Session, engine: Any, held: EngineTensors) -> Iterator[Line]:
     """Where state and parameters rest, by DeepSpeed's own switches and by the files that are there."""
     plan = session.plan
     state_at, weights_at = engine.places()
@@ -147,7 +147,7 @@ def _place_lines(session: Session, engine: Any, held: Held) -> Iterator[Line]:
         yield _swap_line(session, engine, held)
 
 
-def _swap_line(session: Session, engine: Any, held: Held) -> Line:
+def _swap_line(session: Session, engine: Any, held: EngineTensors) -> Line:
     """At least the bytes of what should be swapped lie in this rank's files under the folder of the plan."""
     plan, states = session.plan, workload_of(session.optimizer).optimizer_states or 0
     expected = _planned_swap(session, engine).num_bytes(plan, states)

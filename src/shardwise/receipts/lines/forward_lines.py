@@ -12,12 +12,12 @@ import torch
 from torch.utils import _pytree
 
 from shardwise.parallel.data_parallel.unit_order import orders_of
-from shardwise.receipts.expected import Calls
+from shardwise.receipts.expected import UnitCalls
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 
-class Forwards:
+class ForwardCounts:
     """Forwards with gradients of one step, by micro batch; what runs without them is the user's own.
 
     ``inside`` counts calls of each block by the model's own forward, ``block_calls`` all of them, and
@@ -45,14 +45,17 @@ class Forwards:
         """Forwards of the model; 0 where nothing says it."""
         return self._by_micro.total()
 
-    def of_units(self, blocks: tuple[str, ...]) -> dict[str | None, Calls]:
+    def of_units(self, blocks: tuple[str, ...]) -> dict[str | None, UnitCalls]:
         """How often each sharding unit ran, ``None`` for what is outside of the blocks; empty where nothing says it."""
         if not self.number or self._apart:
             return {}
-        found: dict[str | None, Calls] = {None: Calls(self.number, self._by_micro[self._end], self._aside[None])}
+        found: dict[str | None, UnitCalls] = {
+            None: UnitCalls(self.number, self._by_micro[self._end], self._aside[None])
+        }
         skipped = sum((order.skipped for order in self._orders), Counter[str]())
         found |= {
-            block: Calls(self.inside[block], self._last[block], self._aside[block], skipped[block]) for block in blocks
+            block: UnitCalls(self.inside[block], self._last[block], self._aside[block], skipped[block])
+            for block in blocks
         }
         return found
 

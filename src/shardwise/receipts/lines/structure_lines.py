@@ -25,7 +25,7 @@ from shardwise.receipts.expected_part import (
     stage_blocks,
     used_spec,
 )
-from shardwise.receipts.lines.forward_lines import Forwards
+from shardwise.receipts.lines.forward_lines import ForwardCounts
 from shardwise.receipts.lines.sample_lines import tensor_bytes
 from shardwise.receipts.lines.traffic_lines import range_text
 from shardwise.receipts.receipt import Line
@@ -36,7 +36,7 @@ REPLICAS_APART = 1e-3  # of a norm; 16-bit compute gives the same bits on each r
 REPLICAS_FLOOR = 1e-4
 
 
-def structure_lines(session: Session, step: Step, forwards: Forwards) -> Iterator[Line]:
+def structure_lines(session: Session, step: Step, forwards: ForwardCounts) -> Iterator[Line]:
     """What this rank can judge alone."""
     plan, spec, module = session.plan, used_spec(session), session.module
     unused = _trainable_here(session, spec) - spec.num_trainable
@@ -62,7 +62,7 @@ def structure_lines(session: Session, step: Step, forwards: Forwards) -> Iterato
         yield _same("stages here", _stages_text(planned_stages(session)), _stages_text(stage_blocks(session)))
 
 
-def block_line(spec: ModelSpec, plan: Plan, micros: int, forwards: Forwards, recompute: str) -> Line:
+def block_line(spec: ModelSpec, plan: Plan, micros: int, forwards: ForwardCounts, recompute: str) -> Line:
     """Forwards of blocks: one of each in every forward of the model, or as it made them, and the recomputed ones."""
     calls = forwards.of_blocks(spec.blocks, micros)
     least, most = expected_block_calls(spec, plan, micros, calls)

@@ -1,4 +1,4 @@
-"""The lower part of the page: time, memory, other measurements, receipts, plan, environment; from the `Record`."""
+"""The lower part of the page: time, memory, other measurements, receipts, plan, environment; from the `RunRecord`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.plan.plan import Plan
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.html.figures import Figure
 from shardwise.report.html.layout_parts import ordered, words
-from shardwise.report.html.run_record import Record, Samples
+from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.text import (
     Safe,
     chart,
@@ -34,7 +34,7 @@ PLANNED = ("strategy", "device", "precision", "recompute", "micro_batch", "grad_
 """What is said of every plan; everything else only where it is not as it is by itself."""
 
 
-def time_section(record: Record, charts: dict[str, Figure]) -> Safe:
+def time_section(record: RunRecord, charts: dict[str, Figure]) -> Safe:
     """Where the time went: over the run, by rank, and part by part."""
     timing = record.timing
     parts: list[Safe] = []
@@ -53,7 +53,7 @@ def time_section(record: Record, charts: dict[str, Figure]) -> Safe:
     return section("time", "Where the time went", *parts)
 
 
-def _parts_over_time(record: Record) -> Safe | None:
+def _parts_over_time(record: RunRecord) -> Safe | None:
     series = record.series
     names = ordered(series.parts_s)
     if not names:
@@ -124,14 +124,14 @@ def _timing_facts(timing: Timing) -> Iterable[str]:
         yield f"Not in this run, or not told apart: {', '.join([*why, *rest])}."
 
 
-def _saves(record: Record) -> Safe:
+def _saves(record: RunRecord) -> Safe:
     rows = [(f"{s.step:,}", size(s.num_bytes), span(s.stall_s), span(s.write_s)) for s in record.saves[-SAVES:]]
     more = f", the last {SAVES} of {len(record.saves)}" if len(record.saves) > SAVES else ""
     title = f"Checkpoints{more}: how long ranks stood still, and until all was on disk"
     return table(("after step", "size", "ranks stood still", "written in"), rows, numbers=range(1, 4), caption=title)
 
 
-def memory(record: Record, charts: dict[str, Figure]) -> Safe:
+def memory(record: RunRecord, charts: dict[str, Figure]) -> Safe:
     """What the plan said a rank would hold, and what it held."""
     found = record.memory
     parts: list[Safe] = []
@@ -172,7 +172,7 @@ def _ratio(found: int | None, planned: int | None) -> str:
     return "–" if found is None or not planned else f"{found / planned:.2f} ×"
 
 
-def samples(key: str, title: str, found: Samples | None, text: str, charts: dict[str, Figure]) -> Safe | None:
+def samples(key: str, title: str, found: BenchSamples | None, text: str, charts: dict[str, Figure]) -> Safe | None:
     """Measurements of another verb; nothing where none were given."""
     if found is None:
         return None
@@ -182,7 +182,7 @@ def samples(key: str, title: str, found: Samples | None, text: str, charts: dict
     return section(f"{key}-section", title, shown, notes, el("p", f"From {found.source}.", class_="soft"))
 
 
-def receipts(record: Record) -> Safe:
+def receipts(record: RunRecord) -> Safe:
     """Every claim of the plan that was checked, and what was only told."""
     if not record.receipts:
         return section("receipts", "Receipts", el("p", "No receipt is in the folder.", class_="none"))
@@ -205,7 +205,7 @@ def _receipt(name: str, receipt: Receipt | None) -> Safe:
     return table(("what", "planned", "found"), rows, caption=title, class_="receipt")
 
 
-def plan(record: Record) -> Safe:
+def plan(record: RunRecord) -> Safe:
     """The plan and the batch equation; the config below it."""
     parts: list[Safe] = []
     if record.plan is None:
@@ -237,7 +237,7 @@ def _value(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def environment(record: Record) -> Safe:
+def environment(record: RunRecord) -> Safe:
     """Versions, system and devices."""
     if not record.environment:
         return section("environment", "Environment", el("p", "What the run ran on is unknown.", class_="none"))

@@ -1,4 +1,4 @@
-"""``report.html``: one file about a run, made from its `Record` alone, with everything it needs inside.
+"""``report.html``: one file about a run, made from its `RunRecord` alone, with everything it needs inside.
 
 The page forbids itself the network by its content security policy. Charts are drawn by plotly.js, which is embedded
 where the package plotly is installed; without it the tables under the charts are open instead.
@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.errors import MachineError, ShardwiseError, UserError
 from shardwise.report.html import details, figures, sections
 from shardwise.report.html.run_folder import read_run
-from shardwise.report.html.run_record import Record, Samples
+from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.text import Safe, el, joined
 from shardwise.units import bytes_text
 
@@ -51,8 +51,8 @@ def make_report(
     folder: Path,
     *,
     output: Path | None = None,
-    scaling: Samples | None = None,
-    links: Samples | None = None,
+    scaling: BenchSamples | None = None,
+    links: BenchSamples | None = None,
     ended: bool = False,
 ) -> Path:
     """Write both files and return the page's path; the record lies beside the page. ``ended`` is `read_run`'s.
@@ -91,7 +91,7 @@ def plotly_js() -> str | None:
     return file.read_text() if file.exists() else None
 
 
-def all_figures(record: Record) -> dict[str, figures.Figure]:
+def all_figures(record: RunRecord) -> dict[str, figures.Figure]:
     """The charts that the record has the numbers for, by name."""
     series, timing = record.series, record.timing
     found = {
@@ -118,7 +118,7 @@ def _size(value: float) -> str:
 
 def render(document: str) -> str:
     """The page of a ``report.json``."""
-    record = Record.model_validate_json(document)
+    record = RunRecord.model_validate_json(document)
     library = plotly_js()
     charts = all_figures(record) if library is not None else {}
     drawn = set(charts)
@@ -163,7 +163,7 @@ def _json(charts: dict[str, figures.Figure]) -> Safe:
     return Safe(json.dumps(kept, allow_nan=False).replace("<", "\\u003c"))
 
 
-def _navigation(record: Record) -> Safe:
+def _navigation(record: RunRecord) -> Safe:
     places = [
         ("verdict", "Verdict"),
         ("key-figures", "Figures"),

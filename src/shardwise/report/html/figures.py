@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.measure.step_time.timing import BETWEEN, WAITS, Timing
 from shardwise.report.html.layout_parts import colour, ordered, words
-from shardwise.report.html.run_record import Column, Curve, Evaluation, Memory, Samples, Save, Series
+from shardwise.report.html.run_record import BenchSamples, Column, Curve, Evaluation, Memory, SavedCheckpoint, Series
 
 Figure = dict[str, Any]
 SMALL = 0.005
@@ -105,7 +105,7 @@ def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
     return figure([line], x="step", y="bits per byte", height=240, yaxis={"range": [min(y) - pad, max(y) + pad]})
 
 
-def throughput_figure(series: Series, median: float | None, saves: Sequence[Save]) -> Figure | None:
+def throughput_figure(series: Series, median: float | None, saves: Sequence[SavedCheckpoint]) -> Figure | None:
     """Tokens a second over steps, with the run's figure as a line and checkpoints as ticks."""
     if not any(value is not None for value in series.tokens_per_s):
         return None
@@ -271,7 +271,7 @@ def memory_figure(memory: Memory) -> Figure | None:
     return figure(data, x=f"{name} on the fullest rank", y="", height=110 + 70 * len(phases), **more)
 
 
-def curves_figure(samples: Samples | None, *, x: str, y: str, text: Callable[[float], str]) -> Figure | None:
+def curves_figure(samples: BenchSamples | None, *, x: str, y: str, text: Callable[[float], str]) -> Figure | None:
     """Measured curves as points and lines, predicted ones dashed with their interval, on axes of equal ratios.
 
     ``text`` writes a value of ``x``. Beside the figure: ``keys``, a colour for each group of curves.

@@ -1,4 +1,4 @@
-"""From a run's folder to its `Record`: reads what is there, and says what is not."""
+"""From a run's folder to its `RunRecord`: reads what is there, and says what is not."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from shardwise.plan.plan import Plan
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.html.environment_section import ENVIRONMENT
 from shardwise.report.html.run_record import (
+    BenchSamples,
     Column,
     Evaluation,
     Figures,
     Memory,
-    Record,
-    Samples,
-    Save,
+    RunRecord,
+    SavedCheckpoint,
     Series,
     State,
 )
@@ -136,8 +136,8 @@ class _Files:
 
 
 def read_run(
-    folder: Path, *, scaling: Samples | None = None, links: Samples | None = None, ended: bool = False
-) -> Record:
+    folder: Path, *, scaling: BenchSamples | None = None, links: BenchSamples | None = None, ended: bool = False
+) -> RunRecord:
     """All numbers of the run in ``folder``, which may be finished, going on, or dead.
 
     ``ended``: the run itself asks, whose last step is done although a process still holds the folder.
@@ -169,7 +169,7 @@ def read_run(
     memory = _memory(job, summary)
     state, text = _state(done, summary, job, held=not ended and _held(folder))
     environment = files.document(ENVIRONMENT, "the versions and devices it ran with are unknown")
-    return Record(
+    return RunRecord(
         name=folder.resolve().name,
         made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         made_by=f"shardwise {_version()}",
@@ -210,7 +210,7 @@ class _Told:
     use: Utilisation | None
 
 
-def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[Save], told: _Told, done: int) -> Figures:
+def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[SavedCheckpoint], told: _Told, done: int) -> Figures:
     timing, summary = told.timing, told.summary
     predicted = told.job.step_time
     warm = steps[1:] if len(steps) > 1 else steps
@@ -326,8 +326,8 @@ def _metrics(files: _Files) -> list[dict[str, Any]]:
     return lines
 
 
-def _save(line: dict[str, Any]) -> Save:
-    return Save(
+def _save(line: dict[str, Any]) -> SavedCheckpoint:
+    return SavedCheckpoint(
         step=line["step"],
         num_bytes=_whole(line.get("checkpoint_bytes")),
         stall_s=_finite(line.get("checkpoint_stall_s")),

@@ -1,4 +1,4 @@
-"""`Record`: all numbers of one run, as ``report.json`` holds them. The page is made from this alone.
+"""`RunRecord`: all numbers of one run, as ``report.json`` holds them. The page is made from this alone.
 
 Bytes, seconds and US dollars; ``None`` is unknown, never zero. Keys may be added under the same ``schema``, and none
 is taken away or changes its meaning.
@@ -85,7 +85,7 @@ class Evaluation(_Frozen):
     heldout_bits_per_byte: float
 
 
-class Save(_Frozen):
+class SavedCheckpoint(_Frozen):
     """A checkpoint: its size, how long the ranks stood still for it, and until it was on disk."""
 
     step: int
@@ -126,7 +126,7 @@ class Curve(_Frozen):
     ideal: bool = False
 
 
-class Samples(_Frozen):
+class BenchSamples(_Frozen):
     """Measurements of another verb that are shown with the run: curves, a table, sentences about them."""
 
     source: str
@@ -136,7 +136,7 @@ class Samples(_Frozen):
     notes: tuple[str, ...] = ()
 
 
-class Record(_Frozen):
+class RunRecord(_Frozen):
     """One run. ``missing`` says in sentences what its folder does not tell, and why.
 
     ``through_step`` is set where timing, findings and receipts end before the last logged step.
@@ -153,7 +153,7 @@ class Record(_Frozen):
     figures: Figures = Figures()
     series: Series = Series()
     evaluations: tuple[Evaluation, ...] = ()
-    saves: tuple[Save, ...] = ()
+    saves: tuple[SavedCheckpoint, ...] = ()
     timing: Timing | None = None
     findings: tuple[Finding, ...] | None = None
     memory: Memory = Memory()
@@ -162,8 +162,8 @@ class Record(_Frozen):
     config: dict[str, dict[str, Any]] = {}
     environment: dict[str, str] | None = None
     utilisation: Utilisation | None = None
-    scaling: Samples | None = None
-    links: Samples | None = None
+    scaling: BenchSamples | None = None
+    links: BenchSamples | None = None
 
     def to_json(self) -> str:
         """The document of ``report.json``; what is no finite number is ``null``."""

@@ -12,18 +12,18 @@ from pydantic import ValidationError
 from shardwise.cost.link_calibration import MeasuredLink, read_calibration
 from shardwise.errors import UserError
 from shardwise.measure.comm_facts import bus_factor
-from shardwise.measure.scaling_facts import MODES, Mode, Row, Scaling, rows_of, warnings_of
-from shardwise.report.html.run_record import Curve, Samples
+from shardwise.measure.scaling_facts import MODES, Mode, Scaling, ScalingRow, rows_of, warnings_of
+from shardwise.report.html.run_record import BenchSamples, Curve
 from shardwise.report.html.text import UNKNOWN, milliseconds, money, percent, rate
 
 
-def together(*readers: Callable[[], Samples | None]) -> list[Samples | None]:
+def together(*readers: Callable[[], BenchSamples | None]) -> list[BenchSamples | None]:
     """What each reader gives.
 
     Raises:
         UserError: the problems of all of them.
     """
-    found: list[Samples | None] = []
+    found: list[BenchSamples | None] = []
     problems: list[str] = []
     for reader in readers:
         try:
@@ -48,7 +48,7 @@ def _document(option: str, path: Path, made_by: str) -> dict[str, Any]:
     return found
 
 
-def read_scaling(path: Path) -> Samples:
+def read_scaling(path: Path) -> BenchSamples:
     """Throughput over devices, measured, and predicted beyond; efficiency in a table.
 
     Raises:
@@ -90,10 +90,10 @@ def read_scaling(path: Path) -> Samples:
     notes = [f"Measured with {subject.model}, {subject.strategy}, {subject.precision}, on {subject.device}"]
     notes += [f"{line[:1].upper()}{line[1:]}" for line in warnings_of(found)]
     source = f"{path.name} ({made_by})"
-    return Samples(source=source, curves=tuple(curves), columns=head, rows=tuple(rows), notes=tuple(notes))
+    return BenchSamples(source=source, curves=tuple(curves), columns=head, rows=tuple(rows), notes=tuple(notes))
 
 
-def _scaling_row(mode: Mode, row: Row) -> tuple[str, ...]:
+def _scaling_row(mode: Mode, row: ScalingRow) -> tuple[str, ...]:
     added = "–" if row.added_tokens_per_s is None else f"{rate(row.added_tokens_per_s)} tokens/s ({percent(row.worth)})"
     each = "–" if row.dollars_per_million_tokens is None else money(row.dollars_per_million_tokens)
     known = "" if row.low == row.high else f" ({percent(row.low)} to {percent(row.high)})"
@@ -139,7 +139,7 @@ def _predicted(document: dict[str, Any]) -> list[Curve]:
     return found
 
 
-def read_links(path: Path) -> Samples:
+def read_links(path: Path) -> BenchSamples:
     """Bus bandwidth over sizes of messages, by axis and collective; latency and bandwidth of the fit in a table.
 
     Raises:
@@ -164,7 +164,7 @@ def read_links(path: Path) -> Samples:
     head = ("collective", "axis", "ranks", "latency", "95 %", "bus bandwidth", "95 %")
     notes = (f"Measured on {file.ranks} ranks of {file.device_name}, {file.backend}, {file.date}",)
     source = f"{path.name} (shardwise bench comm)"
-    return Samples(source=source, curves=tuple(curves), columns=head, rows=tuple(rows), notes=notes)
+    return BenchSamples(source=source, curves=tuple(curves), columns=head, rows=tuple(rows), notes=notes)
 
 
 def _link_row(link: MeasuredLink) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The upper part of the page: the verdict first, then key figures, loss and throughput; functions of the `Record`."""
+"""The upper part of the page: the verdict first, then key figures, loss and throughput; from the `RunRecord`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import utilisation_lines
 from shardwise.report.html.layout_parts import colour, families, ordered, words
-from shardwise.report.html.run_record import Record
+from shardwise.report.html.run_record import RunRecord
 from shardwise.report.html.text import (
     UNKNOWN,
     Safe,
@@ -35,7 +35,7 @@ LEVELS = {"alarm": "costs time", "hint": "worth a look", "fine": "healthy"}
 STATES = {"finished": "finished", "unfinished": "not finished", "running": "running", "unknown": "state unknown"}
 
 
-def header(record: Record) -> Safe:
+def header(record: RunRecord) -> Safe:
     """The name of the run, what it is, and whether it has come to its end."""
     plan = record.plan
     facts = []
@@ -58,7 +58,7 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
-def verdict(record: Record) -> Safe:
+def verdict(record: RunRecord) -> Safe:
     """What the run loses time to, first; then where an average step goes."""
     timing = record.timing
     cards = [_finding(finding) for finding in record.findings or ()]
@@ -70,7 +70,7 @@ def verdict(record: Record) -> Safe:
     return section("verdict", "Verdict", *cards, *split)
 
 
-def _no_verdict(record: Record) -> str:
+def _no_verdict(record: RunRecord) -> str:
     """Why there are no findings: none were looked for, or there was too little to judge."""
     if record.findings is None:
         return "nobody has looked for what this run loses time to"
@@ -125,7 +125,7 @@ def _split_bar(timing: Timing) -> Safe:
     return joined([el("div", *pieces, class_="split", aria_hidden="true"), colour_keys(keys)])
 
 
-def missing(record: Record) -> Safe | None:
+def missing(record: RunRecord) -> Safe | None:
     """What the folder does not tell; nothing where it tells all."""
     if not record.missing:
         return None
@@ -133,7 +133,7 @@ def missing(record: Record) -> Safe | None:
     return el("section", el("h2", "What this report cannot say"), el("ul", *lines), class_="notice", id="missing")
 
 
-def key_figures(record: Record) -> Safe:
+def key_figures(record: RunRecord) -> Safe:
     """Tiles: the number large, and what it is compared with below it."""
     f = record.figures
     ranks = None if record.plan is None else record.plan.dims.world_size
@@ -168,7 +168,7 @@ def _against(found: float | None, planned: float | None, text: Any) -> str:
     return f"predicted {text(planned)}{ratio}"
 
 
-def _mfu_note(record: Record) -> str:
+def _mfu_note(record: RunRecord) -> str:
     f = record.figures
     achieved = "" if f.flops_per_s is None else f"{rate_text(f.flops_per_s)} a device; "
     if f.mfu is None:
@@ -176,7 +176,7 @@ def _mfu_note(record: Record) -> str:
     return f"{achieved}predicted {percent(f.mfu_predicted)}" if f.mfu_predicted is not None else achieved.rstrip("; ")
 
 
-def _cost_note(record: Record) -> str:
+def _cost_note(record: RunRecord) -> str:
     f = record.figures
     hours = "device hours unknown" if f.device_hours is None else f"{number(f.device_hours, 3)} device hours"
     if f.price_per_device_hour is None:
@@ -184,7 +184,7 @@ def _cost_note(record: Record) -> str:
     return f"{hours} at {money(f.price_per_device_hour)}"
 
 
-def loss(record: Record, drawn: set[str]) -> Safe:
+def loss(record: RunRecord, drawn: set[str]) -> Safe:
     """Training loss and held-out bits per byte."""
     series, f = record.series, record.figures
     rows = [
@@ -215,7 +215,7 @@ def loss(record: Record, drawn: set[str]) -> Safe:
     return section("loss-section", "Loss", *parts)
 
 
-def throughput(record: Record, drawn: set[str]) -> Safe | None:
+def throughput(record: RunRecord, drawn: set[str]) -> Safe | None:
     """Tokens a second over the run, and its checkpoints."""
     series, f = record.series, record.figures
     if not series.step:

@@ -25,7 +25,7 @@ _OWN = "loader"  # the state of a generator that was given to the loader
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """A place in the data: the pass that is under way (from 1), micro batches that all ranks have consumed of it, and
     how many ranks there were.
     """
@@ -50,16 +50,16 @@ class Stream:
     at_start: dict[str, torch.Tensor] = field(default_factory=dict)
     watch: StreamWatch = field(init=False)
     dealer: str = ""  # what in the loader was taken to deal by rank
-    _resume: tuple[Place, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+    _resume: tuple[DataPosition, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
 
     def __post_init__(self) -> None:
         self.watch = StreamWatch(self.ranks, self.window)
 
-    def place(self) -> Place:
+    def place(self) -> DataPosition:
         """Where the loop stands; between two steps."""
-        return Place(self.passes, self.batches, self.share[1])
+        return DataPosition(self.passes, self.batches, self.share[1])
 
-    def go_on(self, place: Place, at_start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
+    def go_on(self, place: DataPosition, at_start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
         """From the next pass on, skip what ``place`` says is done.
 
         ``at_start`` and ``now`` are this rank's generators when that pass began and when the place was taken; empty

@@ -24,7 +24,7 @@ from shardwise.train.data.order import Order, rank_ids
 IGNORED = -100
 
 
-class Samples(Protocol):
+class NumberedSamples(Protocol):
     """Numbered samples of one length."""
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class _Cut:
         return len(self._begins) - 1
 
     def batch(self, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels, two LongTensors [len(ids), seq_len]; see `Samples.batch`."""
+        """Inputs and labels, two LongTensors [len(ids), seq_len]; see `NumberedSamples.batch`."""
         if len(ids) and not -1 <= ids.min() <= ids.max() < len(self):
             raise IndexError(f"sample ids {ids.min()} to {ids.max()} are not all in -1 to {len(self) - 1}")
         begins, lengths = self._begins[ids, None], self._lengths[ids, None]
@@ -84,7 +84,7 @@ class _Cut:
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
     def label_bytes(self, num_samples: int | None) -> float:
-        """UTF-8 bytes of the labels of the first samples; see `Samples.label_bytes`."""
+        """UTF-8 bytes of the labels of the first samples; see `NumberedSamples.label_bytes`."""
         count = len(self) if num_samples is None else min(num_samples, len(self))
         text_tokens = len(self._stream) - (len(self._starts) - 1)
         begins, lengths = self._begins[:count], self._lengths[:count]
@@ -157,7 +157,7 @@ def _need_labels(number: int) -> int:
     return number
 
 
-def samples_for(tokens: Tokens, table: DataTable, separator: int) -> Samples:
+def samples_for(tokens: Tokens, table: DataTable, separator: int) -> NumberedSamples:
     """Cut tokens into samples as ``[data]`` says: ``seq_len``, ``pack`` and ``mask_borders``.
 
     Raises:
@@ -169,7 +169,7 @@ def samples_for(tokens: Tokens, table: DataTable, separator: int) -> Samples:
 
 
 def step_batches(
-    samples: Samples, order: Order, plan: Plan, rank: int, position: int = 0
+    samples: NumberedSamples, order: Order, plan: Plan, rank: int, position: int = 0
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """The micro batches of ``rank`` for each step from the data position on, without end where ``order`` has none.
 
