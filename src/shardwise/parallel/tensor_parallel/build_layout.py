@@ -21,7 +21,7 @@ from shardwise.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class OutputHead:
+class VocabHead:
     """The last linear layer, the embeddings that are cut as it is, and where logits come out cut (``None``: whole)."""
 
     product: Product
@@ -34,7 +34,7 @@ class Findings:
     """All that was found: blocks by name, and for each module those whose parameters its forward computes with."""
 
     blocks: dict[str, Regions]
-    head: OutputHead | None
+    head: VocabHead | None
     lent: dict[str, tuple[str, ...]]
     hidden: Place
     notes: tuple[str, ...]
@@ -105,7 +105,7 @@ class _Maker:
         for name, (place, group) in found.entries.items():
             self.entries[f"{block}.{name}"] = (GatheredArgument(place, f"block:{block}:{group}"),)
 
-    def head(self, head: OutputHead) -> None:
+    def head(self, head: VocabHead) -> None:
         """The head and its embeddings, cut over the vocabulary."""
         product = head.product
         held = {"weight": ParameterView(dim=0 if product.outputs_first else 1)}

@@ -13,7 +13,7 @@ from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.flow import BlockRun, Call, Flow, short_sample
 from shardwise.model.read import clean_name
-from shardwise.parallel.tensor_parallel.build_layout import Findings, OutputHead, build
+from shardwise.parallel.tensor_parallel.build_layout import Findings, VocabHead, build
 from shardwise.parallel.tensor_parallel.check_block import BlockCheck
 from shardwise.parallel.tensor_parallel.regions import Depends, Regions, find_regions
 from shardwise.parallel.tensor_parallel.styles import chosen_styles, starred
@@ -236,7 +236,7 @@ def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> 
 
 def _head(
     flow: Flow, spec: ModelSpec, plan: Plan, output: Any, styles: dict[str, str] | None
-) -> tuple[OutputHead | None, list[str]]:
+) -> tuple[VocabHead | None, list[str]]:
     """The linear layer whose results are the model's output, where it is over a vocabulary and may be cut."""
     missing = (
         f"{plan.strategy}: loss_parallel cuts the logits over the vocabulary, and the model's output is not that of a "
@@ -261,7 +261,7 @@ def _head(
     once = sum(call.product is product for call in linear) == 1
     if not wanted or not once or not tied <= can or product.name in lent:
         return refused
-    return OutputHead(product, place if plan.loss_parallel else None, tuple(sorted(can))), []
+    return VocabHead(product, place if plan.loss_parallel else None, tuple(sorted(can))), []
 
 
 def _place_of(call: Call, output: Any) -> str | int | None:
@@ -291,7 +291,7 @@ def _is_plain_lookup(module: nn.Module) -> bool:
 
 
 def _logits_problems(
-    flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, head: OutputHead
+    flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, head: VocabHead
 ) -> list[str]:
     """Whether what comes after the head takes logits of which each rank has a part."""
     tp, vocab = plan.dims.tp, head.product.outputs
