@@ -13,7 +13,7 @@ _MARKS = {"alarm": "[bold red]alarm[/]", "hint": "[yellow]hint[/]", "fine": "[gr
 
 
 def print_findings(findings: Sequence[Finding], console: Console, *, nothing: str = "") -> None:
-    """Print findings; ``nothing`` is said where there are none (`shardwise.measure.diagnosis.why_nothing`)."""
+    """Print findings; ``nothing`` is said where there are none (`shardwise.diagnosis.diagnose.why_nothing`)."""
     if not findings:
         if nothing:
             console.print(escape(nothing))
