@@ -11,7 +11,7 @@ import shardwise.cli.own_loop
 import shardwise.report.progress
 import shardwise.train.loop
 import shardwise.verify.effects
-import shardwise.verify.fit
+import shardwise.verify.fit  # noqa: F401
 import tests.contract
 import tests.families
 import tests.models

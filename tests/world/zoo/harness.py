@@ -116,13 +116,14 @@ def verdict(
 ) -> str:
     """Of a session that went through: its weights, and its receipt."""
     names = [clean_name(name) for name, _ in module.named_parameters()]
-    errors = [_error(parameter.detach(), expected[name]) for name, parameter in zip(names, module.parameters())]
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):  # each rank has seen its own part
+    weights = [parameter.detach() for parameter in module.parameters()]
+    errors = [_error(weight, expected[name]) for name, weight in zip(names, weights, strict=True)]
+    if any(isinstance(weight, DTensor) for weight in weights):  # each rank has seen its own part
         everyone = torch.tensor(errors, dtype=torch.float64).nan_to_num(float("inf"))
         dist.all_reduce(everyone, dist.ReduceOp.MAX)
         errors = everyone.tolist()
     worst, where = 0.0, ""
-    for error, name in zip(errors, names):
+    for error, name in zip(errors, names, strict=True):
         if not error <= worst:
             worst, where = error, name
     if not worst <= limit:
