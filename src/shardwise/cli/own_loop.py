@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from pathlib import Path
 
 from torch import nn
@@ -12,7 +11,7 @@ from shardwise.errors import PlanError
 from shardwise.measure.attribution import Attribution
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.environment import visible_devices
-from shardwise.parallel.group import Ranks, join, leave
+from shardwise.parallel.group import Ranks, join, leave_at_exit
 from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.plan import Plan, Recompute, RunPrecision, read_plan, runnable
 from shardwise.plan.strategy import runnable_strategy
@@ -92,7 +91,7 @@ def start(
 
         session.observers.append(EffectsProbe(on_receipt=print_receipt))
         DriftWatch.attach(session)
-    atexit.register(leave, ranks)  # and not the session, which would keep the model alive
+    leave_at_exit(ranks)  # and not the session, which would keep the model alive
     return session
 
 
