@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,35 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         return [torch.load(Path(tmp) / f"{r}.pt", weights_only=False) for r in range(world_size)]
 
 
+def run_each(
+    fn: Callable[..., Any], world_size: int, calls: Sequence[tuple[Any, ...]], timeout_s: float = 120.0
+) -> list[list[Any]]:
+    """``fn(*args)`` for the arguments of each of ``calls``, one after the other in one world: `run_world`'s results.
+
+    Where one comes to harm, each has a world of its own: all that fail are named, not only the first.
+    """
+    try:
+        by_rank = run_world(_each, world_size, fn, calls, timeout_s=timeout_s)
+        return [list(results) for results in zip(*by_rank, strict=True)]
+    except WorldError as together:
+        failed = []
+        for args in calls:
+            try:
+                run_world(fn, world_size, *args, timeout_s=timeout_s)
+            except WorldError as alone:
+                failed.append(f"{', '.join(map(str, args))}:\n{alone}")
+        raise WorldError("\n".join(failed) or f"one after the other, and not alone:\n{together}") from together
+
+
+def _each(fn: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [fn(*args) for args in calls]
+
+
 def _rank_main(rank: int, world_size: int, tmp: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 20)  # a rank does not live long, and the collector takes a tenth of what it does
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )

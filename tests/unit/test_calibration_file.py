@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from shardwise.cost.link_calibration import CalibrationFile, check_calibration, covers, read_calibration
-from shardwise.cost.time.collective_time import Calibration, CollectiveKind, Group, LinkFit, Measured, collective_s
+from shardwise.cost.time.collective_time import (
+    Calibration,
+    CollectiveKind,
+    Group,
+    LinkFit,
+    Measured,
+    collective_s,
+)
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.cpu import cores_here, processor_name

@@ -446,7 +446,8 @@ def test_a_server_that_sends_more_than_was_asked_for(tmp_path: Path, monkeypatch
 
 
 def test_nothing_of_the_store_is_imported_for_a_disk(tmp_path: Path) -> None:
-    code = "import sys; from shardwise.checkpoint.storage import local_storage as s; s.write_small(s.folder_of(sys.argv[1]), b'x'); "
+    code = "import sys; from shardwise.checkpoint.storage import local_storage as s\n"
+    code += "s.write_small(s.folder_of(sys.argv[1]), b'x'); "
     code += "print({'upath', 'fsspec', 's3fs', 'torch'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code, f"file://{tmp_path}/a"], capture_output=True, text=True, timeout=60

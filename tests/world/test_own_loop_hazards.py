@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import gc
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -298,3 +300,24 @@ def caches(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recompute_of_a_model_that_caches(mode: str) -> None:
     run_world(caches, 2, mode)
+
+
+def threads_of_closed_sessions() -> tuple[int, int]:
+    threads = []
+    for _ in range(2):
+        for _ in range(3):
+            session, outer, optimizer, _ = prepared("fsdp")
+            for step in session.steps(ragged_batches(2)):
+                for micro in step:
+                    step.backward(loss_of(outer, micro))
+                step.update(optimizer)
+            session.close()
+        del session, outer, optimizer, step, micro
+        gc.collect()
+        threads.append(len(os.listdir("/proc/self/task")))
+    return threads[0], threads[1]
+
+
+def test_sessions_that_were_closed_leave_no_threads() -> None:
+    for first, second in run_world(threads_of_closed_sessions, 2):
+        assert second <= first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import LIMIT, Case, Watch, ragged, train, worst
 from tests.families import FAMILIES, VOCAB, family
-from tests.worlds import WorldError, run_world
+from tests.worlds import WorldError, run_each, run_world
 
 SCHEDULES = {
     "gpipe": 1,
@@ -34,22 +35,20 @@ def options(schedule: str, **more: Any) -> dict[str, Any]:
     return {"pipeline_schedule": schedule, "virtual_stages": SCHEDULES[schedule], **more}
 
 
-def is_right(case: Case) -> None:
-    found = run_world(train, case.world, case)
-    wrong = {rank: result["worst"] for rank, result in enumerate(found) if not result["worst"][0] <= LIMIT}
-    assert not wrong, wrong
-    held = {name for result in found for name in result["names"]}
-    assert held == set(found[0]["expected"]), held ^ set(found[0]["expected"])
+def are_right(*cases: Case) -> None:
+    """All of one world size."""
+    for case, found in zip(cases, run_each(train, cases[0].world, [(case,) for case in cases]), strict=True):
+        wrong = {rank: result["worst"] for rank, result in enumerate(found) if not result["worst"][0] <= LIMIT}
+        held = {name for result in found for name in result["names"]}
+        assert (wrong, held ^ set(found[0]["expected"])) == ({}, set()), case
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_over_two_stages(name: str) -> None:
-    is_right(Case(2, "ddp+pp2", name, accum=4))
+def test_every_family_over_two_stages() -> None:
+    are_right(*(Case(2, "ddp+pp2", name, accum=4) for name in FAMILIES))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+def test_more_ranks() -> None:
+    are_right(
         Case(4, "ddp+pp2", "own", accum=3),
         Case(4, "zero2+pp2", "llama"),
         Case(4, "hsdp+pp2", "bert"),
@@ -59,51 +58,51 @@ def test_every_family_over_two_stages(name: str) -> None:
         Case(4, "ddp+tp2+pp2", "llama", accum=4, options=options("interleaved-zero-bubble", loss_parallel=True)),
         Case(4, "ddp+tp2+pp2", "own", accum=4, options=options("zbv")),
         Case(4, "ddp+pp2+cp2", "llama", accum=4, options=options("interleaved-zero-bubble")),
-    ],
-    ids=str,
-)
-def test_more_ranks(case: Case) -> None:
-    is_right(case)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_is_right_or_refused(schedule: str, strategy: str) -> None:
-    case = Case(4, f"{strategy}+pp2", "own", accum=4, options=options(schedule))
-    if strategy == "fsdp" and schedule in ("interleaved-zero-bubble", "zbv"):
-        with pytest.raises(PlanError, match=r"zero2\+pp2"):
+def test_every_schedule_is_right_or_refused(strategy: str) -> None:
+    allowed = []
+    for schedule in SCHEDULES:
+        case = Case(4, f"{strategy}+pp2", "own", accum=4, options=options(schedule))
+        if strategy == "fsdp" and schedule in ("interleaved-zero-bubble", "zbv"):
+            with pytest.raises(PlanError, match=r"zero2\+pp2"):
+                check_pipeline(case.plan, 4)
+        else:
             check_pipeline(case.plan, 4)
-        return
-    check_pipeline(case.plan, 4)
-    is_right(case)
+            allowed.append(case)
+    are_right(*allowed)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"])
-def test_recompute_is_right_or_refused(schedule: str, recompute: str) -> None:
-    case = Case(
-        2, "fsdp+pp2" if schedule.endswith("1f1b") else "zero2+pp2", "own", 4, options(schedule, recompute=recompute)
-    )
-    if not schedule.endswith("1f1b"):
+def test_recompute_is_right_or_refused() -> None:
+    allowed = []
+    for schedule, recompute in itertools.product(
+        ("1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"), ("full", "selective")
+    ):
+        strategy = "fsdp+pp2" if schedule.endswith("1f1b") else "zero2+pp2"
+        case = Case(2, strategy, "own", 4, options(schedule, recompute=recompute))
+        if schedule.endswith("1f1b"):
+            allowed.append(case)
+            continue
         with pytest.raises(PlanError, match="set recompute to none"):
             check_pipeline(case.plan, 4)
-        return
-    is_right(case)
+    are_right(*allowed)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble", "zbv"])
-def test_tied_embedding_over_one_data_rank(schedule: str) -> None:
-    is_right(Case(2, "ddp+pp2", "gpt2", accum=4, options=options(schedule)))
+def test_tied_embedding_over_one_data_rank() -> None:
+    schedules = ("1f1b", "interleaved-zero-bubble", "zbv")
+    are_right(*(Case(2, "ddp+pp2", "gpt2", accum=4, options=options(schedule)) for schedule in schedules))
 
 
 def test_tied_embedding_that_one_rank_would_hold_twice_is_refused() -> None:
     with pytest.raises(WorldError, match="use interleaved-zero-bubble"):
         run_world(train, 4, Case(4, "ddp+pp2", "gemma", accum=4, options=options("zbv")))
-    is_right(Case(4, "ddp+pp2", "gemma", accum=4, options=options("interleaved-zero-bubble")))
+    are_right(Case(4, "ddp+pp2", "gemma", accum=4, options=options("interleaved-zero-bubble")))
 
 
 def test_a_window_that_the_schedule_cannot_run_is_filled_up() -> None:
-    is_right(Case(2, "ddp+pp2", "own", accum=10, options=options("interleaved-1f1b")))  # the partial window has 5
+    are_right(Case(2, "ddp+pp2", "own", accum=10, options=options("interleaved-1f1b")))  # the partial window has 5
 
 
 class Head(nn.Module):
@@ -142,22 +141,22 @@ def session_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "schedule", "trained"),
-    [
+def test_frozen_stages() -> None:
+    two = [
         ("ddp+pp2", "1f1b", ["blocks.3", "head"]),
         ("ddp+pp2", "1f1b", ["tokens", "blocks.0"]),
+        ("ddp+pp2", "zbv", ["tokens", "blocks.0"]),
+    ]
+    four = [
         ("fsdp+pp2", "1f1b", ["blocks.3", "head"]),
         ("fsdp+pp2", "1f1b", ["tokens", "blocks.0"]),
         ("zero2+pp2", "interleaved-zero-bubble", ["blocks.3", "head"]),
         ("zero2+pp2", "interleaved-zero-bubble", ["blocks.1", "head"]),
-        ("ddp+pp2", "zbv", ["tokens", "blocks.0"]),
-    ],
-)
-def test_frozen_stages(strategy: str, schedule: str, trained: list[str]) -> None:
-    world = 4 if strategy.startswith(("fsdp", "zero2")) else 2
-    for error, name in run_world(frozen, world, strategy, schedule, trained):
-        assert error <= LIMIT, name
+    ]
+    for world, calls in ((2, two), (4, four)):
+        for call, found in zip(calls, run_each(frozen, world, calls), strict=True):
+            for error, name in found:
+                assert error <= LIMIT, (call, name)
 
 
 def shapes_and_evaluation(schedule: str) -> list[tuple[float, str]]:
@@ -199,11 +198,12 @@ def shapes_and_evaluation(schedule: str) -> list[tuple[float, str]]:
     return errors
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_micro_batches_of_any_shape_and_evaluation_between_steps(schedule: str) -> None:
-    for errors in run_world(shapes_and_evaluation, 2, schedule):
-        assert len(errors) == 7
-        assert max(errors)[0] <= LIMIT, errors
+def test_micro_batches_of_any_shape_and_evaluation_between_steps() -> None:
+    found = run_each(shapes_and_evaluation, 2, [(schedule,) for schedule in SCHEDULES])
+    for schedule, ranks in zip(SCHEDULES, found, strict=True):
+        for errors in ranks:
+            assert len(errors) == 7, schedule
+            assert max(errors)[0] <= LIMIT, (schedule, errors)
 
 
 def narrow(strategy: str, schedule: str = "1f1b", accum: int = 2) -> tuple[Any, Any]:
@@ -238,9 +238,10 @@ def test_bf16_is_close(strategy: str, world: int) -> None:
 
 def test_bf16_gradients_add_up_in_fp32_when_the_backward_is_split() -> None:
     whole: dict[str, torch.Tensor] = {}
-    for found, _ in run_world(narrow, 2, "zero2+pp2", "1f1b", 8):
+    plain, split = run_each(narrow, 2, [("zero2+pp2", "1f1b", 8), ("zero2+pp2", "zbv", 8)])
+    for found, _ in plain:
         whole |= found
-    for found, _ in run_world(narrow, 2, "zero2+pp2", "zbv", 8):
+    for found, _ in split:
         assert difference(found, whole) < 1e-5
 
 

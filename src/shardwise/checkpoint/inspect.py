@@ -21,7 +21,13 @@ from shardwise.checkpoint.format import (
     read_manifest,
     saved_steps,
 )
-from shardwise.checkpoint.storage.local_storage import Folder, RangeReader, file_sizes, folder_of, is_local
+from shardwise.checkpoint.storage.local_storage import (
+    Folder,
+    RangeReader,
+    file_sizes,
+    folder_of,
+    is_local,
+)
 from shardwise.errors import CheckpointError
 
 THREADS = 16  # requests to a server at once

@@ -40,6 +40,9 @@ class Ranks:
         return self.rank == 0
 
 
+_STAYING: dict[int, Ranks] = {}
+
+
 def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
     """Join the world that the environment describes, adopt a group that exists, or be a world of one.
 
@@ -102,8 +105,17 @@ def _place() -> Rendezvous | None:
         raise
 
 
+def leave_at_exit(ranks: Ranks) -> None:
+    """`leave` where the process ends, unless it was called before: what was left must not be kept, nor its threads."""
+    if ranks.control is not None:
+        _settle_at_exit()  # before the other one, as what is registered last runs first
+    _leave_rest_at_exit()
+    _STAYING[id(ranks)] = ranks
+
+
 def leave(ranks: Ranks) -> None:
     """Destroy what `join` made; a group that existed before stays."""
+    _STAYING.pop(id(ranks), None)
     if not dist.is_initialized():
         return
     made = ranks.control if ranks.owns_control and _registered(ranks.control) else None
@@ -123,6 +135,16 @@ def _registered(group: dist.ProcessGroup | None) -> bool:
         return dist.get_rank(group) >= 0
     except ValueError:
         return False
+
+
+@functools.cache
+def _leave_rest_at_exit() -> None:
+    atexit.register(_leave_rest)
+
+
+def _leave_rest() -> None:
+    for ranks in [*_STAYING.values()]:
+        leave(ranks)
 
 
 @functools.cache  # a process may leave many worlds, and ends once

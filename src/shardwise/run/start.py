@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.distributed.process_group import Ranks, join, leave
+from shardwise.distributed.process_group import Ranks, join, leave_at_exit
 from shardwise.environment import visible_devices
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import detect
@@ -92,7 +91,7 @@ def start(
 
         session.observers.append(EffectsProbe(on_receipt=print_receipt))
         DriftWatch.attach(session)
-    atexit.register(leave, ranks)  # and not the session, which would keep the model alive
+    leave_at_exit(ranks)  # and not the session, which would keep the model alive
     return session
 
 
