@@ -21,6 +21,7 @@ from shardwise.launch.deepspeed_import import (
 )
 from shardwise.launch.deepspeed_keys import AUTO, TABLES, Key
 from shardwise.launch.deepspeed_optimizer import read_training
+from shardwise.parallel import deepspeed_ready
 from shardwise.plan.adapter import AdapterOptions
 from shardwise.plan.deepspeed import STAGES
 from shardwise.plan.dims import ParallelDims, dims_for
@@ -526,7 +527,7 @@ def effective(documents: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any
     import warnings
 
     warnings.simplefilter("ignore")
-    import deepspeed
+    deepspeed = deepspeed_ready.import_deepspeed()  # which compiles no extension when the group is adopted: a minute of a compiler
     from deepspeed.runtime.config import DeepSpeedConfig
 
     deepspeed.init_distributed("gloo", verbose=False)
