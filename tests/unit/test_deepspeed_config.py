@@ -21,6 +21,7 @@ from shardwise.interop.deepspeed.import_config import (
 )
 from shardwise.interop.deepspeed.keys import AUTO, TABLES, Key
 from shardwise.interop.deepspeed.optimizer_section import read_training
+from shardwise.parallel.engines import deepspeed_available
 from shardwise.plan.deepspeed_stages import STAGES
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.lora_options import AdapterOptions
@@ -526,7 +527,9 @@ def effective(documents: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any
     import warnings
 
     warnings.simplefilter("ignore")
-    import deepspeed
+    deepspeed = (
+        deepspeed_available.import_deepspeed()
+    )  # which compiles no extension when the group is adopted: a minute of a compiler
     from deepspeed.runtime.config import DeepSpeedConfig
 
     deepspeed.init_distributed("gloo", verbose=False)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import eager
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardwise.distributed.comm_timer import WAITS
@@ -23,7 +26,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from tests.families import family
-from tests.worlds import run_world
+from tests.worlds import WorldError, run_world
 
 STEPS = 9
 SLEEP = 0.04
@@ -48,7 +51,13 @@ class Case:
 
 
 def run(case: Case) -> dict[str, Any] | None:
-    """Train; rank 0 returns the timing, the stopwatch of the same steps, and what was left behind."""
+    """Train; rank 0 returns the timing. What it changes is changed back."""
+    with pytest.MonkeyPatch.context() as patched, patch("torch._inductor.compile_fx.compile_fx", eager):
+        # where collectives become part of a graph is dynamo's; the graph itself may run as it is
+        return trained(case, patched)
+
+
+def trained(case: Case, patched: pytest.MonkeyPatch) -> dict[str, Any] | None:
     ranks = join("cpu")
     plan = Plan(
         strategy=case.strategy,
@@ -80,11 +89,12 @@ def run(case: Case) -> dict[str, Any] | None:
                 nap(name)
             return plain(*args, **kwargs)
 
-        setattr(owner, name, slower)
+        patched.setattr(owner, name, slower)
 
     for name in ("wait_for_unshard", "post_backward"):
         slow(FSDPParamGroup, name)
-    model = family("own", dtype=torch.float32)
+    layers = 2 * max(1, plan.dims.pp)
+    model = family("own", layers=layers, dtype=torch.float32)
     batch = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters()), batch)
     for owner, name in ((session.scaler, "unscale_"), (optimizer, "zero_grad")):
@@ -107,9 +117,7 @@ def run(case: Case) -> dict[str, Any] | None:
             nap("data")
             yield [(batch, batch)] * case.accum
 
-    watch = []
     for step in session.run_windows(windows(), limit=STEPS):
-        watch.append(time.perf_counter())
         step.run(model, token_loss_sum)
         nap("other")
         step.update(optimizer, clip_norm=1.0)
@@ -122,14 +130,29 @@ def run(case: Case) -> dict[str, Any] | None:
     assert attribution not in session.observers and attribution not in session.mail and not session.phase_watchers
     timing = attribution.timing()
     assert (timing is None) == (ranks.rank > 0)
-    if timing is None:
-        return None
-    return {"timing": timing.model_dump(), "watch_s": (watch[-1] - watch[3]) / (len(watch) - 4)}
+    session.close()
+    return None if timing is None else timing.model_dump()
 
 
-def timing_of(case: Case) -> tuple[Timing, float]:
-    found = run_world(run, case.world, case)[0]
-    return Timing(**found["timing"]), found["watch_s"]
+def run_all(cases: list[Case]) -> list[dict[str, Any] | None]:
+    return [run(case) for case in cases]
+
+
+@functools.cache
+def timings(strategy: str, world: int) -> dict[Case, dict[str, Any]]:
+    """Those of all cases of a strategy, one after another on the same ranks; none where one of them fails."""
+    cases = [case for case in (*CASES, *SLEEPING, *UNASKED, *REDUCING, *BETWEEN_STEPS) if not case.compile]
+    cases = [case for case in dict.fromkeys(cases) if (case.strategy, case.world) == (strategy, world)]
+    try:
+        return dict(zip(cases, run_world(run_all, world, cases, timeout_s=50.0)[0], strict=True))
+    except WorldError:
+        return {}
+
+
+def timing_of(case: Case) -> Timing:
+    """With the others of its strategy, or alone where one of them fails: each tells what is its own."""
+    found = timings(case.strategy, case.world)
+    return Timing(**(found[case] if case in found else run_world(run, case.world, case)[0]))
 
 
 CASES = [
@@ -147,11 +170,33 @@ CASES = [
     Case("ddp+pp2", accum=4),
     Case("fsdp+pp2", 4, accum=4, schedule="interleaved-1f1b"),
 ]
+PLACES = ("data", "forward", "backward", "other")
+ALL_LATE = [Case(strategy, sleep_in=where) for strategy in ("ddp", "fsdp", "ddp+tp2") for where in PLACES]
+ONE_LATE = [
+    Case(strategy, sleep_in=where, sleeper=1) for strategy in ("ddp", "fsdp", "zero1", "ddp+tp2") for where in PLACES
+]
+SLEEPING = [*ALL_LATE, *ONE_LATE]
+UNASKED = {
+    Case("fsdp", sleep_in="wait_for_unshard"): "exposed_dp",
+    Case("fsdp", sleep_in="post_backward"): "exposed_dp",
+    Case("fsdp", 1, sleep_in="wait_for_unshard"): "forward",
+    Case("fsdp", 1, sleep_in="post_backward"): "backward",
+    Case("ddp", 1, sleep_in="unscale_", precision="fp16"): "clip",
+    Case("ddp", 1, sleep_in="zero_grad"): "optimizer",
+}
+REDUCING = [Case(strategy, accum=3, every=every) for strategy in ("ddp", "fsdp") for every in (True, False)]
+STAGES_APART = Case("ddp+pp2", accum=2, sleep_in="backward")
+SAVING = Case("ddp", sleep_in="checkpoint")
+BETWEEN_STEPS = [STAGES_APART, SAVING]
+
+
+def name_of(case: Case) -> str:
+    return f"{case.strategy}-{case.sleep_in}-{case.world}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.recompute}-{case.accum}")
 def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
-    timing, _ = timing_of(case)
+    timing = timing_of(case)
     assert timing.steps == STEPS - timing.warm_up == STEPS - 3
     told = {part: found for part, found in timing.parts.items() if found is not None}
     assert sum(found.mean_s for found in told.values()) == pytest.approx(timing.step_s, rel=1e-6)
@@ -174,40 +219,27 @@ def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
     assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PARTS, *BETWEEN}
 
 
-@pytest.mark.parametrize("where", ["data", "forward", "backward", "other"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp+tp2"])
-def test_what_all_ranks_do_is_found_where_they_do_it(strategy: str, where: str):
-    timing, _ = timing_of(Case(strategy, sleep_in=where))
-    found = timing.parts[where]
+@pytest.mark.parametrize("case", ALL_LATE, ids=name_of)
+def test_what_all_ranks_do_is_found_where_they_do_it(case: Case):
+    timing = timing_of(case)
+    found = timing.parts[case.sleep_in]
     assert found is not None and SLEEP <= found.low_s < SLEEP * 1.9
     assert timing.seconds("slowest_rank") < SLEEP / 2
 
 
-@pytest.mark.parametrize("where", ["data", "forward", "backward", "other"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "ddp+tp2"])
-def test_what_one_rank_does_is_waited_for_by_the_others(strategy: str, where: str):
-    timing, _ = timing_of(Case(strategy, sleep_in=where, sleeper=1))
-    waited, own = timing.parts["slowest_rank"], timing.parts[where]
+@pytest.mark.parametrize("case", ONE_LATE, ids=name_of)
+def test_what_one_rank_does_is_waited_for_by_the_others(case: Case):
+    timing = timing_of(case)
+    waited, own = timing.parts["slowest_rank"], timing.parts[case.sleep_in]
     assert waited is not None and own is not None
     assert waited.highest_rank == 0 and SLEEP * 0.8 <= waited.high_s < SLEEP * 1.9
     assert own.highest_rank == 1 and own.high_s - own.low_s > SLEEP * 0.8
     assert timing.late_rank == 1 and timing.late_share is not None and timing.late_share > 0.8
 
 
-@pytest.mark.parametrize(
-    ("case", "part"),
-    [
-        (Case("fsdp", sleep_in="wait_for_unshard"), "exposed_dp"),
-        (Case("fsdp", sleep_in="post_backward"), "exposed_dp"),
-        (Case("fsdp", 1, sleep_in="wait_for_unshard"), "forward"),
-        (Case("fsdp", 1, sleep_in="post_backward"), "backward"),
-        (Case("ddp", 1, sleep_in="unscale_", precision="fp16"), "clip"),
-        (Case("ddp", 1, sleep_in="zero_grad"), "optimizer"),
-    ],
-    ids=lambda value: f"{value.sleep_in}-{value.world}" if isinstance(value, Case) else value,
-)
-def test_what_the_loop_did_not_ask_for_is_not_its_own_code(case: Case, part: str):
-    timing, _ = timing_of(case)
+@pytest.mark.parametrize("case", UNASKED, ids=name_of)
+def test_what_the_loop_did_not_ask_for_is_not_its_own_code(case: Case):
+    timing, part = timing_of(case), UNASKED[case]
     found = timing.parts[part]
     assert found is not None and found.low_s >= SLEEP
     for another in {"forward", "backward", "clip", "optimizer", "other"} - {part}:
@@ -215,14 +247,14 @@ def test_what_the_loop_did_not_ask_for_is_not_its_own_code(case: Case, part: str
 
 
 def test_a_stage_that_is_through_before_another_is_part_of_the_bubble():
-    timing, _ = timing_of(Case("ddp+pp2", accum=2, sleep_in="backward"))
+    timing = timing_of(STAGES_APART)
     bubble = timing.parts["pipeline"]
     assert bubble is not None and bubble.low_s > SLEEP * 0.8
     assert timing.seconds("slowest_rank") < SLEEP / 4
 
 
 def test_what_lies_between_steps_is_no_step_time():
-    timing, _ = timing_of(Case("ddp", sleep_in="checkpoint"))
+    timing = timing_of(SAVING)
     assert timing.between_s["checkpoint"] > SLEEP * 0.8  # none after the last step
     assert timing.between_s["evaluation"] == 0
     assert timing.stopwatch_s == pytest.approx(timing.step_s + timing.between_s["checkpoint"], rel=0.01)
@@ -230,15 +262,15 @@ def test_what_lies_between_steps_is_no_step_time():
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_reductions_before_the_last_micro_batch_are_counted(strategy: str):
-    timing, _ = timing_of(Case(strategy, accum=3, every=True))
+    timing = timing_of(Case(strategy, accum=3, every=True))
     assert timing.early_reduces == 2
     exposed = timing.parts["exposed_dp"]
     assert timing.early_reduce_s is not None and exposed is not None and timing.early_reduce_s > 0
-    assert timing_of(Case(strategy, accum=3))[0].early_reduces == 0
+    assert timing_of(Case(strategy, accum=3)).early_reduces == 0
 
 
 def test_what_the_compiler_hides_is_unknown_and_not_zero():
-    timing, _ = timing_of(Case("ddp+tp2", compile=True))
+    timing = timing_of(Case("ddp+tp2", compile=True))
     assert timing.parts["exposed_tp"] is None and "compiled" in timing.unmeasured["exposed_tp"]
     assert set(timing.unmeasured) == {"exposed_tp"}, "there is neither context parallel nor recompute"
     told = [found.mean_s for found in timing.parts.values() if found is not None]
