@@ -107,8 +107,6 @@ def _place() -> Rendezvous | None:
 
 def leave_at_exit(ranks: Ranks) -> None:
     """`leave` where the process ends, unless it was called before: what was left must not be kept, nor its threads."""
-    if ranks.control is not None:
-        _settle_at_exit()  # before the other one, as what is registered last runs first
     _leave_rest_at_exit()
     _STAYING[id(ranks)] = ranks
 
@@ -122,7 +120,7 @@ def leave(ranks: Ranks) -> None:
     if made is not None:
         say_left(made)
     if ranks.control is not None:
-        _settle_at_exit()
+        _settle()
     if ranks.owns_group:
         dist.destroy_process_group()
     elif made is not None:
@@ -147,18 +145,14 @@ def _leave_rest() -> None:
         leave(ranks)
 
 
-@functools.cache  # a process may leave many worlds, and ends once
-def _settle_at_exit() -> None:
-    atexit.register(_settle)
-
-
-def _settle(quiet_s: float = 0.02, limit_s: float = 2.0) -> None:
+def _settle(quiet_s: float = 0.005, limit_s: float = 2.0) -> None:
     """Wait until gloo's threads have let go of the tensors of the last messages.
 
-    A thread of PyTorch needs the interpreter for that, also after the message has arrived. One that asks for it while
-    the interpreter ends is taken down by it, and the process dies of ``terminate called without an active exception``
-    (seen in 7 of 60 runs on a machine with more processes than cores). Sleeping gives the interpreter away; threads
-    are at rest when none of them runs or wants to.
+    A thread of PyTorch needs the interpreter for that, also after the message has arrived. DDP's reducer, where it
+    holds the last reference to a group, waits for such a thread with the interpreter held, and the process hangs (1 of
+    30 runs). One that asks while the interpreter ends is taken down by it, and the process dies of ``terminate called
+    without an active exception`` (7 of 60 runs on a machine with more processes than cores). Sleeping gives the
+    interpreter away; threads are at rest when none of them runs or wants to.
     """
     end = time.monotonic() + limit_s
     looks = 0
