@@ -527,9 +527,7 @@ def effective(documents: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any
     import warnings
 
     warnings.simplefilter("ignore")
-    deepspeed = (
-        deepspeed_available.import_deepspeed()
-    )  # which compiles no extension when the group is adopted: a minute of a compiler
+    deepspeed = deepspeed_available.import_deepspeed()  # compiles no extension, which takes a minute
     from deepspeed.runtime.config import DeepSpeedConfig
 
     deepspeed.init_distributed("gloo", verbose=False)
