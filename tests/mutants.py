@@ -3,7 +3,7 @@
     python -m tests.mutants reach     # one run of all tests: which of them come by each place
     python -m tests.mutants try       # each mutant against the tests that come by it, the quickest first
 
-A mutant is one changed operator, constant or condition inside a function of ``parallel/``, ``train/`` or
+A mutant is one changed operator, constant or condition inside a function of ``distributed/``, ``optim/``, ``parallel/``, ``train/`` or
 ``checkpoint/``, drawn by a seed from all that there are. All of them stand in one copy of the package, and a file says
 which one is on; so what imports seconds is imported once, and a mutant costs what its tests cost. A test that fails, or
 a world that does not end, has found it. ``benchmarks/tests/mutants.json`` keeps each one and what became of it.
@@ -35,7 +35,7 @@ from tests.ledger import FOLDER
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwise"
-KINDS = ("parallel", "train", "checkpoint")
+KINDS = ("distributed", "optim", "parallel", "train", "checkpoint")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,

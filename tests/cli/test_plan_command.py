@@ -323,7 +323,7 @@ def test_a_narrow_terminal(capsys: pytest.CaptureFixture[str], llama: str) -> No
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     header = next(line.split() for line in lines if "strategy" in line)
-    assert header == ["strategy", "batch", "again", "memory", "step", "MFU"], "no name is cut"
+    assert header == ["strategy", "batch", "recompute", "memory", "step", "MFU"], "no name is cut"
 
 
 def test_what_cannot_be_measured_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

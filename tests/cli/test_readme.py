@@ -1,4 +1,4 @@
-"""README's sessions are run: each ``$`` command of a console block must print what stands under it.
+"""The sessions of README and of the first run are run: each ``$`` command of a console block must print what stands under it.
 
 Numbers that depend on the machine (rates, times, memory, the size of this Python's library) are masked on both sides;
 words, the batch equation and the receipts are compared as they are. What stands for ``...`` is not compared. Examples
@@ -17,8 +17,9 @@ import pytest
 from tests.cli import configs
 from tests.commands import shardwise
 
-README = (configs.ROOT / "README.md").read_text()
-SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", README)
+README, FIRST_RUN = ((configs.ROOT / name).read_text() for name in ("README.md", "docs/first-run.md"))
+SESSIONS = [*dict.fromkeys(re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", FIRST_RUN + README))]
+MOST_WORDS = 900
 MACHINE = re.compile(r"^(data|plan|step|held|done|\s+the simplest)|peak|activations|held-out bits")
 
 
@@ -75,3 +76,10 @@ def test_readme_has_the_two_commands_and_a_session() -> None:
     assert "make train" in README
     assert "make test" in README
     assert len(SESSIONS) >= 2
+    assert len(README.split()) <= MOST_WORDS
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in (configs.ROOT / "README.md", *(configs.ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"

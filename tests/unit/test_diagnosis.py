@@ -88,10 +88,10 @@ def test_a_clean_run_is_healthy_and_said_to_be(world: int) -> None:
 
 def test_only_computation_is_called_so() -> None:
     copied = diagnose(observed(timing({"transfer": 0.2}, {"transfer": 0.2})))[0].text
-    assert "32 % of a step" in copied and "the largest rest is host to device, 200 ms" in copied
+    assert "32 % of a step" in copied and "the largest remaining component is host to device, 200 ms" in copied
     evaluated = diagnose(observed(timing(between_s={"checkpoint": 0.0, "evaluation": 1.0})))[0].text
-    assert "9 % of a step" in evaluated and "the largest rest is evaluation, 1 s" in evaluated
-    assert "the largest rest is exposed communication, dp, 2 ms" in diagnose(observed(timing()))[0].text
+    assert "9 % of a step" in evaluated and "the largest remaining component is evaluation, 1 s" in evaluated
+    assert "the largest remaining component is exposed communication, dp, 2 ms" in diagnose(observed(timing()))[0].text
 
 
 def test_too_few_steps_are_not_judged() -> None:

@@ -290,7 +290,7 @@ def read_count(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise UserError(f"--tokens '{text}' is no number above 0; write it as 1e12, 300B or 1.5T")
+        raise UserError(f"--tokens '{text}' must be a positive number; write it as 1e12, 300B or 1.5T")
     return number
 
 

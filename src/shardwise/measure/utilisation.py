@@ -216,7 +216,7 @@ def utilisation_lines(found: Utilisation) -> list[str]:
     if found.executed_flops_per_s is not None:
         share = f", {found.hfu:.1%} of the peak (HFU)" if found.hfu is not None else ""
         lines.append(
-            f"executed FLOPs, with what is computed again: {rate_text(found.executed_flops_per_s)} a device{share}"
+            f"hardware FLOPs, including recomputation: {rate_text(found.executed_flops_per_s)} a device{share}"
         )
     lines += [_axis_line(axis, found.step_s) for axis in found.axes]
     lines += [f"{what} unknown: {why}" for what, why in found.unknown.items()]

@@ -23,7 +23,7 @@ from shardwise.units import bytes_text, count_text, seconds_text
 ROWS, REASONS = 12, 8
 BAR, NARROW_BAR = 16, 10
 WIDE = 100  # columns of a terminal
-RECOMPUTE = {"none": "–", "selective": "sel.", "full": "full"}
+RECOMPUTE = {"none": "–", "selective": "selective", "full": "full"}
 AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline"}
 
 
@@ -96,7 +96,7 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0) if width < WIDE else (0, 2, 0, 0), header_style="bold")
     table.add_column("")
     table.add_column("strategy", overflow="ellipsis", no_wrap=True)
-    for name in ("batch", "again"):
+    for name in ("batch", "recompute"):
         table.add_column(name, justify="right", no_wrap=True, min_width=5)
     bars = BAR if width >= WIDE else NARROW_BAR
     table.add_column("device memory" if bars >= BAR else "memory", no_wrap=True, min_width=bars + 1)
@@ -210,7 +210,7 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: 
     others = [c for c in result.candidates if c is not best]
     ties = [c.plan.strategy for c in others if c.tie]
     if ties:
-        return f"Not told apart from it in speed: {', '.join(ties[:3])}."
+        return f"Indistinguishable in predicted speed: {', '.join(ties[:3])}."
     return f"Next comes {others[0].plan.strategy}: {others[0].reason}." if others else ""
 
 

@@ -13,7 +13,7 @@ def timing_table(timing: Timing) -> Table:
     rate = "" if timing.tokens_per_s is None else f", {count_text(timing.tokens_per_s)} tokens/s"
     ranks = "1 rank" if timing.world_size == 1 else f"{timing.world_size} ranks"
     table = Table(
-        title=f"where a step's {milliseconds(timing.step_s)} went: {timing.steps} steps, {ranks}{rate}",
+        title=f"step time breakdown ({milliseconds(timing.step_s)}): {timing.steps} steps, {ranks}{rate}",
         title_justify="left",
         title_style="bold",
     )
