@@ -88,7 +88,7 @@ def train_on_others(strategy: str, from_step: int) -> None:
 @pytest.mark.parametrize("strategy", ["ddp+tp2", "ddp+pp2", "ddp+cp2"])
 @pytest.mark.parametrize("from_step", [0, 2])
 def test_other_samples_within_a_group_are_refused(strategy: str, from_step: int) -> None:
-    with pytest.raises(WorldError, match=rf"ranks 0 and 1 work on the same samples under {re.escape(strategy)}"):
+    with pytest.raises(WorldError, match=rf"ranks 0 and 1 must see the same samples under {re.escape(strategy)}"):
         run_world(train_on_others, 2, strategy, from_step)
 
 

@@ -319,7 +319,7 @@ def other_samples() -> None:
 
 
 def test_stages_that_got_other_samples_are_told_so() -> None:
-    with pytest.raises(WorldError, match=r"ranks 0 and 1 work on the same samples under ddp\+pp2"):
+    with pytest.raises(WorldError, match=r"ranks 0 and 1 must see the same samples under ddp\+pp2"):
         run_world(other_samples, 2)
 
 

@@ -85,9 +85,9 @@ def plan(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample.", min=1, max=2**27)] = None,
     global_batch: Annotated[int | None, typer.Option(help="Samples of a step, all devices.", min=1, max=2**24)] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 1e12 or 300B.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="Pin it, such as fsdp+tp2; costed fitting or not.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Pin it: samples of a forward.", min=1, max=2**24)] = None,
-    recompute: Annotated[str | None, typer.Option(help="Pin it: none, selective or full.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="Only this strategy, such as fsdp+tp2, even if unfit.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples of a forward on a rank.", min=1, max=2**24)] = None,
+    recompute: Annotated[str | None, typer.Option(help="Recompute mode: none, selective or full.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; bf16 where the GPU has it.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd or adafactor.")] = "adamw",
     optimizer_in_backward: InBackward = False,
@@ -96,7 +96,7 @@ def plan(
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks run under torch.compile.")] = False,
     loss: Annotated[str, typer.Option(help="plain or fused: a fused loss keeps logits narrow.")] = "plain",
     loss_chunks: Annotated[int, typer.Option(help="Parts that logits are made in.", min=1, max=2**16)] = 1,
-    framework_overhead: Annotated[str, typer.Option(help="Context, communicators, host time: on, off.")] = "on",
+    framework_overhead: Annotated[str, typer.Option(help="CUDA context, NCCL buffers, launches: on, off.")] = "on",
     price: Annotated[Path | None, typer.Option(help="TOML file of your own prices: A100-80GB = 1.89 ($/h).")] = None,
     calibration: Calibration = None,
     prove: Annotated[bool, typer.Option("--prove", help="Run the plan's program under fake tensors.")] = False,
@@ -397,7 +397,7 @@ def bench_checkpoint(
     folder: Annotated[Path | None, typer.Option(help="Folder on the disk to be measured; --output.")] = None,
     json: Json = False,
 ) -> None:
-    """What saving costs: raw disk write, ours, PyTorch DCP, torch.save; seconds, stall and dip of a real training.
+    """Benchmark checkpoint saving against DCP, torch.save and the raw disk: time, stall, and effect on step time.
 
     Example: shardwise bench checkpoint --size 1 --rounds 7
     """
@@ -492,7 +492,7 @@ def merge_lora(
     check: Annotated[bool, typer.Option(help="Compare outputs with base and adapters, and every tensor.")] = True,
     json: Json = False,
 ) -> None:
-    """Put the adapters of a run into the weights of their base: a Hugging Face folder, and show that it is the same.
+    """Merge the LoRA adapters of a run into their base model, as a Hugging Face folder, and verify the result.
 
     Example: shardwise checkpoint merge-lora runs/lora -o my-model
     """

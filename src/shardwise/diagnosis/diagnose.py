@@ -102,7 +102,8 @@ def healthy(case: Case) -> Finding:
     largest = max(rest, key=lambda name: rest[name], default="")
     text = f"Healthy: {percent(case.share(compute))} of a step of {span(case.whole_s)} is computation"
     if largest and rest[largest] > 0:
-        text += f"; the largest remaining component is {largest}, {span(rest[largest])} ({percent(case.share(rest[largest]))})"
+        size = f"{span(rest[largest])} ({percent(case.share(rest[largest]))})"
+        text += f"; the largest remaining component is {largest}, {size}"
     seen = f"{timing.steps} steps after {timing.warm_up} of warm-up, {timing.world_size} rank"
     evidence = [seen + "s" * (timing.world_size > 1)]
     if case.observed.mfu is not None:

@@ -43,7 +43,7 @@ def check_same_batches(sums: Sequence[int], plan: Plan) -> None:
         other = first.setdefault(plan.dims.place(rank).dp, rank)
         if mine != sums[other]:
             raise DataError(
-                f"ranks {other} and {rank} work on the same samples under {plan.strategy}, and the loader gave them "
-                "others: give every rank a loader over the same data that shuffles, masks and augments alike (a "
-                "generator of its own with the same seed), and leave the dealing out to session.steps"
+                f"ranks {other} and {rank} must see the same samples under {plan.strategy}, and received different "
+                "ones. Use the same DataLoader on every rank (same data, order, masks and augmentation: a generator of "
+                "its own with the same seed); session.steps shards the batches"
             )

@@ -44,6 +44,9 @@ def stages_of(schedule: PipelineSchedule) -> int:
     return 1 if schedule in ("gpipe", "1f1b") else 2
 
 
+_NO_EFFECT = "gradient_sync = 'every' has no effect; remove it"
+
+
 class Plan(BaseModel):
     """How one global batch is computed: the strategy, the degrees, the batch split, the precision.
 
@@ -185,9 +188,9 @@ def axis_problems(plan: Plan) -> list[str]:
         if getattr(strategy, axis) > 1 and getattr(strategy, axis) != getattr(dims, axis)
     ]
     if plan.gradient_sync == "every" and not strategy.shards_parameters:
-        wrong.append(f"{strategy} keeps full gradients, so gradient_sync = 'every' has no effect; remove it")
+        wrong.append(f"{strategy} keeps full gradients: {_NO_EFFECT}")
     if plan.gradient_sync == "every" and strategy.pp > 1:
-        wrong.append(f"{strategy} reduces gradients after the last micro batch, so gradient_sync = 'every' has no effect; remove it")
+        wrong.append(f"{strategy} reduces gradients after the last micro batch: {_NO_EFFECT}")
     absent = [axis for axis in ("pp", "cp", "tp") if getattr(strategy, axis) == 1]
     absent += [] if strategy.shards_parameters else ["dp_shard"]
     absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []
@@ -228,7 +231,7 @@ def engine_problems(plan: Plan) -> list[str]:
     if plan.prefetch > 1:
         wrong.append(f"{strategy} gathers ahead by elements, not by blocks; take 'prefetch' out")
     if plan.gradient_sync == "every":
-        wrong.append(f"{strategy} reduces gradients as its ZeRO stage does, so gradient_sync = 'every' has no effect; remove it")
+        wrong.append(f"{strategy} reduces gradients as its ZeRO stage does: {_NO_EFFECT}")
     if strategy.nvme and not plan.nvme_path:
         wrong.append(f"{strategy} swaps to a drive: set parallel.nvme_path (nvme_path in a plan) to a folder on it")
     if not strategy.nvme and plan.nvme_path:

@@ -70,7 +70,8 @@ def _verdict(question: Question, best: Candidate, ranked: Sequence[Candidate]) -
     if fastest is best:
         return f"the fastest of {len(fitting)} that fit: {speed}; {room}"
     gap = best.time.step_s / fastest.time.step_s - 1 if fastest.time else 0.0
-    return f"simpler than {fastest.plan.strategy}, and within {gap:.1%} of its step time (less than the model can tell apart): {speed}; {room}"
+    close = f"within {gap:.1%} of its step time (less than the model can tell apart)"
+    return f"simpler than {fastest.plan.strategy}, and {close}: {speed}; {room}"
 
 
 def room_text(memory: Estimate, usable: int | None) -> str:
