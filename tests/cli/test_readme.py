@@ -1,4 +1,4 @@
-"""The sessions of README and of the first run are run: each ``$`` command of a console block must print what stands under it.
+"""The sessions of README and of the first run: each ``$`` command of a console block must print what stands under it.
 
 Numbers that depend on the machine (rates, times, memory, the size of this Python's library) are masked on both sides;
 words, the batch equation and the receipts are compared as they are. What stands for ``...`` is not compared. Examples

@@ -121,8 +121,8 @@ def _mixing_problems(module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tup
     if failure:
         return [f"the model's forward does not run on {prime} tokens ({failure}); {_WITHOUT}"]
     problems = [
-        f"'{site or 'the model'}' mixes tokens outside of attention ({what}), and context parallel shards the sequence; "
-        f"{_WITHOUT}"
+        f"'{site or 'the model'}' mixes tokens outside of attention ({what}), and context parallel shards "
+        f"the sequence; {_WITHOUT}"
         for site, what in list(seen.found.items())[:3]
     ]
     if positions is not None and not seen.positions_read:
