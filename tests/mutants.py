@@ -5,8 +5,9 @@
 
 A mutant is one changed operator, constant or condition inside a function of ``distributed/``, ``optim/``,
 ``parallel/``, ``train/`` or ``checkpoint/``, drawn by a seed from all that there are. All of them stand in one copy of
-the package, and a file says which one is on; so what imports seconds is imported once, and a mutant costs what its tests cost. A test that fails, or
-a world that does not end, has found it. ``benchmarks/tests/mutants.json`` keeps each one and what became of it.
+the package, and a file says which one is on; so what imports seconds is imported once, and a mutant costs what its
+tests cost. A test that fails, or a world that does not end, has found it. ``benchmarks/tests/mutants.json`` keeps each
+one and what became of it.
 """
 
 from __future__ import annotations
