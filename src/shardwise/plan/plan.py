@@ -7,63 +7,36 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.parallel_options import (
+    OPTION_DEFAULTS,
+    OPTION_SPECS,
+    ParallelOptions,
+    StepOptions,
+    changed,
+    without_effect,
+)
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 
 RunPrecision = Literal["fp32", "bf16", "fp16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are planned, not run
 Recompute = Literal["none", "selective", "full"]
-GradientSync = Literal["last", "every"]
 DeviceType = Literal["cpu", "cuda"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
-
-# came later than the first plans did: left out of the fingerprint where they are as those plans were run
-_LATER: dict[str, object] = {
-    "gradient_sync": "last",
-    "sequence_parallel": True,
-    "loss_parallel": False,
-    "pipeline_schedule": "1f1b",
-    "virtual_stages": 1,
-    "compile": False,
-    "async_tp": False,
-    "tp_styles": {},
-    "prefetch": 1,
-    "loss_chunks": 1,
-    "adapter": None,
-    "optimizer_in_backward": False,
-}
-
-
-def stages_of(schedule: PipelineSchedule) -> int:
-    """Pipeline stages of a rank that a schedule needs at least."""
-    return 1 if schedule in ("gpipe", "1f1b") else 2
-
 
 _NO_EFFECT = "gradient_sync = 'every' has no effect; remove it"
 
 
-class Plan(BaseModel):
-    """How one global batch is computed: the strategy, the degrees, the batch split, the precision.
+class Plan(StepOptions, ParallelOptions):
+    """How one global batch is computed: the strategy, the degrees, the batch split, the precision, the options.
 
     ``micro_batch`` and ``global_batch`` count samples; ``seq_len`` counts tokens (``None`` where samples are
-    no sequences). ``gradient_sync`` is for sharded strategies that accumulate: ``last`` reduces gradients after the
-    last micro batch only and keeps whole ones until then, ``every`` reduces after each and keeps shards: more
-    traffic, no whole gradient in memory.
-
-    With tensor parallel, ``sequence_parallel`` cuts what lies between its regions along the sequence, ``loss_parallel``
-    leaves logits cut over the vocabulary (the loss must know how to take them), ``tp_styles`` names how linear layers
-    are cut (pattern of names to ``colwise``, ``rowwise``, ``replicate``; found by itself if empty), and ``async_tp``
-    overlaps its collectives with matrix products (compiled, on GPUs). With pipeline parallel, ``pipeline_schedule``
-    names the order of micro batches and ``virtual_stages`` the stages of each rank. ``compile`` runs ``torch.compile``
-    on each block, and ``prefetch`` is how many blocks ahead sharded weights are gathered. ``loss_chunks`` is
-    how many parts a micro batch's logits are made in, never more than one at once. ``optimizer_in_backward``
-    steps each parameter as soon as its gradient is final, and frees the gradient. ``nvme_path`` is the folder on
-    the drive that ``+nvme`` swaps to, and ``reason`` says why this plan was chosen: neither is part of the fingerprint.
+    not sequences). `ParallelOptions` and `StepOptions` declare the options. ``reason`` says why this plan was
+    chosen: like ``nvme_path`` it is not part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,20 +49,8 @@ class Plan(BaseModel):
     seq_len: int | None = Field(default=None, ge=1)
     precision: Precision = "fp32"
     recompute: Recompute = "none"
-    gradient_sync: GradientSync = "last"
-    sequence_parallel: bool = True
-    loss_parallel: bool = False
-    pipeline_schedule: PipelineSchedule = "1f1b"
-    virtual_stages: int = Field(default=1, ge=1)
-    compile: bool = False
-    async_tp: bool = False
-    tp_styles: dict[str, str] = {}
-    prefetch: int = Field(default=1, ge=1)
-    loss_chunks: int = Field(default=1, ge=1)
-    optimizer_in_backward: bool = False
     adapter: AdapterOptions | None = None
     device: DeviceType = "cpu"
-    nvme_path: str | None = None
     reason: str = ""
 
     @property
@@ -105,9 +66,11 @@ class Plan(BaseModel):
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits over everything that changes what is computed."""
-        facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", "nvme_path"})
+        unseen = {name for name, spec in OPTION_SPECS.items() if not spec.computes}
+        facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", *unseen})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are one thing
-        facts = {key: value for key, value in facts.items() if key not in _LATER or value != _LATER[key]}
+        later = OPTION_DEFAULTS | {"adapter": None}  # than the first plans: left out where they are as those were run
+        facts = {key: value for key, value in facts.items() if key not in later or value != later[key]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -196,16 +159,12 @@ def axis_problems(plan: Plan) -> list[str]:
     absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []
     found = {axis: getattr(dims, axis) for axis in absent}
     wrong += [f"{strategy} has no {axis} axis, but dims say {axis} {n}" for axis, n in found.items() if n > 1]
-    needs = dict.fromkeys(("loss_parallel", "sequence_parallel", "tp_styles", "async_tp"), ("+tp", strategy.tp > 1))
-    needs |= dict.fromkeys(("pipeline_schedule", "virtual_stages"), ("+pp", strategy.pp > 1))
-    needs["prefetch"] = ("sharded parameters (zero2, fsdp, hsdp)", strategy.shards_parameters)
-    moot = [key for key, (_, there) in needs.items() if not there and getattr(plan, key) != _LATER[key]]
     if plan.adapter is not None and strategy.adapter == "none":
-        wrong.append(f"'adapter' does nothing under {strategy}; name a strategy with +lora or +qlora, or take it out")
+        wrong.append(f"'adapter' does nothing under {strategy}; name a strategy with +lora or +qlora, or remove it")
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
     wrong += engine_problems(plan) if strategy.engine == "deepspeed" else []
-    return wrong + [f"'{key}' does nothing without {needs[key][0]}; take it out" for key in moot]
+    return wrong + without_effect(changed(dict(plan)), strategy)
 
 
 def chunk_problems(plan: Plan) -> list[str]:
@@ -234,8 +193,6 @@ def engine_problems(plan: Plan) -> list[str]:
         wrong.append(f"{strategy} reduces gradients as its ZeRO stage does: {_NO_EFFECT}")
     if strategy.nvme and not plan.nvme_path:
         wrong.append(f"{strategy} swaps to a drive: set parallel.nvme_path (nvme_path in a plan) to a folder on it")
-    if not strategy.nvme and plan.nvme_path:
-        wrong.append("'nvme_path' does nothing without +nvme; take it out")
     return wrong
 
 

@@ -15,7 +15,8 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.plan import GradientSync, Precision, Recompute
+from shardwise.plan.parallel_options import GradientSync
+from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.problem import usable_bytes

@@ -6,28 +6,18 @@ import logging
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from shardwise.errors import ConfigError, DataError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.parallel_options import CONFIG_KEYS
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import check_degrees
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
-
-# keys of [parallel] that a plan takes over under the same name
-OPTIONS = (
-    "sequence_parallel",
-    "loss_parallel",
-    "tp_styles",
-    "async_tp",
-    "pipeline_schedule",
-    "virtual_stages",
-    "compile",
-    "prefetch",
-)
 
 
 def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
@@ -52,7 +42,7 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             f"set parallel.device={plan.device} where there is one, or make a new plan"
         )
     given = {
-        **{f"parallel.{key}": (getattr(parallel, key), getattr(plan, key)) for key in OPTIONS},
+        **{key: (attrgetter(key)(config), getattr(plan, name)) for name, key in CONFIG_KEYS.items()},
         "parallel.strategy": (config.parallel.strategy, plan.strategy),
         "parallel.precision": (config.parallel.precision, plan.precision),
         "parallel.recompute": (config.parallel.recompute, plan.recompute),
@@ -61,9 +51,6 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         "train.global_batch": (config.train.global_batch, plan.global_batch),
         "train.micro_batch": (config.train.micro_batch, plan.micro_batch),
         "train.grad_accum": (config.train.grad_accum, plan.grad_accum),
-        "train.loss_chunks": (config.train.loss_chunks, plan.loss_chunks),
-        "parallel.nvme_path": (config.parallel.nvme_path, plan.nvme_path),
-        "optimizer.in_backward": (config.optimizer.in_backward, plan.optimizer_in_backward),
     }
     if plan.parsed.adapter != "none":
         adapter = plan.adapter or AdapterOptions()

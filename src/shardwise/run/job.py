@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.model.facts import ModelSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.plan import Plan, axis_problems, split_batch, stages_of
+from shardwise.plan.parallel_options import CONFIG_KEYS
+from shardwise.plan.plan import Plan, axis_problems, split_batch
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.run.calibration import corrected_costs, read_links
 from shardwise.run.checks import (
-    OPTIONS,
     adapter_of,
     check_engine,
     check_model_path,
@@ -210,30 +211,16 @@ def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
     if stages == 1 or cluster.device != "cpu" or train.micro_batch or train.grad_accum or train.global_batch is None:
         return train.grad_accum
     share = train.global_batch // data_ranks(config, cluster)
-    most = 4 * stages * (parallel.virtual_stages or stages_of(parallel.pipeline_schedule))
+    most = 4 * stages * parallel.stages_per_rank
     return max((n for n in range(1, min(share, most) + 1) if share % n == 0), default=None)
 
 
 def with_options(plan: Plan, config: Config) -> Plan:
     """A plan that was chosen, with what ``[parallel]`` says about how its axes are run, and the loss's chunks."""
-    parallel, dims = config.parallel, plan.dims
-    update: dict[str, Any] = {
-        "compile": parallel.compile,
-        "loss_chunks": config.train.loss_chunks,
-        "optimizer_in_backward": config.optimizer.in_backward,
-    }
+    update = {name: attrgetter(key)(config) for name, key in CONFIG_KEYS.items() if not key.startswith("parallel.")}
+    update |= config.parallel.options_for(plan.parsed)
     if plan.parsed.adapter != "none":
         update["adapter"] = config.lora.options
-    if dims.tp > 1:
-        keys = ("sequence_parallel", "loss_parallel", "tp_styles", "async_tp")
-        update |= {key: getattr(parallel, key) for key in keys}
-    if dims.pp > 1:
-        schedule = parallel.pipeline_schedule
-        update |= {"pipeline_schedule": schedule, "virtual_stages": parallel.virtual_stages or stages_of(schedule)}
-    if plan.parsed.shards_parameters:
-        update["prefetch"] = parallel.prefetch
-    if plan.parsed.nvme:
-        update["nvme_path"] = parallel.nvme_path
     return plan.model_copy(update=update)
 
 
@@ -322,15 +309,16 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
 
 
 def _given_options(config: Config) -> dict[str, Any]:
-    """The options of the plan's axes that the config names, the loss's chunks and the adapters."""
-    parallel = config.parallel
-    named = {key: getattr(parallel, key) for key in OPTIONS if key in parallel.model_fields_set}
-    if "pipeline_schedule" in named:
-        named["virtual_stages"] = parallel.virtual_stages or stages_of(parallel.pipeline_schedule)
-    named["loss_chunks"] = config.train.loss_chunks
-    named["optimizer_in_backward"] = config.optimizer.in_backward
-    named["adapter"] = None if adapter_of(config) == "none" else config.lora.options
-    return {key: value for key, value in named.items() if value is not None}
+    """The options that the config names, the loss's chunks and the adapters."""
+    given = {
+        name: value
+        for name, key in CONFIG_KEYS.items()
+        if (value := attrgetter(key)(config)) is not None
+        and (not key.startswith("parallel.") or name in config.parallel.model_fields_set)
+    }
+    if "pipeline_schedule" in given:
+        given["virtual_stages"] = config.parallel.stages_per_rank
+    return given if adapter_of(config) == "none" else given | {"adapter": config.lora.options}
 
 
 def _fixed_choice(

@@ -11,6 +11,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.divisibility import context_fits, context_problem, length_problem, tensor_problem
+from shardwise.plan.parallel_options import StepOptions, changed
 from shardwise.plan.plan import Plan, Recompute, axis_problems
 from shardwise.plan.strategy import BASES, DEGREES, SHARDED, Base, Strategy
 from shardwise.plan.workload import Workload
@@ -20,7 +21,6 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 LEAST_TOKENS = 2048  # of one sample on a rank, below which context parallel is not tried unless it is pinned
 IMBALANCE = 1.1  # the longest pipeline stage over the mean, in blocks, above which a degree is not tried
 TENSOR_DEGREES = (1, 2, 4, 8, 16)
-OPTIONS: dict[str, object] = {"optimizer_in_backward": False, "loss_chunks": 1}  # that some strategies do not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def with_options(
     Raises:
         PlanError: all are refused.
     """
-    names = [name for name, default in OPTIONS.items() if pins.options.get(name, default) != default]
+    names = [name for name in changed(pins.options) if name in StepOptions.model_fields]
     allowed, refused = [], list[Refusal]()
     for layout in found if names else ():
         wrong = [line for line in axis_problems(plan_of(layout)) if any(name in line for name in names)]

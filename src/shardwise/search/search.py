@@ -17,8 +17,9 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.dims import ParallelDims
-from shardwise.plan.plan import GradientSync, Plan, Recompute
+from shardwise.plan.parallel_options import GradientSync, has_effect
+from shardwise.plan.plan import Plan, Recompute
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.cost_inputs_of_plan import adapter_of
@@ -134,16 +135,14 @@ def plan_for(question: Question, layout: Layout, micro: int, recompute: Recomput
         gradient_sync=sync if layout.share > micro else "last",
         device=question.cluster.device,
         adapter=adapter_of(question.pins, question.workload) if layout.strategy.adapter != "none" else None,
-        **axis_options(question.pins, layout.dims),
+        **axis_options(question.pins, layout.strategy),
     )
 
 
-def axis_options(pins: Pins, dims: ParallelDims) -> dict[str, Any]:
+def axis_options(pins: Pins, strategy: Strategy) -> dict[str, Any]:
     """How the axes that a plan has are run: as ``train`` does, or as is pinned."""
-    axes = dict.fromkeys(("sequence_parallel", "loss_parallel", "async_tp"), dims.tp)
-    axes |= dict.fromkeys(("pipeline_schedule", "virtual_stages"), dims.pp)
     wanted = {"loss_parallel": True} | {key: value for key, value in pins.options.items() if key != "adapter"}
-    return {key: value for key, value in wanted.items() if axes.get(key, 2) > 1}
+    return {name: value for name, value in wanted.items() if has_effect(name, strategy)}
 
 
 def fitting_options(question: Question, layout: Layout) -> list[Option]:

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shardwise.document import MOST_DEEP, parse_toml, read_toml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.plan import PipelineSchedule, Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
+from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
+from shardwise.plan.plan import Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.train.config_problems import explain
 from shardwise.train.config_values import (
@@ -125,7 +126,7 @@ class OptimizerTable(Table):
     warmup_steps: Count = 0
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
     clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' is no limit")
-    in_backward: bool = Field(False, description="step each parameter as soon as its gradient is final, and free that")
+    in_backward: bool = option_field("optimizer_in_backward")
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
@@ -181,7 +182,7 @@ class TrainTable(Table):
     global_batch: Batch | None = Field(None, description="samples per optimizer step over all ranks")
     micro_batch: Batch | None = Field(None, description="samples per forward on one rank")
     grad_accum: Batch | None = Field(None, description="micro batches per optimizer step on one rank")
-    loss_chunks: Few = Field(1, description="parts that a micro batch's logits are made in, one at a time")
+    loss_chunks: Few = option_field("loss_chunks")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: RunFolder = Field("runs/default", description="run folder")
     log_every: Positive = 1
@@ -227,8 +228,8 @@ class TrainTable(Table):
         return []
 
 
-class ParallelTable(Table):
-    """``[parallel]``: the strategy and what it runs on."""
+class ParallelTable(ParallelOptions, Table):
+    """``[parallel]``: the strategy and what it runs on; `ParallelOptions` are its other keys."""
 
     strategy: str = "auto"
     nproc: Ranks | None = Field(None, description="ranks on this machine; a GPU each, or two on CPU if left out")
@@ -237,50 +238,21 @@ class ParallelTable(Table):
     dp_shard: Positive | None = None
     precision: RunPrecision = "fp32"
     recompute: Recompute = "none"
-    sequence_parallel: bool = Field(True, description="+tp: cut what lies between its regions along the sequence")
-    loss_parallel: bool = Field(True, description="+tp: logits stay cut over the vocabulary up to the loss")
-    tp_styles: dict[str, str] = Field(
-        default_factory=dict,
-        description="+tp: patterns of linear layers to colwise, rowwise or replicate; found by itself if left out",
-    )
-    async_tp: bool = Field(False, description="+tp: overlap its collectives with matrix products (compiled, on GPUs)")
-    pipeline_schedule: PipelineSchedule = Field("1f1b", description="+pp: the order of micro batches")
-    virtual_stages: Few | None = Field(None, description="+pp: stages of a rank; what the schedule needs if left out")
-    compile: bool = Field(False, description="torch.compile on each block")
-    prefetch: Few = Field(1, description="blocks ahead of which sharded weights are gathered")
-    nvme_path: Named | None = Field(
-        None, description="+nvme: folder on the drive that weights and states are swapped to"
-    )
+    loss_parallel: bool = option_field("loss_parallel", default=True)  # the loss of ``train`` takes sharded logits
+    nvme_path: Named | None = option_field("nvme_path")
     threads: Ranks | None = Field(None, description="CPU threads of a rank; the cores divided by the ranks if left out")
 
     @model_validator(mode="after")
     def _strategy_exists(self) -> Self:
         if self.strategy != "auto":
             try:
-                runnable_strategy(self.strategy)
+                strategy = runnable_strategy(self.strategy)
             except PlanError as error:
                 raise ValueError(*error.problems) from None
-            self._nothing_is_ignored(parse_strategy(self.strategy))
+            given = [name for name in ParallelOptions.model_fields if name in self.model_fields_set]
+            if problems := without_effect(given, strategy):
+                raise ValueError(*problems)
         return self
-
-    def _nothing_is_ignored(self, strategy: Strategy) -> None:
-        needs = {
-            "sequence_parallel": ("+tp", strategy.tp > 1),
-            "loss_parallel": ("+tp", strategy.tp > 1),
-            "tp_styles": ("+tp", strategy.tp > 1),
-            "async_tp": ("+tp", strategy.tp > 1),
-            "pipeline_schedule": ("+pp", strategy.pp > 1),
-            "virtual_stages": ("+pp", strategy.pp > 1),
-            "prefetch": ("sharded parameters (zero2, fsdp, hsdp)", strategy.shards_parameters),
-            "nvme_path": ("+nvme", strategy.nvme),
-        }
-        moot = [
-            f"'{key}' does nothing without {what}; take it out"
-            for key, (what, there) in needs.items()
-            if key in self.model_fields_set and not there
-        ]
-        if moot:
-            raise ValueError(*moot)
 
 
 class LoraTable(Table):

@@ -18,7 +18,8 @@ from shardwise.errors import PlanError
 from shardwise.model.read import find_blocks
 from shardwise.parallel.pipeline_parallel.schedule import check_pipeline
 from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan
-from shardwise.plan.plan import PipelineSchedule, Plan
+from shardwise.plan.parallel_options import PipelineSchedule
+from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
 from shardwise.train.optimizer import build_optimizer
 

@@ -16,7 +16,8 @@ from typing import Literal
 
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
-from shardwise.plan.plan import PipelineSchedule, Plan
+from shardwise.plan.parallel_options import PipelineSchedule
+from shardwise.plan.plan import Plan
 from shardwise.plan.stage_balance import balanced_stages, even_stages
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload

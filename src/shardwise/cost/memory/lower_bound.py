@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 from shardwise.cost.memory.activations import UnitBytes, unit_bytes
 from shardwise.cost.memory.local_shapes import (
@@ -23,6 +24,7 @@ from shardwise.cost.memory.local_shapes import (
     unit_weights,
 )
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 
@@ -33,6 +35,9 @@ class BytesLine:
 
     fixed: float
     each: float = 0.0
+
+
+_OPTIONS = attrgetter(*sorted(OPTION_SPECS.keys() - {"tp_styles"}))  # styles are not costed, and no keys of a cache
 
 
 class _Key:
@@ -53,13 +58,7 @@ class _Key:
             dims.cp,
             plan.precision,
             plan.recompute,
-            plan.gradient_sync,
-            plan.sequence_parallel,
-            plan.loss_parallel,
-            plan.loss_chunks,
-            plan.optimizer_in_backward,
-            plan.pipeline_schedule,
-            plan.virtual_stages,
+            *_OPTIONS(plan),
             plan.device,
             min(plan.grad_accum, dims.pp + 1),
             workload.optimizer,

@@ -21,6 +21,7 @@ from shardwise.interop.deepspeed.keys import AUTO, TABLES, Key
 from shardwise.interop.deepspeed.optimizer_section import FileKey, ImportedTraining, read_training
 from shardwise.plan.deepspeed_stages import deepspeed_config
 from shardwise.plan.dims import dims_for
+from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.plan.plan import DeviceType, Plan, axis_problems, plan_problems
 from shardwise.plan.strategy import Engine, Strategy, parse_strategy
 
@@ -36,12 +37,7 @@ BESIDE_KEYS = frozenset(Plan.model_fields) - {
     "optimizer_in_backward",
     "precision",
     "reason",
-    "tp_styles",
-    "sequence_parallel",
-    "loss_parallel",
-    "async_tp",
-    "pipeline_schedule",
-    "virtual_stages",
+    *(name for name, spec in OPTION_SPECS.items() if spec.requires in ("+tp", "+pp")),
 }
 
 

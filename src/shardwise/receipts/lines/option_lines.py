@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.parallel.data_parallel.fsdp import gathered_ahead
+from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.receipts.expected_part import planned_stages, root_units, run_micros, tokens_of, used_spec
 from shardwise.receipts.lines.logit_lines import logits_line
 from shardwise.receipts.receipt import Line
@@ -35,7 +36,7 @@ def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Lin
     if session.plan.async_tp:
         import torch._inductor.config
 
-        yield _same("async tensor parallel", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
+        yield _option("async_tp", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
     if session.plan.prefetch > 1:
         yield _prefetch_line(session, watch)
     if session.plan.loss_chunks > 1:
@@ -74,7 +75,7 @@ def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
     tail = " micro batches in flight"
     planned = name if flies is None else f"{name}, {flies}{tail}"
     found = type(used).__name__ if flies is None else f"{type(used).__name__}, {most}{tail}"
-    return _same("pipeline schedule", planned, found)
+    return _option("pipeline_schedule", planned, found)
 
 
 def _compile_line(session: Session, watch: StepWatch) -> Line:
@@ -83,19 +84,19 @@ def _compile_line(session: Session, watch: StepWatch) -> Line:
     calls, runs = watch.compiled_calls
     graphs = 0 if watch.compiled is None else watch.compiled.blocks
     planned = f"{blocks}, one graph for each of {watch.block_calls} forwards" if blocks else "none"
-    return _same("blocks compiled", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
+    return _option("compile", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
 
 
 def _prefetch_line(session: Session, watch: StepWatch) -> Line:
     """How many blocks FSDP2 is told to gather ahead, and how many units were gathered when the first block ran."""
     depth, forward = session.plan.prefetch, gathered_ahead(session.module)[0]
     if session.plan.dims.pp > 1:  # stages run in turn
-        return _same("blocks gathered ahead", str(min(depth, _longest(session))), str(forward))
+        return _option("prefetch", str(min(depth, _longest(session))), str(forward))
     spec, tail = used_spec(session), "gathered when the first one ran"
     ahead = min(depth, len(spec.blocks))
     units = len(root_units(session, spec)) + min(len(spec.blocks), 1 + depth)
     found = f"{forward}, {watch.gathers_before_first} units {tail}"
-    return _same("blocks gathered ahead", f"{ahead}, {units} units {tail}", found)
+    return _option("prefetch", f"{ahead}, {units} units {tail}", found)
 
 
 def _longest(session: Session) -> int:
@@ -105,6 +106,10 @@ def _longest(session: Session) -> int:
 
 def _same(name: str, planned: str, found: str) -> Line:
     return Line(name=name, planned=planned, found=found, ok=planned == found)
+
+
+def _option(option: str, planned: str, found: str) -> Line:
+    return _same(OPTION_SPECS[option].receipt, planned, found)
 
 
 def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
@@ -120,13 +125,13 @@ def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
         found = (
             "on" if cut else "off" if whole else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
         )
-        yield _same("sequence parallel", "on" if plan.sequence_parallel else "off", found)
+        yield _option("sequence_parallel", "on" if plan.sequence_parallel else "off", found)
     if watch.logits and layout.vocab:
         widths = ", ".join(str(width) for width in sorted(watch.logits))
         found = "off" if layout.vocab in watch.logits else "on"
         planned = "on" if plan.loss_parallel else "off"
         yield Line(
-            name="loss parallel",
+            name=OPTION_SPECS["loss_parallel"].receipt,
             planned=planned,
             found=f"{found} (logits of {widths} of {layout.vocab} on a rank)",
             ok=planned == found,
