@@ -177,12 +177,11 @@ def counted(document: str, model: str, optimizer: str) -> dict[str, int]:
 
 def cut_parts(module: nn.Module, plan: Plan) -> Parts:
     """How those who cut live models would cut this one."""
-    from shardwise.parallel.apply import check_cut
-    from shardwise.parallel.model_parallel import parts_of
+    from shardwise.parallel.decide import decide, parts_of
 
     spec = read_model(module)
     sample = torch.zeros(plan.micro_batch or 1, LENGTH, dtype=torch.int64)
-    return parts_of(check_cut(module, spec, plan, sample), spec, plan) if plan.dims.splits_model else Parts()
+    return parts_of(decide(module, spec, plan, sample), spec, plan) if plan.dims.splits_model else Parts()
 
 
 def main() -> None:

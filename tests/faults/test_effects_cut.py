@@ -14,8 +14,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 import shardwise.parallel.apply as apply_module
 import shardwise.parallel.context_parallel.attention as context_module
 import shardwise.parallel.data_parallel.fsdp as shard_module
-import shardwise.parallel.model_parallel as split_module
 import shardwise.parallel.pipeline_parallel.schedule as pipeline_module
+import shardwise.parallel.split_parameters as split_module
 import shardwise.parallel.tensor_parallel.tp_forwards as tensor_forward
 import shardwise.train.data.position as stream_module
 import shardwise.train.session as session_module
@@ -99,14 +99,9 @@ def test_no_alarm_when_all_is_right(world: int) -> None:
 
 
 def otherwise(**changes: Any) -> None:
-    """The model is cut as another plan has it."""
-    decide, cut = apply_module.decide, apply_module.apply_split
-    apply_module.decide = lambda module, spec, plan, *rest, **more: decide(
-        module, spec, plan.model_copy(update=changes), *rest, **more
-    )
-    apply_module.apply_split = lambda module, spec, plan, *rest, **more: cut(
-        module, spec, plan.model_copy(update=changes), *rest, **more
-    )
+    """The model is put under another plan."""
+    apply = session_module.apply
+    session_module.apply = lambda module, plan, *rest: apply(module, plan.model_copy(update=changes), *rest)
 
 
 def no_sequence_parallel() -> Alarms:
@@ -128,7 +123,7 @@ def no_tensor_parallel() -> Alarms:
     """Every rank keeps and computes all of it."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    split_module.apply_tensor = lambda *_: None
+    apply_module.apply_tensor = lambda *_: None
     split_module.distribute = lambda name, whole, layout, mesh: DTensor.from_local(
         whole, mesh, [Replicate()], run_check=False
     )
@@ -177,7 +172,7 @@ def tensor_ranks_differ() -> Alarms:
 
 
 def no_recompute() -> Alarms:
-    split_module.apply_recompute = lambda module, mode, blocks, **_: [module.get_submodule(name) for name in blocks]
+    apply_module.apply_recompute = lambda module, mode, blocks, **_: [module.get_submodule(name) for name in blocks]
     return run("ddp+tp2", options={"recompute": "full"})
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import estimate_memory
 from shardwise.model.read import read_model
-from shardwise.parallel.apply import check_cut, parameter_names
-from shardwise.parallel.model_parallel import parts_of
+from shardwise.parallel.apply import parameter_names
+from shardwise.parallel.decide import decide, parts_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -79,7 +79,7 @@ def lines_of(strategy: str, model: str, options: dict[str, Any]) -> dict[str, tu
     module = family(model).float()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     spec, workload = read_model(module), workload_of(optimizer, parameter_names(module))
-    parts = parts_of(check_cut(module, spec, plan), spec, plan)
+    parts = parts_of(decide(module, spec, plan), spec, plan)
     probe = FitProbe(estimate_memory(spec, plan, workload, parts))
     session.observers.append(probe)
     module, optimizer = session.prepare(module, optimizer)

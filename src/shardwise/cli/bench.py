@@ -88,8 +88,8 @@ def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Pl
     from shardwise.bench.step.plain import check_plain
     from shardwise.bench.step.step_bench import plan_for, strategies_for
     from shardwise.model.read import read_model
+    from shardwise.parallel.decide import decide_split
     from shardwise.parallel.materialize import build
-    from shardwise.parallel.model_parallel import decide
     from shardwise.train.model import model_factory
 
     world, parallel = job.plan.dims.world_size, job.config.parallel
@@ -105,7 +105,7 @@ def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Pl
             check_plain(plan, module)
             problems += optimizer_problems(job.config.optimizer, plan.parsed)
             if plan.dims.tp * plan.dims.pp > 1:
-                decide(module, spec, plan)
+                decide_split(module, spec, plan)
             found.append(plan)
         except UserError as error:
             problems += error.problems

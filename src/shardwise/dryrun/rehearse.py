@@ -174,6 +174,7 @@ def _decided(
     from shardwise.dryrun.extrapolate import shorten
     from shardwise.model.read import read_model
     from shardwise.parallel import apply, materialize
+    from shardwise.parallel.decide import decide
 
     if not plan.dims.splits_model and plan.loss_chunks == 1:
         yield
@@ -182,8 +183,8 @@ def _decided(
     if blocks is not None:
         shorten(module, blocks)
     sample = torch.zeros(size, plan.seq_len or 1, dtype=torch.int64) if batch is None else batch(size)[0]
-    found = apply.check_cut(module, read_model(module), plan, sample)
-    with swapped(apply, "check_cut", lambda *_: found):
+    found = decide(module, read_model(module), plan, sample)
+    with swapped(apply, "decide", lambda *_: found):
         yield
 
 

@@ -23,8 +23,8 @@ from shardwise.gradcheck.reference import References, refuse_own_collectives
 from shardwise.gradcheck.shrink import Shrunk, build_small
 from shardwise.gradcheck.views import GradientRecorder
 from shardwise.model.read import read_model
-from shardwise.parallel.apply import check_cut, parameter_names
-from shardwise.parallel.model_parallel import parts_of
+from shardwise.parallel.apply import parameter_names
+from shardwise.parallel.decide import decide, parts_of
 from shardwise.plan.plan import Plan
 from shardwise.receipts.effects import EffectsProbe
 from shardwise.receipts.fit import FitProbe
@@ -179,7 +179,7 @@ def _run(
     optimizer = build_optimizer(model.parameters(), task.config.optimizer)
     sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     spec = read_model(model)
-    parts = parts_of(check_cut(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
+    parts = parts_of(decide(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
     effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), GradientRecorder()
     session.observers += [watch, _Quiet(effects), _Quiet(fit)]

@@ -1,8 +1,7 @@
-"""Apply a plan to a live module: the whole order on this one page.
+"""Apply a plan to a live module: every step, in order, on this page.
 
-adapters → check → meshes → batch norm → [stages → tensor parallel] → context → loss chunks → recompute → compile →
-precision → weights (→ packed) → shard or replicate → optimizer. What is in square brackets is `parallel.split`'s, for
-plans that cut the model itself.
+check → adapters → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel → loss chunks →
+activation checkpointing → compile → precision → weights → FSDP2 or DDP → optimizer.
 
 What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -10,8 +9,7 @@ What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,25 +19,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.distributed.mesh import Meshes, build_mesh
-from shardwise.errors import ModelError, UserError
+from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
 from shardwise.parallel.activation_checkpointing import apply_recompute
-from shardwise.parallel.chunked_loss import OutputHead, apply_loss_chunks, find_head
-from shardwise.parallel.compile import apply_compile, check_options
-from shardwise.parallel.compile_check import check_compile
-from shardwise.parallel.context_parallel.attention import apply_context, check_context
-from shardwise.parallel.context_parallel.inspect_attention import ContextLayout
+from shardwise.parallel.chunked_loss import apply_loss_chunks
+from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
+from shardwise.parallel.context_parallel.attention import apply_context
 from shardwise.parallel.data_parallel.ddp import apply_replicate
-from shardwise.parallel.data_parallel.fsdp import apply_shard
+from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, shard_unit
+from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.data_parallel.zero1 import shard_optimizer
+from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, packed_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, send_what_ddp_cannot, settle
-from shardwise.parallel.model_parallel import Decision, apply_split, decide
 from shardwise.parallel.ownership import home_of
-from shardwise.parallel.pipeline_parallel.schedule import Pipeline, check_pipeline
+from shardwise.parallel.pipeline_parallel.schedule import Pipeline, Stages, cut_stages, make_pipeline
 from shardwise.parallel.precision import apply_autocast
+from shardwise.parallel.split_parameters import SplitParameters
+from shardwise.parallel.tensor_parallel.parallelize import apply_tensor
 from shardwise.parallel.unsupported_tensors import check_tensors
 from shardwise.plan.plan import Plan
 
@@ -78,37 +77,88 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     adapters = _adapters(module, plan)
     spec = read_model(module)
     spec = spec if adapters is None else packed_spec(spec, adapters.packed)
-    check(spec, plan)
+    check_model(spec, plan)
     refuse_renorm(module, plan)
-    decision = check_cut(module, spec, plan, sample)
+    decision = decide(module, spec, plan, sample)
     meshes = build_mesh(plan, dist.get_world_size())
     module, notes = apply_batch_norm(module, spec, plan)
     if plan.recompute != "none" or plan.dims.splits_model:
         notes += stop_caching(module)
     setattr(module, _MARK, True)
-    if meshes is not None and plan.dims.tp * plan.dims.pp > 1:
-        split = apply_split(module, spec, plan, decision, meshes, device, sample)
-        notes += split.notes
-        return Applied(split.outer, split.module, split.blocks, spec, meshes, split.pipeline, notes, decision)
-    if meshes is not None and meshes.cp is not None and decision.context is not None:
-        apply_context(module, decision.context, meshes.cp)
-    if decision.head is not None:
-        apply_loss_chunks(module, decision.head, plan.loss_chunks)
-    blocks = apply_recompute(module, plan.recompute, spec.blocks, compiled=plan.compile)
-    apply_compile(blocks, plan)
-    if meshes is not None and plan.parsed.shards_parameters:
+
+    # Split the model: pipeline stages first, then what runs inside each of them
+    splits = meshes is not None and plan.dims.tp * plan.dims.pp > 1
+    parameters = SplitParameters(module, spec, device) if splits else None
+    stages = cut_stages(module, spec, decision.wiring, plan, plan.dims.place(dist.get_rank()).pp if splits else 0)
+    blocks: dict[str, nn.Module] = {}
+    exchange, compiled = None, None
+    if meshes is not None:
+        overlap_tensor_parallel(plan, meshes.tp)
+    for stage in stages.parts:
+        names = [name for name in spec.blocks if name in stages.blocks_of(stage)]
+        if decision.layout is not None and meshes is not None and meshes.tp is not None:
+            apply_tensor(stage, decision.layout, meshes.tp, plan)
+        if decision.context is not None and meshes is not None and meshes.cp is not None:
+            exchange = apply_context(stage, decision.context, meshes.cp, exchange)
+        if decision.head is not None:
+            apply_loss_chunks(stage, decision.head, plan.loss_chunks)
+        wrapped = apply_recompute(stage, plan.recompute, names, compiled=plan.compile)
+        compiled = apply_compile(wrapped, plan, compiled)
+        blocks |= dict(zip(names, wrapped, strict=True))
+
+    # Give it weights, and put data parallel around it
+    if parameters is not None and meshes is not None:
+        notes += decision.layout.notes if decision.layout is not None else ()
+        outer = module = _place_stages(stages, blocks, spec, plan, meshes, parameters, decision)
+    elif meshes is not None and plan.parsed.shards_parameters:
         make_contiguous(module)
-        outer = apply_shard(module, blocks, plan, meshes.data, device, fill)
+        outer = apply_shard(module, [*blocks.values()], plan, meshes.data, device, fill)
     else:
         apply_autocast(module, plan)
-        for block in () if adapters is None else blocks:
+        for block in () if adapters is None else blocks.values():
             settle(block, device, fill)
         settle(module, device, fill, broadcast=False)  # DDP sends rank 0's weights itself
         send_what_ddp_cannot(module)
         if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
             make_contiguous(module, gaps_only=True)
         outer = apply_replicate(module, spec, dist.get_world_size(), device)
-    return Applied(outer, module, tuple(blocks), spec, meshes, None, notes, decision)
+    pipeline = None
+    if meshes is not None and decision.wiring is not None:
+        pipeline = make_pipeline(stages, plan, meshes, device)
+    ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
+    return Applied(outer, module, ordered, spec, meshes, pipeline, notes, decision)
+
+
+def _place_stages(
+    stages: Stages,
+    blocks: dict[str, nn.Module],
+    spec: ModelSpec,
+    plan: Plan,
+    meshes: Meshes,
+    parameters: SplitParameters,
+    decision: Decision,
+) -> nn.Module:
+    """Give this rank's stages their parameters and shard them unit by unit; returns the stages' container.
+
+    Under ``ddp`` the mesh's shard axis is 1, as DDP takes no DTensors. FSDP2 over shards of 1 keeps its one copy of a
+    block's weights only while the block runs, and a pipeline can drive it; torch's ``replicate`` keeps a second copy of
+    the model from forward to backward. One data-parallel rank needs no wrapper.
+    """
+    wraps = plan.parsed.shards_parameters or meshes.data_ranks > 1
+    for unit in (*spec.blocks, None):
+        parameters.place(unit, stages, decision.layout, meshes)
+        if wraps and unit in blocks:
+            shard_unit(blocks[unit], plan, meshes.data, is_root=False)
+    for stage in stages.parts:
+        if wraps:
+            shard_unit(stage, plan, meshes.data, is_root=True, is_last_stage=stages.is_last(stage))
+            own = stages.blocks_of(stage)
+            gather_ahead(stage, [blocks[name] for name in spec.blocks if name in own], plan.prefetch)
+            keep_order(stage, meshes.data, pipelined=plan.dims.pp > 1)
+        else:
+            apply_autocast(stage, plan)
+    parameters.note_ownership(stages, plan)
+    return stages.container
 
 
 def _adapters(module: nn.Module, plan: Plan) -> Adapters | None:
@@ -119,80 +169,6 @@ def _adapters(module: nn.Module, plan: Plan) -> Adapters | None:
     if kind == "none" or found is not None:
         return found
     return add_adapters(module, plan, real=dist.get_rank() == 0)
-
-
-def check(spec: ModelSpec, plan: Plan) -> None:
-    """What the model does not allow is said before anything is changed."""
-    problems: list[str] = []
-    if not spec.num_trainable:
-        frozen = f"all {len(spec.parameters)} parameters are frozen" if spec.parameters else "it has no parameter"
-        raise ModelError(f"the model has nothing to train: {frozen}; leave requires_grad True on some")
-    if plan.recompute != "none" and not spec.blocks:
-        apply_recompute(nn.Module(), plan.recompute, ())
-    dims = plan.dims
-    if plan.parsed.shards_parameters or (dims.tp * dims.pp > 1 and dims.dp * dims.cp > 1):  # FSDP2 wraps it
-        units = [[p for p in spec.parameters if p.block == block] for block in (*spec.blocks, None)]
-        odd = [p for p in spec.parameters if not p.shape or not p.num_elements]
-        problems += [f"{plan.strategy} cannot shard '{p.name}' of shape {p.shape}; give it shape (1,)" for p in odd[:3]]
-    else:
-        units = [[p for p in spec.parameters if p.trainable]] if plan.parsed.base == "zero1" else []
-    for unit in units:
-        kinds = sorted({p.dtype for p in unit if p.trainable})  # what is frozen may rest in any
-        if len(kinds) > 1:
-            examples = " and ".join(
-                f"'{next(p.name for p in unit if p.trainable and p.dtype == kind)}' {kind}" for kind in kinds
-            )
-            problems.append(f"{plan.strategy} needs one dtype for what it handles together, got {examples}; cast one")
-            break
-    if problems:
-        raise ModelError(*(f"{problem}, or use ddp" for problem in problems))
-
-
-def check_cut(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
-    """Whether the plan's tensor, pipeline and context parallel can be had of ``module``, and its options of the plan.
-
-    No rank is needed, nothing is changed, and weights may be on the meta device. Returns how the model is cut.
-
-    Raises:
-        ModelError: everything that is in the way, with what would work.
-    """
-    problems: list[str] = []
-    attention: list[ContextLayout] = []
-    heads: list[OutputHead] = []
-    checks: list[Callable[[], object]] = [lambda: check_options(plan)]
-    if plan.dims.pp > 1:
-        checks.append(lambda: check_pipeline(plan, len(spec.blocks)))
-    if plan.dims.cp > 1:
-        checks.append(lambda: attention.append(check_context(module, spec, plan, sample)))
-    if plan.compile:
-        checks.append(lambda: check_compile(module, spec, plan, sample))
-    if plan.loss_chunks > 1:
-        checks.append(lambda: heads.append(find_head(module, spec, plan, sample)))
-    checks.append(lambda: decide(module, spec, plan, sample))
-    found: object = None
-    for look in checks:
-        try:
-            found = look()
-        except UserError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    if problems or not isinstance(found, Decision):
-        raise ModelError(*problems)
-    return replace(found, context=next(iter(attention), None), head=next(iter(heads), None))
-
-
-def refuse_renorm(module: nn.Module, plan: Plan) -> None:
-    """An embedding with ``max_norm`` scales the rows that its rank looks up, in place: copies and shards differ by it.
-
-    Raises:
-        ModelError: there is one, and more than one rank.
-    """
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and plan.dims.world_size > 1:
-            raise ModelError(
-                f"'{clean_name(name)}' has max_norm={part.max_norm:g}: its forward changes the rows of weights that "
-                f"a rank looks up, and under {plan.strategy} other ranks keep others; scale the rows after the "
-                "lookup (functional.normalize), or after step.update on all ranks, and leave max_norm out"
-            )
 
 
 def stop_caching(module: nn.Module) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
     Raises:
         UserError: the model cannot be built, or not with these adapters.
     """
-    from shardwise.parallel.apply import check
+    from shardwise.parallel.decide import check_model
     from shardwise.parallel.lora.adapters import check_adapters, linear_layers, packed_spec
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
@@ -56,7 +56,7 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
     spec = read_model(module)
     if kind == "qlora":
         spec = packed_spec(spec, linear_layers(base))
-    check(spec, draft)
+    check_model(spec, draft)
     workload = workload_for(module, config.optimizer, draft.device)
     told = _activations(config, draft, spec, factory, corpus.vocab_size)
     profile = traced_profile(

@@ -236,8 +236,7 @@ def choose_plan(
     """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
     import torch
 
-    from shardwise.parallel.apply import check, check_cut
-    from shardwise.parallel.model_parallel import parts_of
+    from shardwise.parallel.decide import check_model, decide, parts_of
 
     kind = draft.parsed.adapter if fixed else adapter_of(config)
     if kind != "none":
@@ -251,7 +250,7 @@ def choose_plan(
     def cut(plan: Plan) -> Parts:
         sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
         plan = plan if fixed else with_options(plan, config)
-        return parts_of(check_cut(module, spec, plan, sample), spec, plan)
+        return parts_of(decide(module, spec, plan, sample), spec, plan)
 
     if fixed:
         choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft), links)
@@ -272,7 +271,7 @@ def choose_plan(
         )
     if not fixed:
         choice = replace(choice, plan=with_options(choice.plan, config))
-    check(spec, choice.plan)
+    check_model(spec, choice.plan)
     if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
         raise PlanError(*unfit)
     if not choice.plan.dims.splits_model:

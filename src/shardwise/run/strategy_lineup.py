@@ -247,13 +247,13 @@ def _check(config: Config, module: nn.Module, plan: Plan) -> None:
     import torch
 
     from shardwise.model.read import read_model
-    from shardwise.parallel.apply import check, check_cut
+    from shardwise.parallel.decide import check_model, decide
 
     spec = read_model(module)
-    check(spec, plan)
+    check_model(spec, plan)
     if plan.dims.splits_model:
         own = plan.model_copy(update={"seq_len": config.data.seq_len})
-        check_cut(module, spec, own, torch.zeros(1, config.data.seq_len, dtype=torch.int64))
+        decide(module, spec, own, torch.zeros(1, config.data.seq_len, dtype=torch.int64))
 
 
 def _shrink(config: Config, factory: Callable[[], nn.Module], corpus: Corpus, lineup: Lineup) -> tuple[Shrunk, int]:

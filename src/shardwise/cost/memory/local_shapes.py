@@ -70,7 +70,7 @@ class ShardLayout:
     def replicates(self) -> bool:
         """``ddp`` with data-parallel ranks beside tensor or pipeline parallel: FSDP2 over shards of one rank.
 
-        Whole fp32 weights at rest, and a copy of each unit while it is used (``parallel.split``).
+        Whole fp32 weights at rest, and a copy of each unit while it is used (`parallel.apply`).
         """
         return self.strategy.base == "ddp" and self.tp * self.pp > 1 and self.replicas > 1 and not self.masters
 

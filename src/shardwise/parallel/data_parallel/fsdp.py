@@ -31,20 +31,27 @@ def apply_shard(
     Tied parameters stay tied because they are left to the root together. The root stays gathered from forward to
     backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``.
     """
-    strategy = plan.parsed
-    reshard = strategy.reshards_after_forward
-    offload = CPUOffloadPolicy(pin_memory=plan.device == "cuda") if strategy.offload else OffloadPolicy()
     for block in blocks:
         settle(block, device, fill)
-        policy = mixed_precision_policy(plan, is_root=False)
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        shard_unit(block, plan, mesh, is_root=False)
     settle(module, device, fill)
     broadcast_buffers(module)
-    policy = mixed_precision_policy(plan, is_root=True)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    shard_unit(module, plan, mesh, is_root=True)
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
     return module
+
+
+def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, is_last_stage: bool = True) -> None:
+    """Shard one unit over ``mesh`` as the plan says; outputs are cast back only by the root of the last stage."""
+    strategy = plan.parsed
+    fully_shard(
+        unit,
+        mesh=mesh,
+        reshard_after_forward=strategy.base != "zero2" and not is_root,
+        mp_policy=mixed_precision_policy(plan, is_root=is_root and is_last_stage),
+        offload_policy=CPUOffloadPolicy(pin_memory=plan.device == "cuda") if strategy.offload else OffloadPolicy(),
+    )
 
 
 def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> None:

@@ -32,12 +32,11 @@ from shardwise.parallel.apply import (
     Applied,
     apply_batch_norm,
     apply_to_optimizer,
-    check,
     parameter_names,
-    refuse_renorm,
     stop_caching,
 )
 from shardwise.parallel.data_parallel.unsupported import refuse_unsupported_of_engine
+from shardwise.parallel.decide import check_model, refuse_renorm
 from shardwise.parallel.engines.deepspeed_available import check_ready, forget_groups, import_deepspeed
 from shardwise.parallel.engines.deepspeed_backward import OwnBackward
 from shardwise.parallel.engines.deepspeed_module_order import SameModules
@@ -147,7 +146,7 @@ def check_for_deepspeed(spec: ModelSpec, optimizer: Optimizer, plan: Plan) -> No
     Raises:
         ModelError: everything that is in the way.
     """
-    check(spec, plan)
+    check_model(spec, plan)
     problems = []
     odd = sorted({p.dtype for p in spec.parameters if p.dtype != "float32"})
     if odd:
