@@ -22,7 +22,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.search import search
-from shardwise.search.traffic_per_axis import sent_bytes
+from shardwise.plan.traffic import sent_bytes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "choosing-a-plan.md"
 GB = 1e9

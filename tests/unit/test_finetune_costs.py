@@ -22,12 +22,12 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
 from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.cost_inputs_of_plan import adapted, with_adapter, with_plan
 from shardwise.search.problem import ask
-from shardwise.search.traffic_per_axis import sent_bytes
 from shardwise.units import GIB
 from tests.native import Native
 from tests.unit.test_adapters import SHAPE

@@ -169,7 +169,7 @@ def observe(
     """All that is known of a run, on rank 0; what is left out stays unknown.
 
     Args:
-        traffic: bytes that one device sends in a step, by axis (`shardwise.search.traffic_per_axis.sent_bytes`).
+        traffic: bytes that one device sends in a step, by axis (`shardwise.plan.traffic.sent_bytes`).
         cluster: what the data sheets say of the links and the price.
         measured: bytes a second that `shardwise bench comm` got out of an axis, and when or where that was.
         peak_bytes: allocated on the fullest rank, as the fit receipt has it.

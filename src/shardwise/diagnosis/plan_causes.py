@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from shardwise.diagnosis.finding import Finding, Level
 from shardwise.diagnosis.links import waited_s
 from shardwise.diagnosis.weight import Case, percent, span
+from shardwise.plan.traffic import data_traffic
 from shardwise.search.alternatives import Alternative
 from shardwise.units import bytes_text
 
@@ -71,7 +72,7 @@ def _saved_traffic(case: Case, other: Alternative) -> float:
     plan = case.observed.plan
     if not plan.parsed.shards_parameters:
         return 1 / 3 if plan.parsed.base == "zero1" else 0.0  # all-reduce is two, the broadcast of weights one
-    gathers = plan.grad_accum * (2 if plan.parsed.reshards_after_forward else 1)
+    gathers = data_traffic(plan).gathers
     reduces = 1  # earlier ones are weighed by `early_sync`
     if case.observed.backend == "gloo":
         reduces *= 2  # gloo reduces whole tensors to scatter them

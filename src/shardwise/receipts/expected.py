@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.plan.plan import Plan
+from shardwise.plan.traffic import data_traffic
 
 Range = tuple[int, int]
 Unit = list[ParameterSpec]
@@ -22,23 +23,6 @@ class Traffic:
 
     calls: Range | None
     num_bytes: Range | None
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How FSDP2's units move: cut over ``ranks``, reduced over ``replicas``, gathered ``again`` for backward."""
-
-    ranks: int
-    replicas: int
-    again: bool
-
-    @staticmethod
-    def of(plan: Plan) -> Reduction:
-        """That of ``plan``. A context-parallel rank is a data-parallel one for weights."""
-        dims, shards = plan.dims, plan.parsed.shards_parameters
-        ranks = dims.dp_shard * dims.cp if shards else 1
-        again = plan.parsed.reshards_after_forward or not shards
-        return Reduction(ranks, dims.dp * dims.cp // ranks, again)
 
 
 @dataclass(frozen=True)
@@ -102,15 +86,16 @@ def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
 def _sharded_traffic(
     units: list[Unit], plan: Plan, micros: int, calls: Mapping[str | None, UnitCalls], *, once: bool
 ) -> dict[str, Traffic]:
-    way = Reduction.of(plan)
-    ranks = way.ranks
+    moved = data_traffic(plan)
+    ranks = moved.shards
+    regathers = plan.parsed.reshards_after_forward or not plan.parsed.shards_parameters
     gathers, gathered, reduces, reduced, sliced = [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]
     for unit in units:
         block = unit[0].block
         trained = [p for p in unit if p.trainable]
         size = sum(padded_elements(p, ranks) * p.gathered_itemsize(plan.precision) for p in unit)
         whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
-        again = way.again and not once and block is not None
+        again = regathers and not once and block is not None
         uses = 1 if once else micros
         ran = calls.get(block, UnitCalls(uses, 1))
         several = ran.number if plan.syncs_every_micro_batch else ran.in_last
@@ -127,7 +112,7 @@ def _sharded_traffic(
     if ranks > 1:
         traffic["all_gather"] = Traffic(_ends(gathers), _ends(gathered))
         traffic["reduce_scatter"] = Traffic(_ends(reduces), _ends(reduced))
-    if way.replicas > 1:
+    if moved.replicas > 1:
         traffic["all_reduce"] = Traffic(_ends(reduces), _ends(sliced))
     return traffic
 

@@ -14,10 +14,10 @@ from shardwise.cost.price import Prices, break_even_months, dollars_per_million_
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
+from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain_plan import memory_arithmetic, time_parts
 from shardwise.search.problem import usable_bytes
-from shardwise.search.traffic_per_axis import sent_bytes, traffic_text
 from shardwise.units import bytes_text, count_text, seconds_text
 
 ROWS, REASONS = 12, 8

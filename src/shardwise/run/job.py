@@ -24,6 +24,7 @@ from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.parallel_options import CONFIG_KEYS
 from shardwise.plan.plan import Plan, axis_problems, split_batch
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
 from shardwise.run.calibration import corrected_costs, read_links
 from shardwise.run.checks import (
@@ -42,7 +43,6 @@ from shardwise.search.choose import Choice, choose, choose_profiled, exact
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.search.problem import ask
 from shardwise.search.search import cost_of
-from shardwise.search.traffic_per_axis import sent_bytes
 from shardwise.train.config import Config, optimizer_problems
 from shardwise.train.data.corpus import Corpus, prepare_corpus
 from shardwise.train.trackers import check_trackers

@@ -8,9 +8,9 @@ from shardwise.cost.time.pipeline_time import bubble_fraction
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import DEGREES
+from shardwise.plan.traffic import crosses_nodes, sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate
 from shardwise.search.problem import Question
-from shardwise.search.traffic_per_axis import crosses_nodes, sent_bytes, traffic_text
 from shardwise.units import bytes_text, seconds_text
 
 

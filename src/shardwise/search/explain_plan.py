@@ -11,11 +11,11 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import itemsize_of
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
+from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.enumerate import complexity
 from shardwise.search.problem import SAID_TIE, Question
-from shardwise.search.traffic_per_axis import sent_bytes, traffic_text
 from shardwise.units import bytes_text, count_text, seconds_text
 
 PARTS = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Recompute
+from shardwise.plan.traffic import weight_uses
 from shardwise.plan.workload import Workload
 from shardwise.search.enumerate import Layout
 
@@ -121,7 +122,7 @@ def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -
     if not strategy.shards_parameters:
         again = 1.5 if strategy.base == "zero1" else 1.0
         return 2 * gradients * over(dims.dp) * again
-    gathers = accum * (2 if strategy.reshards_after_forward else 1)
+    gathers = weight_uses(strategy, accum)
     seconds = (gathers * narrow + reduces * gradients) * over(dims.dp_shard)
     if dims.dp_replicate > 1:
         rate = _rate(totals, dims.dp_replicate, max(1, inside // dims.dp_shard))

@@ -23,6 +23,7 @@ from shardwise.errors import PlanError
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
+from shardwise.plan.traffic import weight_uses
 from shardwise.plan.workload import Workload
 
 MASTER_BYTES = 4  # weights at rest, gradients and their reduction are fp32
@@ -85,20 +86,15 @@ def update_s(
     return 0.0, after, moved / shards / (pcie * PCIE_SHARE) + host
 
 
-def _passes(plan: Plan, strategy: Strategy) -> int:
-    """How often a step brings each weight to the device."""
-    return plan.grad_accum * (2 if strategy.reshards_after_forward else 1)
-
-
 def _wire_bytes(plan: Plan, strategy: Strategy, trainable: float, stored: float, elements: float) -> float:
     """Bytes between device and host in a step, all shards together."""
     reductions = plan.grad_accum if plan.gradient_sync == "every" else 1
     gradients = MASTER_BYTES * trainable * reductions
     if strategy.engine == "torch":
-        return _passes(plan, strategy) * stored + gradients
+        return weight_uses(strategy, plan.grad_accum) * stored + gradients
     width = COMPUTE_BYTES[plan.precision]
     if strategy.shards_parameters and strategy.reshards_after_forward:  # ZeRO-3
-        return _passes(plan, strategy) * min(stored, width * elements) + gradients
+        return weight_uses(strategy, plan.grad_accum) * min(stored, width * elements) + gradients
     return MASTER_BYTES * trainable * plan.grad_accum + width * trainable
 
 
@@ -108,5 +104,5 @@ def _drive_bytes(plan: Plan, strategy: Strategy, moves: float, stepped: float, w
     """
     swapped = moves - MASTER_BYTES  # all that the optimizer reads and writes but the gradient
     width = COMPUTE_BYTES[plan.precision]
-    computing = 0.0 if strategy.offload else (_passes(plan, strategy) * weights + stepped) * width
+    computing = 0.0 if strategy.offload else (weight_uses(strategy, plan.grad_accum) * weights + stepped) * width
     return swapped * stepped + computing

@@ -15,8 +15,9 @@ from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.read import clean_name, dtype_name
 from shardwise.optim.adafactor import Adafactor, sharing, summed_elements
 from shardwise.parallel.ownership import home_of
+from shardwise.plan.traffic import data_traffic
 from shardwise.plan.workload import Workload
-from shardwise.receipts.expected import Range, Reduction, Traffic
+from shardwise.receipts.expected import Range, Traffic
 from shardwise.receipts.expected_part import axis_of, shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.receipt import Line
 from shardwise.train.session import Session
@@ -140,7 +141,7 @@ def with_optimizer_traffic(session: Session, spec: ModelSpec, expected: Mapping[
     """
     plan = session.plan
     optimizer = getattr(session.optimizer, "optim", session.optimizer)
-    if not isinstance(optimizer, Adafactor) or not plan.parsed.shards_parameters or Reduction.of(plan).ranks == 1:
+    if not isinstance(optimizer, Adafactor) or not plan.parsed.shards_parameters or data_traffic(plan).shards == 1:
         return dict(expected)
     trained = [p for p in spec.parameters if p.trainable]
     rounds = len(trained) if plan.optimizer_in_backward else len({p.dtype for p in trained})

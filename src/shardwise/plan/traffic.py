@@ -1,0 +1,121 @@
+"""The collectives of a step by mesh axis: how often weights and gradients move, between whom, and the bytes sent.
+
+Costs price these, search explains plans by them, receipts expect them and scaling extrapolates them. What a rank really
+sent is measured apart from this (`measure.collectives`), so that the two can differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.facts import itemsize_of
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.divisibility import kv_repeats
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy
+
+GRADIENT_BYTES = 4  # gradients are reduced in fp32
+TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
+EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
+
+
+@dataclass(frozen=True)
+class DataTraffic:
+    """How often a unit's weights and gradients move over the data-parallel axes in one optimizer step.
+
+    A unit is sharded over ``shards`` ranks, and there are ``replicas`` of each shard: a rank of context parallel is a
+    data-parallel one for weights. ``gathers`` and ``reduces`` count all-gathers of weights and reductions of gradients;
+    ``broadcasts`` sends stepped weights (``zero1``). Blocks that frozen or skipped parts leave out are not counted.
+    """
+
+    shards: int
+    replicas: int
+    gathers: int
+    reduces: int
+    broadcasts: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """All data-parallel ranks of a unit."""
+        return self.shards * self.replicas
+
+
+def data_traffic(plan: Plan) -> DataTraffic:
+    """The data-parallel collectives of a plan."""
+    strategy, dims = plan.parsed, plan.dims
+    ranks = dims.dp * dims.cp
+    if not strategy.shards_parameters:
+        return DataTraffic(1, ranks, gathers=0, reduces=1, broadcasts=int(strategy.base == "zero1"))
+    shards = dims.dp_shard * dims.cp
+    reduces = plan.grad_accum if plan.syncs_every_micro_batch else 1
+    return DataTraffic(shards, ranks // shards, weight_uses(strategy, plan.grad_accum), reduces)
+
+
+def weight_uses(strategy: Strategy, micro_batches: int) -> int:
+    """How often a step brings a block's sharded weights to a rank: for each forward, and again for each backward where
+    they are freed between the two.
+    """
+    return micro_batches * (2 if strategy.reshards_after_forward else 1)
+
+
+def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
+    """Bytes sent by one device in one optimizer step: ``dp``, ``tp``, ``cp`` and ``pp``; axes of one rank left out.
+
+    Payload of ring algorithms. Leaves out protocol overhead, the collectives of the clipped norm and of the loss (a few
+    bytes), and padding.
+    """
+    dims, moved = plan.dims, data_traffic(plan)
+    narrow = itemsize_of(plan.precision)
+    cut, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
+    gradients = profile.num_trainable * GRADIENT_BYTES / cut
+    found: dict[str, float] = {}
+    if moved.ranks > 1:
+        weights = _gathered(profile, narrow) / cut
+        scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
+        replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * gradients
+        found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas
+    rows = micro * (plan.seq_len or profile.seq_len or 1) / dims.cp
+    activation = rows * (profile.hidden_size or 0) * narrow
+    blocks = profile.num_blocks / dims.pp
+    if dims.tp > 1:
+        found["tp"] = accum * blocks * TENSOR_COLLECTIVES * activation * (dims.tp - 1) / dims.tp
+    if dims.cp > 1:
+        exchanged_bytes = activation * exchanged(profile.heads, profile.kv_heads, dims.tp, dims.cp) / dims.tp
+        found["cp"] = accum * blocks * EXCHANGES * exchanged_bytes * (dims.cp - 1) / dims.cp
+    if dims.pp > 1:
+        found["pp"] = accum * 2 * activation / dims.tp
+    return found
+
+
+def _gathered(profile: ModelProfile, narrow: float) -> float:
+    """Bytes of all weights as a rank gathers them: ``narrow`` an element, packed ones as they rest without scales."""
+    return sum(
+        unit.count * w.num_elements * (w.itemsize - w.scales if w.itemsize < 1 else narrow)
+        for unit in profile.units
+        for w in unit.weights
+    )
+
+
+def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> float:
+    """What is exchanged around an attention, in its queries: they, keys and values there, and the result back.
+
+    Key-value heads are repeated where there are fewer of them than the degree divides.
+    """
+    queries = max(1, (heads or 1) // tp)
+    keys = max(1, (kv_heads or heads or 1) // tp)
+    return 2.0 + 2.0 * keys * kv_repeats(keys, cp) / queries
+
+
+def crosses_nodes(axis: str, plan: Plan, cluster: ClusterSpec) -> bool:
+    """True where the ranks of an axis lie on several nodes: innermost is ``tp``, then ``cp``, ``dp``, ``pp``."""
+    dims = plan.dims
+    reach = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp": dims.tp * dims.cp * dims.dp, "pp": dims.world_size}
+    return reach[axis] > cluster.devices_per_node
+
+
+def traffic_text(axis: str, plan: Plan, cluster: ClusterSpec) -> str:
+    """``over the network`` or ``over nvlink``."""
+    if crosses_nodes(axis, plan, cluster):
+        return "over the network"
+    return f"over {cluster.link.kind}" if cluster.link else "inside the node"
