@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,18 @@ _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"  # above the highest level there is
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _RENDEZVOUS = (*_NUMBERS, "MASTER_ADDR")
+_LAUNCHERS = {
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "Open MPI's mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""Launchers that name ranks in variables of their own: rank, world size, rank on the node, ranks on the node."""
+_FIRST_PORT, _PORTS = 15000, 16000  # below the range that systems hand out by themselves
 _STEERING = ("TORCH", "PYTORCH", "NCCL", "GLOO", "CUDA", "CUBLAS", "NVIDIA_TF32", "OMP", "KMP", "GOMP", "MKL", "LD_")
 _SECRET = re.compile("KEY|SECRET|PASSWORD|CREDENTIAL|TOKEN")
 
@@ -45,13 +58,15 @@ class Rendezvous:
 
 
 def rendezvous() -> Rendezvous | None:
-    """The rendezvous that torchrun, or Shardwise itself, put in the environment.
+    """The rendezvous that torchrun, srun, mpirun, mpiexec, DeepSpeed or Shardwise itself put in the environment.
 
     ``None`` when RANK or WORLD_SIZE is missing: nobody launched this process as a rank.
     Anything less than the whole of it, or a number that is none, is a `UserError` that names each variable.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not is_rank():
         return None
+    if not os.environ.get("LOCAL_WORLD_SIZE") and os.environ.get("LOCAL_SIZE"):  # DeepSpeed's launcher
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]
     problems = [_missing(name) for name in _RENDEZVOUS if not os.environ.get(name)]
     numbers: dict[str, int] = {}
     for name in _NUMBERS:
@@ -115,8 +130,65 @@ def rank_environment(
 
 
 def is_rank() -> bool:
-    """Whether a launcher has made this process a rank; nothing is checked, as by `rendezvous`."""
+    """Whether a launcher has made this process a rank; nothing is checked, as by `rendezvous`.
+
+    Ranks of srun, mpirun and mpiexec get torchrun's variables here, so that PyTorch and other libraries find them too.
+    A world of one task is nobody's rank: ``srun -n1 shardwise train`` starts its own ranks.
+
+    Raises:
+        UserError: the launcher does not say where ranks on several nodes meet.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        for launcher, names in _LAUNCHERS.items():
+            rank, size, *_ = names
+            if rank in os.environ and os.environ.get(size, "1") != "1":
+                os.environ.update(_as_torchrun(launcher, names))
+                break
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _as_torchrun(launcher: str, names: Sequence[str]) -> dict[str, str]:
+    """torchrun's variables from those of another launcher. MASTER_ADDR and MASTER_PORT stay where they are set."""
+    rank, size, local_rank, local_size = (os.environ.get(name, "") for name in names)
+    node = int(os.environ.get("SLURM_NODEID", "0"))
+    if launcher == "srun":
+        local_size = _tasks_on_node(local_size, node)
+        master = _first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
+        meeting = int(os.environ.get("SLURM_JOB_ID", "0")) * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))
+    else:
+        master = "127.0.0.1" if local_size == size else ""
+        job = os.environ.get("PMIX_NAMESPACE", "")  # elsewhere all ranks of a node have one parent
+        meeting = zlib.crc32(job.encode()) if job else os.getppid()
+    given = os.environ.get("MASTER_ADDR") or master
+    if not given:
+        raise UserError(
+            f"{launcher} started {size} ranks on several nodes, and MASTER_ADDR is not set: name the node of rank 0 "
+            "and a free port, such as: mpirun -x MASTER_ADDR=node-0 -x MASTER_PORT=29500 ...; or start torchrun on "
+            "each node"
+        )
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_ADDR": given,
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_FIRST_PORT + meeting % _PORTS),
+    }
+
+
+def _tasks_on_node(text: str, node: int) -> str:
+    """Tasks on a node from Slurm's ``4(x2),3``: four on each of two nodes, three on the next."""
+    counts: list[str] = []
+    for group in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group.strip())
+        counts += [found[1]] * int(found[2] or 1) if found else []
+    return counts[node] if node < len(counts) else ""
+
+
+def _first_host(text: str) -> str:
+    """The first host of Slurm's ``gpu[01-03,7],login``."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", text)
+    return "" if found is None else f"{found[1]}{found[2] or ''}{found[3] or ''}"
 
 
 def whole() -> dict[str, str]:

@@ -152,3 +152,81 @@ def test_segments_are_expandable_unless_the_user_has_configured_the_allocator(mo
     assert environment.rank_environment(HERE, 1)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     assert "PYTORCH_ALLOC_CONF" not in environment.rank_environment(HERE, 1)
+
+
+SRUN = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MPIEXEC = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in (*WHOLE, *SRUN, *OPEN_MPI, *MPIEXEC, "LOCAL_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what is written meanwhile is taken away again
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def set_all(monkeypatch, values):
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_task_of_srun_is_a_rank(alone):
+    set_all(alone, SRUN)
+    assert environment.is_rank()
+    port = 15000 + 12 * 7 + 3
+    assert environment.rendezvous() == Rendezvous(5, 7, 1, 3, "gpu07", port)
+    assert os.environ["LOCAL_RANK"] == "1"  # for PyTorch and whatever else reads it
+
+
+def test_one_task_of_srun_is_nobodys_rank(alone):
+    set_all(alone, {**SRUN, "SLURM_STEP_NUM_TASKS": "1"})
+    assert environment.rendezvous() is None
+
+
+def test_torchrun_below_srun_goes_first(alone):
+    set_all(alone, {**SRUN, **WHOLE})
+    assert environment.rendezvous() == HERE
+
+
+def test_ranks_of_mpirun_on_one_node_meet_there(alone):
+    set_all(alone, OPEN_MPI)
+    found = environment.rendezvous()
+    assert (found.rank, found.world_size, found.local_world_size, found.master_addr) == (1, 4, 4, "127.0.0.1")
+
+
+def test_ranks_of_mpiexec_on_several_nodes_need_a_meeting_point(alone):
+    set_all(alone, MPIEXEC)
+    with pytest.raises(UserError, match="mpiexec started 4 ranks on several nodes, and MASTER_ADDR is not set"):
+        environment.rendezvous()
+    set_all(alone, {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"})
+    assert environment.rendezvous() == Rendezvous(2, 4, 0, 2, "node-0", 29500)
+
+
+def test_deepspeeds_launcher_says_local_size(alone):
+    set_all(alone, {**WHOLE, "LOCAL_SIZE": "2"})
+    alone.delenv("LOCAL_WORLD_SIZE")
+    assert environment.rendezvous() == HERE
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [("gpu[07-09,11]", "gpu07"), ("a,b", "a"), ("rack1-[2,5]-ib", "rack1-2-ib"), ("node3", "node3"), ("", "")],
+)
+def test_the_first_host_of_a_list(text, first):
+    assert environment._first_host(text) == first

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from shardwise.distributed.control_message import Meeting, say_joined, say_left
 from shardwise.environment import Rendezvous, rendezvous
@@ -51,10 +52,12 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
         MachineError: the other ranks cannot be reached.
     """
     place = _place()
-    local_rank = place.local_rank if place else 0
+    local_rank, local_world_size = _on_this_host() if place is None else (place.local_rank, place.local_world_size)
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     target = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
+    if kind == "cuda" and place is None and dist.is_initialized() and torch.cuda.current_device():
+        target = torch.device(kind, torch.cuda.current_device())  # the script has chosen one
+    elif kind == "cuda":
         torch.cuda.set_device(target)
     owns = not dist.is_initialized()
     if owns:
@@ -87,7 +90,7 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
         rank=dist.get_rank(),
         world_size=world,
         local_rank=local_rank,
-        local_world_size=place.local_world_size if place else world,
+        local_world_size=local_world_size,
         device=target,
         control=control,
         owns_group=owns,
@@ -103,6 +106,21 @@ def _place() -> Rendezvous | None:
         if dist.is_initialized():
             return None
         raise
+
+
+def _on_this_host() -> tuple[int, int]:
+    """This rank's number among those of an adopted group on its host, and how many they are.
+
+    ``mp.spawn`` with ``init_process_group(rank=, world_size=)`` sets no LOCAL_RANK. Host names go through the
+    group's store: a backend may need a device before it can send anything.
+    """
+    if not dist.is_initialized():
+        return 0, 1
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = PrefixStore("shardwise/host", dist.distributed_c10d._get_default_store())
+    store.set(str(rank), socket.gethostname())
+    hosts = [store.get(str(other)).decode() for other in range(world)]
+    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
 
 def leave_at_exit(ranks: Ranks) -> None:
