@@ -4,8 +4,12 @@ import gc
 import importlib
 
 import pytest  # noqa: F401 each test module does
-import torch._dynamo  # noqa: F401 every optimizer imports it: a second for each rank
+import torch._dynamo
+import torch.distributed.optim  # noqa: F401 so does zero1
 
+import shardwise.report.progress
+import shardwise.run.callbacks
+import shardwise.run.rank_main  # noqa: F401
 import tests.contract
 import tests.families
 import tests.models

@@ -7,11 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.commands import shardwise
+import psutil
+
+from tests.commands import shardwise, start_servers
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,15 +75,41 @@ def hashes(checkpoint: Path) -> dict[str, list[str]]:
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
     """Return as soon as the run has logged ``step``."""
+    _wait_for_step(lambda: process.poll() is None, folder, step)
+
+
+def _wait_for_step(runs: Callable[[], bool], folder: Path, step: int) -> None:
     file = folder / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 100
-    while process.poll() is None and time.monotonic() < deadline:
+    while runs() and time.monotonic() < deadline:
         text = file.read_text() if file.exists() else ""
         if f'{{"step": {step}, "loss"' in text:
             return
-        time.sleep(0.0005)
-    assert process.poll() is None, "the run ended before the step"
+        time.sleep(0.001)
+    assert runs(), "the run ended before the step"
     raise AssertionError(f"step {step} was not reached")
+
+
+def train_and(
+    do: Callable[[list[psutil.Process]], None], folder: Path, step: int, config: Path, *words: str, exit_code: int = 0
+) -> tuple[str, str]:
+    """`train`; ``do`` is given the ranks' processes as soon as the run has logged ``step``."""
+    start_servers()
+    before = {child.pid for child in psutil.Process().children()}
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+
+        def watch() -> None:
+            _wait_for_step(lambda: not ended.is_set(), folder, step)
+            do([child for child in psutil.Process().children() if child.pid not in before])
+
+        done = pool.submit(watch)
+        try:
+            texts = train(config, *words, exit_code=exit_code)
+        finally:
+            ended.set()
+        done.result()
+    return texts
 
 
 def stop(process: subprocess.Popen[str], number: signal.Signals) -> int:

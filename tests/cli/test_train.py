@@ -18,7 +18,12 @@ from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.worlds import run_world
 
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload", "hsdp+offload")
+STRATEGIES = {"ddp": 4, "zero1": 2, "zero2": 4, "fsdp": 4, "hsdp": 4} | {
+    "zero2+offload": 2,
+    "fsdp+offload": 2,
+    "hsdp+offload": 4,
+}
+"""Each on so many ranks."""
 
 
 def rank_of_job(text: str) -> None:
@@ -38,33 +43,30 @@ def train_here(folder: Path, strategy: str, world: int, **changes: dict[str, obj
 
 
 def test_every_strategy_ends_at_the_same_loss(tmp_path: Path) -> None:
-    found = {}
-    without_luck = {"model": {"kwargs": {"dropout": 0.0}}, "train": {"steps": 20}, "checkpoint": {"every": 0}}
-    for strategy in STRATEGIES:
-        summary = train_here(tmp_path / strategy, strategy, 4, **without_luck)
+    """And starts at the same: the first loss, before any update, is that of the same weights."""
+    found, first = {}, {}
+    without_luck = {"model": {"kwargs": {"dropout": 0.0}}, "train": {"steps": 14}, "checkpoint": {"every": 0}}
+    for strategy, world in STRATEGIES.items():
+        summary = train_here(tmp_path / strategy, strategy, world, **without_luck)
         receipts = summary["receipts"]
         assert receipts["effects"]["ok"], receipts
         assert receipts["fit"]["ok"], receipts
         assert summary["strategy"] == strategy
-        found[strategy] = summary["loss"]
+        found[strategy], first[strategy] = summary["loss"], float(configs.losses(tmp_path / strategy)[1])
     alone = train_here(tmp_path / "alone", "ddp", 1, **without_luck)
     assert all(abs(loss - alone["loss"]) < 1e-3 for loss in found.values()), (found, alone["loss"])
+    whole = float(configs.losses(tmp_path / "alone")[1])
+    assert all(abs(loss - whole) < 1e-6 for loss in first.values()), (first, whole)
     assert alone["loss"] < 4.5  # it learns: a uniform guess is log(257) = 5.55
 
 
-def test_first_weights_do_not_depend_on_strategy_or_world(tmp_path: Path) -> None:
-    """The first loss, before any update, is that of the same weights; bit for bit where one batch is not split."""
-    seen = set()
-    for strategy, world in (("ddp", 1), ("fsdp", 1), ("zero2", 1), ("zero1", 1)):
-        folder = tmp_path / f"{strategy}{world}"
-        train_here(folder, strategy, world, train={"steps": 2}, model={"kwargs": {"dropout": 0.0}})
-        seen.add(configs.losses(folder)[1])
-    assert len(seen) == 1
-    whole = float(seen.pop())
-    for strategy in ("ddp", "fsdp", "hsdp"):
-        folder = tmp_path / f"{strategy}4"
-        train_here(folder, strategy, 4, train={"steps": 2}, model={"kwargs": {"dropout": 0.0}})
-        assert abs(float(configs.losses(folder)[1]) - whole) < 1e-6
+def test_first_weights_do_not_depend_on_the_strategy(tmp_path: Path) -> None:
+    """Bit for bit where one batch is not split."""
+    seen = {}
+    for strategy in ("ddp", "fsdp", "zero2", "zero1"):
+        train_here(tmp_path / strategy, strategy, 1, train={"steps": 2}, model={"kwargs": {"dropout": 0.0}})
+        seen[strategy] = configs.losses(tmp_path / strategy)[1]
+    assert len(set(seen.values())) == 1, seen
 
 
 def test_command_end_to_end(tmp_path: Path) -> None:
@@ -99,15 +101,22 @@ def test_a_killed_command_resumes_bit_identically(tmp_path: Path) -> None:
     changes = {"train": {"steps": 30, "eval_samples": 8}, "checkpoint": {"every": 4}}
     configs.train(configs.write_config(whole, **changes), "--strategy", "fsdp")
     config = configs.write_config(broken, **changes)
-    for step, of_the_command in ((6, False), (18, True)):
-        process = configs.start_train(config, "--strategy", "fsdp")
-        configs.wait_for_step(process, broken, step)
-        victims = [p for p in psutil.Process(process.pid).children() if p.is_running()]
-        (psutil.Process(process.pid) if of_the_command else victims[-1]).kill()
-        process.communicate(timeout=60)
-        assert process.returncode in (3, -signal.SIGKILL)
-        _gone, alive = psutil.wait_procs(victims, timeout=10)
-        assert not alive
+    ranks: list[psutil.Process] = []
+
+    def kill_the_last(running: list[psutil.Process]) -> None:
+        ranks.extend(running)
+        assert len(ranks) == 2
+        ranks[-1].kill()
+
+    configs.train_and(kill_the_last, broken, 6, config, "--strategy", "fsdp", exit_code=3)
+    process = configs.start_train(config, "--strategy", "fsdp")
+    configs.wait_for_step(process, broken, 18)
+    ranks += psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    _gone, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
     configs.train(config, "--strategy", "fsdp")
     assert configs.losses(broken) == configs.losses(whole)
     last = Path("run") / "checkpoints" / "step-00000030"
@@ -118,7 +127,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    changes = {"train": {"steps": 300, "eval_samples": 8}, "checkpoint": {"every": 0}}
+    changes = {"train": {"steps": 200, "eval_samples": 8}, "checkpoint": {"every": 0}}
     config = configs.write_config(broken, **changes)
     process = configs.start_train(config)
     configs.wait_for_step(process, broken, 20)
@@ -129,11 +138,11 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     assert "Traceback" not in err
     report = json.loads((broken / "run" / "report.json").read_text())
     assert report["state"] == "unfinished" and report["timing"] and report["findings"]
-    process = configs.start_train(config)
-    configs.wait_for_step(process, broken, report["figures"]["steps"] + 5)
-    assert not (broken / "run" / "timing.json").exists(), "an earlier part does not speak for this one"
-    _, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
+
+    def look(ranks: list[psutil.Process]) -> None:
+        assert not (broken / "run" / "timing.json").exists(), "an earlier part does not speak for this one"
+
+    configs.train_and(look, broken, report["figures"]["steps"] + 5, config)
     configs.train(configs.write_config(whole, **changes))
     assert configs.losses(broken) == configs.losses(whole)
 

@@ -36,10 +36,7 @@ def test_it_stands_at_the_loss_of_fsdp_and_goes_on_bit_for_bit(tmp_path: Path) -
         folder.mkdir()
         config = configs.write_config(folder, parallel={"strategy": strategy})
         if stop < 12:
-            process = configs.start_train(config)
-            configs.wait_for_step(process, folder, stop)
-            process.kill()
-            process.communicate(timeout=60)
+            configs.train_and(lambda ranks: ranks[0].kill(), folder, stop, config, exit_code=3)
         out, _ = configs.train(config, "--json")
         document = json.loads(out.splitlines()[-1])
         assert document["strategy"] == strategy and document["receipts"]["effects"]["ok"]

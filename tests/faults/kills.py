@@ -7,6 +7,7 @@ from the newest checkpoint, and every loss and the last checkpoint must be those
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -60,6 +61,7 @@ class Setting:
     micro_batch: int = 2
     pack: bool = True
     factory: str = "tests.models:byte_decoder"
+    epochs: int = 3
 
     def __str__(self) -> str:
         how = "in the background" if self.async_save else "in the foreground"
@@ -187,10 +189,11 @@ def prepared(folder: Path, texts: Path, setting: Setting) -> str:
         "model": {"factory": setting.factory},
         "data": {"path": str(texts), "heldout_fraction": 0.2, "pack": setting.pack},
         "optimizer": {"clip_norm": 0.5},
-        "train": {"steps": None, "epochs": 3, "global_batch": setting.world * 4, "micro_batch": setting.micro_batch},
+        "train": {"steps": None, "epochs": setting.epochs},
         "parallel": {"strategy": setting.strategy, "nproc": setting.world},
         "checkpoint": {"every": setting.every, "keep": setting.keep, "async_save": setting.async_save},
     }
+    changes["train"] |= {"global_batch": setting.world * 4, "micro_batch": setting.micro_batch}
     changes["train"] |= {"eval_every": 5, "eval_samples": 8, "seed": 3}
     config = read_config(configs.write_config(folder, **changes))
     return prepare_job(config, lambda text: None).job.to_json()
@@ -286,6 +289,7 @@ def _rank_main(rank: int, world: int, place: Path, job: str, kill: Kill | None) 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 20)  # as `worlds` has it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     code = 0
     try:

@@ -76,7 +76,7 @@ def are_bit_identical(
 
 @pytest.mark.parametrize("strategy", ["fsdp+tp2", "ddp+pp2"])
 def test_a_model_that_is_cut_resumes_bit_identically(tmp_path: Path, strategy: str) -> None:
-    setting = Setting(strategy, 4, factory="tests.models:byte_attention")
+    setting = Setting(strategy, 4, factory="tests.models:byte_attention", micro_batch=4, epochs=2)
     texts = write_texts(tmp_path / "texts")
     whole = run_whole(tmp_path / "whole", texts, setting)
     trial = Trial(tmp_path / "run", texts, replace(setting, async_save=True), whole)

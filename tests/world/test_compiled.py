@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.read import read_model
@@ -18,7 +20,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from tests.families import family
-from tests.world.test_context_parallel import LAYERS, LIMIT, Case, train
+from tests.world.test_context_parallel import LAYERS, LIMIT, Case, Outcome, train
 from tests.worlds import run_world
 
 CASES = [
@@ -27,19 +29,40 @@ CASES = [
     (2, Case("ddp+cp2", "qwen3", 2, {"compile": True, "recompute": "selective"})),
     (2, Case("fsdp+tp2", "llama", 1, {"compile": True}, layers=2)),
 ]
+CHEAPEST = (2, Case("ddp", "own", 1, {"compile": True}, layers=2))
+
+
+def without_kernels(case: Case) -> Outcome:
+    """`train`: graphs are made as ever, and run by PyTorch's own kernels in place of Inductor's."""
+    with mock.patch("torch._inductor.compile_fx.compile_fx", aot_eager):
+        return train(case)
+
+
+def right(outcome: Outcome, case: Case) -> None:
+    assert outcome.error <= LIMIT, outcome
+    compiled = outcome.compiled
+    assert compiled is not None and compiled.blocks == case.layers, outcome
+    alike = 1 if "tp2" not in case.strategy else 2  # the first cuts the sequence, and the last joins it
+    assert compiled.graphs == alike, "equal blocks are compiled once"
+    assert compiled.calls == compiled.runs > 2 * case.layers * case.accum, "every forward of a block ran its graph"
+    if "cp2" in case.strategy:
+        assert outcome.exchanged[:2] == [LAYERS * case.accum] * 2
 
 
 @pytest.mark.parametrize(("world", "case"), CASES, ids=lambda value: str(getattr(value, "strategy", value)))
 def test_compiled_blocks_have_the_gradient_of_one_process(world: int, case: Case) -> None:
+    for outcome in run_world(without_kernels, world, case):
+        right(outcome, case)
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [CHEAPEST, *(pytest.param(*each, marks=pytest.mark.soak) for each in CASES)],
+    ids=lambda value: str(getattr(value, "strategy", value)),
+)
+def test_so_have_blocks_with_kernels_of_inductor(world: int, case: Case) -> None:
     for outcome in run_world(train, world, case, timeout_s=170):
-        assert outcome.error <= LIMIT, outcome
-        compiled = outcome.compiled
-        assert compiled is not None and compiled.blocks == case.layers, outcome
-        alike = 1 if "tp2" not in case.strategy else 2  # the first cuts the sequence, and the last joins it
-        assert compiled.graphs == alike, "equal blocks are compiled once"
-        assert compiled.calls == compiled.runs > 2 * case.layers * case.accum, "every forward of a block ran its graph"
-        if "cp2" in case.strategy:
-            assert outcome.exchanged[:2] == [LAYERS * case.accum] * 2
+        right(outcome, case)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp+cp2"])
