@@ -108,7 +108,9 @@ def whole(gradient: torch.Tensor) -> torch.Tensor:
 
 def here(gradient: torch.Tensor) -> torch.Tensor:
     """A DTensor whose part on this rank is a plain slice stays one; all others are gathered."""
-    if isinstance(gradient, DTensor) and all(type(place) in (Shard, Replicate, _StridedShard) for place in gradient.placements):
+    if isinstance(gradient, DTensor) and all(
+        type(place) in (Shard, Replicate, _StridedShard) for place in gradient.placements
+    ):
         return gradient
     return whole(gradient)
 
@@ -168,7 +170,7 @@ def worst(found: Gradients, expected: Gradients) -> tuple[float, str]:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """A whole window and a partial one (or a second whole one of one micro batch): the worst error, where it is, and the names of the gradients held here."""
+    """A whole window and a partial one, or two whole ones of one micro batch: the worst error, where, and the names."""
     per_window = case.plan.dims.dp * case.accum
     partial = max(1, per_window // 2) if per_window > 1 else 0
     batches = ragged(per_window + (partial or 1))

@@ -99,7 +99,7 @@ def relative(found: float, expected: float) -> float:
 def train(
     strategy: str | Plan, world: int, accum: int, variant: str, *, mean_of_means: bool = False, receipts: bool = False
 ) -> float:
-    """A whole window (two before a receipt) and a partial one, at least two; returns the largest relative error seen."""
+    """A whole window (two before a receipt) and a partial one, at least two; returns the largest relative error."""
     options = dict(VARIANTS[variant])
     recompute = options.pop("recompute", "none")
     per_window = world * accum
