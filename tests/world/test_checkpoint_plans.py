@@ -188,6 +188,12 @@ def load_each(root: str, name: str, strategies: list[str]) -> list[float]:
     return losses
 
 
+def save_and_load(root: str, name: str, strategies: list[str]) -> list[float]:
+    save_each(root, name, strategies)
+    dist.barrier()
+    return load_each(root, name, strategies)
+
+
 def stored(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint put together; every file holds what the manifest says and no more."""
     manifest = read_manifest(path)
@@ -219,10 +225,12 @@ PLANS = [  # family, and its plans by the number of ranks; transformers is slow 
 @pytest.mark.parametrize(("name", "plans"), PLANS)
 def test_any_plan_into_any_other(tmp_path: Path, name: str, plans: dict[int, list[str]]) -> None:
     losses: list[float] = []
-    for world, strategies in plans.items():
+    for world, strategies in list(plans.items())[:-1]:
         run_world(save_each, world, str(tmp_path), name, strategies, timeout_s=LIMIT_S)
-    for world, strategies in plans.items():
-        losses += run_world(load_each, world, str(tmp_path), name, strategies, timeout_s=LIMIT_S)[0]
+    for world, strategies in reversed(plans.items()):  # the ranks that save last have everything to load, too
+        act = load_each if losses else save_and_load
+        losses += run_world(act, world, str(tmp_path), name, strategies, timeout_s=2 * LIMIT_S)[0]
+    assert len(losses) == sum(map(len, plans.values()))
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-12)
     paths = {folder.name: folder / "step-00000020" for folder in tmp_path.iterdir()}
     alone = paths.pop(f"{plans[1][0]}@1")

@@ -34,7 +34,7 @@ def test_gradients_are_those_of_one_process(case: Case) -> None:
     for found in run_world(train, case.world, case):
         assert found["worst"][0] < EXACT, found["worst"]
         assert found["names"] == found["expected"]
-        assert found["steps"] == 2 + (case.plan.dims.dp * case.accum > 1)
+        assert found["steps"] == 2
 
 
 def frozen_head(strategy: str) -> dict[str, Any]:

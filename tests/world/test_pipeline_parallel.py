@@ -18,7 +18,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.contract import LIMIT, Case, Watch, ragged, train, worst
+from tests.contract import LIMIT, Case, Still, Watch, ragged, train, worst
 from tests.families import FAMILIES, VOCAB, family
 from tests.worlds import WorldError, run_each, run_world
 
@@ -123,7 +123,7 @@ def frozen(strategy: str, schedule: str, trained: list[str]) -> tuple[float, str
     model = Head(family("own"), trained).model
     session = start(plan, receipts=False)
     session.observers.append(watch)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batches[0][0])
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
     for step in session.steps(batches):
         step.run(model, token_loss_sum)
         step.update(optimizer, clip_norm=1e9)
@@ -170,7 +170,7 @@ def shapes_and_evaluation(schedule: str) -> list[tuple[float, str]]:
     session, watch = start(plan, receipts=False), Watch()
     session.observers.append(watch)
     model = family("own")
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0))
     errors, alone = [], family("own")
     pipeline = session.applied.pipeline
     assert pipeline is not None
@@ -214,7 +214,7 @@ def narrow(strategy: str, schedule: str = "1f1b", accum: int = 2) -> tuple[Any, 
     session = start(plan, receipts=False)
     session.observers.append(watch)
     model = family("llama", dtype=torch.float32)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0))
     for step in session.steps(batches):
         step.run(model, token_loss_sum)
         step.update(optimizer, clip_norm=1e9)
@@ -250,7 +250,7 @@ def around() -> dict[str, Any]:
     plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
     session, batches = start(plan, receipts=False), ragged(6)
     model = family("llama")
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0))
     found: dict[str, Any] = {"hidden": model.config.hidden_size}
     with pytest.raises(UserError, match=r"step\.run"):
         model(batches[0][0])
@@ -288,7 +288,7 @@ def mistaken(kind: str) -> None:
     plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
     session = start(plan, receipts=False)
     model = family("own")
-    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, _ = session.prepare(model, Still(model.parameters(), lr=0.0))
     losses = {
         "mean": lambda outputs, labels: nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten()),
         "shape": lambda outputs, labels: outputs.sum(0),
@@ -313,7 +313,7 @@ def test_a_loss_that_is_wrong_ends_all_ranks_at_once(kind: str, message: str) ->
 def other_samples() -> None:
     plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
     session, model = start(plan, receipts=False), family("own")
-    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, _ = session.prepare(model, Still(model.parameters(), lr=0.0))
     for step in session.steps(ragged(2, seed=torch.distributed.get_rank())):
         step.run(model, token_loss_sum)
 
@@ -326,7 +326,7 @@ def test_stages_that_got_other_samples_are_told_so() -> None:
 def frozen_later() -> None:
     plan = Plan(strategy="ddp+pp2", dims=dims_for(parse_strategy("ddp+pp2"), 2), grad_accum=2)
     session, model = start(plan, receipts=False), family("own")
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0))
     for step in session.steps(ragged(4)):
         step.run(model, token_loss_sum)
         step.update(optimizer)

@@ -22,7 +22,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.contract import CLIP, LIMIT, Watch, gradients_here, reference, worst
+from tests.contract import CLIP, LIMIT, Still, Watch, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, WIDTH, family
 from tests.kept import kept
 from tests.worlds import run_world
@@ -118,7 +118,7 @@ def error_of(strategy: str, name: str, options: dict[str, Any]) -> float:
     session.observers.append(watch)
     torch.manual_seed(100 + session.ranks.rank)
     model = build(name, 0 if session.ranks.is_main else 7)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0))
     for step in session.steps(batches):
         step.run(model, token_loss_sum)
         result = step.update(optimizer, clip_norm=CLIP)
