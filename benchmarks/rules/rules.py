@@ -214,9 +214,7 @@ def left_out() -> str:
         share = memory.device_bytes
         parts = [memory.activations or 0, memory.logits or 0, memory.buffers]
         lines.append([f"{name} on {cluster}", *(f"{n / 2**30:.1f}" for n in (state, *parts, share))])
-    return rows(
-        ("fsdp, GiB a device", "weights, gradients, state", "activations", "logits", "buffers", "total"), lines
-    )
+    return rows(("fsdp, GiB a device", "weights, gradients, state", "activations", "logits", "buffers", "total"), lines)
 
 
 def fine_tuning() -> str:
