@@ -169,7 +169,7 @@ def recompute() -> str:
     for mode in ("none", "selective", "full"):
         candidate = pinned("llama-3.1-8b", "8xH100-SXM-80GB", "fsdp", 8, recompute=mode, micro_batch=1)
         lines.append([mode, f"{gib(candidate):.0f} GiB", f"{_step_s(candidate):.2f} s"])
-    return rows(("recompute", "a device holds", "a step"), lines)
+    return rows(("recompute", "memory of a device", "a step"), lines)
 
 
 def sent() -> str:
@@ -214,9 +214,7 @@ def left_out() -> str:
         share = memory.device_bytes
         parts = [memory.activations or 0, memory.logits or 0, memory.buffers]
         lines.append([f"{name} on {cluster}", *(f"{n / 2**30:.1f}" for n in (state, *parts, share))])
-    return rows(
-        ("fsdp, GiB a device", "weights, gradients, state", "activations", "logits", "buffers", "in all"), lines
-    )
+    return rows(("fsdp, GiB a device", "weights, gradients, state", "activations", "logits", "buffers", "total"), lines)
 
 
 def fine_tuning() -> str:
@@ -272,7 +270,7 @@ def lean() -> str:
         memory = found.memory
         parts = (memory.gradients, memory.optimizer or 0, memory.logits or 0, memory.device_bytes)
         lines.append([label, *(f"{n / 2**30:.1f}" for n in parts), _s(found)])
-    return rows(("fsdp, GiB a device", "gradients", "state", "logits", "in all", "a step"), lines)
+    return rows(("fsdp, GiB a device", "gradients", "state", "logits", "total", "a step"), lines)
 
 
 def offloading() -> str:

@@ -12,51 +12,54 @@ from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch import fork_server
 
 app = typer.Typer(
-    help="Train a PyTorch model the simplest way that fits, with a receipt for every claim.",
+    help="Plan and run distributed PyTorch training with the simplest strategy that fits, and check the result.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog="Example: shardwise train examples/stdlib.toml",
 )
-bench = typer.Typer(help="Measure; every bench keeps its raw samples.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmark this machine or a config; raw samples are saved.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-checkpoints = typer.Typer(help="Look at checkpoints, check them, and turn one into another.", no_args_is_help=True)
+checkpoints = typer.Typer(help="Inspect, verify, convert and merge checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoint")
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML config file.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as train.steps=20.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, such as train.steps=20.")
 ]
-Place = Annotated[str, typer.Argument(metavar="PLACE", help="Path or URL: a checkpoint, its run, or another tool's.")]
-Calibration = Annotated[Path | None, typer.Option(help="Links as bench comm has measured them.", show_default=False)]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="Path or URL of a run or of any tool's checkpoint.")]
+Calibration = Annotated[Path | None, typer.Option(help="Link calibration file from bench comm.", show_default=False)]
 PlannedCluster = Annotated[
-    str | None, typer.Option(help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a file; else this machine.")
+    str | None, typer.Option(help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a TOML file; default: this machine.")
 ]
 InBackward = Annotated[
-    bool, typer.Option("--optimizer-in-backward", help="Step each weight as its gradient is done; no accumulation.")
+    bool, typer.Option("--optimizer-in-backward", help="Update each weight as its gradient is ready; no accumulation.")
 ]
 LoraTargets = Annotated[
-    str | None, typer.Option(help="all-linear, attention, mlp, or names such as q_proj,v_proj; else all-linear.")
+    str | None, typer.Option(help="all-linear (default), attention, mlp, or names such as q_proj,v_proj.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON document; the rest is on stderr.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document as the last line of stdout; text on stderr.")
+]
 
 
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(help="TOML config file.", show_default=False)] = None,
     overrides: Overrides = None,
-    plan: Annotated[Path | None, typer.Option(help="A plan file instead of a search.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Use this plan file instead of a search.")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="auto, ddp, zero1, zero2, fsdp or hsdp; +offload for the last three.")
+        str | None,
+        typer.Option(help="auto, ddp, zero1, zero2, fsdp or hsdp; +tpN, +ppN, +cpN, +offload, +lora, +qlora."),
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks on this machine.", min=1)] = None,
-    master_port: Annotated[int, typer.Option(help="Port where the ranks meet; 0 is a free one.", min=0)] = 0,
+    master_port: Annotated[int, typer.Option(help="Rendezvous port of the ranks; 0 picks a free port.", min=0)] = 0,
     calibration: Calibration = None,
     json: Json = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a config file, and stop.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a config file and exit.")] = False,
 ) -> None:
-    """Train a model as a config file says; run it again to resume.
+    """Train a model from a config file; run the same command again to resume.
 
     Example: shardwise train examples/stdlib.toml --strategy fsdp --nproc 4 train.steps=20
     """
@@ -79,32 +82,32 @@ def train(
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(help="Catalogue name, config.json or folder, or package.module:factory.", show_default=False),
+        typer.Argument(help="Catalogue name, config.json, its folder, or package.module:factory.", show_default=False),
     ] = None,
     cluster: PlannedCluster = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample.", min=1, max=2**27)] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Samples of a step, all devices.", min=1, max=2**24)] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 1e12 or 300B.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="Only this strategy, such as fsdp+tp2, even if unfit.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Samples of a forward on a rank.", min=1, max=2**24)] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.", min=1, max=2**27)] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Samples per step, all devices.", min=1, max=2**24)] = None,
+    tokens: Annotated[str | None, typer.Option(help="Total training tokens, such as 1e12 or 300B.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="Only this strategy, such as fsdp+tp2, fitting or not.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per forward on one rank.", min=1, max=2**24)] = None,
     recompute: Annotated[str | None, typer.Option(help="Recompute mode: none, selective or full.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; bf16 where the GPU has it.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; default: bf16 if supported.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd or adafactor.")] = "adamw",
     optimizer_in_backward: InBackward = False,
-    lora_rank: Annotated[int | None, typer.Option(help="Of +lora and +qlora; else 16.", min=1, max=2**16)] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Of +lora and +qlora; default: 16.", min=1, max=2**16)] = None,
     lora_targets: LoraTargets = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Blocks run under torch.compile.")] = False,
-    loss: Annotated[str, typer.Option(help="plain or fused: a fused loss keeps logits narrow.")] = "plain",
-    loss_chunks: Annotated[int, typer.Option(help="Parts that logits are made in.", min=1, max=2**16)] = 1,
-    framework_overhead: Annotated[str, typer.Option(help="CUDA context, NCCL buffers, launches: on, off.")] = "on",
-    price: Annotated[Path | None, typer.Option(help="TOML file of your own prices: A100-80GB = 1.89 ($/h).")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile blocks with torch.compile.")] = False,
+    loss: Annotated[str, typer.Option(help="plain or fused; a fused loss never converts logits to fp32.")] = "plain",
+    loss_chunks: Annotated[int, typer.Option(help="Number of chunks of the logits.", min=1, max=2**16)] = 1,
+    framework_overhead: Annotated[str, typer.Option(help="Count CUDA context, NCCL, launches: on, off.")] = "on",
+    price: Annotated[Path | None, typer.Option(help="TOML file of prices in $/h, such as A100-80GB = 1.89.")] = None,
     calibration: Calibration = None,
-    prove: Annotated[bool, typer.Option("--prove", help="Run the plan's program under fake tensors.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the recommended plan here.")] = None,
+    prove: Annotated[bool, typer.Option("--prove", help="Dry run of the plan under fake tensors.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the recommended plan.")] = None,
     json: Json = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json, and stop.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
-    """Will it fit, on what, how fast, for how much: every strategy side by side. Needs no GPU.
+    """Predict memory, step time and cost of every strategy for a model on a cluster. Needs no GPU.
 
     Example: shardwise plan llama-3.1-70b --cluster 8xA100-80GB --seq-len 4096 --global-batch 64
     """
@@ -145,13 +148,13 @@ def plan(
 
 @app.command()
 def explain(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file of shardwise plan -o.", show_default=False)],
-    why_not: Annotated[str | None, typer.Option(help="A strategy to compare with, such as fsdp+tp2.")] = None,
-    loss: Annotated[str | None, typer.Option(help="plain or fused, instead of the plan's.")] = None,
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file of shardwise plan.", show_default=False)],
+    why_not: Annotated[str | None, typer.Option(help="Strategy to compare with, such as fsdp+tp2.")] = None,
+    loss: Annotated[str | None, typer.Option(help="plain or fused; default: the plan's.")] = None,
     calibration: Calibration = None,
     json: Json = False,
 ) -> None:
-    """The arithmetic of a plan: each category's formula, phases, time, traffic; and why not another strategy.
+    """Explain a plan: memory formulas, phases, step time and traffic; and why not another strategy.
 
     Example: shardwise explain plan.toml --why-not fsdp+tp2
     """
@@ -162,13 +165,13 @@ def explain(
 
 @app.command("export")
 def export_plan(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
-    to: Annotated[str, typer.Option(help="deepspeed: the configuration of deepspeed.initialize.")],
-    clip_norm: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 is no limit.", min=0)] = 1.0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; else stdout.")] = None,
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file.", show_default=False)],
+    to: Annotated[str, typer.Option(help="Target format: deepspeed (a config for deepspeed.initialize).")],
+    clip_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 disables clipping.", min=0)] = 1.0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file; default: stdout.")] = None,
     json: Json = False,
 ) -> None:
-    """A plan as another tool's configuration; what that cannot say is said.
+    """Export a plan as another tool's configuration, and list what it cannot express.
 
     Example: shardwise export plan.toml --to deepspeed -o ds_config.json
     """
@@ -179,16 +182,16 @@ def export_plan(
 
 @app.command("import")
 def import_plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed configuration.", show_default=False)],
-    nproc: Annotated[int | None, typer.Option(help="Ranks; else the batch keys must say it.", min=1)] = None,
-    cluster: Annotated[str | None, typer.Option(help="Instead of --nproc: 8xA100-80GB, 2xcpu, or a file.")] = None,
-    engine: Annotated[str | None, typer.Option(help="deepspeed, or torch for the twin on PyTorch.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample.", min=1, max=2**27)] = None,
-    recompute: Annotated[str | None, typer.Option(help="none, selective or full; the file has no key for it.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="DeepSpeed configuration file.", show_default=False)],
+    nproc: Annotated[int | None, typer.Option(help="Ranks; default: from the file's batch keys.", min=1)] = None,
+    cluster: Annotated[str | None, typer.Option(help="Instead of --nproc: 8xA100-80GB, 2xcpu, or a TOML file.")] = None,
+    engine: Annotated[str | None, typer.Option(help="deepspeed, or torch for the equivalent PyTorch strategy.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.", min=1, max=2**27)] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full (not in the file).")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the plan.")] = None,
     json: Json = False,
 ) -> None:
-    """A DeepSpeed configuration as a plan; each key is taken over, or listed with the reason why not.
+    """Import a DeepSpeed configuration as a plan; every key is imported, or listed with the reason.
 
     Example: shardwise import ds_config.json --nproc 8 -o plan.toml
     """
@@ -212,14 +215,12 @@ def verify(
     overrides: Overrides = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="Verify only this one, such as fsdp+tp2; may be given several times.", show_default=False),
+        typer.Option(help="Verify only this strategy, such as fsdp+tp2; repeatable.", show_default=False),
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="CPU ranks to start, whatever devices there are; else 2 and 4.", min=1)
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of CPU ranks; default: 2 and 4.", min=1)] = None,
     json: Json = False,
 ) -> None:
-    """Same gradients as one process, in float64, under each strategy: the config's own model, shrunk, on its own data.
+    """Compare the gradients of each strategy with one process, in float64, on the config's model (shrunk) and data.
 
     Example: shardwise verify examples/stdlib.toml --strategy fsdp+tp2 --nproc 4
     """
@@ -230,12 +231,12 @@ def verify(
 
 @app.command()
 def doctor(
-    nproc: Annotated[int | None, typer.Option(help="Ranks to check for; a GPU each, or 2 on CPU.", min=1)] = None,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
-    timeout: Annotated[float, typer.Option(help="Seconds that ranks have to answer.", min=1, max=86400)] = 60.0,
+    nproc: Annotated[int | None, typer.Option(help="Ranks; default: one per GPU, or 2 on CPU.", min=1)] = None,
+    folder: Annotated[Path, typer.Option(help="Folder for checkpoints, whose disk is checked.")] = Path("."),
+    timeout: Annotated[float, typer.Option(help="Timeout for answers of ranks, in seconds.", min=1, max=86400)] = 60.0,
     json: Json = False,
 ) -> None:
-    """What is wrong with this machine, and the fix: devices, links, ranks that do not answer, limits, disk, versions.
+    """Check this machine and suggest fixes: devices, links, unresponsive ranks, limits, disk, versions.
 
     Example: shardwise doctor --nproc 2
     """
@@ -246,13 +247,15 @@ def doctor(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run (train.output).")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Else report.html in it.")] = None,
-    scaling: Annotated[Path | None, typer.Option(help="scaling.json of bench scaling, to show it too.")] = None,
-    links: Annotated[Path | None, typer.Option(help="Calibration file of bench comm, to show it too.")] = None,
+    run: Annotated[Path, typer.Argument(help="Run folder (train.output).")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: report.html in the run folder.")
+    ] = None,
+    scaling: Annotated[Path | None, typer.Option(help="Also show this scaling.json of bench scaling.")] = None,
+    links: Annotated[Path | None, typer.Option(help="Also show this calibration file of bench comm.")] = None,
     json: Json = False,
 ) -> None:
-    """One HTML file about a run, with all in it: loss, throughput, where the time went, memory, receipts, findings.
+    """Write a self-contained HTML report of a run: loss, throughput, step time, memory, receipts, findings.
 
     Example: shardwise report runs/stdlib
     """
@@ -265,17 +268,17 @@ def report(
 def step(
     config: ConfigPath,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each contender.", min=4)] = 60,
+    steps: Annotated[int, typer.Option(help="Timed steps per contender.", min=4)] = 60,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="Compare only this one, such as fsdp+tp2; may be given several times.", show_default=False),
+        typer.Option(help="Compare only this strategy, such as fsdp+tp2; repeatable.", show_default=False),
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks on this machine.", min=1)] = None,
-    bubble: Annotated[bool, typer.Option(help="Also the idle share of a pipeline's stages, by its schedules.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder for the raw samples and the plot.")] = Path("benchmarks"),
+    bubble: Annotated[bool, typer.Option(help="Also measure the pipeline bubble of each schedule.")] = True,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples and the plot.")] = Path("benchmarks"),
     json: Json = False,
 ) -> None:
-    """Step time of Shardwise against plain hand-written loops, paired in one process tree; a pipeline's bubble.
+    """Benchmark step time against hand-written loops, in alternation, and measure the pipeline bubble.
 
     Example: shardwise bench step examples/stdlib.toml --strategy ddp+tp2 --steps 40
     """
@@ -290,21 +293,21 @@ def step(
 
 @bench.command()
 def comm(
-    strategy: Annotated[str, typer.Option(help="Its mesh axes are measured, such as hsdp+tp2.")] = "ddp",
-    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; a GPU each, or 2 on CPU.", min=2)] = None,
+    strategy: Annotated[str, typer.Option(help="Strategy whose mesh axes are measured, such as hsdp+tp2.")] = "ddp",
+    nproc: Annotated[int | None, typer.Option(help="Ranks here; default: one per GPU, or 2 on CPU.", min=2)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL).")] = "auto",
-    smallest: Annotated[str, typer.Option("--min-size", help="Smallest message.")] = "128B",
-    largest: Annotated[str, typer.Option("--max-size", help="Largest message.")] = "64MiB",
-    seconds: Annotated[float, typer.Option(help="Seconds for each collective on each axis, at most.", min=0.1)] = 8.0,
+    smallest: Annotated[str, typer.Option("--min-size", help="Smallest message size.")] = "128B",
+    largest: Annotated[str, typer.Option("--max-size", help="Largest message size.")] = "64MiB",
+    seconds: Annotated[float, typer.Option(help="Maximum seconds per collective and axis.", min=0.1)] = 8.0,
     cluster: Annotated[
-        str | None, typer.Option(help="What links to expect, such as 2x8xH100/ib400; else what is found here.")
+        str | None, typer.Option(help="Expected links, such as 2x8xH100/ib400; default: detected.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for raw samples, calibration and plot.")] = Path("benchmarks"),
     json: Json = False,
 ) -> None:
-    """Speed of the links, axis by axis: bandwidth and latency of every collective, fitted; a file that plan reads.
+    """Measure bandwidth and latency of every collective on each mesh axis, and write a calibration for plan.
 
-    Under torchrun it measures the ranks that torchrun has started, on as many nodes as there are.
+    Under torchrun it measures the ranks that torchrun started, on one node or several.
 
     Example: shardwise bench comm --nproc 2 --max-size 16MiB
     """
@@ -328,19 +331,21 @@ def scaling(
     config: ConfigPath,
     overrides: Overrides = None,
     size: Annotated[
-        list[int] | None, typer.Option(help="Devices to run on; several times; else 1, 2, 4 ... all.", min=1)
+        list[int] | None, typer.Option(help="Number of devices; repeatable; default: 1, 2, 4 ... all.", min=1)
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="weak (a batch for each device), strong (one global batch) or both.")
+        str, typer.Option(help="weak (fixed batch per device), strong (fixed global batch) or both.")
     ] = "both",
-    steps: Annotated[int, typer.Option(help="Timed steps at each size.", min=4)] = 40,
-    beyond: Annotated[int, typer.Option(help="Predict up to so many devices.", min=1)] = 1024,
-    calibration: Annotated[Path | None, typer.Option(help="Links measured by bench comm.", show_default=False)] = None,
-    price: Annotated[float | None, typer.Option(help="US dollars for an hour of one device.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the raw samples and the plot.")] = Path("benchmarks"),
+    steps: Annotated[int, typer.Option(help="Timed steps per size.", min=4)] = 40,
+    beyond: Annotated[int, typer.Option(help="Predict up to this number of devices.", min=1)] = 1024,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file of bench comm.", show_default=False)
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one device in US dollars an hour.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples and the plot.")] = Path("benchmarks"),
     json: Json = False,
 ) -> None:
-    """Throughput on 1, 2, 4 ... devices, weak and strong: efficiency, what is lost to what, what the last one is worth.
+    """Measure weak and strong scaling on 1, 2, 4 ... devices: efficiency, losses, value of the last device.
 
     Example: shardwise bench scaling examples/stdlib.toml --size 1 --size 2 --steps 20
     """
@@ -363,14 +368,12 @@ def scaling(
 @bench.command()
 def choice(
     configs: Annotated[list[Path], typer.Argument(help="TOML config files.", show_default=False)],
-    nproc: Annotated[
-        list[int] | None, typer.Option(help="Ranks on this machine; may be given several times.", min=1)
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each strategy.", min=4)] = 20,
-    output: Annotated[Path, typer.Option(help="Folder for the raw samples.")] = Path("benchmarks/choice"),
+    nproc: Annotated[list[int] | None, typer.Option(help="Ranks on this machine; repeatable.", min=1)] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps per strategy.", min=4)] = 20,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples.")] = Path("benchmarks/choice"),
     json: Json = False,
 ) -> None:
-    """The plan that auto takes against every other one that fits, measured on real ranks.
+    """Compare the plan that auto chooses with every other plan that fits, on real ranks.
 
     Example: shardwise bench choice benchmarks/choice/*.toml --nproc 1 --nproc 2 --nproc 4
     """
@@ -382,19 +385,17 @@ def choice(
 @bench.command("checkpoint")
 def bench_checkpoint(
     config: Annotated[
-        Path | None, typer.Argument(help="TOML config file, for its model; else one is made up.", show_default=False)
+        Path | None, typer.Argument(help="TOML config file; default: a synthetic model.", show_default=False)
     ] = None,
     overrides: Overrides = None,
     size: Annotated[
-        float | None, typer.Option(help="GiB of weights and optimizer of the model that is made up; 1.")
+        float | None, typer.Option(help="GiB of weights and optimizer state of the synthetic model; default: 1.")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; 2.", min=1)] = None,
-    rounds: Annotated[int, typer.Option(help="Saves of each contender, under each strategy.", min=1)] = 5,
-    step: Annotated[float, typer.Option(help="Seconds that a step of the made-up model takes at least.")] = 0.3,
-    output: Annotated[Path, typer.Option(help="Folder for the raw samples and the plot.")] = Path(
-        "benchmarks/checkpoint"
-    ),
-    folder: Annotated[Path | None, typer.Option(help="Folder on the disk to be measured; --output.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; default: 2.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Saves per contender and strategy.", min=1)] = 5,
+    step: Annotated[float, typer.Option(help="Minimum step time of the synthetic model, in seconds.")] = 0.3,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples and the plot.")] = Path("benchmarks/checkpoint"),
+    folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure; default: --output.")] = None,
     json: Json = False,
 ) -> None:
     """Benchmark checkpoint saving against DCP, torch.save and the raw disk: time, stall, and effect on step time.
@@ -419,10 +420,10 @@ def bench_checkpoint(
 @checkpoints.command("inspect")
 def inspect_checkpoint(
     place: Place,
-    everything: Annotated[bool, typer.Option("--all", help="A row for each tensor.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print one row per tensor.")] = False,
     json: Json = False,
 ) -> None:
-    """What is in a checkpoint, without reading its data: step, plan, tensors, sizes; and files that cannot be whole.
+    """Show step, plan, tensors and sizes of a checkpoint without reading its data; detect incomplete files.
 
     Example: shardwise checkpoint inspect runs/stdlib
     """
@@ -433,7 +434,7 @@ def inspect_checkpoint(
 
 @checkpoints.command("verify")
 def verify_checkpoint(place: Place, json: Json = False) -> None:
-    """Is every byte what was saved? Reads all of it, and names the file and the tensor that are damaged.
+    """Read every byte of a checkpoint, compare its hashes, and name damaged files and tensors.
 
     Example: shardwise checkpoint verify s3://bucket/runs/stdlib
     """
@@ -444,22 +445,20 @@ def verify_checkpoint(place: Place, json: Json = False) -> None:
 
 @checkpoints.command("convert")
 def convert_checkpoint(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path or URL: any tool's checkpoint.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Path or URL of a folder to make.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path or URL of any tool's checkpoint.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Path or URL of the output folder.")],
     to: Annotated[
         str | None,
-        typer.Option(help="hf, shardwise or peft (adapters); else hf for a checkpoint of ours, else shardwise."),
+        typer.Option(help="hf, shardwise or peft (adapters); default: hf for a Shardwise checkpoint, else shardwise."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 for floating-point weights.")] = None,
-    max_shard_size: Annotated[str | None, typer.Option(help="Bytes of a file at most: 5GB, 500MiB.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A folder with config.json, that file, or package.module:factory.")
-    ] = None,
-    verify: Annotated[bool, typer.Option(help="Compare every tensor and the outputs of the model.")] = True,
-    optimizer: Annotated[bool, typer.Option(help="Carry over the optimizer's state where the target can.")] = True,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of floating-point weights: bf16, fp16 or fp32.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Maximum file size, such as 5GB or 500MiB.")] = None,
+    model: Annotated[str | None, typer.Option(help="config.json or its folder, or package.module:factory.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare every tensor and the model's outputs.")] = True,
+    optimizer: Annotated[bool, typer.Option(help="Convert optimizer state if the target supports it.")] = True,
     json: Json = False,
 ) -> None:
-    """Turn any tool's checkpoint into a Hugging Face folder or one of ours, and show that it is the same.
+    """Convert any tool's checkpoint to Hugging Face, Shardwise or peft format, and verify the result.
 
     Example: shardwise checkpoint convert runs/stdlib my-model
     """
@@ -480,16 +479,14 @@ def convert_checkpoint(
 
 @checkpoints.command("merge-lora")
 def merge_lora(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path or URL: a run with +lora or +qlora.")],
-    output: Annotated[str, typer.Option("--output", "-o", help="Path or URL of a folder to make.")],
-    base: Annotated[str | None, typer.Option(help="Where the base is now; else where the run had it from.")] = None,
-    onto: Annotated[str | None, typer.Option(help="+qlora: unpacked (what was trained) or original weights.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A folder with config.json, that file, or package.module:factory.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; else what the base has.")] = None,
-    max_shard_size: Annotated[str | None, typer.Option(help="Bytes of a file at most: 5GB, 500MiB.")] = None,
-    check: Annotated[bool, typer.Option(help="Compare outputs with base and adapters, and every tensor.")] = True,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path or URL of a run with +lora or +qlora.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Path or URL of the output folder.")],
+    base: Annotated[str | None, typer.Option(help="Path or URL of the base model; default: the run's.")] = None,
+    onto: Annotated[str | None, typer.Option(help="+qlora: unpacked (as trained) or original weights.")] = None,
+    model: Annotated[str | None, typer.Option(help="config.json or its folder, or package.module:factory.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the base's.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Maximum file size, such as 5GB or 500MiB.")] = None,
+    check: Annotated[bool, typer.Option(help="Compare outputs with base plus adapters, and all tensors.")] = True,
     json: Json = False,
 ) -> None:
     """Merge the LoRA adapters of a run into their base model, as a Hugging Face folder, and verify the result.

@@ -1,4 +1,4 @@
-"""The page of what works, from the verdicts that the zoo expects: ``python -m tests.world.zoo.page --write``."""
+"""Write docs/what-works.md from the expected verdicts of the zoo: ``python -m tests.world.zoo.page --write``."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ Table = dict[str, dict[str, str]]
 HEAD = """\
 # What works
 
-{count} small models were trained in a loop of one's own (`shardwise.start`, `session.prepare`, `session.steps`), each
-under every strategy below: `ddp`, `zero1`, `zero2` and `fsdp` on two ranks, `hsdp` or `fsdp` on four, with one or two
-micro batches for each step and rank. They stand for what people write: plain stacks, attention, convolutions, mixtures
-of experts, branches and early exits that depend on the samples, shared and frozen weights, several losses, odd outputs,
-and tricks inside a forward.
+{count} small models were trained in a custom loop (`shardwise.start`, `session.prepare`, `session.steps`), each under
+every strategy below: `ddp`, `zero1`, `zero2` and `fsdp` on two ranks, `hsdp` or `fsdp` on four, with one or two micro
+batches for each step and rank. They cover what people write: plain stacks, attention, convolutions, mixtures of
+experts, data-dependent branches and early exits, shared and frozen weights, several losses, unusual outputs, and
+unusual code inside a forward.
 
 Each run trains for four steps of SGD with momentum and weight decay, in float64 and on CPUs, over samples that differ
-between ranks. Then every weight is compared with that of one plain PyTorch process over the same samples; the
-largest difference allowed is 1e-9 of the largest element of that weight (1e-4 where the model computes in fp32).
-The receipt of the second step must agree, too.
+between ranks. Then every weight is compared with that of one plain PyTorch process over the same samples; the largest
+difference allowed is 1e-9 of the largest element of that weight (1e-4 where the model computes in fp32). The receipt of
+the second step must pass, too.
 
-- **✓**: the weights are those of one process.
-- **refused**: Shardwise stops before the first update, on all ranks, with the sentence in the note; no weight was
+- **✓**: the weights equal those of one process.
+- **refused**: Shardwise stops before the first update, on all ranks, with the message in the note; no weight was
   changed.
-- **warned**: the run goes on and its result differs from one process, as the sentence in the note says when the model
+- **warned**: the run continues and its result differs from one process, as the message in the note says when the model
   is prepared.
-- **stopped**: samples decide what sharding cannot follow, and no rank can know before they come. Shardwise stops in the
-  step in which they do, on all ranks, with the sentence in the note; that step has changed no weight.
-- **asked**: the weights are those of one process that is told the size of the world, which the model's forward uses.
+- **stopped**: the model depends on its samples in a way that sharding does not support, which no rank can know in
+  advance. Shardwise stops in that step, on all ranks, with the message in the note; the step has changed no weight.
+- **asked**: the model's forward uses the world size. The weights equal those of one process that gets the same world
+  size.
 
-A spectral norm iterates once in each forward, whatever the samples. One process then has as many forwards in a step as
-each rank has, with the micro batches of all ranks in each.
+A spectral norm iterates once in each forward, whatever the samples. For such models the single process has as many
+forwards in a step as each rank has, with the micro batches of all ranks in each.
 
-The table is generated from the test that trains these models; a change of any verdict makes that test fail.
+The table is generated from the test that trains these models; if a verdict changes, that test fails.
 """
 
 
 def render(expected: Table, families: dict[str, dict[str, dict[str, str]]] | None = None) -> str:
-    """The whole page."""
+    """Render the page as Markdown."""
     notes: dict[str, int] = {}
     columns = [name for name in COLUMNS if any(name in row for row in expected.values())]
-    text = HEAD.format(count=len(expected)) + "\n## Models in a loop of one's own\n\n"
+    text = HEAD.format(count=len(expected)) + "\n## Models in a custom loop\n\n"
     text += _table("Model", columns, {name: dict(row) for name, row in expected.items()}, notes)
     if families:
         axes = list(dict.fromkeys(axis for row in families.values() for axis in row))
@@ -78,12 +79,12 @@ def _cell(verdict: str | None, notes: dict[str, int]) -> str:
 
 
 def _note(sentence: str) -> str:
-    """A sentence as one line of Markdown."""
+    """Escape a message as one line of Markdown."""
     return re.sub(r"([*_<>|])", r"\\\1", " ".join(sentence.split()))
 
 
 def page() -> str:
-    """The page as it should be now."""
+    """Render the page from the stored verdicts."""
     families = json.loads(FAMILIES.read_text()) if FAMILIES.exists() else None
     return render(json.loads(EXPECTED.read_text()), families)
 
