@@ -19,10 +19,10 @@ from shardwise.model.profile import ModelProfile, Unit, Weight
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.search import search
-from shardwise.plan.traffic import sent_bytes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "choosing-a-plan.md"
 GB = 1e9
