@@ -157,7 +157,7 @@ def without_checks(plain_session: Any) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from shardwise.parallel import model_parallel as split
+    from shardwise.parallel import apply as split
     from shardwise.parallel.data_parallel import fsdp as shard
     from shardwise.train import session
     from shardwise.train.agreement import Agreement

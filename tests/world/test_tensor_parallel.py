@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import ModelError
-from shardwise.parallel import model_parallel as split
+from shardwise.parallel import decide as split
 from shardwise.parallel.tensor_parallel.tensor_layout import TensorLayout
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan

@@ -81,7 +81,7 @@ def tied_never_summed() -> None:
 
 
 def key_heads_swapped() -> None:
-    import shardwise.parallel.model_parallel as split
+    import shardwise.parallel.split_parameters as split
 
     right = split.distribute
 
