@@ -107,11 +107,11 @@ def local_attention() -> None:
 
 def zero_bubble_unguarded() -> None:
     """The schedule runs with weights that are freed after the forward, as torch alone would let it."""
-    import shardwise.parallel.apply as apply
+    import shardwise.parallel.decide as decide
     import shardwise.parallel.pipeline_parallel.schedule as pipeline
     from shardwise.parallel.pipeline_parallel.stage_runtime import RunStage
 
-    apply.check_pipeline = pipeline.check_pipeline = lambda *_: None
+    decide.check_pipeline = pipeline.check_pipeline = lambda *_: None
     RunStage.keep_gathered = lambda self: None  # type: ignore[method-assign]
 
 
