@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from shardwise.bench.step.step_plot import draw
-from shardwise.cli.train import launch
+from shardwise.cli.train import threads
 from shardwise.errors import UserError
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import on_ranks
 from shardwise.plan.plan import Plan
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import optimizer_problems, read_config
@@ -22,9 +22,17 @@ from shardwise.train.config import optimizer_problems, read_config
 if TYPE_CHECKING:
     from shardwise.bench.step.bubble import BubbleSamples
     from shardwise.bench.step.step_bench import StepSamples
+    from shardwise.distributed.process_group import Ranks
 
-PLANS = "plans.json"
-SAMPLES = "samples.json"
+
+class StepBenchTask(BaseModel):
+    """What the ranks time: every plan on the data of ``job``, and the bubble of those with a pipeline."""
+
+    model_config = ConfigDict(frozen=True)
+
+    job: Job
+    plans: tuple[Plan, ...]
+    bubble: bool
 
 
 def run_bench_step(
@@ -63,12 +71,11 @@ def run_bench_step(
             )
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
         plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
-        (Path(folder) / PLANS).write_text(json.dumps([plan.model_dump(mode="json", by_alias=True) for plan in plans]))
         console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
-        if bubble and any(plan.dims.pp > 1 for plan in plans):
-            (Path(folder) / "bubble").touch()
-        launch(prepared.job, 0, module="shardwise.cli.bench")
-        raw = json.loads((Path(folder) / SAMPLES).read_text())
+        job = prepared.job
+        task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble)
+        world = job.plan.dims.world_size
+        raw = on_ranks(f"{__name__}:time_steps", task, world, device=job.plan.device, threads=threads(job))[0]
     samples = [StepSamples(**item) for item in raw["samples"]]
     bubbles = [BubbleSamples(**item) for item in raw["bubble"]]
     console.print(ratio_table(samples))
@@ -170,38 +177,26 @@ def keep(
         console.print("no plot: matplotlib is not installed")
 
 
-def rank_main() -> int:
-    """One rank of the bench; rank 0 writes the samples into the job's output folder."""
+def time_steps(task: StepBenchTask, ranks: Ranks) -> dict[str, Any] | None:
+    """The samples, on rank 0. Collective."""
     from shardwise.bench.step.bubble import bench_bubble
     from shardwise.bench.step.step_bench import bench_step
-    from shardwise.distributed.process_group import join, leave
     from shardwise.train.data.corpus import open_corpus
     from shardwise.train.model import model_factory
 
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    folder = Path(job.config.train.output)
-    plans = [Plan.model_validate(item) for item in json.loads((folder / PLANS).read_text())]
-    ranks, corpus = join(job.plan.device), open_corpus(job.corpus)
+    job, plans, corpus = task.job, task.plans, open_corpus(task.job.corpus)
     factory, steps = model_factory(job.config, corpus.vocab_size), job.config.train.steps or 1
     found = [bench_step(job.config, plan, factory, windows(job, corpus, plan, ranks), ranks, steps) for plan in plans]
     bubbles: list[BubbleSamples] = []
-    for plan in plans if (folder / "bubble").exists() else []:
+    for plan in plans if task.bubble else ():
         if plan.dims.pp > 1:
             bubbles += bench_bubble(
                 job.config, plan, factory, lambda changed: windows(job, corpus, changed, ranks), ranks, steps
             )
-    if ranks.is_main:
-        document = {
-            **facts(job, ranks),
-            "samples": [item.model_dump() for item in found],
-            "bubble": [item.model_dump() for item in bubbles],
-        }
-        (folder / SAMPLES).write_text(json.dumps(document))
-    leave(ranks)
-    return 0
+    return {**facts(job, ranks), "samples": found, "bubble": bubbles} if ranks.is_main else None
 
 
-def windows(job: Job, corpus: Any, plan: Plan, ranks: Any) -> Any:
+def windows(job: Job, corpus: Any, plan: Plan, ranks: Ranks) -> Any:
     """This rank's micro batches of each step on its device: hand-written loops move nothing."""
     from shardwise.train.data.order import Order
     from shardwise.train.data.samples import samples_for, step_batches
@@ -212,7 +207,7 @@ def windows(job: Job, corpus: Any, plan: Plan, ranks: Any) -> Any:
         yield [tuple(part.to(ranks.device) for part in batch) for batch in batches]
 
 
-def facts(job: Job, ranks: Any) -> dict[str, Any]:
+def facts(job: Job, ranks: Ranks) -> dict[str, Any]:
     """What was timed, where and when."""
     import datetime
     import os
@@ -233,7 +228,3 @@ def facts(job: Job, ranks: Any) -> dict[str, Any]:
         "model": job.config.model.config or job.config.model.factory,
         "precision": job.plan.precision,
     }
-
-
-if __name__ == "__main__":
-    guarded(rank_main)

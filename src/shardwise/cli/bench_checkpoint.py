@@ -7,10 +7,9 @@ import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 from rich import box
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.errors import UserError
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import on_ranks
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -27,8 +26,10 @@ from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import OptimizerTable, read_config
 from shardwise.units import GIB, bytes_text, seconds_text
 
+if TYPE_CHECKING:
+    from shardwise.distributed.process_group import Ranks
+
 STRATEGIES = ("ddp", "fsdp")
-FOUND = "found.json"
 NOTES = (
     "Medians of the rounds, quartiles below; ratios are of turns in the same round. s: until durable. of raw, of "
     "direct: time of the raw write, through and past the page cache, ÷ its own. ÷ ours: its time ÷ that of our save of "
@@ -47,7 +48,7 @@ class CheckpointBenchRequest(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     state_bytes: int
-    job: Path | None
+    job: Job | None
     rounds: int
     step_s: float
     seed: int
@@ -72,8 +73,6 @@ def run_bench_checkpoint(
     Raises:
         UserError: something of what was asked for cannot be; said before anything is measured.
     """
-    from shardwise.launch.local import run_local
-
     if config_file is not None and size_gib is not None:
         raise UserError("--size is for a model that is made up, and a config has its own; leave one of them out")
     if size_gib is not None and size_gib <= 0:
@@ -97,18 +96,14 @@ def run_bench_checkpoint(
                     f"and +qlora ({config.parallel.strategy} is given)"
                 )
             prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
-            world, job = prepared.job.plan.dims.world_size, work / "job.json"
-            job.write_text(prepared.job.to_json())
+            job = prepared.job
+            world = job.plan.dims.world_size
         request = CheckpointBenchRequest(
             state_bytes=state_bytes, job=job, rounds=rounds, step_s=step_s, seed=0, folder=work, as_json=as_json
         )
-        file = work / "request.json"
-        file.write_text(request.model_dump_json())
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        command = [sys.executable, "-m", "shardwise.cli.bench_checkpoint", str(file)]
-        sys.stdout.flush()
-        run_local(command, world, threads=max(1, cores // world), logs=work / "logs")
-        document = _document(json.loads((work / FOUND).read_text()), place, config_file)
+        device = job.plan.device if job else "auto"
+        found = on_ranks(f"{__name__}:time_checkpoints", request, world, device=device)[0]
+        document = _document(found, place, config_file)
     _show(document, console)
     _keep(document, output, console)
     if as_json:
@@ -230,39 +225,32 @@ def _keep(document: dict[str, Any], output: Path, console: Console) -> None:
         console.print("no plot: matplotlib is not installed (pip install 'shardwise[plots]')", markup=False)
 
 
-def rank_main() -> int:
-    """One rank; rank 0 writes what was found into the request's folder."""
+def time_checkpoints(request: CheckpointBenchRequest, ranks: Ranks) -> dict[str, Any] | None:
+    """Every strategy in turn; what was found, on rank 0. Collective."""
     import gc
     import importlib.metadata
     import warnings
 
     import torch
 
-    from shardwise.distributed.process_group import join, leave
-
     warnings.filterwarnings("ignore", module=r"torch\.")  # a peer's warnings are no news of ours
-    request = CheckpointBenchRequest.model_validate_json(Path(sys.argv[1]).read_text())
-    job = Job.model_validate_json(request.job.read_text()) if request.job else None
-    ranks = join(job.plan.device if job else "auto")
     cases = []
     for strategy in STRATEGIES:
-        cases.append(_case(request, job, strategy, ranks))
+        cases.append(_case(request, strategy, ranks))
         gc.collect()
-    if ranks.is_main:
-        document = {
-            "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-            "ranks": ranks.world_size,
-            "threads_per_rank": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "shardwise": importlib.metadata.version("shardwise"),
-            "cases": cases,
-        }
-        (request.folder / FOUND).write_text(json.dumps(document))
-    leave(ranks)
-    return 0
+    if not ranks.is_main:
+        return None
+    return {
+        "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
+        "ranks": ranks.world_size,
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "shardwise": importlib.metadata.version("shardwise"),
+        "cases": cases,
+    }
 
 
-def _case(request: CheckpointBenchRequest, job: Job | None, strategy: str, ranks: Any) -> dict[str, Any]:
+def _case(request: CheckpointBenchRequest, strategy: str, ranks: Ranks) -> dict[str, Any]:
     """One strategy, measured."""
     import statistics
 
@@ -270,6 +258,7 @@ def _case(request: CheckpointBenchRequest, job: Job | None, strategy: str, ranks
 
     console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, quiet=not ranks.is_main)
     dims = dims_for(parse_strategy(strategy), ranks.world_size)
+    job = request.job
     samples: int | None = None
     if job is not None:
         from shardwise.train.model import model_factory
@@ -306,7 +295,7 @@ def _case(request: CheckpointBenchRequest, job: Job | None, strategy: str, ranks
     }
 
 
-def _corpus_batches(job: Job, ranks: Any) -> tuple[int, Any]:
+def _corpus_batches(job: Job, ranks: Ranks) -> tuple[int, Any]:
     """The size of the vocabulary, and this rank's micro batches of the config's data."""
     from collections.abc import Iterator
 
@@ -328,7 +317,3 @@ def _corpus_batches(job: Job, ranks: Any) -> tuple[int, Any]:
             position += micro * ranks.world_size
 
     return corpus.vocab_size, batches()
-
-
-if __name__ == "__main__":
-    guarded(rank_main)

@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,13 +23,12 @@ from shardwise.bench.scaling.predict import ScalingCurve, curve_of, units_of
 from shardwise.bench.scaling.scaling_plans import default_sizes, plans_of
 from shardwise.bench.scaling.scaling_plot import draw
 from shardwise.bench.scaling.scaling_report import print_scaling
-from shardwise.cli.train import launch
 from shardwise.cost.link_calibration import check_calibration, read_calibration
 from shardwise.environment import rendezvous, visible_devices
 from shardwise.errors import MachineError, UserError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.hardware.cpu import processor_name
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import as_rank, on_ranks
 from shardwise.measure.scaling_facts import (
     MODES,
     LeftOut,
@@ -56,7 +54,6 @@ if TYPE_CHECKING:
     from shardwise.distributed.process_group import Ranks
 
 FILE = "scaling.json"
-PLANS, SAMPLES = "plans.json", "samples.json"
 SCHEMA = 1
 
 
@@ -72,6 +69,17 @@ class ScalingRequest(BaseModel):
     calibration: Path | None
     price: float | None
     output: Path
+
+
+class SizeTask(BaseModel):
+    """What the ranks of one size measure: ``plans`` by mode, ``steps`` of each."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: Config
+    corpus: Path
+    plans: dict[Mode, Plan]
+    steps: int
 
 
 def run_bench_scaling(
@@ -115,7 +123,7 @@ def run_bench_scaling(
         _under_launcher(read_config(config_file, words), request, console, as_json=as_json)
     with tempfile.TemporaryDirectory() as folder:
         words = [*overrides, "train.epochs=none", "train.steps=1", f"train.output={folder}"]
-        document = _sizes_here(read_config(config_file, words), request, Path(folder), console)
+        document = _sizes_here(read_config(config_file, words), request, console)
     if as_json:
         print(json.dumps(document))
 
@@ -149,7 +157,7 @@ def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
 # on this machine, each size a world of its own
 
 
-def _sizes_here(config: Config, request: ScalingRequest, folder: Path, console: Console) -> dict[str, Any]:
+def _sizes_here(config: Config, request: ScalingRequest, console: Console) -> dict[str, Any]:
     prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
     sizes = request.sizes or tuple(default_sizes(prepared.job.plan, prepared.cluster.world_size))
     largest = detect(config.parallel.device, max(sizes), visible=visible_devices())
@@ -173,7 +181,7 @@ def _sizes_here(config: Config, request: ScalingRequest, folder: Path, console: 
         told = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
         console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {told}")
         try:
-            samples += _launched(prepared, mine, size, threads, request.steps, folder)
+            samples += _started(prepared.job, mine, size, threads, request.steps)
         except MachineError as error:
             left_out += [LeftOut(mode=mode, devices=size, reason=f"failed: {_first(error)}") for mode in mine]
             console.print(f"{size} devices failed: {error}")
@@ -225,38 +233,16 @@ def _about(prepared: PreparedJob, cluster: ClusterSpec) -> Scaling:
     return Scaling(subject=subject, reference=plan, cluster=cluster, units=units_of(profile, plan))
 
 
-def _launched(
-    prepared: PreparedJob, plans: dict[Mode, Plan], size: int, threads: int, steps: int, folder: Path
-) -> list[Sample]:
-    """Start ``size`` ranks that measure each of ``plans``, and read what they found."""
-    job = prepared.job
+def _started(job: Job, plans: dict[Mode, Plan], size: int, threads: int, steps: int) -> list[Sample]:
+    """Start ``size`` ranks that measure each of ``plans``, and return what they found."""
     parallel = job.config.parallel.model_copy(update={"nproc": size, "threads": threads})
-    train = job.config.train.model_copy(update={"steps": steps})
-    config = job.config.model_copy(update={"parallel": parallel, "train": train})
-    file = folder / PLANS
-    file.write_text(json.dumps({mode: dumped(plan) for mode, plan in plans.items()}))
-    (folder / SAMPLES).unlink(missing_ok=True)
-    largest = next(iter(plans.values()))
-    launch(job.model_copy(update={"config": config, "plan": largest}), 0, module="shardwise.cli.bench_scaling")
-    return [Sample.model_validate(item) for item in json.loads((folder / SAMPLES).read_text())]
+    config = job.config.model_copy(update={"parallel": parallel})
+    task = SizeTask(config=config, corpus=job.corpus, plans=plans, steps=steps)
+    found = on_ranks(f"{__name__}:measure", task, size, device=job.plan.device, threads=threads)[0]
+    return [Sample.model_validate(item) for item in found]
 
 
-def rank_main() -> int:
-    """One rank of one size; rank 0 writes the samples into the job's output folder."""
-    from shardwise.distributed.process_group import join, leave
-
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    folder = Path(job.config.train.output)
-    plans = {mode: Plan.model_validate(item) for mode, item in json.loads((folder / PLANS).read_text()).items()}
-    ranks = join(job.plan.device)
-    samples = measure(job.config, job.corpus, plans, ranks, job.config.train.steps or 1)
-    if ranks.is_main:
-        (folder / SAMPLES).write_text(json.dumps([dumped(sample) for sample in samples]))
-    leave(ranks)
-    return 0
-
-
-def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks, steps: int) -> list[Sample]:
+def measure(task: SizeTask, ranks: Ranks) -> list[Sample]:
     """Each plan on this world, the same plan only once; samples on rank 0. Collective."""
     from shardwise.bench.scaling.run_scaling import forget, measure_size
     from shardwise.train.data.corpus import open_corpus
@@ -264,16 +250,16 @@ def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks,
     from shardwise.train.data.samples import samples_for, step_batches
     from shardwise.train.model import model_factory
 
-    opened = open_corpus(corpus)
+    config, opened = task.config, open_corpus(task.corpus)
     factory = model_factory(config, opened.vocab_size)
     data = samples_for(opened.train, config.data, opened.separator)
     order = Order(len(data), config.train.seed, config.data.shuffle)
     known: dict[str, Sample | None] = {}  # None on ranks that do not report
     found: list[Sample] = []
-    for mode, plan in plans.items():
+    for mode, plan in task.plans.items():
         if plan.fingerprint not in known:
             feed = step_batches(data, order, plan, ranks.rank)
-            known[plan.fingerprint] = measure_size(config, plan, mode, factory, feed, ranks, steps)
+            known[plan.fingerprint] = measure_size(config, plan, mode, factory, feed, ranks, task.steps)
             forget(ranks)
         sample = known[plan.fingerprint]
         if sample is not None:
@@ -287,10 +273,9 @@ def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks,
 def _under_launcher(config: Config, request: ScalingRequest, console: Console, *, as_json: bool) -> None:
     """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
 
-    def inner() -> int:
-        from shardwise.distributed.process_group import join, leave, prepared_by_main
+    def inner(config: Config, ranks: Ranks) -> None:
+        from shardwise.distributed.process_group import prepared_by_main
 
-        ranks = join(config.parallel.device)
         if config.parallel.threads is not None and ranks.device.type == "cpu":
             _set_threads(config.parallel.threads)
         mine: list[tuple[Scaling, list[LeftOut]]] = []  # of rank 0
@@ -298,19 +283,17 @@ def _under_launcher(config: Config, request: ScalingRequest, console: Console, *
         def prepare() -> str:
             scaling, plans, left_out, corpus = _prepared_here(config, request, ranks, console)
             mine.append((scaling, left_out))
-            return json.dumps({"corpus": str(corpus), "plans": {mode: dumped(plan) for mode, plan in plans.items()}})
+            task = SizeTask(config=config, corpus=corpus, plans=plans, steps=request.steps)
+            return task.model_dump_json(by_alias=True, exclude_unset=True)
 
-        work = json.loads(prepared_by_main(prepare, ranks, "the measurement"))
-        plans = {mode: Plan.model_validate(item) for mode, item in work["plans"].items()}
-        samples = measure(config, Path(work["corpus"]), plans, ranks, request.steps)
+        task = SizeTask.model_validate_json(prepared_by_main(prepare, ranks, "the measurement"))
+        samples = measure(task, ranks)
         for scaling, left_out in mine:
             document = finish(scaling, samples, left_out, request, console)
             if as_json:
                 print(json.dumps(document), flush=True)
-        leave(ranks)
-        return 0
 
-    guarded(inner)
+    as_rank(inner, config, config.parallel.device)
 
 
 def _set_threads(number: int) -> None:
@@ -432,7 +415,3 @@ def _write(file: Path, text: str) -> None:
         raise MachineError(
             f"'{file}' cannot be written: {error.strerror}; make room, or choose another --output"
         ) from None
-
-
-if __name__ == "__main__":
-    guarded(rank_main)

@@ -7,25 +7,36 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.train import launch
+from shardwise.cli.train import threads
 from shardwise.errors import DoesNotFit, PlanError, UserError
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import on_ranks
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import BASES
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
 from shardwise.units import seconds_text
 
-PLANS, TIMES = "plans.json", "times.json"
+if TYPE_CHECKING:
+    from shardwise.distributed.process_group import Ranks
+
 NEAR = 1.10  # the chosen plan's time over the best one's that is aimed at
+
+
+class ChoiceTask(BaseModel):
+    """What the ranks of one case time: each plan on the data of ``job``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    job: Job
+    plans: tuple[Plan, ...]
 
 
 def run_bench_choice(
@@ -102,9 +113,8 @@ def _case(file: Path, overrides: list[str], world: int, steps: int) -> dict[str,
             if (base != job.plan.strategy) and (plan := _pinned(file, [*words, f"parallel.strategy={base}"])):
                 plans[base] = plan
         chosen = job.plan.strategy
-        (Path(folder) / PLANS).write_text(json.dumps([json.loads(plan.to_json()) for plan in plans.values()]))
-        launch(job, 0, module="shardwise.cli.choice")
-        found = json.loads((Path(folder) / TIMES).read_text())
+        task = ChoiceTask(job=job, plans=tuple(plans.values()))
+        found = on_ranks(f"{__name__}:time_choices", task, world, device=job.plan.device, threads=threads(job))[0]
     samples = dict(zip(plans, found["seconds"], strict=True))
     medians = {name: statistics.median(times) for name, times in samples.items()}
     fastest = min(medians, key=lambda name: medians[name])
@@ -130,24 +140,20 @@ def _pinned(file: Path, words: list[str]) -> Plan | None:
         return None
 
 
-def rank_main() -> int:
-    """One rank of one case; rank 0 writes the times into the job's output folder."""
+def time_choices(task: ChoiceTask, ranks: Ranks) -> dict[str, Any] | None:
+    """The times of one case, on rank 0. Collective."""
     from collections.abc import Iterator
 
     import torch
 
     from shardwise.bench.step.choice_bench import time_plans
     from shardwise.bench.step.plain import Batch
-    from shardwise.distributed.process_group import join, leave
     from shardwise.train.data.corpus import open_corpus
     from shardwise.train.data.order import Order, rank_ids
     from shardwise.train.data.samples import samples_for
     from shardwise.train.model import model_factory
 
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    output = Path(job.config.train.output)
-    plans = [Plan.model_validate(item) for item in json.loads((output / PLANS).read_text())]
-    ranks, corpus = join(job.plan.device), open_corpus(job.corpus)
+    job, corpus = task.job, open_corpus(task.job.corpus)
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
     share = (job.plan.global_batch or ranks.world_size) // ranks.world_size
@@ -160,14 +166,6 @@ def rank_main() -> int:
             position += share * ranks.world_size
 
     factory = model_factory(job.config, corpus.vocab_size)
-    seconds = time_plans(job.config, plans, factory, batches(), ranks, job.config.train.steps or 1)
-    if ranks.is_main:
-        device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-        facts = {"device": device, "threads": torch.get_num_threads(), "seconds": seconds}
-        (output / TIMES).write_text(json.dumps(facts))
-    leave(ranks)
-    return 0
-
-
-if __name__ == "__main__":
-    guarded(rank_main)
+    seconds = time_plans(job.config, list(task.plans), factory, batches(), ranks, job.config.train.steps or 1)
+    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+    return {"device": device, "threads": torch.get_num_threads(), "seconds": seconds} if ranks.is_main else None

@@ -1,13 +1,8 @@
-"""``shardwise verify``: line the strategies up, shrink the model, start the ranks, and show what they found.
-
-As ``python -m shardwise.cli.verify task.json`` it is one rank of that.
-"""
+"""``shardwise verify``: line the strategies up, shrink the model, start the ranks, and show what they found."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -18,14 +13,15 @@ from rich.console import Console
 from shardwise.environment import rendezvous
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import on_ranks
 from shardwise.run.strategy_lineup import MICRO_BATCH, VerifyJob, asked_for, prepare_verify
 from shardwise.train.config import read_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.gradcheck.run import StrategyResult
+    from shardwise.distributed.process_group import Ranks
+    from shardwise.gradcheck.run import StrategyResult, VerifyTask
     from shardwise.plan.plan import Plan
 
 TIMEOUT_S = 300.0
@@ -87,24 +83,17 @@ def _run_world(
 ) -> tuple[list[StrategyResult], ShardwiseError | None]:
     from shardwise.gradcheck.reference import write_references
     from shardwise.gradcheck.run import StrategyResult
-    from shardwise.launch.local import run_local
 
-    folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
-    results, file = folder / "rows.jsonl", folder / "task.json"
+    results = references / f"{world}-rows.jsonl"
     task = prepared.task(world, results, references)
     write_references(task.model, task.data, task.plans, references)  # here, where there is no group
-    file.write_text(task.to_json())
-    sys.stdout.flush()
-    command = [sys.executable, "-m", "shardwise.cli.verify", str(file)]
     failure: ShardwiseError | None = None
     try:
-        run_local(command, world, threads=_threads(world), logs=folder / "logs")
+        on_ranks(f"{__name__}:verify_world", task, world, device="cpu", timeout_s=TIMEOUT_S)
     except ShardwiseError as error:
         failure = error
     lines = results.read_text().splitlines() if results.exists() else []
     rows = [StrategyResult.model_validate_json(line) for line in lines]
-    if not isinstance(failure, RankError):  # whose message says where the ranks' logs are
-        shutil.rmtree(folder, ignore_errors=True)
     if failure is not None:
         undone = plans[len(rows)].strategy if len(rows) < len(plans) else "the end"
         failure = _during(failure, f"{undone} on {world} ranks")
@@ -118,30 +107,16 @@ def _during(failure: ShardwiseError, what: str) -> ShardwiseError:
     return RankError(f"{what}: {failure}")
 
 
-def _threads(world: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // world)
-
-
 def _tell(row: StrategyResult) -> None:
     """A line for who waits at a terminal."""
     print(f"{row.strategy} on {row.ranks} ranks: {row.status}", file=sys.stderr, flush=True)
 
 
-def rank_main() -> int:
-    """One rank: every strategy of its world in turn."""
+def verify_world(task: VerifyTask, ranks: Ranks) -> None:
+    """Verify every strategy of one world in turn. Collective."""
     import logging
 
-    from shardwise.distributed.process_group import join, leave
-    from shardwise.gradcheck.run import VerifyTask, verify_all
+    from shardwise.gradcheck.run import verify_all
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to be fast is no news
-    task = VerifyTask.model_validate_json(Path(sys.argv[1]).read_text())
-    ranks = join("cpu", timeout_s=TIMEOUT_S)
     verify_all(task, ranks, _tell if sys.stderr.isatty() else None)
-    leave(ranks)
-    return 0
-
-
-if __name__ == "__main__":
-    guarded(rank_main)
