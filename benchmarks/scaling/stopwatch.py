@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.bench.scaling.scaling_plans import plan_at
-from shardwise.cli.bench_scaling import SizeTask
+from shardwise.bench.scaling.scaling_sizes import SizeTask
 from shardwise.launch.on_ranks import on_ranks
 from shardwise.measure.scaling_facts import MODES
 from shardwise.run.job import prepare_job

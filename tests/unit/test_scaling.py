@@ -27,7 +27,7 @@ from shardwise.bench.scaling.predict import (
 from shardwise.bench.scaling.scaling_plans import default_sizes, plan_at, plans_of
 from shardwise.bench.scaling.scaling_plot import draw
 from shardwise.bench.scaling.scaling_report import print_scaling
-from shardwise.cli.bench_scaling import FILE, ScalingRequest, document_of, finish, stored
+from shardwise.bench.scaling.scaling_sizes import FILE, ScalingRequest, document_of, finish, stored
 from shardwise.cost.time.collective_time import Calibration, LinkFit, Measured
 from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec

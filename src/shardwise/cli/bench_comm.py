@@ -8,11 +8,13 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
+from shardwise.cli.arguments import Json
 from shardwise.environment import rendezvous, visible_devices
 from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec, detect
@@ -45,16 +47,17 @@ class CommRequest(BaseModel):
 
 
 def run_bench_comm(
-    *,
-    strategy: str,
-    nproc: int | None,
-    device: str,
-    smallest: str,
-    largest: str,
-    seconds: float,
-    output: Path,
-    as_json: bool,
-    cluster: str | None = None,
+    strategy: Annotated[str, typer.Option(help="Its mesh axes are measured, such as hsdp+tp2.")] = "ddp",
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; a GPU each, or 2 on CPU.", min=2)] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL).")] = "auto",
+    smallest: Annotated[str, typer.Option("--min-size", help="Smallest message.")] = "128B",
+    largest: Annotated[str, typer.Option("--max-size", help="Largest message.")] = "64MiB",
+    seconds: Annotated[float, typer.Option(help="Seconds for each collective on each axis, at most.", min=0.1)] = 8.0,
+    cluster: Annotated[
+        str | None, typer.Option(help="What links to expect, such as 2x8xH100/ib400; else what is found here.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples, calibration and plot.")] = Path("benchmarks"),
+    as_json: Json = False,
 ) -> None:
     """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself.
 

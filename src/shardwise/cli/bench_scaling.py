@@ -1,113 +1,57 @@
-"""``shardwise bench scaling``: each size a world of its own; under torchrun, the world that is there.
-
-All sizes of one question are kept in one file, ``scaling.json`` in the output folder, which later runs add to: so a
-cluster's sizes come together, job by job.
-"""
+"""``shardwise bench scaling``: read the question, and measure each size of it."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import math
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import typer
 from rich.console import Console
 
-from shardwise.bench.scaling.predict import ScalingCurve, curve_of, units_of
-from shardwise.bench.scaling.scaling_plans import default_sizes, plans_of
-from shardwise.bench.scaling.scaling_plot import draw
-from shardwise.bench.scaling.scaling_report import print_scaling
-from shardwise.cost.link_calibration import check_calibration, read_calibration
-from shardwise.environment import rendezvous, visible_devices
-from shardwise.errors import MachineError, UserError
-from shardwise.hardware.cluster import ClusterSpec, detect
-from shardwise.hardware.cpu import processor_name
-from shardwise.launch.on_ranks import as_rank, on_ranks
-from shardwise.measure.scaling_facts import (
-    MODES,
-    LeftOut,
-    Mode,
-    Sample,
-    Scaling,
-    ScalingRow,
-    Subject,
-    dumped,
-    rows_of,
-    warnings_of,
-)
-from shardwise.plan.plan import Plan
-from shardwise.plan.workload import Workload
-from shardwise.run.checks import check_output
-from shardwise.run.inspect_model import traced_profile
-from shardwise.run.job import Job, PreparedJob, prepare_job
-from shardwise.search.cost_inputs_of_plan import adapted, with_plan
-from shardwise.train.config import Config, read_config
-
-if TYPE_CHECKING:
-    from shardwise.cost.time.collective_time import Calibration
-    from shardwise.distributed.process_group import Ranks
-
-FILE = "scaling.json"
-SCHEMA = 1
-
-
-class ScalingRequest(BaseModel):
-    """What the user asked for, and is the same on every rank."""
-
-    model_config = ConfigDict(frozen=True)
-
-    modes: tuple[Mode, ...]
-    sizes: tuple[int, ...]
-    steps: int
-    beyond: int
-    calibration: Path | None
-    price: float | None
-    output: Path
-
-
-class SizeTask(BaseModel):
-    """What the ranks of one size measure: ``plans`` by mode, ``steps`` of each."""
-
-    model_config = ConfigDict(frozen=True)
-
-    config: Config
-    corpus: Path
-    plans: dict[Mode, Plan]
-    steps: int
+from shardwise.cli.arguments import ConfigPath, Json, Overrides, SamplesFolder
+from shardwise.environment import rendezvous
+from shardwise.errors import UserError
 
 
 def run_bench_scaling(
-    config_file: Path,
-    overrides: list[str],
-    *,
-    sizes: list[int],
-    mode: str,
-    steps: int,
-    beyond: int,
-    calibration: Path | None,
-    price: float | None,
-    output: Path,
-    as_json: bool,
+    config_file: ConfigPath,
+    overrides: Overrides = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--size", help="Devices to run on; several times; else 1, 2, 4 ... all.", min=1)
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="weak (a batch for each device), strong (one global batch) or both.")
+    ] = "both",
+    steps: Annotated[int, typer.Option(help="Timed steps at each size.", min=4)] = 40,
+    beyond: Annotated[int, typer.Option(help="Predict up to so many devices.", min=1)] = 1024,
+    calibration: Annotated[Path | None, typer.Option(help="Links measured by bench comm.", show_default=False)] = None,
+    price: Annotated[float | None, typer.Option(help="US dollars for an hour of one device.")] = None,
+    output: SamplesFolder = Path("benchmarks"),
+    as_json: Json = False,
 ) -> None:
     """The verb. Under torchrun this process is a rank, and its world is the size that is measured.
 
     Raises:
         UserError: whatever of the config and the options cannot be.
     """
+    from shardwise.bench.scaling.scaling_sizes import ScalingRequest, measure_here, measure_under_launcher
+    from shardwise.cost.link_calibration import read_calibration
+    from shardwise.measure.scaling_facts import MODES
+    from shardwise.run.checks import check_output
+    from shardwise.train.config import read_config
+
     launched = rendezvous() is not None
-    problems = _problems(mode, sizes, price, launched=launched)
+    problems = _problems(mode, MODES, sizes or (), price, launched=launched)
     if problems:
         raise UserError(*problems)
-    modes: tuple[Mode, ...] = MODES if mode == "both" else tuple(one for one in MODES if one == mode)
+    modes = MODES if mode == "both" else tuple(one for one in MODES if one == mode)
     request = ScalingRequest(
         modes=modes,
-        sizes=tuple(sorted(set(sizes))),
+        sizes=tuple(sorted(set(sizes or ()))),
         steps=steps,
         beyond=beyond,
         calibration=calibration,
@@ -119,18 +63,20 @@ def run_bench_scaling(
     console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
     check_output(output)
     if launched:
-        words = [*overrides, "train.epochs=none", "train.steps=1", f"train.output={output / 'work'}"]
-        _under_launcher(read_config(config_file, words), request, console, as_json=as_json)
+        words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={output / 'work'}"]
+        measure_under_launcher(read_config(config_file, words), request, console, as_json=as_json)
     with tempfile.TemporaryDirectory() as folder:
-        words = [*overrides, "train.epochs=none", "train.steps=1", f"train.output={folder}"]
-        document = _sizes_here(read_config(config_file, words), request, console)
+        words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={folder}"]
+        document = measure_here(read_config(config_file, words), request, console)
     if as_json:
         print(json.dumps(document))
 
 
-def _problems(mode: str, sizes: Sequence[int], price: float | None, *, launched: bool) -> list[str]:
+def _problems(
+    mode: str, modes: Sequence[str], sizes: Sequence[int], price: float | None, *, launched: bool
+) -> list[str]:
     found = []
-    if mode not in (*MODES, "both"):
+    if mode not in (*modes, "both"):
         found.append(f"--mode '{mode}' is none of weak, strong and both")
     if price is not None and not 0 <= price < math.inf:
         wrong = "below 0" if price < 0 else "no amount"
@@ -138,280 +84,3 @@ def _problems(mode: str, sizes: Sequence[int], price: float | None, *, launched:
     if launched and sizes:
         found.append("--size: under torchrun the size is that of its world; leave it out, and run once for each size")
     return found
-
-
-def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
-    """The links that ``bench comm`` has measured; ``None`` where no file is named.
-
-    Raises:
-        ConfigError: the file is none of its.
-        PlanError: it was measured on other devices than ``cluster`` has.
-    """
-    if file is None:
-        return None
-    found = read_calibration(file)
-    check_calibration(found, cluster, processor=processor_name(), name=str(file))
-    return found.calibration()
-
-
-# on this machine, each size a world of its own
-
-
-def _sizes_here(config: Config, request: ScalingRequest, console: Console) -> dict[str, Any]:
-    prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
-    sizes = request.sizes or tuple(default_sizes(prepared.job.plan, prepared.cluster.world_size))
-    largest = detect(config.parallel.device, max(sizes), visible=visible_devices())
-    cores = largest.cores_per_node or 1
-    threads = config.parallel.threads or max(1, cores // largest.devices_per_node)
-    fair = largest
-    if largest.device == "cpu":  # ranks that have to share cores are no devices to predict from
-        fair = largest.model_copy(update={"devices_per_node": max(1, min(largest.devices_per_node, cores // threads))})
-    scaling = _begun(request, _about(prepared, fair), config)
-    plans, left_out = plans_of(scaling.reference, sizes, request.modes, named=bool(request.sizes))
-    if config.parallel.strategy == "auto":
-        console.print(f"strategy auto: {scaling.reference.strategy}, at every size")
-    if largest.device == "cpu":
-        console.print(
-            f"each rank has {threads} CPU thread{'s' if threads > 1 else ''} at every size: a rank is a device"
-        )
-        _warn_of_crowds(plans, threads, largest.cores_per_node, console)
-    samples: list[Sample] = []
-    for size in sorted({size for _, size in plans}):
-        mine = {mode: plan for (mode, at), plan in plans.items() if at == size}
-        told = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
-        console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {told}")
-        try:
-            samples += _started(prepared.job, mine, size, threads, request.steps)
-        except MachineError as error:
-            left_out += [LeftOut(mode=mode, devices=size, reason=f"failed: {_first(error)}") for mode in mine]
-            console.print(f"{size} devices failed: {error}")
-    if not samples:
-        raise MachineError(f"no size could be measured; the last: {left_out[-1].reason}")
-    return finish(scaling, samples, left_out, request, console)
-
-
-def _first(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _warn_of_crowds(plans: dict[tuple[Mode, int], Plan], threads: int, cores: int | None, console: Console) -> None:
-    crowded = sorted({size for _, size in plans if cores is not None and size * threads > cores})
-    if crowded:
-        console.print(
-            f"warning: {', '.join(str(size) for size in crowded)} ranks of {threads} thread(s) on {cores} cores: they "
-            "take turns, and efficiency there says how cores are shared, not how the job scales"
-        )
-
-
-def _about(prepared: PreparedJob, cluster: ClusterSpec) -> Scaling:
-    """The question, before anything is measured."""
-    from shardwise.parallel.materialize import build
-    from shardwise.train.model import model_factory
-
-    job = prepared.job
-    config, plan = job.config, job.plan
-    module = build(model_factory(config, prepared.corpus.vocab_size), config.train.seed, real=False)
-    profile = traced_profile(
-        module, config.data.seq_len, prepared.corpus.vocab_size, precision=plan.precision, device=plan.device
-    )
-    if profile is not None:
-        profile = adapted(profile, plan.parsed, with_plan(Workload(), plan), plan.precision, plan.device)
-    optimizer = config.optimizer.name if config.optimizer.factory is None else config.optimizer.factory
-    subject = Subject(
-        model=str(config.model.config or config.model.factory),
-        device=cluster.device_name,
-        strategy=plan.strategy,
-        precision=plan.precision,
-        recompute=plan.recompute,
-        compile=plan.compile,
-        seq_len=config.data.seq_len,
-        micro_batch=plan.micro_batch or 1,
-        grad_accum=plan.grad_accum,
-        global_batch=plan.global_batch or plan.dims.dp,
-        optimizer=optimizer,
-    )
-    return Scaling(subject=subject, reference=plan, cluster=cluster, units=units_of(profile, plan))
-
-
-def _started(job: Job, plans: dict[Mode, Plan], size: int, threads: int, steps: int) -> list[Sample]:
-    """Start ``size`` ranks that measure each of ``plans``, and return what they found."""
-    parallel = job.config.parallel.model_copy(update={"nproc": size, "threads": threads})
-    config = job.config.model_copy(update={"parallel": parallel})
-    task = SizeTask(config=config, corpus=job.corpus, plans=plans, steps=steps)
-    found = on_ranks(f"{__name__}:measure", task, size, device=job.plan.device, threads=threads)[0]
-    return [Sample.model_validate(item) for item in found]
-
-
-def measure(task: SizeTask, ranks: Ranks) -> list[Sample]:
-    """Each plan on this world, the same plan only once; samples on rank 0. Collective."""
-    from shardwise.bench.scaling.run_scaling import forget, measure_size
-    from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.data.order import Order
-    from shardwise.train.data.samples import samples_for, step_batches
-    from shardwise.train.model import model_factory
-
-    config, opened = task.config, open_corpus(task.corpus)
-    factory = model_factory(config, opened.vocab_size)
-    data = samples_for(opened.train, config.data, opened.separator)
-    order = Order(len(data), config.train.seed, config.data.shuffle)
-    known: dict[str, Sample | None] = {}  # None on ranks that do not report
-    found: list[Sample] = []
-    for mode, plan in task.plans.items():
-        if plan.fingerprint not in known:
-            feed = step_batches(data, order, plan, ranks.rank)
-            known[plan.fingerprint] = measure_size(config, plan, mode, factory, feed, ranks, task.steps)
-            forget(ranks)
-        sample = known[plan.fingerprint]
-        if sample is not None:
-            found.append(sample.model_copy(update={"mode": mode}))
-    return found
-
-
-# under torchrun, Slurm and the like
-
-
-def _under_launcher(config: Config, request: ScalingRequest, console: Console, *, as_json: bool) -> None:
-    """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
-
-    def inner(config: Config, ranks: Ranks) -> None:
-        from shardwise.distributed.process_group import prepared_by_main
-
-        if config.parallel.threads is not None and ranks.device.type == "cpu":
-            _set_threads(config.parallel.threads)
-        mine: list[tuple[Scaling, list[LeftOut]]] = []  # of rank 0
-
-        def prepare() -> str:
-            scaling, plans, left_out, corpus = _prepared_here(config, request, ranks, console)
-            mine.append((scaling, left_out))
-            task = SizeTask(config=config, corpus=corpus, plans=plans, steps=request.steps)
-            return task.model_dump_json(by_alias=True, exclude_unset=True)
-
-        task = SizeTask.model_validate_json(prepared_by_main(prepare, ranks, "the measurement"))
-        samples = measure(task, ranks)
-        for scaling, left_out in mine:
-            document = finish(scaling, samples, left_out, request, console)
-            if as_json:
-                print(json.dumps(document), flush=True)
-
-    as_rank(inner, config, config.parallel.device)
-
-
-def _set_threads(number: int) -> None:
-    import torch
-
-    torch.set_num_threads(number)
-
-
-def _prepared_here(
-    config: Config, request: ScalingRequest, ranks: Ranks, console: Console
-) -> tuple[Scaling, dict[Mode, Plan], list[LeftOut], Path]:
-    """The question, and the plans for this world. What earlier sizes were made from, later ones are made from, too."""
-    nodes = max(1, ranks.world_size // ranks.local_world_size)
-    local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
-    here = config.model_copy(update={"parallel": local})
-    prepared = prepare_job(here, lambda text: console.print(f"data: {text}"), nodes=nodes)
-    scaling = _begun(request, _about(prepared, prepared.cluster), config)
-    plans, left_out = plans_of(scaling.reference, [ranks.world_size], request.modes, named=True)
-    return scaling, {mode: plan for (mode, _), plan in plans.items()}, left_out, prepared.job.corpus
-
-
-# the file, and what is made of it
-
-
-def stored(file: Path) -> Scaling | None:
-    """What was measured before; ``None`` where there is no file.
-
-    Raises:
-        UserError: the file is something else.
-    """
-    try:
-        document = json.loads(file.read_text())
-        return Scaling.model_validate({key: document[key] for key in Scaling.model_fields})
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise UserError(
-            f"'{file}' is no file of bench scaling ({_first(error)}); move it away, or choose another --output"
-        ) from None
-
-
-def _begun(request: ScalingRequest, scaling: Scaling, config: Config) -> Scaling:
-    """``scaling`` with the samples of the file, refused now if they are of another question.
-
-    What the config leaves to the number of ranks is as it was for the first size.
-
-    Raises:
-        UserError: they are, or the links were measured on other devices.
-    """
-    read_links(request.calibration, scaling.cluster)
-    earlier = stored(request.output / FILE)
-    if earlier is None:
-        return scaling
-    train, left_open = config.train, ["strategy"] if config.parallel.strategy == "auto" else []
-    left_open += ["global_batch"] if train.global_batch is None else []
-    left_open += ["micro_batch", "grad_accum"] if None in (train.micro_batch, train.grad_accum) else []
-    asked = scaling.subject.model_copy(update={name: getattr(earlier.subject, name) for name in left_open})
-    other = asked.differences(earlier.subject)
-    if other:
-        raise UserError(
-            f"'{request.output / FILE}' holds samples of another question: this one has {', '.join(other)}; "
-            "choose another --output, or move the file away"
-        )
-    larger = max(scaling.cluster, earlier.cluster, key=lambda one: (one.world_size, one is scaling.cluster))
-    return earlier.model_copy(update={"cluster": larger, "units": scaling.units or earlier.units})
-
-
-def finish(
-    scaling: Scaling, samples: Sequence[Sample], left_out: Sequence[LeftOut], request: ScalingRequest, console: Console
-) -> dict[str, Any]:
-    """Add the samples to the file, work everything out, print and draw it; returns the document."""
-    file = request.output / FILE
-    with _alone(request.output):
-        whole = (stored(file) or scaling).model_copy(update={"cluster": scaling.cluster, "units": scaling.units})
-        whole = whole.merged(samples, left_out)
-        price = request.price if request.price is not None else whole.cluster.price_per_device_hour
-        rows = [row for mode in MODES for row in rows_of(whole.of(mode), price)]
-        calibration = read_links(request.calibration, whole.cluster)
-        modes = [mode for mode in MODES if whole.of(mode)]
-        curves = [curve_of(whole, mode, request.beyond, calibration) for mode in modes]
-        document = document_of(whole, rows, curves, price)
-        _write(file, json.dumps(document, indent=1) + "\n")
-    print_scaling(whole, rows, curves, price, console)
-    console.print(f"raw samples: {file}")
-    plot = file.with_suffix(".png")
-    console.print(f"plot: {plot}" if draw(document, plot) else "no plot: matplotlib is not installed")
-    return document
-
-
-def document_of(
-    scaling: Scaling, rows: Sequence[ScalingRow], curves: Sequence[ScalingCurve], price: float | None
-) -> dict[str, Any]:
-    """The file and the answer of ``--json``; see docs/scaling.md."""
-    return {
-        "schema": SCHEMA,
-        "date": max((sample.date for sample in scaling.samples), default=""),
-        **dumped(scaling),
-        "price_per_device_hour": price,
-        "warnings": warnings_of(scaling),
-        "rows": [dumped(row) for row in rows],
-        "curves": [dumped(curve) for curve in curves],
-    }
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's file: jobs of several sizes may end at the same time."""
-    with (folder / f".{FILE}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        partial.write_text(text)
-        partial.replace(file)
-    except OSError as error:
-        raise MachineError(
-            f"'{file}' cannot be written: {error.strerror}; make room, or choose another --output"
-        ) from None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from shardwise.cli.arguments import Calibration, Json, PlanFile
 from shardwise.cli.plan import answer_console
-from shardwise.cli.question import LOSSES, Asked, choice_problems, read_question
+from shardwise.cli.plan_request import LOSSES, PlanRequest, choice_problems, read_question
 from shardwise.errors import PlanError, UserError
 from shardwise.model.load_model import load_profile
 from shardwise.plan.plan import Plan, read_plan
@@ -22,7 +26,13 @@ from shardwise.search.why_not import why_not
 
 
 def run_explain(
-    plan_file: Path, *, not_this: str | None, as_json: bool, loss: str | None = None, calibration: Path | None = None
+    plan_file: PlanFile,
+    not_this: Annotated[
+        str | None, typer.Option("--why-not", help="A strategy to compare with, such as fsdp+tp2.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="plain or fused, instead of the plan's.")] = None,
+    calibration: Calibration = None,
+    as_json: Json = False,
 ) -> None:
     """The verb. Without ``calibration`` the links are those that the plan was made with.
 
@@ -63,7 +73,7 @@ def run_explain(
         print(_json(question, best, found, lines))
 
 
-def _read(plan_file: Path, not_this: str | None, loss: str | None) -> tuple[Strategy | None, Asked, Plan]:
+def _read(plan_file: Path, not_this: str | None, loss: str | None) -> tuple[Strategy | None, PlanRequest, Plan]:
     problems: list[str] = []
     other = None
     try:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from shardwise.cli.arguments import Json
 
-def run_report(run: Path, *, output: Path | None, scaling: Path | None, links: Path | None, as_json: bool) -> None:
+
+def run_report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run (train.output).")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Else report.html in it.")] = None,
+    scaling: Annotated[Path | None, typer.Option(help="scaling.json of bench scaling, to show it too.")] = None,
+    links: Annotated[Path | None, typer.Option(help="Calibration file of bench comm, to show it too.")] = None,
+    as_json: Json = False,
+) -> None:
     """The verb. The last line of stdout under ``--json`` is the content of ``report.json``.
 
     Raises:

@@ -6,16 +6,16 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
+from shardwise.cli.arguments import ConfigPath, Json, Overrides
 from shardwise.environment import rendezvous
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.on_ranks import on_ranks
-from shardwise.run.strategy_lineup import MICRO_BATCH, VerifyJob, asked_for, prepare_verify
-from shardwise.train.config import read_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +23,27 @@ if TYPE_CHECKING:
     from shardwise.distributed.process_group import Ranks
     from shardwise.gradcheck.run import StrategyResult, VerifyTask
     from shardwise.plan.plan import Plan
+    from shardwise.run.strategy_lineup import VerifyJob
 
 TIMEOUT_S = 300.0
 PIPED = 132
 
 
 def run_verify(
-    config_file: Path, overrides: list[str], *, strategies: list[str], nproc: int | None, as_json: bool
+    config_file: ConfigPath,
+    overrides: Overrides = None,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            help="Verify only this one, such as fsdp+tp2; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="CPU ranks to start, whatever devices there are; else 2 and 4.", min=1)
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """The verb.
 
@@ -38,17 +52,19 @@ def run_verify(
         AnswerIsNo: one does not verify.
         RankError: a rank failed; what was found before is shown.
     """
-    asked = asked_for(strategies)
     if rendezvous() is not None:
         raise UserError("shardwise verify starts ranks of its own, on CPU; run it as it is, without torchrun or srun")
     fork_server.start()  # it imports torch for the ranks of each world, while this process looks at the model
-    config = read_config(config_file, overrides)
+    from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
+    from shardwise.run.strategy_lineup import MICRO_BATCH, asked_for, prepare_verify
+    from shardwise.train.config import read_config
+
+    asked = asked_for(strategies or ())
+    config = read_config(config_file, overrides or ())
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     console = Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
     prepared = prepare_verify(config, asked, nproc, lambda text: console.print(text, markup=False))
-    from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
-
     shrunk, seq_len = prepared.shrunk, prepared.seq_len
     print_heading(shrunk, seq_len, MICRO_BATCH, config, console)
     rows, failure = run_worlds(prepared)

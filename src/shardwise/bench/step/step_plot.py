@@ -25,7 +25,7 @@ def draw(document: dict[str, Any], file: Path) -> bool:
         figure = Figure(figsize=(5.6 * number, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         ratios, *rest = figure.subplots(1, number, squeeze=False)[0]
-        _ratios(ratios, document["samples"])
+        _ratios(ratios, [item for item in document["samples"] if item["plain_s"]])
         for axis, strategy in zip(rest, strategies, strict=True):
             _bubbles(axis, strategy, [item for item in document["bubble"] if item["strategy"] == strategy])
         ranks = f"{document['ranks']} ranks of {document['threads_per_rank']} thread(s)"

@@ -8,25 +8,37 @@ import os
 import platform
 import statistics
 import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
+from shardwise.bench.step.step_bench import Batch
 from shardwise.cli.train import threads
+from shardwise.distributed.process_group import Ranks
 from shardwise.errors import DoesNotFit, PlanError, UserError
 from shardwise.launch.on_ranks import on_ranks
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import BASES
 from shardwise.run.job import Job, prepare_job
-from shardwise.train.config import read_config
+from shardwise.train.config import Config, read_config
+from shardwise.train.data.corpus import open_corpus
+from shardwise.train.data.order import Order, rank_ids
+from shardwise.train.data.samples import samples_for
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.model import model_factory
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.session import Session
 from shardwise.units import seconds_text
 
-if TYPE_CHECKING:
-    from shardwise.distributed.process_group import Ranks
-
+WARM_UP = 4
 NEAR = 1.10  # the chosen plan's time over the best one's that is aimed at
 
 
@@ -142,17 +154,6 @@ def _pinned(file: Path, words: list[str]) -> Plan | None:
 
 def time_choices(task: ChoiceTask, ranks: Ranks) -> dict[str, Any] | None:
     """The times of one case, on rank 0. Collective."""
-    from collections.abc import Iterator
-
-    import torch
-
-    from shardwise.bench.step.choice_bench import time_plans
-    from shardwise.bench.step.plain import Batch
-    from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.data.order import Order, rank_ids
-    from shardwise.train.data.samples import samples_for
-    from shardwise.train.model import model_factory
-
     job, corpus = task.job, open_corpus(task.job.corpus)
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
@@ -169,3 +170,60 @@ def time_choices(task: ChoiceTask, ranks: Ranks) -> dict[str, Any] | None:
     seconds = time_plans(job.config, list(task.plans), factory, batches(), ranks, job.config.train.steps or 1)
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     return {"device": device, "threads": torch.get_num_threads(), "seconds": seconds} if ranks.is_main else None
+
+
+def time_plans(
+    config: Config,
+    plans: Sequence[Plan],
+    factory: Callable[[], nn.Module],
+    batches: Iterator[Batch],
+    ranks: Ranks,
+    steps: int,
+) -> list[list[float]]:
+    """Seconds of ``steps`` optimizer steps of each plan on this rank, in an order that rotates every turn.
+
+    ``batches`` gives a rank's whole share of a global batch; each plan cuts it into its own micro batches. All ranks
+    meet before each step, so that none is charged for another's wait.
+    """
+    contenders = [_stepper(config, plan, factory, ranks) for plan in plans]
+    times: list[list[float]] = [[] for _ in plans]
+    for turn in range(WARM_UP + steps):
+        inputs, labels = next(batches)
+        for place in range(len(plans)):
+            index = (place + turn) % len(plans)
+            pieces = plans[index].grad_accum
+            window = list(zip(inputs.chunk(pieces), labels.chunk(pieces), strict=True))
+            dist.barrier()
+            begin = time.perf_counter()
+            contenders[index](window)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn >= WARM_UP:
+                times[index].append(time.perf_counter() - begin)
+    return times
+
+
+def _stepper(
+    config: Config, plan: Plan, factory: Callable[[], nn.Module], ranks: Ranks
+) -> Callable[[list[Batch]], float]:
+    """A session of its own under ``plan``; calling it does one optimizer step."""
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    torch.manual_seed(config.train.seed)
+    model = factory()
+    model, optimizer = session.prepare(model, build_optimizer(model.parameters(), config.optimizer))
+    waiting: list[list[Any]] = []
+
+    def feed() -> Iterator[list[Any]]:
+        while True:
+            yield waiting.pop()
+
+    steps = session.run_windows(feed())
+
+    def step(window: list[Batch]) -> float:
+        waiting.append(list(window))
+        current = next(steps)
+        for micro in current:
+            current.backward(token_loss_sum(model(micro.inputs), micro.labels), count=micro.num_tokens)
+        return current.update(optimizer, clip_norm=config.optimizer.clip_norm).loss
+
+    return step
