@@ -75,7 +75,7 @@ def one_size(config: Path, strategy: str, size: int, steps: int) -> list[dict[st
 
 def time_size(task: SizeTask, ranks: Ranks) -> list[dict[str, Any]]:
     """One size. The last rank holds the stopwatch; rank 0 has the bench's figures."""
-    from shardwise.bench.scaling.run_scaling import WARM_UP, measure_size
+    from shardwise.bench.scaling.scaling_sizes import WARM_UP, measure_size
     from shardwise.distributed.process_group import gather_text
     from shardwise.train.data.corpus import open_corpus
     from shardwise.train.data.order import Order

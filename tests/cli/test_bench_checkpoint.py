@@ -21,8 +21,8 @@ from shardwise.bench.checkpoint.checkpoint_bench import (
     decoder_of,
     random_batches,
 )
-from shardwise.bench.checkpoint.checkpoint_plot import draw
 from shardwise.bench.checkpoint.contenders import OURS, OURS_ASYNC, RAW, RAW_DIRECT
+from shardwise.bench.plots import draw_checkpoints
 from shardwise.cli import bench_checkpoint as command
 from shardwise.errors import CheckpointError, UserError
 from tests.cli.configs import write_config
@@ -249,7 +249,7 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row.model_dump() for row in made_up().summary()]
     case = {"strategy": "ddp", "state_bytes": 100, "summary": rows}
     document = {"cases": [case, case], "ranks": 2, "device": "cpu", "date": "2026-01-01"}
-    assert draw(document, tmp_path / "plot.png")
+    assert draw_checkpoints(document, tmp_path / "plot.png")
     assert 10_000 < (tmp_path / "plot.png").stat().st_size < 150_000
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not draw(document, tmp_path / "none.png")
+    assert not draw_checkpoints(document, tmp_path / "none.png")

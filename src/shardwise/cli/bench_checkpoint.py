@@ -211,7 +211,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _keep(document: dict[str, Any], output: Path, console: Console) -> None:
-    from shardwise.bench.checkpoint.checkpoint_plot import draw
+    from shardwise.bench.plots import draw_checkpoints
 
     output.mkdir(parents=True, exist_ok=True)
     device = str(document["device"]).replace(" ", "-").lower()
@@ -219,7 +219,7 @@ def _keep(document: dict[str, Any], output: Path, console: Console) -> None:
     raw.write_text(json.dumps(document, indent=1) + "\n")
     console.print(f"raw samples: {raw}")
     plot = raw.with_suffix(".png")
-    if draw(document, plot):
+    if draw_checkpoints(document, plot):
         console.print(f"plot: {plot}")
     else:
         console.print("no plot: matplotlib is not installed (pip install 'shardwise[plots]')", markup=False)

@@ -165,8 +165,7 @@ def _run_peft(
     source: Source, asked: ConversionRequest, target: Folder, known: KnownModel | str, answer: ConversionAnswer
 ) -> tuple[Written, OutputVerdict]:
     """Adapters as peft has them; the base is no part of it."""
-    from shardwise.checkpoint.convert.check_peft import check_peft_folder
-    from shardwise.checkpoint.convert.peft import peft_config, peft_selection
+    from shardwise.checkpoint.convert.peft import check_peft_folder, peft_config, peft_selection
     from shardwise.parallel.lora.adapters import linear_layers
 
     saved = saved_adapters(source)

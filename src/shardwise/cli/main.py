@@ -126,7 +126,7 @@ _verb(
 )
 _verb(
     "bench scaling",
-    "bench_scaling:run_bench_scaling",
+    "bench:run_bench_scaling",
     "Throughput on 1, 2, 4 ... devices, weak and strong: efficiency, what is lost to what, what the last "
     "one is worth.\n\n"
     "Example: shardwise bench scaling examples/stdlib.toml --size 1 --size 2 --steps 20",

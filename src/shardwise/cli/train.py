@@ -50,7 +50,7 @@ def run_train(
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
     fork_server.start()  # it imports torch for the ranks, while this process plans
     from shardwise.plan.plan import read_plan, runnable
-    from shardwise.report.plan_table import print_plan
+    from shardwise.report.terminal import print_plan
     from shardwise.run.checks import check_output
     from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
