@@ -26,13 +26,11 @@ from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
 from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.chunked_loss import OutputHead, apply_loss_chunks, find_head
-from shardwise.parallel.compile import apply_compile, check_options
-from shardwise.parallel.compile_check import check_compile
+from shardwise.parallel.compile import apply_compile, check_compile, check_options
 from shardwise.parallel.context_parallel.attention import apply_context, check_context
 from shardwise.parallel.context_parallel.inspect_attention import ContextLayout
-from shardwise.parallel.data_parallel.ddp import apply_replicate
+from shardwise.parallel.data_parallel.ddp import apply_replicate, shard_optimizer
 from shardwise.parallel.data_parallel.fsdp import apply_shard
-from shardwise.parallel.data_parallel.zero1 import shard_optimizer
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, packed_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, send_what_ddp_cannot, settle

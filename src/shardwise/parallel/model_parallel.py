@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from shardwise.cost.memory.estimate_memory import Parts
-from shardwise.distributed.broadcast import send
 from shardwise.distributed.mesh import Meshes
+from shardwise.distributed.process_group import send
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.model.wiring import Wiring, read_wiring
