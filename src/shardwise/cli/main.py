@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +20,7 @@ class _VerbGroup(TyperGroup):
     """A group whose help lists verbs without importing them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The verb that ``args`` name, with the options of its module."""
+        """Return the verb that ``args`` name, with the options of its module."""
         name, listed, rest = super().resolve_command(ctx, args)
         words = f"{self.name or ''} {name}".strip()
         return name, _imported(words) if words in _VERBS else listed, rest
@@ -44,8 +43,11 @@ def _verb(words: str, target: str, text: str) -> None:
     module, _, function = target.partition(":")
     _VERBS[words] = (f"shardwise.cli.{module}", function, text)
     group, _, name = words.rpartition(" ")
-    nothing: Callable[[], None] = lambda: None  # noqa: E731
-    _GROUPS[group].command(name, help=text)(nothing)
+    _GROUPS[group].command(name, help=text)(_listed)
+
+
+def _listed() -> None:
+    """Stand in for a verb where its group is listed."""
 
 
 app = _group(
