@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 
 from shardwise.doctor import rank_self_test as ranks_test
 from shardwise.doctor import start_ranks as doctor_ranks
-from shardwise.launch.rank import guarded
 
 
-def main() -> int:
+def main(task, ranks) -> None:
     """Behave until the stage, then do what was asked for."""
     ranks, stage, how = os.environ["SABOTAGE"].split(":")
     if os.environ["RANK"] not in ranks.split(","):
-        return doctor_ranks.rank_main()
+        return doctor_ranks.answer_as_rank(task, ranks)
 
     def sabotage(entered: str) -> None:
         if entered != stage:
@@ -44,8 +42,4 @@ def main() -> int:
         sabotage("import")
     real = ranks_test.self_test
     ranks_test.self_test = lambda *arguments, **options: real(*arguments, **options, on_stage=sabotage)
-    return doctor_ranks.rank_main(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    guarded(main)
+    return doctor_ranks.answer_as_rank(task, ranks)

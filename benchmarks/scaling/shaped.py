@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.bench.scaling.predict import curve_of
-from shardwise.cli.bench_scaling import FILE, read_links, stored
+from shardwise.bench.scaling.scaling_sizes import FILE, read_links, stored
 from shardwise.measure.scaling_facts import MODES, Sample
 from tests.netns import Hosts, two_hosts, why_not
 

@@ -12,15 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.local import run_local
-from shardwise.launch.rank import guarded
+from shardwise.bench.scaling.scaling_plans import plan_at
+from shardwise.bench.scaling.scaling_sizes import SizeTask
+from shardwise.launch.on_ranks import on_ranks
+from shardwise.measure.scaling_facts import MODES
+from shardwise.run.job import prepare_job
+from shardwise.train.config import read_config
+
+if TYPE_CHECKING:
+    from shardwise.distributed.process_group import Ranks
 
 SIZES = (1, 2, 4)
 STRATEGIES = ("ddp", "fsdp")
@@ -58,47 +64,38 @@ def line(row: dict[str, Any]) -> str:
 def one_size(config: Path, strategy: str, size: int, steps: int) -> list[dict[str, Any]]:
     """Start the ranks, and read what both clocks say."""
     with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, "-m", "benchmarks.scaling.stopwatch", "rank", str(config), strategy, str(steps), folder]
-        run_local(argv, size, threads=1, logs=Path(folder) / "logs")
-        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
+        words = [f"parallel.strategy={strategy}", "parallel.nproc=2", f"train.output={folder}"]
+        job = prepare_job(read_config(config, words), lambda said: None).job
+        plans = {mode: plan_at(job.plan, size, mode) for mode in MODES}
+        task = SizeTask(config=job.config, corpus=job.corpus, plans=plans, steps=steps)
+        work = "benchmarks.scaling.stopwatch:time_size"
+        rows: list[dict[str, Any]] = on_ranks(work, task, size, device="cpu", threads=1)[0]
     return rows
 
 
-def rank_main() -> int:
-    """One rank. The last one holds the stopwatch; rank 0 has the bench's figures."""
-    from shardwise.bench.scaling.run_scaling import WARM_UP, measure_size
-    from shardwise.bench.scaling.scaling_plans import plan_at
-    from shardwise.cli.bench_scaling import windows
-    from shardwise.distributed.process_group import broadcast_text, gather_text, join, leave
-    from shardwise.measure.scaling_facts import MODES
-    from shardwise.plan.plan import Plan
-    from shardwise.run.job import prepare_job
-    from shardwise.train.config import read_config
+def time_size(task: SizeTask, ranks: Ranks) -> list[dict[str, Any]]:
+    """One size. The last rank holds the stopwatch; rank 0 has the bench's figures."""
+    from shardwise.bench.scaling.scaling_sizes import WARM_UP, measure_size
+    from shardwise.distributed.process_group import gather_text
     from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.data.order import Order
+    from shardwise.train.data.samples import samples_for, step_batches
     from shardwise.train.model import model_factory
 
-    _, _, file, strategy, number, folder = sys.argv
-    steps = int(number)
-    words = [f"parallel.strategy={strategy}", "parallel.nproc=2", f"train.output={folder}"]
-    config, ranks = read_config(Path(file), words), join("cpu")
-    text = ""
-    if ranks.is_main:
-        job = prepare_job(config, lambda said: None).job
-        text = json.dumps([job.plan.model_dump(mode="json", by_alias=True), str(job.corpus)])
-    told, place = json.loads(broadcast_text(text, ranks))
-    reference, corpus = Plan.model_validate(told), open_corpus(Path(place))
+    config, steps, corpus = task.config, task.steps, open_corpus(task.corpus)
+    data = samples_for(corpus.train, config.data, corpus.separator)
+    order = Order(len(data), config.train.seed, config.data.shuffle)
     rows: list[dict[str, Any]] = []
-    for mode in MODES:
-        plan = plan_at(reference, ranks.world_size, mode)
+    for mode, plan in task.plans.items():
         ticks: list[float] = []
-        feed = clocked(windows(config, corpus, plan, ranks), ticks)
+        feed = clocked(step_batches(data, order, plan, ranks.rank), ticks)
         sample = measure_size(config, plan, mode, model_factory(config, corpus.vocab_size), feed, ranks, steps)
         stopwatch_s = json.loads(gather_text(json.dumps(ticks[-1] - ticks[WARM_UP]), ranks)[-1])
         if sample is not None:
             bench_s = sum(sample.steps_s[:-1])
             rows.append(
                 {
-                    "strategy": strategy,
+                    "strategy": plan.strategy,
                     "mode": mode,
                     "devices": ranks.world_size,
                     "steps": steps - 1,
@@ -109,10 +106,7 @@ def rank_main() -> int:
                     "load": os.getloadavg()[0],
                 }
             )
-    if ranks.is_main:
-        (Path(folder) / "rows.json").write_text(json.dumps(rows))
-    leave(ranks)
-    return 0
+    return rows
 
 
 def clocked(feed: Iterator[list[Any]], ticks: list[float]) -> Iterator[list[Any]]:
@@ -123,6 +117,4 @@ def clocked(feed: Iterator[list[Any]], ticks: list[float]) -> Iterator[list[Any]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] == "rank":
-        guarded(rank_main)
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import sysconfig
@@ -40,6 +41,18 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{key} '{path}' is {found!r:.40}; name a function or a class")
     return found
+
+
+def optional_object(path: str) -> Callable[..., Any] | None:
+    """Import ``package.module:name`` like `load_object`; ``None`` where there is no such module."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.util.find_spec(path.partition(":")[0])
+    except ModuleNotFoundError:  # of a package above it
+        return None
+    return None if found is None else load_object(path, "peer")
 
 
 def check_kwargs(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.peers.save_peers import DCP, DCP_ASYNC, TORCH_SAVE
 
 from shardwise.bench.checkpoint.checkpoint_bench import (
     NO_SAVE,
@@ -20,8 +21,8 @@ from shardwise.bench.checkpoint.checkpoint_bench import (
     decoder_of,
     random_batches,
 )
-from shardwise.bench.checkpoint.checkpoint_peers import DCP, DCP_ASYNC, OURS, OURS_ASYNC, RAW, RAW_DIRECT, TORCH_SAVE
-from shardwise.bench.checkpoint.checkpoint_plot import draw
+from shardwise.bench.checkpoint.contenders import OURS, OURS_ASYNC, RAW, RAW_DIRECT
+from shardwise.bench.plots import draw_checkpoints
 from shardwise.cli import bench_checkpoint as command
 from shardwise.errors import CheckpointError, UserError
 from tests.cli.configs import write_config
@@ -70,15 +71,17 @@ def test_every_way_to_save_is_measured_in_every_round(found: tuple[Path, dict[st
 
 def broken(kind: str, folder: Path) -> str:
     """What is said of a contender that is not right."""
+    from benchmarks.peers import save_peers as peers
+
     from shardwise.bench.checkpoint import checkpoint_bench as bench
-    from shardwise.bench.checkpoint import checkpoint_peers as peers
+    from shardwise.bench.checkpoint import contenders
     from shardwise.distributed.process_group import join
     from shardwise.plan.dims import dims_for
     from shardwise.plan.plan import Plan
     from shardwise.plan.strategy import parse_strategy
     from shardwise.train.config import OptimizerTable
 
-    class Late(peers.Ours):
+    class Late(contenders.Ours):
         """Saves what the state is later."""
 
         def save(self, number: int) -> None:
@@ -94,7 +97,7 @@ def broken(kind: str, folder: Path) -> str:
         def _state_dict(self) -> dict[str, Any]:
             return {**super()._state_dict(), "optimizer": {"state": {}}}
 
-    class Nothing(peers.Raw):
+    class Nothing(contenders.Raw):
         """Writes a file of the right length, with nothing in it."""
 
         def save(self, number: int) -> None:
@@ -112,7 +115,7 @@ def broken(kind: str, folder: Path) -> str:
         "late": lambda: Late(room, *state, plan, background=False),
         "less": lambda: Less(room, *state, background=False),
         "nothing": lambda: Nothing(room, 1 << 16, direct=False),
-        "ours": lambda: peers.Ours(room, *state, plan, background=True),
+        "ours": lambda: contenders.Ours(room, *state, plan, background=True),
         "torch": lambda: peers.TorchSave(room, *state, sharded=True),
     }[kind]()
     try:
@@ -140,25 +143,21 @@ def test_who_does_not_save_the_state_is_found_out(tmp_path: Path, kind: str, say
 
 
 def case_of_a_config(text: str) -> dict[str, Any] | None:
+    from shardwise.bench.checkpoint import checkpoint_ranks
     from shardwise.distributed.process_group import join
-    from shardwise.run.job import Job
 
-    request = command.CheckpointBenchRequest.model_validate_json(text)
-    assert request.job is not None
-    job = Job.model_validate_json(request.job.read_text())
-    return command._case(request, job, "ddp", join("cpu"))
+    request = checkpoint_ranks.CheckpointBenchRequest.model_validate_json(text)
+    return checkpoint_ranks._case(request, "ddp", join("cpu"))
 
 
 def test_the_model_of_a_config(tmp_path: Path) -> None:
+    from shardwise.bench.checkpoint.checkpoint_ranks import CheckpointBenchRequest
     from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
 
     job = prepare_job(read_config(write_config(tmp_path), []), lambda text: None).job
-    (tmp_path / "job.json").write_text(job.to_json())
-    request = command.CheckpointBenchRequest(
-        state_bytes=0, job=tmp_path / "job.json", rounds=1, step_s=1, seed=0, folder=tmp_path, as_json=False
-    )
-    case = run_world(case_of_a_config, 2, request.model_dump_json())[0]
+    request = CheckpointBenchRequest(state_bytes=0, job=job, rounds=1, step_s=1, seed=0, folder=tmp_path, as_json=False)
+    case = run_world(case_of_a_config, 2, request.model_dump_json(by_alias=True, exclude_unset=True))[0]
     assert case is not None
     assert {row["contender"] for row in case["summary"]} >= ALL
     assert case["samples_of_a_step"] is None
@@ -250,7 +249,7 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row.model_dump() for row in made_up().summary()]
     case = {"strategy": "ddp", "state_bytes": 100, "summary": rows}
     document = {"cases": [case, case], "ranks": 2, "device": "cpu", "date": "2026-01-01"}
-    assert draw(document, tmp_path / "plot.png")
+    assert draw_checkpoints(document, tmp_path / "plot.png")
     assert 10_000 < (tmp_path / "plot.png").stat().st_size < 150_000
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not draw(document, tmp_path / "none.png")
+    assert not draw_checkpoints(document, tmp_path / "none.png")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.bench.comm.comm_plot import draw
+from shardwise.bench.plots import draw_links
 from shardwise.cli.bench_comm import read_size, run_bench_comm
 from shardwise.cost.link_calibration import CalibrationFile, read_calibration
 from shardwise.errors import UserError
@@ -163,6 +163,6 @@ def test_the_plot_shows_each_axis_and_what_was_expected(
     document["links"][0]["expected_bytes_per_s"] = 25e9
     again = [item | {"axis": "tp"} for item in document["measured"]]
     file = tmp_path / "plot.png"
-    assert draw(document, file)
+    assert draw_links(document, file)
     one = file.stat().st_size
-    assert draw(document | {"measured": document["measured"] + again}, file) and file.stat().st_size > one
+    assert draw_links(document | {"measured": document["measured"] + again}, file) and file.stat().st_size > one

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.bench_scaling import FILE, run_bench_scaling, stored
+from shardwise.bench.scaling.scaling_sizes import FILE, stored
+from shardwise.cli.bench import run_bench_scaling
 from shardwise.errors import UserError
 from tests.cli.configs import ROOT, environment, write_config
 from tests.commands import shardwise

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.bench.plots import draw_steps
 from shardwise.bench.step.bubble import MICRO_BATCHES, SCHEDULES
-from shardwise.bench.step.step_plot import draw
 from shardwise.cli.bench import run_bench_step
 from shardwise.errors import UserError
 from tests.cli.configs import write_config
@@ -93,8 +93,8 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for m in (1, 2)
     ]
     facts = {"model": "m", "precision": "fp32", "ranks": 2, "threads_per_rank": 1, "device": "cpu", "date": "today"}
-    assert draw({**facts, "samples": samples, "bubble": bubble}, tmp_path / "both.png")
-    assert draw({**facts, "samples": samples, "bubble": []}, tmp_path / "ratios.png")
+    assert draw_steps({**facts, "samples": samples, "bubble": bubble}, tmp_path / "both.png")
+    assert draw_steps({**facts, "samples": samples, "bubble": []}, tmp_path / "ratios.png")
     assert (tmp_path / "both.png").stat().st_size > (tmp_path / "ratios.png").stat().st_size > 5_000
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not draw({**facts, "samples": samples, "bubble": []}, tmp_path / "none.png")
+    assert not draw_steps({**facts, "samples": samples, "bubble": []}, tmp_path / "none.png")

@@ -16,7 +16,8 @@ from shardwise.checkpoint.convert import check_outputs as forward
 from shardwise.checkpoint.convert import conversion as convert_module
 from shardwise.checkpoint.format import newest, read_manifest
 from shardwise.checkpoint.load import load_checkpoint
-from shardwise.cli.convert import read_size, run_convert
+from shardwise.cli.checkpoint import run_convert
+from shardwise.cli.convert import read_size
 from shardwise.cli.main import app
 from shardwise.errors import CheckpointError, ModelError, ReceiptError, UserError
 from tests.cli.configs import train, write_config

@@ -24,9 +24,8 @@ from shardwise.checkpoint.format import MANIFEST, Manifest, newest
 from shardwise.checkpoint.inspect import inspect_checkpoint
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.weights import BaseWeights
-from shardwise.cli.convert import run_convert
+from shardwise.cli.checkpoint import run_convert, run_merge
 from shardwise.cli.main import app
-from shardwise.cli.merge import run_merge
 from shardwise.errors import AnswerIsNo, CheckpointError, UserError
 from shardwise.parallel.lora.adapters import add_adapters, set_magnitudes
 from shardwise.parallel.lora.quantize import pack
@@ -472,14 +471,15 @@ FRESH = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
 MEMORY = """
 import resource, sys
 import torch
-import shardwise.cli.merge as cli
+import shardwise.cli.checkpoint as cli
+import shardwise.cli.merge
 from shardwise.checkpoint.convert.known_model import KnownModel
 from shardwise.parallel.lora.adapters import add_adapters, linear_layers
 from shardwise.checkpoint.readers.detect import open_source
 
 lora, qlora, target = sys.argv[1:]
 with open_source(lora) as opened:  # the libraries, and the model on the meta device, are not what is measured
-    known = cli.find_model(None, opened)
+    known = shardwise.cli.merge.find_model(None, opened)
     linear_layers(known.build(real=False)), known.expected()
     from shardwise.parallel.lora.quantize import packed_and_unpacked
     packed_and_unpacked(torch.randn(64, 64), True, "nf4")

@@ -329,7 +329,7 @@ def test_a_narrow_terminal(capsys: pytest.CaptureFixture[str], llama: str) -> No
 def test_what_cannot_be_measured_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     words = ["bench", "choice", str(tmp_path / "no.toml"), "--output", str(tmp_path / "file" / "out")]
-    with mock.patch("shardwise.cli.choice._case", side_effect=AssertionError("measured")):
+    with mock.patch("benchmarks.choice.run._case", side_effect=AssertionError("measured")):
         _, err = command(capsys, *words, exit_code=2)
         assert "2 problems" in err and "does not exist" in err and "is a file; give a folder" in err
         command(capsys, *words, "--nproc", "0", exit_code=2)

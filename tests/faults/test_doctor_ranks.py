@@ -18,7 +18,7 @@ SHORT_S, START_S = 4.0, 60.0
 def sabotaged(monkeypatch, what: str, world: int = 2, timeout_s: float = SHORT_S, start_s: float = START_S):
     monkeypatch.setenv("SABOTAGE", what)
     before = {path.name for path in Path(tempfile.gettempdir()).glob("shardwise-doctor-*")}
-    found = check_ranks(world, "cpu", timeout_s, start_s=start_s, module="tests.doctor_rank")
+    found = check_ranks(world, "cpu", timeout_s, start_s=start_s, work="tests.doctor_rank:main")
     assert {path.name for path in Path(tempfile.gettempdir()).glob("shardwise-doctor-*")} <= before
     return found
 

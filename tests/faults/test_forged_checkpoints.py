@@ -34,7 +34,7 @@ from shardwise.checkpoint.readers.live import LiveSource
 from shardwise.checkpoint.readers.shardwise_reader import OwnSource
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.weights import BaseWeights, load_weights
-from shardwise.cli.convert import run_convert
+from shardwise.cli.checkpoint import run_convert
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, UserError
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan

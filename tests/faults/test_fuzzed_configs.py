@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from shardwise.cli.question import find_cluster
+from shardwise.cli.plan_request import find_cluster
 from shardwise.cost.link_calibration import read_calibration
 from shardwise.cost.price import read_prices
 from shardwise.interop.deepspeed.import_config import import_deepspeed, read_document

@@ -372,7 +372,7 @@ def test_message(name: str, shared: Path, golden: dict[str, Any], tmp_path: Path
 
 
 def test_interrupted_before_there_are_ranks(shared: Path, tmp_path: Path) -> None:
-    with mock.patch("shardwise.cli.train.prepare_job", side_effect=KeyboardInterrupt):
+    with mock.patch("shardwise.run.job.prepare_job", side_effect=KeyboardInterrupt):
         found = run_case("port is in use", shared, tmp_path)
     assert found["exit_code"] == 130
     assert "Traceback" not in found["message"]

@@ -548,7 +548,8 @@ MEMORY = """
 import resource, sys
 import shardwise.checkpoint.readers.huggingface
 import shardwise.checkpoint.readers.shardwise_reader
-import shardwise.cli.convert as cli
+import shardwise.cli.convert
+import shardwise.cli.checkpoint as cli
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for source, target, to, dtype in (sys.argv[1:5], sys.argv[5:9]):

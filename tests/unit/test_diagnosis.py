@@ -19,7 +19,7 @@ from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.measure.step_time.timing import BETWEEN, PARTS, PhaseStats, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
-from shardwise.report.findings import print_findings
+from shardwise.report.terminal import print_findings
 from shardwise.search.alternatives import Alternative, changes
 
 CLEAN = {"forward": 0.030, "backward": 0.060, "exposed_dp": 0.002, "optimizer": 0.005, "control": 0.001, "data": 0.001}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from shardwise.bench.plots import draw_scaling
 from shardwise.bench.scaling.predict import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -25,9 +26,8 @@ from shardwise.bench.scaling.predict import (
     units_of,
 )
 from shardwise.bench.scaling.scaling_plans import default_sizes, plan_at, plans_of
-from shardwise.bench.scaling.scaling_plot import draw
 from shardwise.bench.scaling.scaling_report import print_scaling
-from shardwise.cli.bench_scaling import FILE, ScalingRequest, document_of, finish, stored
+from shardwise.bench.scaling.scaling_sizes import FILE, ScalingRequest, document_of, finish, stored
 from shardwise.cost.time.collective_time import Calibration, LinkFit, Measured
 from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec
@@ -464,11 +464,11 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         modes: list[Mode] = ["weak", "strong"] if name == "both" else ["weak"]
         rows = [row for mode in modes for row in rows_of(one.of(mode), None)]
         document = document_of(one, rows, [curve_of(one, mode, 64) for mode in modes], None)
-        assert draw(json.loads(json.dumps(document)), tmp_path / f"{name}.png")
+        assert draw_scaling(json.loads(json.dumps(document)), tmp_path / f"{name}.png")
         sizes[name] = (tmp_path / f"{name}.png").stat().st_size
     assert sizes["both"] > sizes["one"] > 5_000
     alone = scaling(two().samples[0], units=UNITS)
     document = document_of(alone, rows_of(alone.samples, None), [curve_of(alone, "weak", 1)], None)
-    assert draw(json.loads(json.dumps(document)), tmp_path / "alone.png")
+    assert draw_scaling(json.loads(json.dumps(document)), tmp_path / "alone.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not draw(document, tmp_path / "none.png")
+    assert not draw_scaling(document, tmp_path / "none.png")

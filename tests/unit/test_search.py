@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from shardwise.cli.explain import why_not
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import Parts
 from shardwise.cost.time.step_time import StepTime
@@ -27,7 +28,6 @@ from shardwise.search.explain_plan import against
 from shardwise.search.heuristics import guess_s, totals_of
 from shardwise.search.problem import SAID_TIE, USABLE, Costs, ask, default_precision
 from shardwise.search.search import PLAIN_TIE, SCREEN_SLACK, TIE, laid_out, plan_for, recomputes, syncs, time_of
-from shardwise.search.why_not import why_not
 from shardwise.units import GIB
 
 GPU = GpuSpec(name="Device", arch="none", memory_bytes=80 * GIB, peak_flops={"bf16": 1e14})

@@ -14,8 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.read import read_model
-from shardwise.parallel.compile import check_options
-from shardwise.parallel.compile_check import check_compile
+from shardwise.parallel.compile import check_compile, check_options
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy

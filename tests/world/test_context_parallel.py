@@ -29,7 +29,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
-from shardwise.train.evaluate import held_out_bits_per_byte
+from shardwise.train.loop import held_out_bits_per_byte
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LENGTH, LIMIT, Still, Watch, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, configuration, family

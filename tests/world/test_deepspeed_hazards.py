@@ -181,7 +181,7 @@ def test_what_a_step_does_not_use_does_not_move() -> None:
 
 
 def apart(strategy: str, pattern: str, patience_s: float) -> None:
-    from shardwise.parallel.engines import deepspeed_module_order as deepspeed_walk
+    from shardwise.parallel.engines import deepspeed_order as deepspeed_walk
     from shardwise.run.start import start
 
     deepspeed_walk.PATIENCE_S = patience_s

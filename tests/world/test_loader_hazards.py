@@ -34,7 +34,7 @@ from torch.utils.data import (
 
 from shardwise.distributed.process_group import join
 from shardwise.errors import DataError, UserError
-from shardwise.report.plan_table import print_plan
+from shardwise.report.terminal import print_plan
 from shardwise.run.callbacks import RunWatch
 from shardwise.run.job import prepare_job
 from shardwise.run.start import start

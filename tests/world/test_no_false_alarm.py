@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.receipts.effects import EffectsProbe
-from shardwise.receipts.lines.dtype_lines import compute_line
+from shardwise.receipts.lines.option_lines import compute_line
 from shardwise.run.start import start
 from tests.contract import Gradients, Watch, worst
 from tests.models import VOCAB, Decoder

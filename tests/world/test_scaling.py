@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.bench.scaling.run_scaling import WARM_UP, forget, measure_size
 from shardwise.bench.scaling.scaling_plans import plan_at
+from shardwise.bench.scaling.scaling_sizes import WARM_UP, forget, measure_size
 from shardwise.distributed.comm_timer import WAITS
 from shardwise.distributed.process_group import join
 from shardwise.measure.scaling_facts import Mode, Sample

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.peers.plain_loop import plain_loop
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from shardwise.bench.step.bubble import idle_share
-from shardwise.bench.step.plain_loop import plain_loop
 from shardwise.bench.step.step_bench import plan_for, shardwise_loop, strategies_for
 from shardwise.distributed.process_group import join
 from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan

@@ -18,7 +18,7 @@ from shardwise.measure.profiler.trace_text import words
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.report.trace_table import print_trace
+from shardwise.report.terminal import print_trace
 from shardwise.train.config import TrainTable
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session

@@ -1,41 +1,47 @@
-"""``shardwise bench step``: prepare, start the ranks, show the ratios and the bubble, keep the raw samples."""
+"""``shardwise bench step``, ``scaling`` and ``choice``: prepare, measure on ranks, show, keep the raw samples."""
 
 from __future__ import annotations
 
 import json
-import sys
+import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.bench.step.step_plot import draw
-from shardwise.cli.train import launch
+from shardwise.cli.arguments import ConfigPath, Json, Nproc, Overrides, SamplesFolder
+from shardwise.cli.train import chosen, threads
+from shardwise.environment import rendezvous
 from shardwise.errors import UserError
-from shardwise.launch.rank import guarded
-from shardwise.plan.plan import Plan
-from shardwise.run.job import Job, prepare_job
-from shardwise.train.config import optimizer_problems, read_config
+from shardwise.import_object import load_object, optional_object
+from shardwise.launch.on_ranks import on_ranks
 
 if TYPE_CHECKING:
     from shardwise.bench.step.bubble import BubbleSamples
     from shardwise.bench.step.step_bench import StepSamples
-
-PLANS = "plans.json"
-SAMPLES = "samples.json"
+    from shardwise.train.config import Config
 
 
 def run_bench_step(
-    config_file: Path,
-    overrides: list[str],
-    *,
-    steps: int,
-    output: Path,
-    as_json: bool,
-    strategies: list[str] | None = None,
-    bubble: bool = True,
+    config_file: ConfigPath,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="Timed steps per contender.", min=4)] = 60,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            help="Compare only this strategy, such as fsdp+tp2; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: Nproc = None,
+    bubble: Annotated[bool, typer.Option(help="Also measure the pipeline bubble of each schedule.")] = True,
+    output: SamplesFolder = Path("benchmarks"),
+    as_json: Json = False,
 ) -> None:
     """The verb.
 
@@ -43,32 +49,28 @@ def run_bench_step(
         UserError: the config or a strategy is none that there is a hand-written loop for.
     """
     from shardwise.bench.step.bubble import BubbleSamples
-    from shardwise.bench.step.step_bench import StepSamples
+    from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples
+    from shardwise.bench.step.step_ranks import StepBenchTask, plans_of
+    from shardwise.run.job import prepare_job
+    from shardwise.train.config import read_config
 
+    words = chosen(overrides, nproc=nproc)
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
-        config = read_config(config_file, [*overrides, f"train.output={folder}", f"train.steps={steps}"])
-        if config.parallel.precision != "fp32" or config.parallel.recompute != "none" or config.parallel.compile:
-            raise UserError(
-                "bench step compares fp32 loops without recompute and compile; leave them at their defaults"
-            )
-        if "lora" in config.parallel.strategy:
-            raise UserError(
-                f"bench step has no hand-written loop with adapters; set parallel.strategy to one without "
-                f"+lora and +qlora ({config.parallel.strategy} is given)"
-            )
-        if config.train.loss_chunks > 1 or config.optimizer.in_backward:
-            raise UserError(
-                "bench step has no hand-written loop with train.loss_chunks or optimizer.in_backward; leave them out"
-            )
+        config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])
+        if optional_object(PEER_LOOP) is None:
+            console.print("no hand-written loops here (they are in benchmarks/ of the repository): Shardwise alone")
+        else:
+            _check_comparable(config)
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
         plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
-        (Path(folder) / PLANS).write_text(json.dumps([plan.model_dump(mode="json", by_alias=True) for plan in plans]))
         console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
-        if bubble and any(plan.dims.pp > 1 for plan in plans):
-            (Path(folder) / "bubble").touch()
-        launch(prepared.job, 0, module="shardwise.cli.bench")
-        raw = json.loads((Path(folder) / SAMPLES).read_text())
+        job = prepared.job
+        task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble)
+        world = job.plan.dims.world_size
+        raw = on_ranks(
+            "shardwise.bench.step.step_ranks:time_steps", task, world, device=job.plan.device, threads=threads(job)
+        )[0]
     samples = [StepSamples(**item) for item in raw["samples"]]
     bubbles = [BubbleSamples(**item) for item in raw["bubble"]]
     console.print(ratio_table(samples))
@@ -79,39 +81,36 @@ def run_bench_step(
         print(json.dumps({"schema": 1, **raw}))
 
 
-def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Plan]:
-    """The plan of each strategy that is compared; all that cannot be is said before ranks start.
+def _check_comparable(config: Config) -> None:
+    if config.parallel.precision != "fp32" or config.parallel.recompute != "none" or config.parallel.compile:
+        raise UserError("bench step compares fp32 loops without recompute and compile; leave them at their defaults")
+    if "lora" in config.parallel.strategy:
+        raise UserError(
+            f"bench step has no hand-written loop with adapters; set parallel.strategy to one without "
+            f"+lora and +qlora ({config.parallel.strategy} is given)"
+        )
+    if config.train.loss_chunks > 1 or config.optimizer.in_backward:
+        raise UserError(
+            "bench step has no hand-written loop with train.loss_chunks or optimizer.in_backward; leave them out"
+        )
+
+
+def run_bench_choice(
+    configs: Annotated[list[Path], typer.Argument(help="TOML config files.", show_default=False)],
+    worlds: Annotated[
+        list[int] | None, typer.Option("--nproc", help="Ranks on this machine; repeatable.", min=1)
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps per strategy.", min=4)] = 20,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples.")] = Path("benchmarks/choice"),
+    as_json: Json = False,
+) -> None:
+    """The verb, which the benchmarks of this repository hold.
 
     Raises:
-        UserError: every problem.
+        UserError: they are not here, or a configuration or the folder for the samples cannot be.
     """
-    from shardwise.bench.step.plain import check_plain
-    from shardwise.bench.step.step_bench import plan_for, strategies_for
-    from shardwise.model.read import read_model
-    from shardwise.parallel.decide import decide_split
-    from shardwise.parallel.materialize import build
-    from shardwise.train.model import model_factory
-
-    world, parallel = job.plan.dims.world_size, job.config.parallel
-    if world < 2:
-        raise UserError("bench step compares distributed loops and needs 2 ranks or more; use --nproc 2")
-    module = build(model_factory(job.config, vocab_size), job.config.train.seed, real=False)
-    spec, found = read_model(module), []
-    problems: list[str] = []
-    options = {"sequence_parallel": parallel.sequence_parallel, "loss_parallel": parallel.loss_parallel}
-    for strategy in strategies or strategies_for(world):
-        try:
-            plan = plan_for(job.plan.model_copy(update=options), strategy, world)
-            check_plain(plan, module)
-            problems += optimizer_problems(job.config.optimizer, plan.parsed)
-            if plan.dims.tp * plan.dims.pp > 1:
-                decide_split(module, spec, plan)
-            found.append(plan)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems)
-    return found
+    measure = load_object("benchmarks.choice.run:run_bench_choice", "bench choice")
+    measure(configs, [], worlds=worlds or [2], steps=steps, output=output, as_json=as_json)
 
 
 def ratio_table(samples: list[StepSamples]) -> Table:
@@ -123,9 +122,9 @@ def ratio_table(samples: list[StepSamples]) -> Table:
         ours, plain = sorted(item.shardwise_s), sorted(item.plain_s)
         table.add_row(
             item.strategy,
-            f"{item.quantile(0.5):.3f}",
-            f"{item.quantile(0.25):.3f} to {item.quantile(0.75):.3f}",
-            f"{plain[len(plain) // 2] * 1e3:.1f} ms",
+            f"{item.quantile(0.5):.3f}" if plain else "",
+            f"{item.quantile(0.25):.3f} to {item.quantile(0.75):.3f}" if plain else "",
+            f"{plain[len(plain) // 2] * 1e3:.1f} ms" if plain else "",
             f"{ours[len(ours) // 2] * 1e3:.1f} ms",
             str(len(ours)),
         )
@@ -153,8 +152,10 @@ def keep(
     raw: dict[str, Any], samples: list[StepSamples], bubbles: list[BubbleSamples], output: Path, console: Console
 ) -> None:
     """Write the raw samples and the plot; ``raw`` gets the medians."""
+    from shardwise.bench.plots import draw_steps
+
     output.mkdir(parents=True, exist_ok=True)
-    raw["median_ratio"] = {item.strategy: item.quantile(0.5) for item in samples}
+    raw["median_ratio"] = {item.strategy: item.quantile(0.5) for item in samples if item.plain_s}
     raw["median_bubble"] = [
         {**item.model_dump(exclude={"shares"}), "measured": item.quantile(0.5), "formula": item.formula}
         for item in bubbles
@@ -164,76 +165,78 @@ def keep(
     file.write_text(json.dumps(raw, indent=1) + "\n")
     console.print(f"raw samples: {file}")
     plot = file.with_suffix(".png")
-    if draw(raw, plot):
+    if draw_steps(raw, plot):
         console.print(f"plot: {plot}")
     else:
         console.print("no plot: matplotlib is not installed")
 
 
-def rank_main() -> int:
-    """One rank of the bench; rank 0 writes the samples into the job's output folder."""
-    from shardwise.bench.step.bubble import bench_bubble
-    from shardwise.bench.step.step_bench import bench_step
-    from shardwise.distributed.process_group import join, leave
-    from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.model import model_factory
+def run_bench_scaling(
+    config_file: ConfigPath,
+    overrides: Overrides = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--size", help="Number of devices; repeatable; default: 1, 2, 4 ... all.", min=1)
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="weak (fixed batch per device), strong (fixed global batch) or both.")
+    ] = "both",
+    steps: Annotated[int, typer.Option(help="Timed steps per size.", min=4)] = 40,
+    beyond: Annotated[int, typer.Option(help="Predict up to this number of devices.", min=1)] = 1024,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file of bench comm.", show_default=False)
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one device in US dollars an hour.")] = None,
+    output: SamplesFolder = Path("benchmarks"),
+    as_json: Json = False,
+) -> None:
+    """The verb. Under torchrun this process is a rank, and its world is the size that is measured.
 
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    folder = Path(job.config.train.output)
-    plans = [Plan.model_validate(item) for item in json.loads((folder / PLANS).read_text())]
-    ranks, corpus = join(job.plan.device), open_corpus(job.corpus)
-    factory, steps = model_factory(job.config, corpus.vocab_size), job.config.train.steps or 1
-    found = [bench_step(job.config, plan, factory, windows(job, corpus, plan, ranks), ranks, steps) for plan in plans]
-    bubbles: list[BubbleSamples] = []
-    for plan in plans if (folder / "bubble").exists() else []:
-        if plan.dims.pp > 1:
-            bubbles += bench_bubble(
-                job.config, plan, factory, lambda changed: windows(job, corpus, changed, ranks), ranks, steps
-            )
-    if ranks.is_main:
-        document = {
-            **facts(job, ranks),
-            "samples": [item.model_dump() for item in found],
-            "bubble": [item.model_dump() for item in bubbles],
-        }
-        (folder / SAMPLES).write_text(json.dumps(document))
-    leave(ranks)
-    return 0
+    Raises:
+        UserError: whatever of the config and the options cannot be.
+    """
+    from shardwise.bench.scaling.scaling_sizes import ScalingRequest, measure_here, measure_under_launcher
+    from shardwise.cost.link_calibration import read_calibration
+    from shardwise.measure.scaling_facts import MODES
+    from shardwise.run.checks import check_output
+    from shardwise.train.config import read_config
 
-
-def windows(job: Job, corpus: Any, plan: Plan, ranks: Any) -> Any:
-    """This rank's micro batches of each step on its device: hand-written loops move nothing."""
-    from shardwise.train.data.order import Order
-    from shardwise.train.data.samples import samples_for, step_batches
-
-    data = samples_for(corpus.train, job.config.data, corpus.separator)
-    order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
-    for batches in step_batches(data, order, plan, ranks.rank):
-        yield [tuple(part.to(ranks.device) for part in batch) for batch in batches]
-
-
-def facts(job: Job, ranks: Any) -> dict[str, Any]:
-    """What was timed, where and when."""
-    import datetime
-    import os
-    import platform
-
-    import torch
-
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-        "ranks": ranks.world_size,
-        "threads_per_rank": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "batch": job.plan.batch_equation(),
-        "model": job.config.model.config or job.config.model.factory,
-        "precision": job.plan.precision,
-    }
+    launched = rendezvous() is not None
+    problems = _problems(mode, MODES, sizes or (), price, launched=launched)
+    if problems:
+        raise UserError(*problems)
+    modes = MODES if mode == "both" else tuple(one for one in MODES if one == mode)
+    request = ScalingRequest(
+        modes=modes,
+        sizes=tuple(sorted(set(sizes or ()))),
+        steps=steps,
+        beyond=beyond,
+        calibration=calibration,
+        price=price,
+        output=output,
+    )
+    if calibration is not None:
+        read_calibration(calibration)  # said before anything is measured
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
+    check_output(output)
+    if launched:
+        words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={output / 'work'}"]
+        measure_under_launcher(read_config(config_file, words), request, console, as_json=as_json)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={folder}"]
+        document = measure_here(read_config(config_file, words), request, console)
+    if as_json:
+        print(json.dumps(document))
 
 
-if __name__ == "__main__":
-    guarded(rank_main)
+def _problems(
+    mode: str, modes: Sequence[str], sizes: Sequence[int], price: float | None, *, launched: bool
+) -> list[str]:
+    found = []
+    if mode not in (*modes, "both"):
+        found.append(f"--mode '{mode}' is none of weak, strong and both")
+    if price is not None and not 0 <= price < math.inf:
+        wrong = "below 0" if price < 0 else "no amount"
+        found.append(f"--price {price} is {wrong}; it must be US dollars for an hour of one device")
+    if launched and sizes:
+        found.append("--size: under torchrun the size is that of its world; leave it out, and run once for each size")
+    return found

@@ -7,28 +7,24 @@ import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.cli.arguments import Json, Overrides, SamplesFolder
+from shardwise.cli.train import chosen
 from shardwise.errors import UserError
-from shardwise.launch.rank import guarded
-from shardwise.plan.dims import dims_for
-from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import parse_strategy
-from shardwise.run.checks import adapter_of
-from shardwise.run.job import Job, prepare_job
-from shardwise.train.config import OptimizerTable, read_config
+from shardwise.launch.on_ranks import on_ranks
 from shardwise.units import GIB, bytes_text, seconds_text
 
-STRATEGIES = ("ddp", "fsdp")
-FOUND = "found.json"
+if TYPE_CHECKING:
+    from shardwise.run.job import Job
+
 NOTES = (
     "Medians of the rounds, quartiles below; ratios are of turns in the same round. s: until durable. of raw, of "
     "direct: time of the raw write, through and past the page cache, ÷ its own. ÷ ours: its time ÷ that of our save of "
@@ -41,38 +37,31 @@ _MEMORY = 4  # whole states that a rank holds at most: its own, gradients, copie
 _ROOM = 1.5  # of the state, on the disk
 
 
-class CheckpointBenchRequest(BaseModel):
-    """What the ranks are to do; ``job`` where it is a config's model, else ``state_bytes``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    state_bytes: int
-    job: Path | None
-    rounds: int
-    step_s: float
-    seed: int
-    folder: Path
-    as_json: bool
-
-
 def run_bench_checkpoint(
-    config_file: Path | None,
-    overrides: list[str],
-    *,
-    size_gib: float | None,
-    nproc: int | None,
-    rounds: int,
-    step_s: float,
-    output: Path,
-    folder: Path | None,
-    as_json: bool,
+    config_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="config", help="TOML config file; default: a synthetic model.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    size_gib: Annotated[
+        float | None,
+        typer.Option("--size", help="GiB of weights and optimizer state of the synthetic model; default: 1."),
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; default: 2.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Saves per contender and strategy.", min=1)] = 5,
+    step_s: Annotated[
+        float, typer.Option("--step", help="Minimum step time of the synthetic model, in seconds.")
+    ] = 0.3,
+    output: SamplesFolder = Path("benchmarks/checkpoint"),
+    folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure; default: --output.")] = None,
+    as_json: Json = False,
 ) -> None:
     """The verb.
 
     Raises:
         UserError: something of what was asked for cannot be; said before anything is measured.
     """
-    from shardwise.launch.local import run_local
+    from shardwise.bench.checkpoint.checkpoint_ranks import CheckpointBenchRequest
 
     if config_file is not None and size_gib is not None:
         raise UserError("--size is for a model that is made up, and a config has its own; leave one of them out")
@@ -89,30 +78,35 @@ def run_bench_checkpoint(
         work = Path(name).absolute()
         job = None
         if config_file is not None:
-            words = [*overrides, f"train.output={work}", *([f"parallel.nproc={nproc}"] if nproc else [])]
-            config = read_config(config_file, words)
-            if adapter_of(config) != "none":
-                raise UserError(
-                    f"bench checkpoint times checkpoints of whole models; set parallel.strategy to one without +lora "
-                    f"and +qlora ({config.parallel.strategy} is given)"
-                )
-            prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
-            world, job = prepared.job.plan.dims.world_size, work / "job.json"
-            job.write_text(prepared.job.to_json())
+            words = chosen([*(overrides or ()), f"train.output={work}"], nproc=nproc)
+            job = _job_of(config_file, words, console)
+            world = job.plan.dims.world_size
         request = CheckpointBenchRequest(
             state_bytes=state_bytes, job=job, rounds=rounds, step_s=step_s, seed=0, folder=work, as_json=as_json
         )
-        file = work / "request.json"
-        file.write_text(request.model_dump_json())
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        command = [sys.executable, "-m", "shardwise.cli.bench_checkpoint", str(file)]
-        sys.stdout.flush()
-        run_local(command, world, threads=max(1, cores // world), logs=work / "logs")
-        document = _document(json.loads((work / FOUND).read_text()), place, config_file)
+        device = job.plan.device if job else "auto"
+        found = on_ranks("shardwise.bench.checkpoint.checkpoint_ranks:time_checkpoints", request, world, device=device)[
+            0
+        ]
+        document = _document(found, place, config_file)
     _show(document, console)
     _keep(document, output, console)
     if as_json:
         print(json.dumps(document))
+
+
+def _job_of(config_file: Path, words: list[str], console: Console) -> Job:
+    from shardwise.run.checks import adapter_of
+    from shardwise.run.job import prepare_job
+    from shardwise.train.config import read_config
+
+    config = read_config(config_file, words)
+    if adapter_of(config) != "none":
+        raise UserError(
+            f"bench checkpoint times checkpoints of whole models; set parallel.strategy to one without +lora "
+            f"and +qlora ({config.parallel.strategy} is given)"
+        )
+    return prepare_job(config, lambda text: console.print(f"data: {text}")).job
 
 
 def _check(place: Path, output: Path, world: int, state_bytes: int) -> None:
@@ -216,7 +210,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _keep(document: dict[str, Any], output: Path, console: Console) -> None:
-    from shardwise.bench.checkpoint.checkpoint_plot import draw
+    from shardwise.bench.plots import draw_checkpoints
 
     output.mkdir(parents=True, exist_ok=True)
     device = str(document["device"]).replace(" ", "-").lower()
@@ -224,111 +218,7 @@ def _keep(document: dict[str, Any], output: Path, console: Console) -> None:
     raw.write_text(json.dumps(document, indent=1) + "\n")
     console.print(f"raw samples: {raw}")
     plot = raw.with_suffix(".png")
-    if draw(document, plot):
+    if draw_checkpoints(document, plot):
         console.print(f"plot: {plot}")
     else:
         console.print("no plot: matplotlib is not installed (pip install 'shardwise[plots]')", markup=False)
-
-
-def rank_main() -> int:
-    """One rank; rank 0 writes what was found into the request's folder."""
-    import gc
-    import importlib.metadata
-    import warnings
-
-    import torch
-
-    from shardwise.distributed.process_group import join, leave
-
-    warnings.filterwarnings("ignore", module=r"torch\.")  # a peer's warnings are no news of ours
-    request = CheckpointBenchRequest.model_validate_json(Path(sys.argv[1]).read_text())
-    job = Job.model_validate_json(request.job.read_text()) if request.job else None
-    ranks = join(job.plan.device if job else "auto")
-    cases = []
-    for strategy in STRATEGIES:
-        cases.append(_case(request, job, strategy, ranks))
-        gc.collect()
-    if ranks.is_main:
-        document = {
-            "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-            "ranks": ranks.world_size,
-            "threads_per_rank": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "shardwise": importlib.metadata.version("shardwise"),
-            "cases": cases,
-        }
-        (request.folder / FOUND).write_text(json.dumps(document))
-    leave(ranks)
-    return 0
-
-
-def _case(request: CheckpointBenchRequest, job: Job | None, strategy: str, ranks: Any) -> dict[str, Any]:
-    """One strategy, measured."""
-    import statistics
-
-    from shardwise.bench.checkpoint import checkpoint_bench as bench
-
-    console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, quiet=not ranks.is_main)
-    dims = dims_for(parse_strategy(strategy), ranks.world_size)
-    samples: int | None = None
-    if job is not None:
-        from shardwise.train.model import model_factory
-
-        plan = job.plan.model_copy(update={"strategy": strategy, "dims": dims, "grad_accum": 1})
-        corpus, batches = _corpus_batches(job, ranks)
-        factory = model_factory(job.config, corpus)
-        training = bench.OngoingTraining(factory, job.config.optimizer, plan, ranks, request.seed)
-    else:
-        plan = Plan(strategy=strategy, dims=dims, device=ranks.device.type)
-        factory = bench.decoder_of(request.state_bytes)
-        training = bench.OngoingTraining(factory, OptimizerTable(), plan, ranks, request.seed)
-        samples = bench.samples_for_step(training, request.step_s)
-        batches = bench.random_batches(samples, ranks)
-
-    def tick(done: int) -> None:
-        console.print(f"{strategy}: round {done} of {request.rounds}")
-
-    folder = request.folder / strategy
-    folder.mkdir(exist_ok=True)
-    found = bench.bench_checkpoints(
-        training, batches, folder, rounds=request.rounds, seed=request.seed, samples_of_a_step=samples, tick=tick
-    )
-    plain = found.of(bench.NO_SAVE)
-    return {
-        "strategy": strategy,
-        "state_bytes": found.state_bytes,
-        "rounds": request.rounds,
-        "samples_of_a_step": found.samples_of_a_step,
-        "step_s": statistics.median(step for turn in plain for step in turn.steps_s),
-        "load": statistics.median(turn.load for turn in found.turns),
-        "summary": [row.model_dump() for row in found.summary()],
-        "turns": [turn.model_dump() for turn in found.turns],
-    }
-
-
-def _corpus_batches(job: Job, ranks: Any) -> tuple[int, Any]:
-    """The size of the vocabulary, and this rank's micro batches of the config's data."""
-    from collections.abc import Iterator
-
-    from shardwise.bench.step.plain import Batch
-    from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.data.order import Order, rank_ids
-    from shardwise.train.data.samples import samples_for
-
-    corpus = open_corpus(job.corpus)
-    data = samples_for(corpus.train, job.config.data, corpus.separator)
-    order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
-    micro = job.plan.micro_batch or 1
-
-    def batches() -> Iterator[Batch]:
-        position = 0
-        while True:
-            inputs, labels = data.batch(rank_ids(order, position, ranks.world_size, ranks.rank, micro, 1)[0])
-            yield inputs.to(ranks.device), labels.to(ranks.device)
-            position += micro * ranks.world_size
-
-    return corpus.vocab_size, batches()
-
-
-if __name__ == "__main__":
-    guarded(rank_main)

@@ -8,17 +8,19 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
+from shardwise.cli.arguments import Json
 from shardwise.environment import rendezvous, visible_devices
 from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.hardware.cpu import cores_here, processor_name
 from shardwise.hardware.parse_cluster import parse_cluster
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import as_rank, on_ranks
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import DeviceType, Plan
 from shardwise.plan.strategy import parse_strategy
@@ -45,16 +47,17 @@ class CommRequest(BaseModel):
 
 
 def run_bench_comm(
-    *,
-    strategy: str,
-    nproc: int | None,
-    device: str,
-    smallest: str,
-    largest: str,
-    seconds: float,
-    output: Path,
-    as_json: bool,
-    cluster: str | None = None,
+    strategy: Annotated[str, typer.Option(help="Strategy whose mesh axes are measured, such as hsdp+tp2.")] = "ddp",
+    nproc: Annotated[int | None, typer.Option(help="Ranks here; default: one per GPU, or 2 on CPU.", min=2)] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL).")] = "auto",
+    smallest: Annotated[str, typer.Option("--min-size", help="Smallest message size.")] = "128B",
+    largest: Annotated[str, typer.Option("--max-size", help="Largest message size.")] = "64MiB",
+    seconds: Annotated[float, typer.Option(help="Maximum seconds per collective and axis.", min=0.1)] = 8.0,
+    cluster: Annotated[
+        str | None, typer.Option(help="Expected links, such as 2x8xH100/ib400; default: detected.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for raw samples, calibration and plot.")] = Path("benchmarks"),
+    as_json: Json = False,
 ) -> None:
     """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself.
 
@@ -78,20 +81,10 @@ def run_bench_comm(
         described=cluster,
     )
     if place is not None:
-        guarded(lambda: rank_main(request))
-    from shardwise.launch.local import run_local
+        as_rank(measure_links, request, request.plan.device)
 
     world = request.plan.dims.world_size
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "request.json"
-        file.write_text(request.model_dump_json(by_alias=True))
-        sys.stdout.flush()
-        run_local(
-            [sys.executable, "-m", "shardwise.cli.bench_comm", str(file)],
-            world,
-            threads=max(1, cores_here() // world),
-            logs=Path(folder) / "logs",
-        )
+    on_ranks(f"{__name__}:measure_links", request, world, device=request.plan.device)
 
 
 def read_request(
@@ -192,13 +185,11 @@ def _unwritable(folder: Path) -> list[str]:
         return [f"--output '{folder}' cannot be written to: {error.strerror}; choose another folder"]
 
 
-def rank_main(request: CommRequest) -> int:
-    """One rank; rank 0 shows and keeps what was found."""
+def measure_links(request: CommRequest, ranks: Ranks) -> None:
+    """Time the collectives; rank 0 shows and keeps what was found. Collective."""
     from shardwise.bench.comm.time_collectives import bench_comm
-    from shardwise.distributed.process_group import join, leave
     from shardwise.measure.comm_facts import ladder
 
-    ranks = join(request.plan.device)
     console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, width=None if _tty(request) else WIDTH)
 
     def say(text: str) -> None:
@@ -212,8 +203,6 @@ def rank_main(request: CommRequest) -> int:
         document = conclude(request.cluster, facts(request, ranks), found, request.output, console)
         if request.as_json:
             print(json.dumps(document))
-    leave(ranks)
-    return 0
 
 
 def _tty(request: CommRequest) -> bool:
@@ -247,12 +236,3 @@ def facts(request: CommRequest, ranks: Ranks) -> dict[str, Any]:
         "versions": versions,
         "strategy": request.plan.strategy,
     }
-
-
-def main() -> int:
-    """A rank that ``shardwise bench comm`` has started; its request is in a file."""
-    return rank_main(CommRequest.model_validate_json(Path(sys.argv[1]).read_text()))
-
-
-if __name__ == "__main__":
-    guarded(main)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -23,26 +21,25 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shardwise.checkpoint.convert.check_outputs import NotTheSame, OutputVerdict, check_conversion, widest
-from shardwise.checkpoint.convert.conversion import Extras, To, Written, convert, refuse_taken
+from shardwise.checkpoint.convert.check_outputs import OutputVerdict, check_conversion, widest
+from shardwise.checkpoint.convert.conversion import Extras, To, Written, convert
 from shardwise.checkpoint.convert.known_model import KnownModel, find_model
 from shardwise.checkpoint.convert.merge_lora import holds_adapters, saved_adapters
 from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.matching import MODEL, Expected, Selection, select
-from shardwise.checkpoint.readers.detect import open_source
 from shardwise.checkpoint.readers.huggingface import CONFIG, HuggingFaceSource
 from shardwise.checkpoint.readers.reader import Source
 from shardwise.checkpoint.readers.shardwise_reader import OwnSource
-from shardwise.checkpoint.storage.local_storage import Folder, folder_of
+from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.errors import UserError, did_you_mean
-from shardwise.units import bytes_text, seconds_text
+from shardwise.units import bytes_text
 
 SCHEMA = 1
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAX_SHARD_SIZE = "5GB"
 SMALLEST_SHARD = 1024
 _MMAP_THRESHOLD, _KEPT = -3, 1 << 20  # M_MMAP_THRESHOLD of glibc's malloc.h, and bytes
-_NAMES = {"hf": "Hugging Face folder", "shardwise": "Shardwise checkpoint", "peft": "PEFT folder"}
+TARGET_NAMES = {"hf": "Hugging Face folder", "shardwise": "Shardwise checkpoint", "peft": "PEFT folder"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 # what lies beside the weights of a Hugging Face model and is data; code is never copied
 _BESIDE = (
@@ -63,7 +60,7 @@ _TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
-class _Asked:
+class ConversionRequest:
     """The question, checked."""
 
     to: To
@@ -74,76 +71,10 @@ class _Asked:
     optimizer: bool
 
 
-def run_convert(
-    source: str,
-    target: str,
-    *,
-    to: str | None,
-    dtype: str | None,
-    max_shard_size: str | None,
-    model: str | None,
-    verify: bool,
-    optimizer: bool,
-    as_json: bool,
-) -> None:
-    """The verb.
-
-    Args:
-        source: path or URL of any tool's checkpoint.
-        target: path or URL of a folder that does not exist yet.
-        to: ``hf``, ``shardwise`` or ``peft`` (adapters); ``None`` is ``hf`` for a checkpoint of Shardwise and
-            ``shardwise`` for any other.
-        dtype: ``bf16``, ``fp16`` or ``fp32`` for floating-point weights; ``None`` leaves them as they are.
-        max_shard_size: bytes of a file at most, such as ``5GB`` or ``500MiB``.
-        model: a folder with ``config.json``, that file, or ``package.module:factory``.
-        verify: compare the outputs of the model and every tensor.
-        optimizer: carry over the optimizer's state where the target can hold it.
-        as_json: one JSON document as the last line of stdout.
-
-    Raises:
-        UserError: the question cannot be, or names and shapes are not the model's.
-        CheckpointError: the source is damaged or asks for code to be run, or the target cannot be written.
-        NotTheSame: the target does not give what the source gives; it was removed.
-    """
-    give_memory_back()
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    started = time.perf_counter()
-    place = folder_of(target)
-    _check_words(to, dtype, max_shard_size)
-    refuse_taken(place)
-    with open_source(source) as opened:
-        _refuse_adapters(to, opened)
-        asked = _Asked(
-            to=_direction(to, opened),
-            dtype=DTYPES[dtype] if dtype else None,
-            max_shard_bytes=read_size(max_shard_size or MAX_SHARD_SIZE),
-            model=model,
-            verify=verify,
-            optimizer=optimizer,
-        )
-        answer = _Answer(opened, asked, place, console)
-        console.print(f"source: {opened.kind} '{opened.place}', {_content(opened)}", markup=False)
-        try:
-            written, verdict = _run(opened, asked, place, answer)
-        except NotTheSame as error:
-            if as_json:
-                print(json.dumps(answer.document(None, error.verdict, time.perf_counter() - started)))
-            raise
-        answer.say(verdict.text)
-        took = time.perf_counter() - started
-        files = f"{written.files} {'file' if written.files == 1 else 'files'}"
-        size = bytes_text(written.num_bytes)
-        console.print(
-            f"done: {_NAMES[asked.to]} '{written.place}', {files}, {size}, {seconds_text(took)}", markup=False
-        )
-        if as_json:
-            print(json.dumps(answer.document(written, verdict, took)))
-
-
-class _Answer:
+class ConversionAnswer:
     """What is said and what becomes JSON."""
 
-    def __init__(self, source: Source, asked: _Asked, target: Folder, console: Console) -> None:
+    def __init__(self, source: Source, asked: ConversionRequest, target: Folder, console: Console) -> None:
         self.source = source
         self.asked = asked
         self.target = target
@@ -179,7 +110,10 @@ class _Answer:
         }
 
 
-def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tuple[Written, OutputVerdict]:
+def run_conversion(
+    source: Source, asked: ConversionRequest, target: Folder, answer: ConversionAnswer
+) -> tuple[Written, OutputVerdict]:
+    """Write the target of one conversion, and check it."""
     for note in source.notes:
         answer.note(note)
     known = find_model(asked.model, source)
@@ -228,11 +162,10 @@ def _run(source: Source, asked: _Asked, target: Folder, answer: _Answer) -> tupl
 
 
 def _run_peft(
-    source: Source, asked: _Asked, target: Folder, known: KnownModel | str, answer: _Answer
+    source: Source, asked: ConversionRequest, target: Folder, known: KnownModel | str, answer: ConversionAnswer
 ) -> tuple[Written, OutputVerdict]:
     """Adapters as peft has them; the base is no part of it."""
-    from shardwise.checkpoint.convert.check_peft import check_peft_folder
-    from shardwise.checkpoint.convert.peft import peft_config, peft_selection
+    from shardwise.checkpoint.convert.peft import check_peft_folder, peft_config, peft_selection
     from shardwise.parallel.lora.adapters import linear_layers
 
     saved = saved_adapters(source)
@@ -273,7 +206,7 @@ def _run_peft(
         )
 
 
-def _refuse_adapters(to: str | None, source: Source) -> None:
+def refuse_adapters(to: str | None, source: Source) -> None:
     """Adapters are no model: they become peft's folder, or are merged."""
     if to == "peft":
         saved_adapters(source)
@@ -291,7 +224,9 @@ def _has_file_names(source: Source, expected: Expected) -> bool:
     return published and bool(names - expected.names - expected.transient)
 
 
-def _extras(source: Source, asked: _Asked, known: KnownModel | str, selection: Selection, answer: _Answer) -> Extras:
+def _extras(
+    source: Source, asked: ConversionRequest, known: KnownModel | str, selection: Selection, answer: ConversionAnswer
+) -> Extras:
     """The configuration and the files beside the weights; what is not there is said."""
     entry = known.entry if isinstance(known, KnownModel) else None
     if asked.to == "shardwise":
@@ -349,7 +284,8 @@ def _beside(folder: Folder) -> list[Folder]:
     return found
 
 
-def _direction(to: str | None, source: Source) -> To:
+def direction_of(to: str | None, source: Source) -> To:
+    """Return what the target is to be, where ``to`` does not say it."""
     if to == "peft":
         return "peft"
     if to == "hf" or (to is None and isinstance(source, OwnSource)):
@@ -357,7 +293,7 @@ def _direction(to: str | None, source: Source) -> To:
     return "shardwise"
 
 
-def _check_words(to: str | None, dtype: str | None, max_shard_size: str | None) -> None:
+def check_conversion_words(to: str | None, dtype: str | None, max_shard_size: str | None) -> None:
     """All problems of the options at once."""
     problems = []
     if to is not None and to not in get_args(To):
@@ -408,7 +344,8 @@ def read_size(text: str) -> int:
     return size
 
 
-def _content(source: Source) -> str:
+def content_of(source: Source) -> str:
+    """Describe a source in a few words."""
     size = bytes_text(sum(info.num_bytes for info in source.tensors.values()))
     step = "" if source.step is None else f", step {source.step}"
     return f"{len(source.tensors)} tensors, {size}{step}"

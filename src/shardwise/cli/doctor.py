@@ -7,16 +7,25 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 
+from shardwise.cli.arguments import Json
 from shardwise.environment import Rendezvous, rendezvous
 from shardwise.errors import AnswerIsNo, UserError
 from shardwise.launch.rank import guarded
 
 
-def run_doctor(*, nproc: int | None, folder: Path, timeout_s: float, as_json: bool) -> None:
+def run_doctor(
+    nproc: Annotated[int | None, typer.Option(help="Ranks; default: one per GPU, or 2 on CPU.", min=1)] = None,
+    folder: Annotated[Path, typer.Option(help="Folder for checkpoints, whose disk is checked.")] = Path("."),
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Timeout for answers of ranks, in seconds.", min=1, max=86400)
+    ] = 60.0,
+    as_json: Json = False,
+) -> None:
     """The verb. Under torchrun or the like it looks at all hosts, and its ranks are the ones that are tested.
 
     Raises:

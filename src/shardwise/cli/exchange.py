@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from shardwise.cli.question import choice_problems, find_cluster
+import typer
+
+from shardwise.cli.arguments import Json
+from shardwise.cli.plan_request import choice_problems, find_cluster
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.interop.deepspeed.export import export_deepspeed, export_notes
 from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed, read_document
@@ -20,7 +23,13 @@ WRITTEN = ("deepspeed",)
 PLANNED = ("pytorch", "accelerate", "torchtitan")
 
 
-def run_export(plan_file: Path, *, to: str, clip_norm: float, output: Path | None, as_json: bool) -> None:
+def run_export(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file.", show_default=False)],
+    to: Annotated[str, typer.Option(help="Target format: deepspeed (a config for deepspeed.initialize).")],
+    clip_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 disables clipping.", min=0)] = 1.0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file; default: stdout.")] = None,
+    as_json: Json = False,
+) -> None:
     """The verb. Without ``output`` and ``as_json`` stdout is the configuration and nothing else.
 
     Raises:
@@ -54,15 +63,14 @@ def run_export(plan_file: Path, *, to: str, clip_norm: float, output: Path | Non
 
 
 def run_import(
-    file: Path,
-    *,
-    nproc: int | None,
-    cluster: str | None,
-    engine: str | None,
-    seq_len: int | None,
-    recompute: str | None,
-    output: Path | None,
-    as_json: bool,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="DeepSpeed configuration file.", show_default=False)],
+    nproc: Annotated[int | None, typer.Option(help="Ranks; default: from the file's batch keys.", min=1)] = None,
+    cluster: Annotated[str | None, typer.Option(help="Instead of --nproc: 8xA100-80GB, 2xcpu, or a TOML file.")] = None,
+    engine: Annotated[str | None, typer.Option(help="deepspeed, or torch for the equivalent PyTorch strategy.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.", min=1, max=2**27)] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full (not in the file).")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the plan.")] = None,
+    as_json: Json = False,
 ) -> None:
     """The verb.
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from shardwise.cli.arguments import Calibration, Json, PlanFile
 from shardwise.cli.plan import answer_console
-from shardwise.cli.question import LOSSES, Asked, choice_problems, read_question
+from shardwise.cli.plan_request import LOSSES, PlanRequest, choice_problems, read_question
 from shardwise.errors import PlanError, UserError
 from shardwise.model.load_model import load_profile
 from shardwise.plan.plan import Plan, read_plan
@@ -15,14 +19,20 @@ from shardwise.run.calibration import corrected_costs, read_links
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.cost_inputs_of_plan import with_plan
+from shardwise.search.enumerate import layouts, misfits
 from shardwise.search.explain_plan import against
 from shardwise.search.problem import Question, ask
 from shardwise.search.search import cost_of, search
-from shardwise.search.why_not import why_not
 
 
 def run_explain(
-    plan_file: Path, *, not_this: str | None, as_json: bool, loss: str | None = None, calibration: Path | None = None
+    plan_file: PlanFile,
+    not_this: Annotated[
+        str | None, typer.Option("--why-not", help="Strategy to compare with, such as fsdp+tp2.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="plain or fused; default: the plan's.")] = None,
+    calibration: Calibration = None,
+    as_json: Json = False,
 ) -> None:
     """The verb. Without ``calibration`` the links are those that the plan was made with.
 
@@ -63,7 +73,7 @@ def run_explain(
         print(_json(question, best, found, lines))
 
 
-def _read(plan_file: Path, not_this: str | None, loss: str | None) -> tuple[Strategy | None, Asked, Plan]:
+def _read(plan_file: Path, not_this: str | None, loss: str | None) -> tuple[Strategy | None, PlanRequest, Plan]:
     problems: list[str] = []
     other = None
     try:
@@ -98,3 +108,21 @@ def _json(question: Question, best: Candidate, other: Candidate | None, lines: l
         reason = "" if other is best else against(question, other, best)
         document["other"] = {**entry(other), "reason": reason}
     return json.dumps({**document, "why_not": lines})
+
+
+def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
+    """Cost ``strategy`` for the same question and say why it is not ``best``; the candidate is None if it cannot be."""
+    if strategy == best.plan.parsed:
+        unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
+        return best, [f"{strategy} is the plan{unfit}"]
+    pins = question.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
+    problems = misfits(strategy, question.profile, question.workload, question.cluster)
+    if problems:
+        return None, [f"{strategy} cannot be: {problem}" for problem in problems]
+    try:
+        layouts(question.profile, question.workload, question.cluster, pins)
+    except PlanError as error:
+        return None, [f"{strategy} cannot be: {problem}" for problem in error.problems]
+    found = search(question.profile, question.workload, question.cluster, pins, costs=question.costs)
+    candidate = found.candidates[0]
+    return candidate, [f"not {strategy}: {against(question, candidate, best)}"]

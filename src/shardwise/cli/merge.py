@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from shardwise.checkpoint.convert.check_merged import MergeVerdict, NotMerged, Pieces, check_merge
-from shardwise.checkpoint.convert.conversion import Written, convert, refuse_taken
+from shardwise.checkpoint.convert.check_merged import MergeVerdict, Pieces, check_merge
+from shardwise.checkpoint.convert.conversion import Written, convert
 from shardwise.checkpoint.convert.known_model import KnownModel, find_model
 from shardwise.checkpoint.convert.merge_lora import MergedSource, saved_adapters
 from shardwise.checkpoint.matching import Selection, select
@@ -22,21 +20,16 @@ from shardwise.checkpoint.readers.live import LiveSource
 from shardwise.checkpoint.readers.reader import Source
 from shardwise.checkpoint.readers.shardwise_reader import OwnSource
 from shardwise.checkpoint.save_report import versions
-from shardwise.checkpoint.storage.local_storage import Folder, folder_of
+from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.checkpoint.weights import base_digest
 from shardwise.cli.convert import (
-    DTYPES,
-    MAX_SHARD_SIZE,
     Bar,
     folder_problems,
-    give_memory_back,
     hugging_face_extras,
-    read_size,
 )
 from shardwise.errors import ModelError, UserError, did_you_mean
 from shardwise.parallel.lora.adapters import linear_layers
 from shardwise.parallel.materialize import build
-from shardwise.units import bytes_text, seconds_text
 
 SCHEMA = 1
 ONTO = ("unpacked", "original")
@@ -51,66 +44,7 @@ class _Base:
     digest: str | None
 
 
-def run_merge(
-    source: str,
-    target: str,
-    *,
-    base: str | None,
-    onto: str | None,
-    model: str | None,
-    dtype: str | None,
-    max_shard_size: str | None,
-    check: bool,
-    as_json: bool,
-) -> None:
-    """The verb.
-
-    Args:
-        source: path or URL of a run with ``+lora`` or ``+qlora``, or of a checkpoint of it.
-        target: path or URL of a folder that does not exist yet; it becomes a Hugging Face folder.
-        base: where the base is now; ``None`` is where the run had it from.
-        onto: of ``+qlora``, ``unpacked`` (what was trained; the default) or ``original`` weights.
-        model: a folder with ``config.json``, that file, or ``package.module:factory``.
-        dtype: ``bf16``, ``fp16`` or ``fp32`` for floating-point weights; ``None`` leaves them as the base has them.
-        max_shard_size: bytes of a file at most, such as ``5GB`` or ``500MiB``.
-        check: compare the outputs with those of base and adapters, and every tensor.
-        as_json: one JSON document as the last line of stdout.
-
-    Raises:
-        UserError: there are no adapters, the base is not the run's, the model is not known, or the target is taken.
-        CheckpointError: something is damaged, or the target cannot be written.
-        NotMerged: the target does not give what base and adapters give; it was removed.
-    """
-    give_memory_back()
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    started = time.perf_counter()
-    place = folder_of(target)
-    _check_words(onto, dtype, max_shard_size)
-    refuse_taken(place)
-    with ExitStack() as stack:
-        opened = stack.enter_context(open_source(source))
-        merge = _Merge(opened, base, onto, model, DTYPES[dtype] if dtype else None, console, stack)
-        merge.say_what()
-        try:
-            written, verdict = merge.write(place, read_size(max_shard_size or MAX_SHARD_SIZE), check=check)
-        except NotMerged as error:
-            if as_json:
-                print(json.dumps(merge.document(place, None, error.verdict, time.perf_counter() - started)))
-            raise
-        console.print(verdict.text, markup=False)
-        if verdict.from_packed is not None:
-            merge.note(
-                f"what was trained, the packed base with these adapters, gives outputs that differ by up to "
-                f"{verdict.from_packed:.3g}"
-            )
-        took = time.perf_counter() - started
-        files = f"{written.files} {'file' if written.files == 1 else 'files'}, {bytes_text(written.num_bytes)}"
-        console.print(f"done: Hugging Face folder '{written.place}', {files}, {seconds_text(took)}", markup=False)
-        if as_json:
-            print(json.dumps(merge.document(place, written, verdict, took)))
-
-
-class _Merge:
+class AdapterMerge:
     """One merge: all that can be refused is refused when it is made, before anything is written."""
 
     def __init__(
@@ -302,7 +236,7 @@ class _Merge:
             self.note(f"{len(dtypes)} merged weights are rounded once, to {', '.join(narrow)}; --dtype fp32 keeps more")
 
 
-def _check_words(onto: str | None, dtype: str | None, max_shard_size: str | None) -> None:
+def check_merge_words(onto: str | None, dtype: str | None, max_shard_size: str | None) -> None:
     """All problems of the options at once."""
     problems = folder_problems(dtype, max_shard_size)
     if onto is not None and onto not in ONTO:

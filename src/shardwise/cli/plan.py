@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
-from shardwise.cli.question import Asked, Words, read_words, write_plan_file
-from shardwise.errors import DoesNotFit
+from shardwise.cli.arguments import Calibration, Json
+from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options, write_plan_file
+from shardwise.errors import DoesNotFit, UserError
 from shardwise.model.profile import ModelProfile
 from shardwise.report.candidates import print_candidates, print_recommendation
-from shardwise.report.plan_json import document
+from shardwise.report.plan_json import document, json_schema
 from shardwise.run.calibration import corrected_costs
 from shardwise.search.advice import search_and_advise
 from shardwise.search.problem import ask
@@ -18,15 +23,28 @@ from shardwise.search.problem import ask
 PIPED = 132
 
 
-def run_plan(words: Words, *, as_json: bool, prove: bool) -> None:
+@with_plan_options
+def run_plan(
+    words: Mapping[str, Any],
+    price: Annotated[Path | None, typer.Option(help="TOML file of prices in $/h, such as A100-80GB = 1.89.")] = None,
+    calibration: Calibration = None,
+    prove: Annotated[bool, typer.Option("--prove", help="Dry run of the plan under fake tensors.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the recommended plan.")] = None,
+    as_json: Json = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
+) -> None:
     """The verb.
 
     Raises:
         UserError: whatever of the question cannot be.
         DoesNotFit: nothing fits, or what was pinned does not.
     """
-    asked, profile, prices, told = read_words(words)
-    output = words.output
+    if schema:
+        print(json_schema())
+        return
+    if words["model"] is None:
+        raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
+    asked, profile, prices, told = read_request(words, price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
     for line in told:
         console.print(line, markup=False)
@@ -75,6 +93,6 @@ def answer_console(as_json: bool) -> Console:
     return Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
 
 
-def _verdict(asked: Asked) -> str:
+def _verdict(asked: PlanRequest) -> str:
     what = f"the pinned {asked.strategy} does not fit" if asked.strategy else "no plan fits"
     return f"{what} {asked.cluster.world_size} × {asked.cluster.device_name}; what would fit stands above"

@@ -19,12 +19,12 @@ from shardwise.units import bytes_text, seconds_text
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.cli.question import Asked
+    from shardwise.cli.plan_request import PlanRequest
     from shardwise.dryrun.dry_run import DryRun, ModelSource
     from shardwise.model.architecture import Architecture
 
 
-def prove_candidate(model: str, asked: Asked, candidate: Candidate, console: Console) -> dict[str, Any]:
+def prove_candidate(model: str, asked: PlanRequest, candidate: Candidate, console: Console) -> dict[str, Any]:
     """Run the dry run of every rank that holds something else, print it beside the estimate, and return it.
 
     Raises:

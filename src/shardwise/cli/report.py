@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from shardwise.cli.arguments import Json
 
-def run_report(run: Path, *, output: Path | None, scaling: Path | None, links: Path | None, as_json: bool) -> None:
+
+def run_report(
+    run: Annotated[Path, typer.Argument(help="Run folder (train.output).")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: report.html in the run folder.")
+    ] = None,
+    scaling: Annotated[Path | None, typer.Option(help="Also show this scaling.json of bench scaling.")] = None,
+    links: Annotated[Path | None, typer.Option(help="Also show this calibration file of bench comm.")] = None,
+    as_json: Json = False,
+) -> None:
     """The verb. The last line of stdout under ``--json`` is the content of ``report.json``.
 
     Raises:

@@ -10,31 +10,53 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
+from shardwise.cli.arguments import Calibration, Json, Nproc, Overrides
 from shardwise.environment import rendezvous
 from shardwise.errors import ConfigError, PlanError, UserError
 from shardwise.launch import fork_server
-from shardwise.model.configuration import read_configuration
-from shardwise.plan.plan import read_plan, runnable
-from shardwise.report.plan_table import print_plan
-from shardwise.run.checks import check_output
-from shardwise.run.job import Job, prepare_job
-from shardwise.run.run_summary import finished, keep_job, loss_text
-from shardwise.train.config import Config, read_config
+
+if TYPE_CHECKING:
+    from shardwise.run.job import Job
+    from shardwise.train.config import Config
 
 
 def run_train(
-    config_file: Path,
-    overrides: list[str],
-    *,
-    plan_file: Path | None,
-    master_port: int,
-    as_json: bool,
-    calibration: Path | None = None,
+    config_file: Annotated[
+        Path | None, typer.Argument(metavar="config", help="TOML config file.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Use this plan file instead of a search.")] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="auto, ddp, zero1, zero2, fsdp or hsdp; +tpN, +ppN, +cpN, +offload, +lora, +qlora."),
+    ] = None,
+    nproc: Nproc = None,
+    master_port: Annotated[int, typer.Option(help="Rendezvous port of the ranks; 0 picks a free port.", min=0)] = 0,
+    calibration: Calibration = None,
+    as_json: Json = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a config file and exit.")] = False,
 ) -> None:
     """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself."""
+    if schema:
+        from shardwise.train.config import json_schema
+
+        print(json_schema())
+        return
+    if config_file is None:
+        raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
+    fork_server.start()  # it imports torch for the ranks, while this process plans
+    from shardwise.plan.plan import read_plan, runnable
+    from shardwise.report.terminal import print_plan
+    from shardwise.run.checks import check_output
+    from shardwise.run.job import prepare_job
+    from shardwise.train.config import read_config
+
+    overrides = chosen(overrides, strategy=strategy, nproc=nproc)
     named = [item for item in overrides if item.startswith("parallel.strategy=")]
     if plan_file is not None and named:
         raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
@@ -42,15 +64,7 @@ def run_train(
     config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    done = finished(config)
-    if done is not None and rendezvous() is None:
-        console.print(
-            f"finished: all {done['steps']} steps of '{config.train.output}' are done under {done['strategy']} "
-            f"({loss_text(done)}); raise train.steps to go on, or choose another train.output",
-            markup=False,
-        )
-        if as_json:
-            print(json.dumps(done))
+    if _is_finished(config, console, as_json=as_json):
         return
     if rendezvous() is not None:
         from shardwise.run.rank_main import run_under_launcher
@@ -72,8 +86,33 @@ def run_train(
         launch(prepared.job, master_port)
 
 
+def _is_finished(config: Config, console: Console, *, as_json: bool) -> bool:
+    """Whether this very run has done all its steps, which is said; under a launcher its ranks say so."""
+    from shardwise.run.run_summary import finished, loss_text
+
+    done = finished(config)
+    if done is None or rendezvous() is not None:
+        return False
+    console.print(
+        f"finished: all {done['steps']} steps of '{config.train.output}' are done under {done['strategy']} "
+        f"({loss_text(done)}); raise train.steps to go on, or choose another train.output",
+        markup=False,
+    )
+    if as_json:
+        print(json.dumps(done))
+    return True
+
+
+def chosen(overrides: list[str] | None, **parallel: object) -> list[str]:
+    """``overrides`` with the options that stand for keys of the table ``[parallel]``, where they are given."""
+    given = [f"parallel.{key}={value}" for key, value in parallel.items() if value is not None]
+    return [*(overrides or []), *given]
+
+
 def foresee(config: Config) -> None:
     """Have the code of a Hugging Face model imported for the ranks, too; whatever is wrong is said later."""
+    from shardwise.model.configuration import read_configuration
+
     server = fork_server.running()
     if server is None or config.model.config is None:
         return
@@ -100,9 +139,10 @@ def only_run_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def launch(job: Job, master_port: int, module: str = "shardwise.run.rank_main") -> None:
+def launch(job: Job, master_port: int) -> None:
     """Start one process for each rank of ``job`` and wait for them."""
     from shardwise.launch.local import run_local
+    from shardwise.run.run_summary import keep_job
 
     output = Path(job.config.train.output)
     if job.plan.device != "cpu":  # CUDA does not outlive a fork
@@ -110,7 +150,7 @@ def launch(job: Job, master_port: int, module: str = "shardwise.run.rank_main") 
     file = keep_job(job)
     sys.stdout.flush()
     run_local(
-        [sys.executable, "-m", module, str(file)],
+        [sys.executable, "-m", "shardwise.run.rank_main", str(file)],
         job.plan.dims.world_size,
         threads=threads(job),
         logs=output / "logs",

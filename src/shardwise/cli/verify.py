@@ -1,39 +1,47 @@
-"""``shardwise verify``: line the strategies up, shrink the model, start the ranks, and show what they found.
-
-As ``python -m shardwise.cli.verify task.json`` it is one rank of that.
-"""
+"""``shardwise verify``: line the strategies up, shrink the model, start the ranks, and show what they found."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
+from shardwise.cli.arguments import ConfigPath, Json, Overrides
 from shardwise.environment import rendezvous
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
-from shardwise.launch.rank import guarded
-from shardwise.run.strategy_lineup import MICRO_BATCH, VerifyJob, asked_for, prepare_verify
-from shardwise.train.config import read_config
+from shardwise.launch.on_ranks import on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.gradcheck.run import StrategyResult
+    from shardwise.distributed.process_group import Ranks
+    from shardwise.gradcheck.run import StrategyResult, VerifyTask
     from shardwise.plan.plan import Plan
+    from shardwise.run.strategy_lineup import VerifyJob
 
 TIMEOUT_S = 300.0
 PIPED = 132
 
 
 def run_verify(
-    config_file: Path, overrides: list[str], *, strategies: list[str], nproc: int | None, as_json: bool
+    config_file: ConfigPath,
+    overrides: Overrides = None,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            help="Verify only this strategy, such as fsdp+tp2; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of CPU ranks; default: 2 and 4.", min=1)] = None,
+    as_json: Json = False,
 ) -> None:
     """The verb.
 
@@ -42,17 +50,19 @@ def run_verify(
         AnswerIsNo: one does not verify.
         RankError: a rank failed; what was found before is shown.
     """
-    asked = asked_for(strategies)
     if rendezvous() is not None:
         raise UserError("shardwise verify starts ranks of its own, on CPU; run it as it is, without torchrun or srun")
     fork_server.start()  # it imports torch for the ranks of each world, while this process looks at the model
-    config = read_config(config_file, overrides)
+    from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
+    from shardwise.run.strategy_lineup import MICRO_BATCH, asked_for, prepare_verify
+    from shardwise.train.config import read_config
+
+    asked = asked_for(strategies or ())
+    config = read_config(config_file, overrides or ())
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     console = Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
     prepared = prepare_verify(config, asked, nproc, lambda text: console.print(text, markup=False))
-    from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
-
     shrunk, seq_len = prepared.shrunk, prepared.seq_len
     print_heading(shrunk, seq_len, MICRO_BATCH, config, console)
     rows, failure = run_worlds(prepared)
@@ -87,24 +97,17 @@ def _run_world(
 ) -> tuple[list[StrategyResult], ShardwiseError | None]:
     from shardwise.gradcheck.reference import write_references
     from shardwise.gradcheck.run import StrategyResult
-    from shardwise.launch.local import run_local
 
-    folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
-    results, file = folder / "rows.jsonl", folder / "task.json"
+    results = references / f"{world}-rows.jsonl"
     task = prepared.task(world, results, references)
     write_references(task.model, task.data, task.plans, references)  # here, where there is no group
-    file.write_text(task.to_json())
-    sys.stdout.flush()
-    command = [sys.executable, "-m", "shardwise.cli.verify", str(file)]
     failure: ShardwiseError | None = None
     try:
-        run_local(command, world, threads=_threads(world), logs=folder / "logs")
+        on_ranks(f"{__name__}:verify_world", task, world, device="cpu", timeout_s=TIMEOUT_S)
     except ShardwiseError as error:
         failure = error
     lines = results.read_text().splitlines() if results.exists() else []
     rows = [StrategyResult.model_validate_json(line) for line in lines]
-    if not isinstance(failure, RankError):  # whose message says where the ranks' logs are
-        shutil.rmtree(folder, ignore_errors=True)
     if failure is not None:
         undone = plans[len(rows)].strategy if len(rows) < len(plans) else "the end"
         failure = _during(failure, f"{undone} on {world} ranks")
@@ -118,30 +121,16 @@ def _during(failure: ShardwiseError, what: str) -> ShardwiseError:
     return RankError(f"{what}: {failure}")
 
 
-def _threads(world: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // world)
-
-
 def _tell(row: StrategyResult) -> None:
     """A line for who waits at a terminal."""
     print(f"{row.strategy} on {row.ranks} ranks: {row.status}", file=sys.stderr, flush=True)
 
 
-def rank_main() -> int:
-    """One rank: every strategy of its world in turn."""
+def verify_world(task: VerifyTask, ranks: Ranks) -> None:
+    """Verify every strategy of one world in turn. Collective."""
     import logging
 
-    from shardwise.distributed.process_group import join, leave
-    from shardwise.gradcheck.run import VerifyTask, verify_all
+    from shardwise.gradcheck.run import verify_all
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to be fast is no news
-    task = VerifyTask.model_validate_json(Path(sys.argv[1]).read_text())
-    ranks = join("cpu", timeout_s=TIMEOUT_S)
     verify_all(task, ranks, _tell if sys.stderr.isatty() else None)
-    leave(ranks)
-    return 0
-
-
-if __name__ == "__main__":
-    guarded(rank_main)

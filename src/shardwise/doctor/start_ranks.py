@@ -1,7 +1,4 @@
-"""The self-test of ranks on this machine: start them, watch their processes, and say which one did not answer.
-
-As ``python -m shardwise.doctor.start_ranks task.json`` it is one rank of that.
-"""
+"""The self-test of ranks on this machine: start them, watch their processes, and say which one did not answer."""
 
 from __future__ import annotations
 
@@ -10,11 +7,9 @@ import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.doctor.rank_self_test import RankAnswer, RanksTest, judged, process_state
 from shardwise.errors import Interrupted, ShardwiseError
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import on_ranks
 
 SLOW_START_S = 30.0
 """Beyond the ranks' own time-outs, for what they load before they can count."""
@@ -50,34 +45,23 @@ def check_ranks(
     timeout_s: float,
     *,
     start_s: float | None = None,
-    module: str = "shardwise.doctor.start_ranks",
+    work: str = f"{__name__}:answer_as_rank",
     threads: int = 1,
 ) -> RanksTest:
     """Start ``world_size`` ranks here, and say what came of it. Ends all of them, also those that are stopped.
 
-    Times are those of `shardwise.doctor.rank_self_test.self_test`; ``module`` is what runs as a rank.
+    Times are those of `shardwise.doctor.rank_self_test.self_test`; ``work`` is what runs as a rank.
 
     Raises:
         Interrupted: by the user.
     """
-    from shardwise.launch.local import run_local
-
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
         folder, said = Path(name), ""
-        file = folder / "task.json"
-        file.write_text(
-            RankTestTask(folder=name, device=device, timeout_s=timeout_s, start_s=start_s).model_dump_json()
-        )
-        watch = _Watch(str(file), timeout_s, timeout_s if start_s is None else start_s)
+        task = RankTestTask(folder=name, device=device, timeout_s=timeout_s, start_s=start_s)
+        watch = _Watch(name, timeout_s, timeout_s if start_s is None else start_s)
         try:
-            run_local(
-                [sys.executable, "-m", module, str(file)],
-                world_size,
-                threads=threads,
-                logs=folder / "logs",
-                grace_s=GRACE_S,
-            )
+            on_ranks(work, task, world_size, device=None, threads=threads, grace_s=GRACE_S, folder=folder)
         except Interrupted:
             if not watch.ended_them:
                 raise
@@ -85,7 +69,7 @@ def check_ranks(
             said = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that go away
         finally:
             watch.stop()
-        found = [RanksTest.model_validate_json(path.read_text()) for path in folder.glob("result-*.json")]
+        found = [RanksTest.model_validate_json(path.read_text()) for path in folder.glob("answer-*.json")]
     if found:  # who waited longest has seen most
         return explained(min(found, key=lambda one: (len(one.silent), one.speaker)), said, watch.seen, timeout_s)
     return nobody_answered(world_size, device, timeout_s, said, watch, time.monotonic() - began)
@@ -174,7 +158,7 @@ class _Watch:
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(os.getpid()).children():
                 with contextlib.suppress(psutil.Error, ValueError, KeyError):
-                    if self._mark in process.cmdline():
+                    if any(word.startswith(self._mark) for word in process.cmdline()):
                         found[int(process.environ()["RANK"])] = process
         return found
 
@@ -184,13 +168,16 @@ class _Watch:
         return False
 
 
-def rank_main(arguments: Sequence[str] | None = None) -> int:
-    """One rank: test, and leave what it found in the task's folder."""
+def answer_as_rank(task: RankTestTask, _: None) -> None:
+    """Test as one rank, and leave what it found in the task's folder, whatever becomes of the others.
+
+    Raises:
+        SystemExit: something is wrong, so that ranks which are still there are ended.
+    """
     from shardwise.doctor.rank_self_test import self_test
     from shardwise.environment import rendezvous
     from shardwise.errors import UserError
 
-    task = RankTestTask.model_validate_json(Path((arguments or sys.argv[1:])[0]).read_text())
     place = rendezvous()
     if place is None:
         raise UserError("this is a rank of shardwise doctor: run shardwise doctor")
@@ -199,9 +186,6 @@ def rank_main(arguments: Sequence[str] | None = None) -> int:
     found = self_test(place, task.device, task.timeout_s, start_s=task.start_s, told=told)
     partial = Path(task.folder) / f"partial-{place.rank}"
     partial.write_text(found.model_dump_json())
-    partial.replace(Path(task.folder) / f"result-{place.rank}.json")
-    return 0 if found.problem is None else ShardwiseError.exit_code
-
-
-if __name__ == "__main__":
-    guarded(rank_main)
+    partial.replace(Path(task.folder) / f"answer-{place.rank}.json")
+    if found.problem is not None:
+        raise SystemExit(ShardwiseError.exit_code)

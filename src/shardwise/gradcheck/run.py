@@ -79,10 +79,6 @@ class VerifyTask(BaseModel):
     results: Path
     references: Path
 
-    def to_json(self) -> str:
-        """For the ranks. Keys that the user left out stay out: a config says when a key that is given does nothing."""
-        return self.model_dump_json(by_alias=True, exclude_unset=True)
-
     @cached_property
     def factory(self) -> Callable[[], nn.Module]:
         """The user's model as it is."""

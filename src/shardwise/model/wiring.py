@@ -25,8 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
-from shardwise.model.raised import in_layer
-from shardwise.model.read import clean_name
+from shardwise.model.read import clean_name, in_layer
 
 SAMPLE_LENGTH = 16
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")

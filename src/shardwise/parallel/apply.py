@@ -26,10 +26,9 @@ from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context_parallel.attention import apply_context
-from shardwise.parallel.data_parallel.ddp import apply_replicate
+from shardwise.parallel.data_parallel.ddp import apply_replicate, shard_optimizer
 from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, shard_unit
 from shardwise.parallel.data_parallel.unit_order import keep_order
-from shardwise.parallel.data_parallel.zero1 import shard_optimizer
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, packed_spec

@@ -1,12 +1,14 @@
 """``torch.compile`` on each repeated block, in place; nothing is ever run eagerly in silence.
 
 What is compiled is a block's forward with the recompute that is around it: hooks (of sharding, of pipeline stages) stay
-outside, so a block is one graph. A graph break is an error, as is anything else that would make PyTorch fall back.
+outside, so a block is one graph. A graph break is an error, as is anything else that would make PyTorch fall back. What
+cannot be compiled is seen before ranks start: one block of each kind is traced on tensors without data.
 """
 
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
 
 from shardwise.errors import ModelError, PlanError
+from shardwise.model.facts import ModelSpec
 from shardwise.parallel.context_parallel.ulysses import exchange_of
+from shardwise.parallel.fake_forward import inputs_of, run_forward
 from shardwise.plan.plan import Plan
 
 _COMPILER = ("torch/_dynamo/", "torch/_functorch/", "torch/_inductor/")
@@ -190,3 +195,68 @@ def overlap_tensor_parallel(plan: Plan, mesh: DeviceMesh | None) -> None:
 
     torch._inductor.config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+def check_compile(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> None:
+    """Whether each kind of block is one graph; no collective, nothing is changed, weights may be on the meta device.
+
+    Raises:
+        ModelError: there are no blocks, or PyTorch cannot trace one; with the line that is in its way.
+    """
+    if not spec.blocks:
+        raise ModelError(f"compile is for repeated blocks, and the model has none; {_FIX}")
+    kinds = {type(module.get_submodule(name)): name for name in reversed(spec.blocks)}
+    entered: dict[str, tuple[Any, Any]] = {}
+
+    def keep(name: str) -> Any:
+        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+            entered.setdefault(name, _pytree.tree_map_only(torch.Tensor, _without_data, (args, kwargs)))
+
+        return hook
+
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in kinds.values()
+    ]
+    try:
+        failure = run_forward(module, *inputs_of(sample, plan.seq_len))[1]
+    finally:
+        for handle in handles:
+            handle.remove()
+    if failure:
+        raise ModelError(f"compile: the model's forward cannot be looked at under fake tensors ({failure}); {_FIX}")
+    problems = []
+    for kind, name in kinds.items():
+        if name in entered:
+            why = _untraceable(module.get_submodule(name), *entered[name])
+            problems += [f"'{name}' ({kind.__name__}) cannot be compiled as one graph: {why}; {_FIX}"] if why else []
+    if problems:
+        raise ModelError(*problems)
+
+
+def _untraceable(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """What keeps ``block`` from being one graph; empty where nothing does."""
+    state = {name: _without_data(tensor) for name, tensor in (*block.named_parameters(), *block.named_buffers())}
+    traced = _Traced(block)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        try:
+            torch.func.functional_call(traced, {f"block.{n}": t for n, t in state.items()}, tuple(args), kwargs)
+        except Exception as error:  # whatever the tracer meets in the user's code
+            return why_not(error)
+    return ""
+
+
+class _Traced(nn.Module):
+    """Runs ``block``'s forward through the tracer alone: no kernel is built."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.run = torch.compile(type(block).forward, fullgraph=True, backend="eager")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.block, *args, **kwargs)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

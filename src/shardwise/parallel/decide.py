@@ -15,8 +15,7 @@ from shardwise.model.read import clean_name
 from shardwise.model.wiring import Wiring, read_wiring
 from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.chunked_loss import OutputHead, find_head
-from shardwise.parallel.compile import check_options
-from shardwise.parallel.compile_check import check_compile
+from shardwise.parallel.compile import check_compile, check_options
 from shardwise.parallel.context_parallel.attention import check_context
 from shardwise.parallel.context_parallel.inspect_attention import ContextLayout
 from shardwise.parallel.pipeline_parallel.schedule import check_pipeline, check_tied, stage_ranks

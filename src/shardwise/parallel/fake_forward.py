@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
-from shardwise.model.raised import in_layer
+from shardwise.model.read import in_layer
 
 _LENGTH = 16  # where nothing says how long samples are
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.distributed.broadcast import is_sent_by_ddp, send
+from shardwise.distributed.process_group import is_sent_by_ddp, send
 from shardwise.parallel.meta_parameters import parameters_on_meta
 
 

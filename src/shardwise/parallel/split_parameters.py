@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.distributed.broadcast import send
 from shardwise.distributed.mesh import Meshes
+from shardwise.distributed.process_group import send
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.parallel.materialize import broadcast_buffers, move_buffers

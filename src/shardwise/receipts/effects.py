@@ -22,10 +22,9 @@ from shardwise.parallel.ownership import home_of
 from shardwise.plan.plan import Plan
 from shardwise.receipts.expected_part import shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.lines.deepspeed_lines import SeenGradients, engine_lines
-from shardwise.receipts.lines.dtype_lines import compute_line
 from shardwise.receipts.lines.lora_lines import adapter_lines
 from shardwise.receipts.lines.optimizer_lines import state_lines, stepping_lines
-from shardwise.receipts.lines.option_lines import option_lines
+from shardwise.receipts.lines.option_lines import compute_line, option_lines
 from shardwise.receipts.lines.sample_lines import digest, sample_lines
 from shardwise.receipts.lines.structure_lines import offload_lines, replica_lines, structure_lines, tied_lines
 from shardwise.receipts.lines.traffic_lines import is_reduction, traffic_lines

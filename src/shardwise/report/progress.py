@@ -14,9 +14,7 @@ from shardwise.diagnosis.finding import Finding
 from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import Utilisation, utilisation_lines
 from shardwise.receipts.receipt import Receipt
-from shardwise.report.findings import print_findings
-from shardwise.report.receipts import receipt_table
-from shardwise.report.timing_table import timing_table
+from shardwise.report.terminal import print_findings, receipt_table, timing_table
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.loop import Outcome
 from shardwise.units import count_text, seconds_text

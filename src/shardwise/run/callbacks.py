@@ -96,7 +96,7 @@ class RunWatch:
         summary = self.trace.write()
         gather_ints([0], session.ranks)  # the others wait here, in a step that is left out, and not in the next one
         if session.ranks.is_main:
-            from shardwise.report.trace_table import print_trace
+            from shardwise.report.terminal import print_trace
 
             if summary is not None:
                 gpu = None if self.job.cluster is None else self.job.cluster.gpu

@@ -199,7 +199,7 @@ def _say(text: str) -> None:
 def _print_plan(prepared: Any, as_json: bool) -> None:
     from rich.console import Console
 
-    from shardwise.report.plan_table import print_plan
+    from shardwise.report.terminal import print_plan
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     data = prepared.job.config.data

@@ -87,7 +87,7 @@ def start(
     if receipts:
         from shardwise.receipts.drift import DriftWatch
         from shardwise.receipts.effects import EffectsProbe
-        from shardwise.report.receipts import print_receipt
+        from shardwise.report.terminal import print_receipt
 
         session.observers.append(EffectsProbe(on_receipt=print_receipt))
         DriftWatch.attach(session)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,7 @@ from shardwise.checkpoint.weights import BaseWeights, load_weights
 from shardwise.errors import ConfigError, Interrupted
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.ddp import finish_reduction
+from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.lora.adapters import add_adapters
 from shardwise.parallel.materialize import build
 from shardwise.plan.plan import Plan
@@ -31,7 +34,6 @@ from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.order import Order
 from shardwise.train.data.samples import NumberedSamples, samples_for, step_batches
-from shardwise.train.evaluate import held_out_bits_per_byte
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
@@ -401,3 +403,45 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])
         group["lr"] = rate * (initial / base)
+
+
+def held_out_bits_per_byte(
+    session: Session, samples: NumberedSamples, limit: int, batch: int, tick: Callable[[float], None] | None = None
+) -> float | None:
+    """Total cross-entropy of the first ``limit`` samples (0: all) in bits, over the bytes their labels stand for.
+
+    Every rank takes its share and runs the same number of forwards; all get the same answer. ``tick`` is told the
+    share that is done. ``None`` when a stop was asked for meanwhile, on any rank.
+    """
+    number = min(limit, len(samples)) if limit else len(samples)
+    dims, place, pipeline = session.plan.dims, session.place, session.applied.pipeline
+    rounds = math.ceil(number / (batch * dims.dp))
+    ids = np.full(rounds * dims.dp * batch, -1, dtype=np.int64)
+    ids[:number] = np.arange(number)
+    share = ids.reshape(rounds, dims.dp, batch)[:, place.dp]
+    total = torch.zeros((), dtype=torch.float64, device=session.device)
+    module = session.module
+    was_training = module.training
+    module.eval()
+    with torch.no_grad():
+        for index, row in enumerate(share):
+            inputs, labels = (part.to(session.device) for part in samples.batch(row))
+            if dims.cp > 1:
+                inputs, labels = sequence_share((inputs, labels), session.plan, place.cp)
+            if pipeline is not None:
+                loss = pipeline.evaluate([inputs], [labels], token_loss_sum)
+            else:
+                loss = token_loss_sum(module(inputs), labels)
+            if place.tp == 0:  # the others of its group have the same
+                total += loss
+            if tick is not None:
+                tick((index + 1) / rounds)
+            if session.stop_agreed():
+                break
+    module.train(was_training)
+    reshard(module)
+    if session.stopped:
+        return None
+    if session.ranks.world_size > 1:
+        dist.all_reduce(total)
+    return total.item() / math.log(2) / samples.label_bytes(number)

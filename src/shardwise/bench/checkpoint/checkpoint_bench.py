@@ -21,31 +21,30 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.nn import functional
 
-from shardwise.bench.checkpoint.checkpoint_peers import (
-    DCP_ASYNC,
+from shardwise.bench.checkpoint.contenders import (
     OURS,
     OURS_ASYNC,
-    PEERS,
     RAW,
     RAW_DIRECT,
     Contender,
-    Dcp,
     Ours,
     Raw,
-    TorchSave,
     live_digests,
 )
-from shardwise.bench.step.plain import Batch
+from shardwise.bench.step.step_bench import Batch
 from shardwise.checkpoint.storage.direct_io import is_on_disk
 from shardwise.checkpoint.storage.local_storage import remove_folder
 from shardwise.distributed.process_group import Ranks
 from shardwise.errors import CheckpointError
+from shardwise.import_object import optional_object
 from shardwise.plan.plan import Plan
 from shardwise.train.config import OptimizerTable
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.session import Session
 
+PEERS = "benchmarks.peers.save_peers:peers"  # other tools' ways, in the benchmarks of this repository
+OWN = (RAW, RAW_DIRECT, OURS, OURS_ASYNC)
 NO_SAVE = "no save"
 STEPS = 10  # after each save
 VOCABULARY, SEQ_LEN, LAYERS = 256, 16, 12
@@ -157,7 +156,7 @@ class SaveTurns(BaseModel):
 
     def _row(self, name: str) -> ContenderRow:
         turns = self.of(name)
-        rival = OURS_ASYNC if name == DCP_ASYNC else OURS
+        rival = OURS_ASYNC if name.endswith("async") else OURS
         return ContenderRow(
             contender=name,
             num_bytes=turns[-1].num_bytes,
@@ -165,7 +164,7 @@ class SaveTurns(BaseModel):
             bytes_per_s=Quartiles.of([turn.num_bytes / turn.seconds for turn in turns]),
             of_raw=Quartiles.of(self.paired(RAW, name, _seconds)),
             of_direct=Quartiles.of(self.paired(RAW_DIRECT, name, _seconds)) if RAW_DIRECT in self.checked else None,
-            over_ours=Quartiles.of(self.paired(name, rival, _seconds)) if name in PEERS else None,
+            over_ours=Quartiles.of(self.paired(name, rival, _seconds)) if name not in OWN else None,
             stall_s=Quartiles.of([turn.stall_s for turn in turns]),
             stall_of_sync=Quartiles.of([a.stall_s / b.stall_s for a, b in zip(turns, self.of(OURS), strict=True)]),
             dip=Quartiles.of(self.dips(name)),
@@ -323,12 +322,11 @@ def _contenders(training: OngoingTraining, batches: Iterator[Batch], folder: Pat
         lambda: ours,
         lambda: Ours(room("ours-async"), *state, training.plan, background=True),
         lambda: Raw(room("raw"), ours.share_bytes, direct=False),
-        lambda: Dcp(room("dcp"), *state, background=False),
-        lambda: Dcp(room("dcp-async"), *state, background=True),
-        lambda: TorchSave(room("torch-save"), *state, sharded=training.plan.parsed.shards_parameters),
     ]
     if hasattr(os, "O_DIRECT") and is_on_disk(folder):
-        makers.insert(3, lambda: Raw(room("raw-direct"), ours.share_bytes, direct=True))
+        makers.append(lambda: Raw(room("raw-direct"), ours.share_bytes, direct=True))
+    if (peers := optional_object(PEERS)) is not None:
+        makers += peers(room, *state, training.plan)
     for make in makers:
         contender = make()
         _check(training, batches, contender)

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.bench.comm.comm_plot import draw
 from shardwise.bench.comm.fit_links import fit
 from shardwise.bench.comm.judge_links import LinkVerdict, judge, latency_text, rate_text, uneven_groups
+from shardwise.bench.plots import draw_links
 from shardwise.cost.link_calibration import CalibrationFile, MeasuredLink
 from shardwise.errors import MachineError
 from shardwise.hardware.cluster import ClusterSpec
@@ -61,7 +61,7 @@ def conclude(
     console.print(f"raw samples: {samples}", markup=False)
     console.print(f"calibration: {calibration} (shardwise plan MODEL --calibration {calibration})", markup=False)
     plot = samples.with_suffix(".png")
-    told = f"plot: {plot}" if draw(document, plot) else "no plot: matplotlib is not installed"
+    told = f"plot: {plot}" if draw_links(document, plot) else "no plot: matplotlib is not installed"
     console.print(told, markup=False)
     return document
 

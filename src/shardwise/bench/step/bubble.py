@@ -10,8 +10,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from shardwise.bench.step.plain import Batch
-from shardwise.bench.step.step_bench import session_loop
+from shardwise.bench.step.step_bench import Batch, session_loop
 from shardwise.cost.time.pipeline_time import bubble_fraction
 from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.errors import PlanError

@@ -1,4 +1,4 @@
-"""Step time of Shardwise against a plain loop: same model, same data, same process, turn by turn."""
+"""Step time of Shardwise, beside a plain loop where there is one: same model, data and process, turn by turn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from shardwise.bench.step.plain import Batch, MakeOptimizer, PlainStep
-from shardwise.bench.step.plain_loop import plain_loop
 from shardwise.distributed.process_group import Ranks
 from shardwise.errors import UserError
+from shardwise.import_object import optional_object
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import runnable_strategy
@@ -23,12 +22,18 @@ from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.session import Session
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+TrainStep = Callable[[Sequence[Batch]], float]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+CHECK_PEER, PEER_LOOP = "benchmarks.peers.plain:check_plain", "benchmarks.peers.plain_loop:plain_loop"
+"""The hand-written loops that Shardwise is measured against, in the benchmarks of its repository."""
 WARM_UP = 5
 MICRO_BATCHES = 4  # of a pipeline, where the batch allows it
 
 
 class StepSamples(BaseModel):
-    """Raw step times in seconds of both contenders, turn by turn, on rank 0."""
+    """Raw step times in seconds of both contenders, turn by turn, on rank 0; ``plain_s`` is empty without a peer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -99,14 +104,13 @@ def bench_step(
 
     sample = next(windows)[0][0]
     clip, seed = config.optimizer.clip_norm, config.train.seed
-    contenders = (
-        shardwise_loop(_build(factory, seed), plan, ranks, make_optimizer, clip, sample),
-        plain_loop(_build(factory, seed), plan, ranks, make_optimizer, clip),
-    )
+    contenders = [shardwise_loop(_build(factory, seed), plan, ranks, make_optimizer, clip, sample)]
+    if (peer := optional_object(PEER_LOOP)) is not None:
+        contenders.append(peer(_build(factory, seed), plan, ranks, make_optimizer, clip))
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(WARM_UP + steps):
         micros = next(windows)
-        for contender in (0, 1) if turn % 2 else (1, 0):
+        for contender in range(len(contenders))[:: 1 if turn % 2 else -1]:
             dist.barrier()
             begin = time.perf_counter()
             contenders[contender](micros)
@@ -130,7 +134,7 @@ def shardwise_loop(
     make_optimizer: MakeOptimizer,
     clip_norm: float | None,
     sample: Any = None,
-) -> PlainStep:
+) -> TrainStep:
     """The same step as `plain_loop`'s through a `Session`, as ``shardwise train`` runs it. Collective."""
     session, run = session_loop(plan, ranks, clip_norm)
     prepared, optimizer = session.prepare(model, make_optimizer(list(model.parameters())), sample)

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import Shard, TensorEntry, short_list
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.pieces import read_pieces
-from shardwise.checkpoint.readers.reader import TensorInfo
+from shardwise.checkpoint.readers.reader import TensorInfo, read_pieces
 from shardwise.checkpoint.shard_files import ShardReader
 from shardwise.checkpoint.storage.local_storage import Folder, RangeReader
 from shardwise.errors import CheckpointError

@@ -8,7 +8,9 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
+from shardwise.checkpoint.format import Shard
 from shardwise.checkpoint.layout import Box
+from shardwise.checkpoint.shard_files import ShardReader, overlaps
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,25 @@ class Source(Protocol):
     def __exit__(self, *exc: object) -> None:
         """Let go of the files."""
         ...
+
+
+def read_pieces(reader: ShardReader, shards: Sequence[Shard], box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """The elements of ``box``, a contiguous CPU tensor, from the shards that hold something of it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or holds another dtype.
+    """
+    parts = overlaps(box, shards)
+    for shard, _ in parts:
+        reader.stored(shard, dtype)  # before room is made for what nothing but the description says
+    if sum(part.numel for _, part in parts) != box.numel:
+        raise reader.error(f"'{reader.folder}': shards do not cover {box} of a tensor; {reader.fix}")
+    found = torch.empty(box.lengths, dtype=dtype)
+    for shard, part in parts:
+        inner = tuple(low - start for low, start in zip(part.offsets, shard.offsets, strict=True))
+        place = tuple(
+            slice(low - start, low - start + length)
+            for low, start, length in zip(part.offsets, box.offsets, part.lengths, strict=True)
+        )
+        reader.read_into(shard, Box(inner, part.lengths), found[place])
+    return found

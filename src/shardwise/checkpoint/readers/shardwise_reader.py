@@ -10,8 +10,7 @@ import torch
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import Shard, checkpoint_in, read_manifest
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.pieces import read_pieces
-from shardwise.checkpoint.readers.reader import TensorInfo
+from shardwise.checkpoint.readers.reader import TensorInfo, read_pieces
 from shardwise.checkpoint.shard_files import ShardReader, in_threads, wrong_bytes
 from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.errors import CheckpointError

@@ -1,14 +1,17 @@
-"""Whole parameters on every rank: DistributedDataParallel."""
+"""Whole parameters on every rank: DistributedDataParallel, and ZeRO-1, whose optimizer states are on one rank each."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
@@ -113,3 +116,34 @@ def _buffer_option(*, sync: bool) -> dict[str, Any]:
     """DDP's switch for buffers under the name that this PyTorch gives it (renamed in 2.13)."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}
+
+
+def shard_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer with its state split over the ranks by whole parameters.
+
+    PyTorch's ZeroRedundancyOptimizer gives each rank the parameters that balance best, steps those, and broadcasts
+    them. A parameter is never cut, so the largest one bounds how even the shares can be. Frozen
+    parameters are left out: they would be broadcast for nothing. One rank keeps its optimizer.
+    """
+    if dist.get_world_size() == 1:
+        return optimizer
+    with warnings.catch_warnings():  # torch.distributed.optim still uses torch.jit.script at import
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    kind = type(optimizer)
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ModelError(
+            "a learning-rate scheduler was built before session.prepare, and zero1 replaces the optimizer; "
+            "build the scheduler from the optimizer that prepare returns"
+        )
+    accepted = inspect.signature(kind).parameters
+    defaults: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({**group, "params": [p for p in group["params"] if p.requires_grad]})  # keys of one's own, too
+    try:
+        return ZeroRedundancyOptimizer(groups, kind, **defaults)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"zero1 cannot build {kind.__name__} anew from its defaults ({error}); use fsdp or ddp"
+        ) from None

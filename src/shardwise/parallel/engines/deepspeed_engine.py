@@ -39,9 +39,8 @@ from shardwise.parallel.data_parallel.unsupported import refuse_unsupported_of_e
 from shardwise.parallel.decide import check_model, refuse_renorm
 from shardwise.parallel.engines.deepspeed_available import check_ready, forget_groups, import_deepspeed
 from shardwise.parallel.engines.deepspeed_backward import OwnBackward
-from shardwise.parallel.engines.deepspeed_module_order import SameModules
 from shardwise.parallel.engines.deepspeed_nvme import SwapFolder
-from shardwise.parallel.engines.deepspeed_order import GradientOrder
+from shardwise.parallel.engines.deepspeed_order import GradientOrder, SameModules
 from shardwise.parallel.engines.deepspeed_partitions import (
     all_states,
     find_held,

@@ -16,7 +16,7 @@ from shardwise.measure import state
 from shardwise.model.read import clean_name
 from shardwise.parallel.engines.engine import Engine, EngineTensors
 from shardwise.plan.deepspeed_stages import Place, Swapped, optimizer_place, parameter_place, swapped, zero_stage
-from shardwise.receipts.lines.dtype_lines import compute_line
+from shardwise.receipts.lines.option_lines import compute_line
 from shardwise.receipts.lines.structure_lines import block_line
 from shardwise.receipts.receipt import Line
 from shardwise.receipts.recorder import StepWatch

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
+from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.data_parallel.fsdp import gathered_ahead
 from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.receipts.expected_part import planned_stages, root_units, run_micros, tokens_of, used_spec
@@ -136,3 +137,19 @@ def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
             found=f"{found} (logits of {widths} of {layout.vocab} on a rank)",
             ok=planned == found,
         )
+
+
+def compute_line(planned: Set[str], recorder: CollectiveRecorder, *, casts_weights: bool) -> Line:
+    """Products in the planned dtypes; those in others are the model's own, unless they are of weights as they lie.
+
+    Where the plan casts weights (``casts_weights``), a weight that is multiplied in another dtype without a copy was
+    not cast. Autocast casts what goes into each product: it is on where any product has the planned dtype, and where it
+    is not a part of the model has turned it off or casts afterwards (attention or a router in fp32 on purpose).
+    """
+    seen, wanted = recorder.matmul_dtypes, ", ".join(sorted(planned))
+    own = seen - planned
+    missed = recorder.weight_dtypes - planned if casts_weights else set()
+    found = ", ".join(sorted(seen))
+    if own and not missed and seen & planned:
+        found = f"{', '.join(sorted(seen & planned))}; {', '.join(sorted(own))} where the model casts itself"
+    return Line(name="compute dtype", planned=wanted, found=found, ok=bool(seen & planned) and not missed)

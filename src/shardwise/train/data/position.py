@@ -2,22 +2,24 @@
 
 A loop calls ``session.steps(loader)`` once for each pass over its data. What a pass yields depends on the generators as
 they were when it began, so these are remembered; a resume puts them back, lets the sampler draw again, drops what was
-consumed without loading it, and then puts the generators where they were when the checkpoint was made.
+consumed without loading it, and then puts the generators where they were when the checkpoint was made. How a pass began
+and ended travels with the message that each step begins with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from shardwise.distributed.process_group import Ranks
-from shardwise.errors import UserError
+from shardwise.distributed.process_group import Ranks, gather_text
+from shardwise.distributed.same_batches import checksum
+from shardwise.errors import DataError, UserError
 from shardwise.train.data.data_sharding import dealer_of
-from shardwise.train.data.stream_check import StreamWatch
 from shardwise.train.data.windows import rank_batches
 from shardwise.train.rng import random_states, restore_random_states
 
@@ -143,3 +145,83 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
     holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     found = [getattr(holder, "generator", None) for holder in holders]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+@dataclass
+class StreamWatch:
+    """Of one session on this rank. A stream that each rank reads whole must begin and end alike on all.
+
+    A loader that raises on one rank stops all of them: the others would wait for it.
+    """
+
+    ranks: Ranks
+    window: int = 1  # micro batches of a step
+    size: int = 3
+    _first: int = 0
+    _length: int = 0
+    _failure: Exception | None = None
+    _kind: str = ""
+
+    def see(self, stream: Iterable[Any]) -> Iterator[Any]:
+        """Pass a whole stream on, and note its first item and its length."""
+        number = 0
+        for number, item in enumerate(stream, start=1):
+            if number == 1:
+                self._first = checksum([item]) or 1
+            yield item
+        self._length = number + 1  # 0: not yet at its end
+
+    def guard(self, opened: Callable[[], Iterable[Any]], loader: Iterable[Any]) -> Iterator[Any]:
+        """Pass this rank's batches on; end with the failure noted where the loader raises."""
+        self._first = self._length = 0
+        self._kind = type(loader).__name__
+        iterator: Iterator[Any] = iter(())
+        pulled = 0
+        try:
+            iterator = iter(opened())
+            for pulled, batch in enumerate(iterator, start=1):  # noqa: B007
+                yield batch
+        except Exception as error:  # told to all with the next message
+            self._failure = error
+            for _ in range(-(pulled + 1) % self.window):  # the others go on to the end of this window
+                with suppress(Exception):
+                    next(iterator)
+
+    def post(self) -> list[int]:
+        """The checksum of a pass's first item, once; how long the pass was, once it is over; whether it failed."""
+        row = [self._first, self._length, int(self._failure is not None)]
+        self._first = 0
+        return row
+
+    def deliver(self, rows: list[list[int]]) -> None:
+        """Stop all ranks where one cannot go on, or where they read different streams.
+
+        Raises:
+            DataError: on all ranks, but one whose loader has raised raises that.
+        """
+        failed = [rank for rank, row in enumerate(rows) if row[2]]
+        if failed:
+            self._stop(failed)
+        first, length = ([row[at] for row in rows] for at in (0, 1))
+        odd = next((rank for rank, one in enumerate(first) if one != first[0]), None)
+        if odd is not None:
+            raise DataError(
+                f"the loader ({self._kind}) gives ranks 0 and {odd} different batches: if each rank's loader yields "
+                "its own share already, call session.steps(loader, sharded=True); if not, let it shuffle, mask and "
+                "augment alike on all ranks (one seed for its own generators): session.steps deals the batches out"
+            )
+        odd = next((rank for rank, one in enumerate(length) if one != length[0]), None)
+        if all(length) and odd is not None:
+            raise DataError(
+                f"the loader ({self._kind}) has {length[0] - 1} batches on rank 0 and {length[odd] - 1} on rank {odd}, "
+                "but began alike: give all ranks the same data, or each its own share with "
+                "session.steps(loader, sharded=True)"
+            )
+
+    def _stop(self, failed: list[int]) -> None:
+        error, self._failure = self._failure, None
+        texts = gather_text("" if error is None else f"{type(error).__name__}: {error}", self.ranks)
+        if error is not None:
+            raise error
+        more = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise DataError(f"the loader ({self._kind}) failed on rank {failed[0]}{more}: {texts[failed[0]]}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from benchmarks.peers.plain import data_parallel, plain_ddp, plain_fsdp, plain_step
+from benchmarks.peers.plain_pipeline import plain_pipeline
+from benchmarks.peers.plain_tensor import plain_tensor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.bench.step.plain import MakeOptimizer, PlainStep, data_parallel, plain_ddp, plain_fsdp, plain_step
-from shardwise.bench.step.plain_pipeline import plain_pipeline
-from shardwise.bench.step.plain_tensor import plain_tensor
+from shardwise.bench.step.step_bench import MakeOptimizer, TrainStep
 from shardwise.distributed.process_group import Ranks
 from shardwise.plan.plan import Plan
 
 
 def plain_loop(
     model: nn.Module, plan: Plan, ranks: Ranks, make_optimizer: MakeOptimizer, clip_norm: float | None
-) -> PlainStep:
+) -> TrainStep:
     """The hand-written training step for ``plan``; see `check_plain` for what there is. Collective.
 
     It takes the micro batches of a step and returns the loss: of this rank, or of the last stage.

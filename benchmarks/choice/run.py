@@ -7,25 +7,48 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from shardwise.cli.train import launch
+from shardwise.bench.step.step_bench import Batch
+from shardwise.cli.train import threads
+from shardwise.distributed.process_group import Ranks
 from shardwise.errors import DoesNotFit, PlanError, UserError
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import on_ranks
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import BASES
 from shardwise.run.job import Job, prepare_job
-from shardwise.train.config import read_config
+from shardwise.train.config import Config, read_config
+from shardwise.train.data.corpus import open_corpus
+from shardwise.train.data.order import Order, rank_ids
+from shardwise.train.data.samples import samples_for
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.model import model_factory
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.session import Session
 from shardwise.units import seconds_text
 
-PLANS, TIMES = "plans.json", "times.json"
+WARM_UP = 4
 NEAR = 1.10  # the chosen plan's time over the best one's that is aimed at
+
+
+class ChoiceTask(BaseModel):
+    """What the ranks of one case time: each plan on the data of ``job``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    job: Job
+    plans: tuple[Plan, ...]
 
 
 def run_bench_choice(
@@ -102,9 +125,8 @@ def _case(file: Path, overrides: list[str], world: int, steps: int) -> dict[str,
             if (base != job.plan.strategy) and (plan := _pinned(file, [*words, f"parallel.strategy={base}"])):
                 plans[base] = plan
         chosen = job.plan.strategy
-        (Path(folder) / PLANS).write_text(json.dumps([json.loads(plan.to_json()) for plan in plans.values()]))
-        launch(job, 0, module="shardwise.cli.choice")
-        found = json.loads((Path(folder) / TIMES).read_text())
+        task = ChoiceTask(job=job, plans=tuple(plans.values()))
+        found = on_ranks(f"{__name__}:time_choices", task, world, device=job.plan.device, threads=threads(job))[0]
     samples = dict(zip(plans, found["seconds"], strict=True))
     medians = {name: statistics.median(times) for name, times in samples.items()}
     fastest = min(medians, key=lambda name: medians[name])
@@ -130,24 +152,9 @@ def _pinned(file: Path, words: list[str]) -> Plan | None:
         return None
 
 
-def rank_main() -> int:
-    """One rank of one case; rank 0 writes the times into the job's output folder."""
-    from collections.abc import Iterator
-
-    import torch
-
-    from shardwise.bench.step.choice_bench import time_plans
-    from shardwise.bench.step.plain import Batch
-    from shardwise.distributed.process_group import join, leave
-    from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.data.order import Order, rank_ids
-    from shardwise.train.data.samples import samples_for
-    from shardwise.train.model import model_factory
-
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    output = Path(job.config.train.output)
-    plans = [Plan.model_validate(item) for item in json.loads((output / PLANS).read_text())]
-    ranks, corpus = join(job.plan.device), open_corpus(job.corpus)
+def time_choices(task: ChoiceTask, ranks: Ranks) -> dict[str, Any] | None:
+    """The times of one case, on rank 0. Collective."""
+    job, corpus = task.job, open_corpus(task.job.corpus)
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
     share = (job.plan.global_batch or ranks.world_size) // ranks.world_size
@@ -160,14 +167,63 @@ def rank_main() -> int:
             position += share * ranks.world_size
 
     factory = model_factory(job.config, corpus.vocab_size)
-    seconds = time_plans(job.config, plans, factory, batches(), ranks, job.config.train.steps or 1)
-    if ranks.is_main:
-        device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-        facts = {"device": device, "threads": torch.get_num_threads(), "seconds": seconds}
-        (output / TIMES).write_text(json.dumps(facts))
-    leave(ranks)
-    return 0
+    seconds = time_plans(job.config, list(task.plans), factory, batches(), ranks, job.config.train.steps or 1)
+    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+    return {"device": device, "threads": torch.get_num_threads(), "seconds": seconds} if ranks.is_main else None
 
 
-if __name__ == "__main__":
-    guarded(rank_main)
+def time_plans(
+    config: Config,
+    plans: Sequence[Plan],
+    factory: Callable[[], nn.Module],
+    batches: Iterator[Batch],
+    ranks: Ranks,
+    steps: int,
+) -> list[list[float]]:
+    """Seconds of ``steps`` optimizer steps of each plan on this rank, in an order that rotates every turn.
+
+    ``batches`` gives a rank's whole share of a global batch; each plan cuts it into its own micro batches. All ranks
+    meet before each step, so that none is charged for another's wait.
+    """
+    contenders = [_stepper(config, plan, factory, ranks) for plan in plans]
+    times: list[list[float]] = [[] for _ in plans]
+    for turn in range(WARM_UP + steps):
+        inputs, labels = next(batches)
+        for place in range(len(plans)):
+            index = (place + turn) % len(plans)
+            pieces = plans[index].grad_accum
+            window = list(zip(inputs.chunk(pieces), labels.chunk(pieces), strict=True))
+            dist.barrier()
+            begin = time.perf_counter()
+            contenders[index](window)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn >= WARM_UP:
+                times[index].append(time.perf_counter() - begin)
+    return times
+
+
+def _stepper(
+    config: Config, plan: Plan, factory: Callable[[], nn.Module], ranks: Ranks
+) -> Callable[[list[Batch]], float]:
+    """A session of its own under ``plan``; calling it does one optimizer step."""
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    torch.manual_seed(config.train.seed)
+    model = factory()
+    model, optimizer = session.prepare(model, build_optimizer(model.parameters(), config.optimizer))
+    waiting: list[list[Any]] = []
+
+    def feed() -> Iterator[list[Any]]:
+        while True:
+            yield waiting.pop()
+
+    steps = session.run_windows(feed())
+
+    def step(window: list[Batch]) -> float:
+        waiting.append(list(window))
+        current = next(steps)
+        for micro in current:
+            current.backward(token_loss_sum(model(micro.inputs), micro.labels), count=micro.num_tokens)
+        return current.update(optimizer, clip_norm=config.optimizer.clip_norm).loss
+
+    return step

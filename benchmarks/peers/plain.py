@@ -7,7 +7,7 @@ theirs: `plain_tensor` and `plain_pipeline` hold what is special about them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.bench.step.step_bench import Batch, TrainStep
 from shardwise.errors import UserError
 from shardwise.plan.plan import Plan
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-PlainStep = Callable[[Sequence[Batch]], float]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 BASES = ("ddp", "fsdp")
 
 
@@ -84,7 +82,7 @@ def data_parallel(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, p
 
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, plan: Plan | None = None
-) -> PlainStep:
+) -> TrainStep:
     """A training step: forward, mean loss and backward of each micro batch, clip, step; returns this rank's loss.
 
     Gradients are reduced by the last backward. With a ``plan`` that has ``+tp``, positions are given, because the model

@@ -1,14 +1,20 @@
-"""The question of ``shardwise plan``: read off the command line, checked at once, kept beside its plan."""
+"""The request of ``shardwise plan``: its options, checked at once, and kept beside its plan."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
+import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from typer.models import ArgumentInfo, ParameterInfo
 
 from shardwise.cost.link_calibration import CalibrationFile, covers
 from shardwise.cost.price import Prices, price_of, read_prices
@@ -23,6 +29,8 @@ from shardwise.run.calibration import read_links
 from shardwise.search.candidate import Pins
 from shardwise.search.problem import unknown_links
 
+FoundT = TypeVar("FoundT")
+
 USUAL_LENGTH = 4096
 SHORTER = (2048, 1024, 512, 128)
 LOSSES = ("plain", "fused")
@@ -31,29 +39,91 @@ DEFAULT_RANK = 16
 STATES: dict[str, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 1, "adafactor": 0}  # parameter-shaped; sgd with momentum
 
 
-class Asked(BaseModel):
-    """What was asked, with every default filled in: enough to ask again."""
+@dataclass(frozen=True)
+class Word:
+    """How a field of `PlanRequest` is written on the command line: ``kind`` is what Typer reads, ``usual`` its default.
+
+    ``name`` is the parameter's where the field has another one; ``write`` gives the option's value for a field's.
+    """
+
+    kind: Any = str | None
+    usual: Any = None
+    name: str = ""
+    write: Callable[[Any], str | None] = str
+
+
+class PlanRequest(BaseModel):
+    """What is asked, with every default filled in: the options of the command and the table ``[question]`` of a plan.
+
+    A field with a `Word` is an option; its value is None, False or the field's default where the option is left out.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str
+    model: Annotated[
+        str,
+        typer.Argument(help="Catalogue name, config.json, its folder, or package.module:factory.", show_default=False),
+        Word(),
+    ]
     cluster: ClusterSpec
-    cluster_text: str
-    seq_len: int | None = None
-    global_batch: int = Field(ge=1)
-    tokens: float | None = None
-    optimizer: OptimizerName = "adamw"
-    optimizer_in_backward: bool = False
-    lora_rank: int = Field(default=16, ge=1)
-    lora_targets: tuple[str, ...] = ()
-    compiled: bool = False
-    fused_loss: bool = False
-    loss_chunks: int = Field(default=1, ge=1)
-    framework_overhead: bool = True
-    strategy: str | None = None
-    micro_batch: int | None = None
-    recompute: Recompute | None = None
-    precision: Precision | None = None
+    cluster_text: Annotated[
+        str,
+        typer.Option(
+            "--cluster", help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a TOML file; default: this machine."
+        ),
+        Word(name="cluster", write=lambda text: None if text == THIS_MACHINE else str(text)),
+    ]
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.", min=1, max=2**27), Word(int | None)] = None
+    global_batch: Annotated[
+        int, typer.Option(help="Samples per step, all devices.", min=1, max=2**24), Word(int | None), Field(ge=1)
+    ]
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Total training tokens, such as 1e12 or 300B."),
+        Word(write=lambda number: f"{number:g}"),
+    ] = None
+    strategy: Annotated[
+        str | None, typer.Option(help="Only this strategy, such as fsdp+tp2, fitting or not."), Word()
+    ] = None
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Samples per forward on one rank.", min=1, max=2**24), Word(int | None)
+    ] = None
+    recompute: Annotated[Recompute | None, typer.Option(help="Recompute mode: none, selective or full."), Word()] = None
+    precision: Annotated[
+        Precision | None, typer.Option(help="bf16, fp32, fp16 or fp8; default: bf16 if supported."), Word()
+    ] = None
+    optimizer: Annotated[
+        OptimizerName, typer.Option(help="adamw, adamw8bit, sgd or adafactor."), Word(str, "adamw")
+    ] = "adamw"
+    optimizer_in_backward: Annotated[
+        bool,
+        typer.Option("--optimizer-in-backward", help="Update each weight as its gradient is ready; no accumulation."),
+        Word(bool, False),
+    ] = False
+    lora_rank: Annotated[
+        int, typer.Option(help="Of +lora and +qlora; default: 16.", min=1, max=2**16), Word(int | None), Field(ge=1)
+    ] = 16
+    lora_targets: Annotated[
+        tuple[str, ...],
+        typer.Option(help="all-linear (default), attention, mlp, or names such as q_proj,v_proj."),
+        Word(write=",".join),
+    ] = ()
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile blocks with torch.compile."), Word(bool, False)
+    ] = False
+    fused_loss: Annotated[
+        bool,
+        typer.Option("--loss", help="plain or fused; a fused loss never converts logits to fp32."),
+        Word(str, "plain", "loss", lambda fused: "fused"),
+    ] = False
+    loss_chunks: Annotated[
+        int, typer.Option(help="Number of chunks of the logits.", min=1, max=2**16), Word(int, 1), Field(ge=1)
+    ] = 1
+    framework_overhead: Annotated[
+        bool,
+        typer.Option(help="Count CUDA context, NCCL, launches: on, off."),
+        Word(str, "on", write=lambda on: "off"),
+    ] = True
     calibration: CalibrationFile | None = None
 
     @property
@@ -93,120 +163,96 @@ class Asked(BaseModel):
 
     def command(self, changes: Mapping[str, str | None]) -> str:
         """The command line that asks this with ``changes``: options and their values, ``None`` for a flag."""
-        given: dict[str, str | None] = {
-            "--cluster": None if self.cluster_text == THIS_MACHINE else self.cluster_text,
-            "--seq-len": _text(self.seq_len),
-            "--global-batch": str(self.global_batch),
-            "--tokens": None if self.tokens is None else f"{self.tokens:g}",
-            "--strategy": self.strategy,
-            "--micro-batch": _text(self.micro_batch),
-            "--recompute": self.recompute,
-            "--precision": self.precision,
-            "--optimizer": None if self.optimizer == "adamw" else self.optimizer,
-            "--lora-rank": None if self.lora_rank == DEFAULT_RANK else str(self.lora_rank),
-            "--lora-targets": ",".join(self.lora_targets) or None,
-            "--loss": "fused" if self.fused_loss else None,
-            "--loss-chunks": None if self.loss_chunks == 1 else str(self.loss_chunks),
-            "--framework-overhead": None if self.framework_overhead else "off",
-        }
-        flags = {"--compile": self.compiled, "--optimizer-in-backward": self.optimizer_in_backward}
-        values = {**given, **{name: value for name, value in changes.items() if value is not None}}
-        words = [word for name, value in values.items() if value is not None for word in (name, value)]
-        words += [name for name, there in flags.items() if there or name in changes]
-        return shlex.join(["shardwise", "plan", self.model, *words])
+        words, flags = [], []
+        for name, field in type(self).model_fields.items():
+            word, info = _word(field), _info(field)
+            if word is None or isinstance(info, ArgumentInfo):
+                continue
+            option, value = _flag(name, info), getattr(self, name)
+            given = field.is_required() or value != field.default
+            if word.kind is bool:
+                flags += [option] if given or option in changes else []
+                continue
+            text = changes.get(option) or (word.write(value) if given else None)
+            words += [] if text is None else [option, text]
+        return shlex.join(["shardwise", "plan", self.model, *words, *flags])
 
 
-def _text(value: int | None) -> str | None:
-    return None if value is None else str(value)
+def _word(field: FieldInfo) -> Word | None:
+    return next((item for item in field.metadata if isinstance(item, Word)), None)
 
 
-class Words(BaseModel):
-    """The command's own words, not yet checked; ``None`` is left out."""
-
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    cluster: str | None = None
-    seq_len: int | None = None
-    global_batch: int | None = None
-    tokens: str | None = None
-    strategy: str | None = None
-    micro_batch: int | None = None
-    recompute: str | None = None
-    precision: str | None = None
-    optimizer: str = "adamw"
-    optimizer_in_backward: bool = False
-    lora_rank: int | None = None
-    lora_targets: str | None = None
-    compiled: bool = False
-    loss: str = "plain"
-    loss_chunks: int = 1
-    framework_overhead: str = "on"
-    price: Path | None = None
-    calibration: Path | None = None
-    output: Path | None = None
+def _info(field: FieldInfo) -> ParameterInfo | None:
+    return next((item for item in field.metadata if isinstance(item, ParameterInfo)), None)
 
 
-def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
+def _flag(name: str, info: Any) -> str:
+    return info.default if isinstance(info.default, str) else "--" + name.replace("_", "-")
+
+
+def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give ``verb`` an option for each `Word` of `PlanRequest`, before those of its own; it gets them as a mapping."""
+    alone = inspect.Parameter.KEYWORD_ONLY
+    options = []
+    for name, field in PlanRequest.model_fields.items():
+        if (word := _word(field)) is not None:
+            kind, info = word.kind, _info(field)
+            read: Any = Annotated[kind, info]
+            options.append(inspect.Parameter(word.name or name, alone, default=word.usual, annotation=read))
+
+    def command(**words: Any) -> None:
+        asked = {option.name: words.pop(option.name, option.default) for option in options}
+        verb(asked, **words)
+
+    _, *own = inspect.signature(verb, eval_str=True).parameters.values()
+    signature = inspect.Signature([*options, *(parameter.replace(kind=alone) for parameter in own)])
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    return command
+
+
+def read_request(
+    words: Mapping[str, Any], *, price: Path | None, calibration: Path | None, output: Path | None
+) -> tuple[PlanRequest, ModelProfile, Prices, list[str]]:
     """Check all words, look the model and the cluster up; also what was filled in, in words.
 
     Raises:
         UserError: every word that cannot be, at once.
     """
-    problems = _bad_choices(words) + _unwritable(words.output)
-    tokens, cluster, prices, profile, strategy = None, None, Prices(), None, None
-    try:
-        tokens = None if words.tokens is None else read_count(words.tokens)
-    except UserError as error:
-        problems += error.problems
-    try:
-        strategy = None if words.strategy in (None, "auto") else str(parse_strategy(str(words.strategy)))
-    except PlanError as error:
-        problems += error.problems
-    try:
-        cluster = find_cluster(words.cluster)
-    except UserError as error:
-        problems += error.problems
-    try:
-        prices = Prices() if words.price is None else _prices(words.price)
-    except UserError as error:
-        problems += error.problems
-    told: list[str] = []
-    try:
-        profile, told = _profile(words)
-    except UserError as error:
-        problems += error.problems
-    targets = tuple(part.strip() for part in (words.lora_targets or "").split(",") if part.strip())
+    problems = _bad_choices(words) + _unwritable(output)
+    tokens = _tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
+    pinned = words["strategy"]
+    strategy = _tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
+    cluster = _tried(problems, lambda: find_cluster(words["cluster"]))
+    prices = _tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
+    profile, told = _tried(problems, lambda: _profile(words)) or (None, [])
+    targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
     links = None
-    if words.calibration is not None and cluster is not None:
-        try:
-            links, about = read_links(words.calibration, cluster)
-            told += about
-        except UserError as error:
-            problems += error.problems
+    if calibration is not None and cluster is not None:
+        links, about = _tried(problems, partial(read_links, calibration, cluster)) or (None, [])
+        told += about
     if problems or cluster is None or profile is None:
         raise UserError(*problems)
     told += _left_out(words, profile, cluster, links)
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": hour})
-    batch = words.global_batch
+    batch = words["global_batch"]
     if batch is None:
-        batch = cluster.world_size * (words.micro_batch or 1)
-        told.append(f"--global-batch was not given: {batch}, {words.micro_batch or 1} for each device")
-    asked = Asked.model_validate(
+        batch = cluster.world_size * (words["micro_batch"] or 1)
+        told.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
+    asked = PlanRequest.model_validate(
         {
-            **words.model_dump(include=_KEPT),
-            "lora_rank": words.lora_rank or DEFAULT_RANK,
+            **{name: value for name, value in words.items() if name in PlanRequest.model_fields},
+            "lora_rank": words["lora_rank"] or DEFAULT_RANK,
             "lora_targets": targets,
             "cluster": cluster,
-            "cluster_text": words.cluster or THIS_MACHINE,
+            "cluster_text": words["cluster"] or THIS_MACHINE,
             "seq_len": profile.seq_len,
             "global_batch": batch,
             "tokens": tokens,
-            "fused_loss": words.loss == "fused",
-            "framework_overhead": words.framework_overhead == "on",
+            "fused_loss": words["loss"] == "fused",
+            "framework_overhead": words["framework_overhead"] == "on",
             "strategy": strategy,
             "calibration": links,
         }
@@ -214,9 +260,13 @@ def read_words(words: Words) -> tuple[Asked, ModelProfile, Prices, list[str]]:
     return asked, profile, prices, told
 
 
-_KEPT = {"model", "micro_batch", "recompute", "precision", "optimizer", "optimizer_in_backward", "compiled"} | {
-    "loss_chunks"
-}
+def _tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
+    """What ``read`` returns; ``None`` where it raises, whose problems are added to ``problems``."""
+    try:
+        return read()
+    except UserError as error:
+        problems += error.problems
+    return None
 
 
 def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, ...]) -> list[str]:
@@ -230,13 +280,13 @@ def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, 
     return []
 
 
-def _bad_choices(words: Words) -> list[str]:
+def _bad_choices(words: Mapping[str, Any]) -> list[str]:
     choices: list[tuple[str, str | None, tuple[str, ...]]] = [
-        ("--recompute", words.recompute, get_args(Recompute)),
-        ("--precision", words.precision, get_args(Precision)),
-        ("--optimizer", words.optimizer, get_args(OptimizerName)),
-        ("--loss", words.loss, LOSSES),
-        ("--framework-overhead", words.framework_overhead, ("on", "off")),
+        ("--recompute", words["recompute"], get_args(Recompute)),
+        ("--precision", words["precision"], get_args(Precision)),
+        ("--optimizer", words["optimizer"], get_args(OptimizerName)),
+        ("--loss", words["loss"], LOSSES),
+        ("--framework-overhead", words["framework_overhead"], ("on", "off")),
     ]
     return choice_problems(choices)
 
@@ -250,24 +300,28 @@ def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> l
     ]
 
 
-def _left_out(words: Words, profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None) -> list[str]:
+def _left_out(
+    words: Mapping[str, Any], profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None
+) -> list[str]:
     """What was given and has no effect, or whose effect is not known."""
     told = []
-    adapters = {"--lora-rank": words.lora_rank, "--lora-targets": words.lora_targets}
-    if words.strategy is None or "lora" not in words.strategy:
+    adapters = {"--lora-rank": words["lora_rank"], "--lora-targets": words["lora_targets"]}
+    if words["strategy"] is None or "lora" not in words["strategy"]:
         given_to = [f"{option} {value}" for option, value in adapters.items() if value is not None]
         told += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
     if profile.seq_len is None:
-        given = {"--seq-len": words.seq_len, "--tokens": words.tokens}
+        given = {"--seq-len": words["seq_len"], "--tokens": words["tokens"]}
         unread = [f"{option} {value}" for option, value in given.items() if value is not None]
         told += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
     name = "a CPU" if cluster.gpu is None else cluster.gpu.name
     has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
-    if words.precision == "fp8" and cluster.device == "cpu":
+    if words["precision"] == "fp8" and cluster.device == "cpu":
         told.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
-    elif words.precision is not None and has and words.precision not in has:
+    elif words["precision"] is not None and has and words["precision"] not in has:
         usual = ", ".join(one for one in get_args(Precision) if one in has)
-        told.append(f"--precision {words.precision}: {name} has no units for it, so speed is unknown; it has {usual}")
+        told.append(
+            f"--precision {words['precision']}: {name} has no units for it, so speed is unknown; it has {usual}"
+        )
     measured = links is not None and covers(links, cluster)
     if cluster.device == "cuda" and not measured and (unknown := unknown_links(cluster)):
         told.append(
@@ -312,15 +366,15 @@ def _prices(path: Path) -> Prices:
     return read_prices(path, gpu_names())
 
 
-def _profile(words: Words) -> tuple[ModelProfile, list[str]]:
+def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
     """The model's profile; where no length is given, the usual one or the longest that it can take, and it is said."""
     from shardwise.model.load_model import load_profile
 
-    lengths = [words.seq_len] if words.seq_len is not None else [USUAL_LENGTH, *SHORTER]
+    lengths = [words["seq_len"]] if words["seq_len"] is not None else [USUAL_LENGTH, *SHORTER]
     before: list[str] = []
     for length in lengths:
         try:
-            profile = load_profile(words.model, seq_len=length, compiled=words.compiled)
+            profile = load_profile(words["model"], seq_len=length, compiled=words["compiled"])
         except UserError as error:
             if length == lengths[-1] or list(error.problems) == before:
                 raise  # a mistake that has nothing to do with the length is not made five times
@@ -328,10 +382,10 @@ def _profile(words: Words) -> tuple[ModelProfile, list[str]]:
             continue
         break
     longest = profile.max_seq_len
-    if words.seq_len is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
-        profile = load_profile(words.model, seq_len=longest, compiled=words.compiled)
+    if words["seq_len"] is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
+        profile = load_profile(words["model"], seq_len=longest, compiled=words["compiled"])
     told = []
-    if words.seq_len is None and profile.seq_len is not None:
+    if words["seq_len"] is None and profile.seq_len is not None:
         told.append(f"--seq-len was not given: {profile.seq_len} tokens")
     return profile, told
 
@@ -353,7 +407,7 @@ def _unwritable(path: Path | None) -> list[str]:
     return [f"-o '{path}' cannot be written: {why}; choose another file"] if why else []
 
 
-def write_plan_file(path: Path, plan_toml: str, asked: Asked) -> None:
+def write_plan_file(path: Path, plan_toml: str, asked: PlanRequest) -> None:
     """The plan, and the question in a table ``[question]`` of the same file, which `read_plan` passes over.
 
     Raises:
@@ -368,7 +422,7 @@ def write_plan_file(path: Path, plan_toml: str, asked: Asked) -> None:
         raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
 
 
-def read_question(path: Path, plan: Plan) -> Asked:
+def read_question(path: Path, plan: Plan) -> PlanRequest:
     """The question of a plan file, ``plan`` being the file's plan.
 
     Raises:
@@ -381,7 +435,7 @@ def read_question(path: Path, plan: Plan) -> Asked:
             f"make it with: shardwise plan MODEL -o {path}"
         )
     try:
-        asked = Asked.model_validate(data["question"])
+        asked = PlanRequest.model_validate(data["question"])
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {_rule(item)}" for item in error.errors()]
         raise UserError(*(f"plan '{path}', table [question]: {line}; {AGAIN}" for line in lines)) from None

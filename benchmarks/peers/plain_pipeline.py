@@ -7,22 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.peers.plain import data_parallel, loss_context, sum_of_squares, total_norm
+from benchmarks.peers.plain_tensor import plain_tensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from shardwise.bench.step.plain import (
-    Batch,
-    MakeOptimizer,
-    PlainStep,
-    data_parallel,
-    loss_context,
-    sum_of_squares,
-    total_norm,
-)
-from shardwise.bench.step.plain_tensor import plain_tensor
+from shardwise.bench.step.step_bench import Batch, MakeOptimizer, TrainStep
 from shardwise.distributed.process_group import Ranks
 from shardwise.plan.plan import Plan
 
@@ -67,7 +60,7 @@ def plain_pipeline(
     ranks: Ranks,
     make_optimizer: MakeOptimizer,
     clip_norm: float | None,
-) -> PlainStep:
+) -> TrainStep:
     """1F1B over the ``pp`` axis of ``mesh``; a tied embedding is on the first and the last stage, and its gradients are
     added up over the two.
     """

@@ -1,4 +1,4 @@
-"""``shardwise bench scaling``: each size a world of its own; under torchrun, the world that is there.
+"""Measure the sizes of ``bench scaling``: each a world of its own; under torchrun, the world that is there.
 
 All sizes of one question are kept in one file, ``scaling.json`` in the output folder, which later runs add to: so a
 cluster's sizes come together, job by job.
@@ -7,30 +7,34 @@ cluster's sizes come together, job by job.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
+import gc
 import json
-import math
 import os
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
+from torch import nn
 
+from shardwise.bench.plots import draw_scaling
 from shardwise.bench.scaling.predict import ScalingCurve, curve_of, units_of
 from shardwise.bench.scaling.scaling_plans import default_sizes, plans_of
-from shardwise.bench.scaling.scaling_plot import draw
 from shardwise.bench.scaling.scaling_report import print_scaling
-from shardwise.cli.train import launch
 from shardwise.cost.link_calibration import check_calibration, read_calibration
-from shardwise.environment import rendezvous, visible_devices
+from shardwise.distributed.process_group import Ranks
+from shardwise.environment import visible_devices
 from shardwise.errors import MachineError, UserError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.hardware.cpu import processor_name
-from shardwise.launch.rank import guarded
+from shardwise.launch.on_ranks import as_rank, on_ranks
 from shardwise.measure.scaling_facts import (
     MODES,
     LeftOut,
@@ -43,20 +47,24 @@ from shardwise.measure.scaling_facts import (
     rows_of,
     warnings_of,
 )
+from shardwise.measure.step_time.attribution import WARM_UP, Attribution
+from shardwise.parallel.materialize import build
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
-from shardwise.run.checks import check_output
 from shardwise.run.inspect_model import traced_profile
 from shardwise.run.job import Job, PreparedJob, prepare_job
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
-from shardwise.train.config import Config, read_config
+from shardwise.train.config import Config
+from shardwise.train.loop import set_learning_rate
+from shardwise.train.loss import token_loss_sum
+from shardwise.train.optimizer import build_optimizer, learning_rate
+from shardwise.train.session import Session
 
 if TYPE_CHECKING:
     from shardwise.cost.time.collective_time import Calibration
     from shardwise.distributed.process_group import Ranks
 
 FILE = "scaling.json"
-PLANS, SAMPLES = "plans.json", "samples.json"
 SCHEMA = 1
 
 
@@ -74,62 +82,15 @@ class ScalingRequest(BaseModel):
     output: Path
 
 
-def run_bench_scaling(
-    config_file: Path,
-    overrides: list[str],
-    *,
-    sizes: list[int],
-    mode: str,
-    steps: int,
-    beyond: int,
-    calibration: Path | None,
-    price: float | None,
-    output: Path,
-    as_json: bool,
-) -> None:
-    """The verb. Under torchrun this process is a rank, and its world is the size that is measured.
+class SizeTask(BaseModel):
+    """What the ranks of one size measure: ``plans`` by mode, ``steps`` of each."""
 
-    Raises:
-        UserError: whatever of the config and the options cannot be.
-    """
-    launched = rendezvous() is not None
-    problems = _problems(mode, sizes, price, launched=launched)
-    if problems:
-        raise UserError(*problems)
-    modes: tuple[Mode, ...] = MODES if mode == "both" else tuple(one for one in MODES if one == mode)
-    request = ScalingRequest(
-        modes=modes,
-        sizes=tuple(sorted(set(sizes))),
-        steps=steps,
-        beyond=beyond,
-        calibration=calibration,
-        price=price,
-        output=output,
-    )
-    if calibration is not None:
-        read_calibration(calibration)  # said before anything is measured
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
-    check_output(output)
-    if launched:
-        words = [*overrides, "train.epochs=none", "train.steps=1", f"train.output={output / 'work'}"]
-        _under_launcher(read_config(config_file, words), request, console, as_json=as_json)
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*overrides, "train.epochs=none", "train.steps=1", f"train.output={folder}"]
-        document = _sizes_here(read_config(config_file, words), request, Path(folder), console)
-    if as_json:
-        print(json.dumps(document))
+    model_config = ConfigDict(frozen=True)
 
-
-def _problems(mode: str, sizes: Sequence[int], price: float | None, *, launched: bool) -> list[str]:
-    found = []
-    if mode not in (*MODES, "both"):
-        found.append(f"--mode '{mode}' is none of weak, strong and both")
-    if price is not None and not 0 <= price < math.inf:
-        wrong = "below 0" if price < 0 else "no amount"
-        found.append(f"--price {price} is {wrong}; it must be US dollars for an hour of one device")
-    if launched and sizes:
-        found.append("--size: under torchrun the size is that of its world; leave it out, and run once for each size")
-    return found
+    config: Config
+    corpus: Path
+    plans: dict[Mode, Plan]
+    steps: int
 
 
 def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
@@ -146,10 +107,8 @@ def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
     return found.calibration()
 
 
-# on this machine, each size a world of its own
-
-
-def _sizes_here(config: Config, request: ScalingRequest, folder: Path, console: Console) -> dict[str, Any]:
+def measure_here(config: Config, request: ScalingRequest, console: Console) -> dict[str, Any]:
+    """Measure every size on this machine, each in a world of its own; returns the document."""
     prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
     sizes = request.sizes or tuple(default_sizes(prepared.job.plan, prepared.cluster.world_size))
     largest = detect(config.parallel.device, max(sizes), visible=visible_devices())
@@ -173,7 +132,7 @@ def _sizes_here(config: Config, request: ScalingRequest, folder: Path, console: 
         told = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
         console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {told}")
         try:
-            samples += _launched(prepared, mine, size, threads, request.steps, folder)
+            samples += _started(prepared.job, mine, size, threads, request.steps)
         except MachineError as error:
             left_out += [LeftOut(mode=mode, devices=size, reason=f"failed: {_first(error)}") for mode in mine]
             console.print(f"{size} devices failed: {error}")
@@ -225,55 +184,32 @@ def _about(prepared: PreparedJob, cluster: ClusterSpec) -> Scaling:
     return Scaling(subject=subject, reference=plan, cluster=cluster, units=units_of(profile, plan))
 
 
-def _launched(
-    prepared: PreparedJob, plans: dict[Mode, Plan], size: int, threads: int, steps: int, folder: Path
-) -> list[Sample]:
-    """Start ``size`` ranks that measure each of ``plans``, and read what they found."""
-    job = prepared.job
+def _started(job: Job, plans: dict[Mode, Plan], size: int, threads: int, steps: int) -> list[Sample]:
+    """Start ``size`` ranks that measure each of ``plans``, and return what they found."""
     parallel = job.config.parallel.model_copy(update={"nproc": size, "threads": threads})
-    train = job.config.train.model_copy(update={"steps": steps})
-    config = job.config.model_copy(update={"parallel": parallel, "train": train})
-    file = folder / PLANS
-    file.write_text(json.dumps({mode: dumped(plan) for mode, plan in plans.items()}))
-    (folder / SAMPLES).unlink(missing_ok=True)
-    largest = next(iter(plans.values()))
-    launch(job.model_copy(update={"config": config, "plan": largest}), 0, module="shardwise.cli.bench_scaling")
-    return [Sample.model_validate(item) for item in json.loads((folder / SAMPLES).read_text())]
+    config = job.config.model_copy(update={"parallel": parallel})
+    task = SizeTask(config=config, corpus=job.corpus, plans=plans, steps=steps)
+    found = on_ranks(f"{__name__}:measure", task, size, device=job.plan.device, threads=threads)[0]
+    return [Sample.model_validate(item) for item in found]
 
 
-def rank_main() -> int:
-    """One rank of one size; rank 0 writes the samples into the job's output folder."""
-    from shardwise.distributed.process_group import join, leave
-
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    folder = Path(job.config.train.output)
-    plans = {mode: Plan.model_validate(item) for mode, item in json.loads((folder / PLANS).read_text()).items()}
-    ranks = join(job.plan.device)
-    samples = measure(job.config, job.corpus, plans, ranks, job.config.train.steps or 1)
-    if ranks.is_main:
-        (folder / SAMPLES).write_text(json.dumps([dumped(sample) for sample in samples]))
-    leave(ranks)
-    return 0
-
-
-def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks, steps: int) -> list[Sample]:
+def measure(task: SizeTask, ranks: Ranks) -> list[Sample]:
     """Each plan on this world, the same plan only once; samples on rank 0. Collective."""
-    from shardwise.bench.scaling.run_scaling import forget, measure_size
     from shardwise.train.data.corpus import open_corpus
     from shardwise.train.data.order import Order
     from shardwise.train.data.samples import samples_for, step_batches
     from shardwise.train.model import model_factory
 
-    opened = open_corpus(corpus)
+    config, opened = task.config, open_corpus(task.corpus)
     factory = model_factory(config, opened.vocab_size)
     data = samples_for(opened.train, config.data, opened.separator)
     order = Order(len(data), config.train.seed, config.data.shuffle)
     known: dict[str, Sample | None] = {}  # None on ranks that do not report
     found: list[Sample] = []
-    for mode, plan in plans.items():
+    for mode, plan in task.plans.items():
         if plan.fingerprint not in known:
             feed = step_batches(data, order, plan, ranks.rank)
-            known[plan.fingerprint] = measure_size(config, plan, mode, factory, feed, ranks, steps)
+            known[plan.fingerprint] = measure_size(config, plan, mode, factory, feed, ranks, task.steps)
             forget(ranks)
         sample = known[plan.fingerprint]
         if sample is not None:
@@ -284,13 +220,12 @@ def measure(config: Config, corpus: Path, plans: dict[Mode, Plan], ranks: Ranks,
 # under torchrun, Slurm and the like
 
 
-def _under_launcher(config: Config, request: ScalingRequest, console: Console, *, as_json: bool) -> None:
+def measure_under_launcher(config: Config, request: ScalingRequest, console: Console, *, as_json: bool) -> None:
     """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
 
-    def inner() -> int:
-        from shardwise.distributed.process_group import join, leave, prepared_by_main
+    def inner(config: Config, ranks: Ranks) -> None:
+        from shardwise.distributed.process_group import prepared_by_main
 
-        ranks = join(config.parallel.device)
         if config.parallel.threads is not None and ranks.device.type == "cpu":
             _set_threads(config.parallel.threads)
         mine: list[tuple[Scaling, list[LeftOut]]] = []  # of rank 0
@@ -298,19 +233,17 @@ def _under_launcher(config: Config, request: ScalingRequest, console: Console, *
         def prepare() -> str:
             scaling, plans, left_out, corpus = _prepared_here(config, request, ranks, console)
             mine.append((scaling, left_out))
-            return json.dumps({"corpus": str(corpus), "plans": {mode: dumped(plan) for mode, plan in plans.items()}})
+            task = SizeTask(config=config, corpus=corpus, plans=plans, steps=request.steps)
+            return task.model_dump_json(by_alias=True, exclude_unset=True)
 
-        work = json.loads(prepared_by_main(prepare, ranks, "the measurement"))
-        plans = {mode: Plan.model_validate(item) for mode, item in work["plans"].items()}
-        samples = measure(config, Path(work["corpus"]), plans, ranks, request.steps)
+        task = SizeTask.model_validate_json(prepared_by_main(prepare, ranks, "the measurement"))
+        samples = measure(task, ranks)
         for scaling, left_out in mine:
             document = finish(scaling, samples, left_out, request, console)
             if as_json:
                 print(json.dumps(document), flush=True)
-        leave(ranks)
-        return 0
 
-    guarded(inner)
+    as_rank(inner, config, config.parallel.device)
 
 
 def _set_threads(number: int) -> None:
@@ -396,7 +329,7 @@ def finish(
     print_scaling(whole, rows, curves, price, console)
     console.print(f"raw samples: {file}")
     plot = file.with_suffix(".png")
-    console.print(f"plot: {plot}" if draw(document, plot) else "no plot: matplotlib is not installed")
+    console.print(f"plot: {plot}" if draw_scaling(document, plot) else "no plot: matplotlib is not installed")
     return document
 
 
@@ -434,5 +367,80 @@ def _write(file: Path, text: str) -> None:
         ) from None
 
 
-if __name__ == "__main__":
-    guarded(rank_main)
+def measure_size(
+    config: Config,
+    plan: Plan,
+    mode: Mode,
+    factory: Callable[[], nn.Module],
+    feed: Iterable[list[Any]],
+    ranks: Ranks,
+    steps: int,
+) -> Sample | None:
+    """Time ``steps`` optimizer steps after a warm-up, on rank 0; ``None`` on the others. Collective.
+
+    ``feed`` yields this rank's micro batches of each step. All ranks meet, and all devices are waited for, before the
+    first timed step and after the last one; in between nothing is waited for that training does not wait for.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    attribution = Attribution.attach(session)
+    try:
+        model = build(factory, config.train.seed, real=ranks.is_main)
+        sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
+        model, optimizer = session.prepare(model, build_optimizer(model.parameters(), config.optimizer), sample)
+        rate = learning_rate(config.optimizer, WARM_UP + steps)
+        ends: list[float] = []
+        tokens = 0
+        for step in session.run_windows(feed, limit=WARM_UP + steps):
+            step.run(model, token_loss_sum)
+            set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)
+            result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
+            if step.number == WARM_UP:
+                _meet(ranks)
+            elif step.number == WARM_UP + steps:
+                _wait_for_device(ranks)
+            if step.number >= WARM_UP:
+                ends.append(time.perf_counter())
+            tokens += result.tokens if step.number > WARM_UP else 0
+        attribution.finish()
+        timing = attribution.timing()
+    finally:
+        attribution.detach()
+    if not ranks.is_main:
+        return None
+    return Sample(
+        mode=mode,
+        devices=ranks.world_size,
+        nodes=max(1, ranks.world_size // ranks.local_world_size),
+        plan=plan,
+        steps_s=tuple(after - before for before, after in pairwise(ends)),
+        wall_s=ends[-1] - ends[0],
+        tokens=tokens,
+        threads=torch.get_num_threads(),
+        cores=_cores() if ranks.device.type == "cpu" else None,
+        load=load,
+        date=datetime.date.today().isoformat(),
+        timing=timing,
+    )
+
+
+def forget(ranks: Ranks) -> None:
+    """Give back what the model measured last has held: hooks make circles that only the collector finds."""
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wait_for_device(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+
+
+def _meet(ranks: Ranks) -> None:
+    _wait_for_device(ranks)
+    if ranks.world_size > 1:
+        dist.barrier(group=ranks.control)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

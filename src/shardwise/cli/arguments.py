@@ -1,0 +1,23 @@
+"""Arguments and options that several verbs have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="config", help="TOML config file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, such as train.steps=20.")
+]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="Path or URL of a run or of any tool's checkpoint.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file of shardwise plan.", show_default=False)]
+Calibration = Annotated[
+    Path | None, typer.Option("--calibration", help="Link calibration file from bench comm.", show_default=False)
+]
+SamplesFolder = Annotated[Path, typer.Option("--output", help="Folder for raw samples and the plot.")]
+Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks on this machine.", min=1)]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document as the last line of stdout; text on stderr.")
+]

@@ -1,0 +1,191 @@
+"""Show plans, receipts, timing, findings and traces of a run on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardwise.diagnosis.finding import Finding
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.measure.profiler.summary import TraceSummary, bound_of
+from shardwise.measure.profiler.trace_text import rate_text, short_time, words
+from shardwise.measure.step_time.timing import NAMES, PARTS, Timing
+from shardwise.model.facts import ModelSpec
+from shardwise.receipts.receipt import Receipt
+from shardwise.search.choose import Choice
+from shardwise.train.config import DataTable
+from shardwise.train.data.corpus import Corpus
+from shardwise.units import bytes_text, count_text
+
+_MARKS = {"alarm": "[bold red]alarm[/]", "hint": "[yellow]hint[/]", "fine": "[green]fine[/]"}
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+
+
+def receipt_table(receipt: Receipt) -> Table:
+    """One row for each claim: planned, found, and a mark."""
+    table = Table(title=f"receipt: {receipt.title}", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("what")
+    table.add_column("planned", overflow="fold")
+    table.add_column("found", overflow="fold")
+    marks = {True: "[green]✓[/]", False: "[red]✗[/]", None: "·"}
+    for line in receipt.lines:
+        table.add_row(marks[line.ok], escape(line.name), escape(line.planned), escape(line.found))
+    return table
+
+
+def print_receipt(receipt: Receipt, console: Console | None = None) -> None:
+    """Print a receipt to standard error, where it disturbs no program's output."""
+    (console or Console(stderr=True)).print(receipt_table(receipt))
+
+
+def print_findings(findings: Sequence[Finding], console: Console, *, nothing: str = "") -> None:
+    """Print findings; ``nothing`` is said where there are none (`shardwise.diagnosis.diagnose.why_nothing`)."""
+    if not findings:
+        if nothing:
+            console.print(escape(nothing))
+        return
+    for finding in findings:
+        for line in lines_of(finding):
+            console.print(line, soft_wrap=True)
+
+
+def lines_of(finding: Finding) -> list[str]:
+    """The lines of one finding, as rich's markup: the sentence, what it is known from, what it costs, what to do."""
+    text = escape(finding.text)
+    lines = [f"{_MARKS[finding.level]}  {f'[bold]{text}[/]' if finding.level == 'alarm' else text}"]
+    lines += [f"       [dim]{escape(line)}[/]" for line in finding.evidence]
+    if finding.money is not None:
+        lines.append(f"       cost: {money_text(finding.money)} an hour, of all devices")
+    if finding.fix:
+        lines.append(f"       fix: {escape(finding.fix)}")
+    return lines
+
+
+def money_text(dollars: float) -> str:
+    """``$12.40``, and ``$0.004`` where cents are too coarse."""
+    return f"${dollars:,.2f}" if dollars >= 0.1 else f"${dollars:.3f}"
+
+
+def timing_table(timing: Timing) -> Table:
+    """One row for each part: seconds a step over ranks, its share, the least and the most of a rank."""
+    rate = "" if timing.tokens_per_s is None else f", {count_text(timing.tokens_per_s)} tokens/s"
+    ranks = "1 rank" if timing.world_size == 1 else f"{timing.world_size} ranks"
+    table = Table(
+        title=f"step time breakdown ({milliseconds(timing.step_s)}): {timing.steps} steps, {ranks}{rate}",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("part", no_wrap=True)
+    for column in ("a step", "share", "least", "most", "on"):
+        table.add_column(column, justify="right")
+    for part in PARTS:
+        found = timing.parts.get(part)
+        if found is not None:
+            several = timing.world_size > 1
+            table.add_row(
+                NAMES[part],
+                milliseconds(found.mean_s),
+                f"{timing.share(part):.1%}",
+                milliseconds(found.low_s) if several else "",
+                milliseconds(found.high_s) if several else "",
+                f"rank {found.highest_rank}" if several else "",
+            )
+        elif part in timing.unmeasured:
+            table.add_row(NAMES[part], "unknown", "", "", "", timing.unmeasured[part])
+    for part, seconds in timing.between_s.items():
+        if seconds:
+            table.add_row(f"between steps: {NAMES[part]}", milliseconds(seconds), "", "", "", "")
+    whole = timing.step_s + sum(timing.between_s.values())
+    if timing.stopwatch_s is not None:
+        watch = milliseconds(timing.stopwatch_s)
+        table.caption = f"parts and what lies between add up to {milliseconds(whole)}; a stopwatch says {watch}"
+        table.caption_justify = "left"
+    return table
+
+
+def milliseconds(seconds: float) -> str:
+    """``12.3 ms``, or seconds from ten on."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def print_trace(
+    summary: TraceSummary, console: Console, *, peak_flops: float | None = None, bytes_per_s: float | None = None
+) -> None:
+    """Print it; ``peak_flops`` and ``bytes_per_s`` are the device's, where they are known."""
+    if summary.file:
+        console.print(
+            f"trace: '{summary.file}' in the run folder; open it in Perfetto or chrome://tracing", markup=False
+        )
+    for sentence in words(summary, peak_flops, bytes_per_s):
+        console.print(f"  {sentence}", markup=False)
+    console.print(operations_table(summary, peak_flops, bytes_per_s))
+
+
+def operations_table(summary: TraceSummary, peak_flops: float | None = None, bytes_per_s: float | None = None) -> Table:
+    """The busiest operations by their own time. A rate is that of products whose shapes are in the trace.
+
+    What no row has is no column: on a CPU who launched it, without the device's figures what bounds it.
+    """
+    on_device = summary.device == "cuda"
+    bounds = [bound_of(one.intensity, peak_flops, bytes_per_s) for one in summary.operations]
+    table = Table(title="busiest kernels" if on_device else "busiest operators", title_justify="left")
+    table.add_column("operation", overflow="fold")
+    if on_device:
+        table.add_column("launched by", overflow="fold")
+    for name in ("calls", "own time", "share", "rate", *(("bound by",) if any(bounds) else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one, bound in zip(summary.operations, bounds, strict=True):
+        table.add_row(
+            escape(one.name),
+            *((escape(one.operator or "unknown"),) if on_device else ()),
+            str(one.calls),
+            short_time(one.self_s),
+            f"{one.share:.1%}",
+            rate_text(one.flops_per_s) if one.flops_per_s is not None else "",
+            *((bound,) if any(bounds) else ()),
+        )
+    return table
+
+
+def print_plan(
+    choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console, data: DataTable
+) -> None:
+    """Print the whole plan."""
+    plan = choice.plan
+    packed = sum(p.num_elements for p in spec.parameters if p.dtype == "uint8" and plan.parsed.adapter == "qlora")
+    whole = spec.num_parameters + packed  # two in a byte
+    frozen = whole - spec.num_trainable
+    console.print(
+        f"model: {count_text(whole)} parameters"
+        + (f", {count_text(frozen)} of them frozen" if frozen else "")
+        + (f" ({count_text(2 * packed)} in 4 bits)" if packed else "")
+        + f", {len(spec.blocks)} repeated blocks"
+        + (f", tied: {'; '.join(' = '.join(names) for names in spec.tied)}" if spec.tied else "")
+    )
+    heldout = count_text(len(corpus.heldout.tokens)) if corpus.heldout else "no"
+    console.print(f"data: {count_text(len(corpus.train.tokens))} training tokens, {heldout} held-out tokens")
+    if data.pack:
+        borders = "has no loss on their first tokens" if data.mask_borders else "has loss on their first tokens, too"
+        console.print(
+            f"      packed: documents of one sample attend to each other, and it {borders}; data.pack=false keeps each "
+            "document apart (and pads)",
+            markup=False,
+        )
+    memory = bytes_text(cluster.device_memory_bytes)
+    where = f"{cluster.world_size} × {cluster.device_name}, {memory} each"
+    console.print(
+        f"plan: [bold]{plan.strategy}[/] on {where} ({plan.dims}), {plan.precision}, recompute {plan.recompute}"
+    )
+    console.print(f"      {plan.reason}")
+    for name, why in choice.rejected:
+        console.print(f"      not {name}: {why}")
+    console.print(f"batch: {plan.batch_equation()}")
+    table = Table(title="predicted memory of a rank", title_justify="left", title_style="bold")
+    for name in CATEGORIES:
+        table.add_column(name, justify="right")
+    table.add_row(*(bytes_text(getattr(choice.estimate, name)) for name in CATEGORIES))
+    console.print(table)
