@@ -1,6 +1,6 @@
-"""The receipt of an exported adapter: peft's own loader and the layers that were trained give the same outputs.
+"""Verify an exported adapter: peft's loader and the trained layers give the same outputs.
 
-What base they stand beside does not matter for that: both get the same one, drawn from a seed.
+The base weights do not matter for that: both get the same ones, initialized from a seed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from shardwise.plan.plan import Plan
 def check_peft_folder(
     source: OwnSource, saved: SavedAdapters, selection: Selection, place: Folder, known: KnownModel, progress: Progress
 ) -> OutputVerdict:
-    """Compare the folder of adapters at ``place`` with ``source``: outputs on one drawn base, then every tensor.
+    """Compare the adapter folder at ``place`` with ``source`` on one random base.
+
+    First the outputs, then every tensor.
 
     Raises:
         NotTheSame: peft cannot load it, or gives other outputs, or tensors differ.
-        CheckpointError: something cannot be read.
+        CheckpointError: a file cannot be read.
     """
     try:
         verdict = _compare(source, saved, selection, place, known, progress)

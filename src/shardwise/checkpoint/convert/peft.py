@@ -1,4 +1,4 @@
-"""A checkpoint of adapters as the folder that peft writes and reads: one safetensors file and its configuration."""
+"""Export adapters as a peft folder: one safetensors file and its configuration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardwise.checkpoint.matching import MODEL, Selection, TargetTensor
 from shardwise.checkpoint.readers.reader import TensorInfo
 from shardwise.checkpoint.readers.shardwise_reader import OwnSource
 
-_WRAPPED = "base_model.model."  # what peft's wrapper puts before the names of the model
+_WRAPPED = "base_model.model."  # prefix that peft's wrapper adds to the model's names
 
 
 def peft_selection(source: OwnSource, saved: SavedAdapters, dtype: torch.dtype | None) -> Selection:
-    """The adapters under peft's names, in ``dtype`` or as they are."""
+    """Select the adapters under peft's names, in ``dtype`` or unchanged."""
     items = []
     for name in (name for layer in saved.targets for name in saved.names(layer)):
         info = source.tensors[name]
@@ -27,7 +27,10 @@ def peft_selection(source: OwnSource, saved: SavedAdapters, dtype: torch.dtype |
 
 
 def peft_config(saved: SavedAdapters, *, transposed: bool, causal: bool) -> dict[str, Any]:
-    """``adapter_config.json``: ``transposed`` where layers store [inputs, outputs], ``causal`` of a language model."""
+    """Build ``adapter_config.json``.
+
+    ``transposed`` where layers store [inputs, outputs], ``causal`` for a language model.
+    """
     options = saved.options
     return {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint is made of, and which kinds of it are refused, by name and with what to do."""
+"""List the files of a DeepSpeed checkpoint, and reject unsupported kinds with a fix."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SWAPPED = (
 
 
 def tagged_folder(path: Folder) -> Folder:
-    """The folder with the files: ``path``, or the one in it that ``latest`` names.
+    """Return the folder with the files: ``path``, or the one in it that ``latest`` names.
 
     Raises:
-        UserError: neither is there.
-        CheckpointError: ``latest`` names what is not there.
+        UserError: neither exists.
+        CheckpointError: ``latest`` names a missing folder.
     """
     names = sorted(item.name for item in path.iterdir()) if path.is_dir() else []
     if any(name.endswith(("_model_states.pt", "-model_states.pt", "_optim_states.pt")) for name in names):
@@ -61,7 +61,7 @@ def refuse(folder: Folder, problems: Sequence[str]) -> None:
 
 
 def unread_kinds(names: Sequence[str]) -> list[str]:
-    """Why it cannot be read, as far as the names of the files show."""
+    """Return why it cannot be read, judged by the file names."""
 
     def first(pattern: str) -> str | None:
         return next((name for name in names if re.fullmatch(pattern, name)), None)
@@ -81,7 +81,7 @@ def unread_kinds(names: Sequence[str]) -> list[str]:
 
 
 def unread_layouts(state: Mapping[str, Any]) -> list[str]:
-    """Why it cannot be read, as far as the model's file says."""
+    """Return why it cannot be read, judged by the model's file."""
     problems: list[str] = []
     dims = state.get("checkpoint_parallel_dimensions")
     degrees = [state.get("mp_world_size"), *(dims.values() if isinstance(dims, dict) else ())]
@@ -98,7 +98,7 @@ def unread_layouts(state: Mapping[str, Any]) -> list[str]:
 
 
 def option(state: Mapping[str, Any], *keys: str) -> Any:
-    """An entry of the configuration that the run had; ``None`` where it had none."""
+    """Return an entry of the run's configuration; ``None`` where it had none."""
     value: Any = state.get("ds_config")
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
@@ -106,10 +106,10 @@ def option(state: Mapping[str, Any], *keys: str) -> Any:
 
 
 def model_files(folder: Folder, names: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether it is of stage 3, which has a model file for each rank, and the model files in the order of the ranks.
+    """Return whether it is of stage 3 (one model file per rank), and its model files by rank.
 
     Raises:
-        CheckpointError: there is none, or it has both forms.
+        CheckpointError: there is no model file, or both forms exist.
     """
     found = {match[2] and int(match[2]): name for name in names if (match := _MODEL.fullmatch(name))}
     ranks = sorted(rank for rank in found if rank is not None)
@@ -120,7 +120,7 @@ def model_files(folder: Folder, names: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def optimizer_files(names: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Files of optimizer state by rank, for each text that their names begin with (``bf16_`` or nothing)."""
+    """Return the optimizer files by rank, for each prefix (``bf16_`` or empty)."""
     found: dict[str, dict[int, str]] = {}
     for name in names:
         if match := _OPTIMIZER.fullmatch(name):
@@ -129,10 +129,10 @@ def optimizer_files(names: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def all_ranks(folder: Folder, form: str, world: int, there: Sequence[str]) -> list[str]:
-    """The names of all ranks' files; ``form`` has the place for the rank's number.
+    """Return the names of all ranks' files; ``form`` contains the placeholder of the rank.
 
     Raises:
-        CheckpointError: files are missing, or there are more than ranks; names them.
+        CheckpointError: files are missing, or there are more files than ranks; names them.
     """
     if world > _MAX_RANKS:
         raise CheckpointError(f"'{folder}' says that it was saved by {world} ranks, which cannot be; {AGAIN}")
@@ -152,5 +152,5 @@ def all_ranks(folder: Folder, form: str, world: int, there: Sequence[str]) -> li
 
 
 def is_read(name: str) -> bool:
-    """Whether a file of this name is among those that are read."""
+    """Return whether a file of this name is read."""
     return bool(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
