@@ -1,4 +1,4 @@
-"""Where in a model an exception was raised."""
+"""Locate an exception raised in a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardwise.model.read import clean_name
 
 
 def in_layer(error: BaseException, module: nn.Module) -> str:
-    """``, in 'model.layers.0.mlp'``: the innermost part of ``module`` whose forward was running; empty if none was."""
+    """Name the innermost part of ``module`` that raised: ``, in 'model.layers.0.mlp'``; empty if none."""
     names = {id(part): clean_name(name) for name, part in module.named_modules() if name}
     found, frame = "", error.__traceback__
     while frame is not None:
