@@ -1,6 +1,6 @@
-"""The self-test of ranks on this machine: start them, watch their processes, and say which one did not answer.
+"""Run the rank self-test on this machine: start, monitor and identify silent ranks.
 
-As ``python -m shardwise.doctor.start_ranks task.json`` it is one rank of that.
+As ``python -m shardwise.doctor.start_ranks task.json`` it is one rank of the test.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardwise.errors import Interrupted, ShardwiseError
 from shardwise.launch.rank import guarded
 
 SLOW_START_S = 30.0
-"""Beyond the ranks' own time-outs, for what they load before they can count."""
+"""Seconds beyond the ranks' own time-outs, for their imports."""
 IDLE_S = 5.0
-"""Beyond their time-out, when not one of them runs any more."""
+"""Seconds beyond their time-out, when none of them is running."""
 GRACE_S = 3.0
-"""What ranks have, once told to end, for their last word."""
+"""Seconds that ranks have to report after a request to end."""
 
 
 class RankTestTask(BaseModel):
-    """What a rank is to do, and where it leaves what it found."""
+    """Task of a rank, and the location of its result."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,7 +53,7 @@ def check_ranks(
     module: str = "shardwise.doctor.start_ranks",
     threads: int = 1,
 ) -> RanksTest:
-    """Start ``world_size`` ranks here, and say what came of it. Ends all of them, also those that are stopped.
+    """Start ``world_size`` local ranks, and return the result; ends all of them, also stopped ones.
 
     Times are those of `shardwise.doctor.rank_self_test.self_test`; ``module`` is what runs as a rank.
 
@@ -82,11 +82,11 @@ def check_ranks(
             if not watch.ended_them:
                 raise
         except ShardwiseError as failure:
-            said = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that go away
+            said = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that are deleted
         finally:
             watch.stop()
         found = [RanksTest.model_validate_json(path.read_text()) for path in folder.glob("result-*.json")]
-    if found:  # who waited longest has seen most
+    if found:  # the one that waited longest has seen most
         return explained(min(found, key=lambda one: (len(one.silent), one.speaker)), said, watch.seen, timeout_s)
     return nobody_answered(world_size, device, timeout_s, said, watch, time.monotonic() - began)
 
@@ -94,7 +94,7 @@ def check_ranks(
 def nobody_answered(
     world_size: int, device: str, timeout_s: float, said: str, watch: _Watch, seconds: float
 ) -> RanksTest:
-    """No rank has left a word: what `run_local` says of them, or else what their processes did."""
+    """Build the result where no rank left one: from `run_local`, or else their processes' state."""
     answers = tuple(
         RankAnswer(rank=rank, state=watch.seen.get(rank, "its process was never seen")) for rank in range(world_size)
     )
@@ -114,7 +114,7 @@ def nobody_answered(
 
 
 def explained(found: RanksTest, said: str, seen: dict[int, str], timeout_s: float) -> RanksTest:
-    """The ranks' own verdict, with what this process saw of the silent ones and, where one died, how."""
+    """Add this process's view to the ranks' verdict: the silent ones, and how one died."""
     if not found.silent:
         return found
     answers = tuple(
@@ -129,10 +129,10 @@ def explained(found: RanksTest, said: str, seen: dict[int, str], timeout_s: floa
 
 
 class _Watch:
-    """Looks at the ranks' processes while they run: what each does, and that none stays for ever.
+    """Monitor of the ranks' processes: records their states, and kills leftovers.
 
-    Ranks that answer end by themselves. Those that are left when their time is up can say nothing any more (all are
-    stopped, say), and are killed, by their ids, after their state was noted.
+    Ranks that respond end by themselves. Those left at the time-out (all stopped, for example) are killed by id after
+    their state was recorded.
     """
 
     def __init__(self, mark: str, timeout_s: float, start_s: float) -> None:
@@ -144,7 +144,7 @@ class _Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch."""
+        """End the monitor."""
         self._stop.set()
         self._thread.join()
 
@@ -156,7 +156,7 @@ class _Watch:
                 if self._works(process):
                     idle_since = now
                     self.seen.pop(rank, None)
-                else:  # the first state counts: later ones are what ending the ranks did to it
+                else:  # the first state counts: later ones are caused by ending the ranks
                     self.seen.setdefault(rank, process_state(socket.gethostname(), process.pid))
             if now - idle_since > self._idle_s or now - began > self._most_s:
                 self._end(ranks)
@@ -169,7 +169,7 @@ class _Watch:
                 process.kill()
 
     def _ranks(self) -> dict[int, psutil.Process]:
-        """The children that are ranks of this very test."""
+        """Return the children that are ranks of this test."""
         found = {}
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(os.getpid()).children():
@@ -185,7 +185,7 @@ class _Watch:
 
 
 def rank_main(arguments: Sequence[str] | None = None) -> int:
-    """One rank: test, and leave what it found in the task's folder."""
+    """Run the test as one rank, and write the result to the task's folder."""
     from shardwise.doctor.rank_self_test import self_test
     from shardwise.environment import rendezvous
     from shardwise.errors import UserError
