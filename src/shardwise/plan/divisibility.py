@@ -1,7 +1,7 @@
-"""What a model's numbers allow of ``+tp``, ``+cp`` and ``+pp``: rules of plain numbers, each with what would work.
+"""Divisibility rules of ``+tp``, ``+cp`` and ``+pp``, each with values that would work.
 
-The planner refuses by them before anything runs. Live modules are looked at once more (``parallel``), which sees what
-numbers do not: how a projection is fused, what a forward does to tokens, what is not spread at all.
+The planner rejects plans by them before anything runs. Live modules are checked separately (``parallel``) for facts
+beyond sizes: fused projections, operations on tokens, unsharded parts.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from collections.abc import Collection
 
 
 def kv_repeats(kv_heads: int, degree: int) -> int:
-    """How often each key-value head is repeated so that the heads divide by ``degree``: the smallest number."""
+    """Return the smallest repetition of key-value heads that is divisible by ``degree``."""
     return degree // math.gcd(kv_heads, degree)
 
 
 def tensor_fits(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether each of ``tp`` ranks gets whole heads, and its queries their keys (shared where these are fewer)."""
+    """Return whether each of ``tp`` ranks gets complete heads, and its queries their keys."""
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
 def context_fits(heads: int, kv_heads: int, tp: int, cp: int) -> bool:
-    """Whether the heads of one of ``tp`` ranks can be exchanged for tokens among ``cp``."""
+    """Return whether the heads of one of ``tp`` ranks can be exchanged for tokens among ``cp``."""
     local, keys = heads // tp, max(1, kv_heads // tp)
     return heads % tp == 0 and local % cp == 0 and local % (keys * kv_repeats(keys, cp)) == 0
 
 
 def tensor_problem(heads: int, kv_heads: int, tp: int, widths: Collection[int] = ()) -> str:
-    """What is wrong with ``tp``, and what works; empty if nothing. ``widths`` are inputs of layers cut by rows."""
+    """Explain why ``tp`` is invalid, with valid values; empty if it is valid.
+
+    ``widths`` are the inputs of row-sharded layers.
+    """
     wrong = [width for width in widths if width % tp]
     if tensor_fits(heads, kv_heads, tp) and not wrong:
         return ""
@@ -40,7 +43,7 @@ def tensor_problem(heads: int, kv_heads: int, tp: int, widths: Collection[int] =
 
 
 def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
-    """What is wrong with ``cp`` beside ``tp``, and what works; empty if nothing."""
+    """Explain why ``cp`` with ``tp`` is invalid, with valid values; empty if it is valid."""
     if heads % tp or context_fits(heads, kv_heads, tp, cp):
         return ""
     works = [n for n in range(2, heads // tp + 1) if context_fits(heads, kv_heads, tp, n)]
@@ -50,7 +53,7 @@ def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
 
 
 def length_problem(seq_len: int, tp: int, cp: int) -> str:
-    """What is wrong with a length that ``cp`` cuts, and ``tp`` under sequence parallel; empty if nothing."""
+    """Explain why ``cp``, or ``tp`` with sequence parallel, does not divide the length; empty if it does."""
     step = tp * cp
     if step == 1 or seq_len % step == 0:
         return ""

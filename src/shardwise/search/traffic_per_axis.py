@@ -1,6 +1,6 @@
-"""Bytes that one device sends in a step, by mesh axis: what explains a slower plan. Payload of ring algorithms.
+"""Bytes that one device sends in a step, by mesh axis (payload of ring algorithms).
 
-Leaves out protocol overhead, the collectives of the clipped norm and of the loss (a few bytes), and padding.
+Excludes protocol overhead, the collectives of the clipped norm and of the loss (a few bytes), and padding.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ EXCHANGES = 2  # of tokens for heads and back around an attention: once forward,
 
 
 def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
-    """Bytes sent by one device in one optimizer step: ``dp``, ``tp``, ``cp`` and ``pp``; axes of one rank left out."""
+    """Return bytes sent by one device in one step: ``dp``, ``tp``, ``cp``, ``pp``.
+
+    Axes of one rank are omitted.
+    """
     strategy, dims = plan.parsed, plan.dims
     narrow = itemsize_of(plan.precision)
     cut, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
     gradients = profile.num_trainable * GRADIENT_BYTES / cut
     weights = _gathered(profile, narrow) / cut
     found: dict[str, float] = {}
-    ranks, shard = dims.dp * dims.cp, dims.dp_shard * dims.cp  # a context-parallel group holds equal weights
+    ranks, shard = dims.dp * dims.cp, dims.dp_shard * dims.cp  # a context-parallel group has equal weights
     if ranks > 1 and not strategy.shards_parameters:
         broadcast = profile.num_trainable * 4 / cut if strategy.base == "zero1" else 0.0
         found["dp"] = (2 * gradients + broadcast) * (ranks - 1) / ranks
@@ -47,7 +50,10 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
 
 
 def _gathered(profile: ModelProfile, narrow: float) -> float:
-    """Bytes of all weights as a rank gathers them: ``narrow`` an element, packed ones as they rest without scales."""
+    """Return bytes of all gathered weights.
+
+    ``narrow`` bytes an element, quantized ones as stored without scales.
+    """
     return sum(
         unit.count * w.num_elements * (w.itemsize - w.scales if w.itemsize < 1 else narrow)
         for unit in profile.units
@@ -56,9 +62,10 @@ def _gathered(profile: ModelProfile, narrow: float) -> float:
 
 
 def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> float:
-    """What is exchanged around an attention, in its queries: they, keys and values there, and the result back.
+    """Return the exchanged volume around an attention, in units of its queries.
 
-    Key-value heads are repeated where there are fewer of them than the degree divides.
+    They, keys and values there, and the result back. Key-value heads are repeated where there are fewer of them than
+    the degree divides.
     """
     queries = max(1, (heads or 1) // tp)
     keys = max(1, (kv_heads or heads or 1) // tp)
@@ -66,14 +73,14 @@ def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> floa
 
 
 def crosses_nodes(axis: str, plan: Plan, cluster: ClusterSpec) -> bool:
-    """True where the ranks of an axis lie on several nodes: innermost is ``tp``, then ``cp``, ``dp``, ``pp``."""
+    """Return True where an axis spans nodes: innermost is ``tp``, then ``cp``, ``dp``, ``pp``."""
     dims = plan.dims
     reach = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp": dims.tp * dims.cp * dims.dp, "pp": dims.world_size}
     return reach[axis] > cluster.devices_per_node
 
 
 def traffic_text(axis: str, plan: Plan, cluster: ClusterSpec) -> str:
-    """``over the network`` or ``over nvlink``."""
+    """Format ``over the network`` or ``over nvlink``."""
     if crosses_nodes(axis, plan, cluster):
         return "over the network"
     return f"over {cluster.link.kind}" if cluster.link else "inside the node"

@@ -1,4 +1,4 @@
-"""Cost another strategy for the same question, and say why it is not the plan."""
+"""Estimate another strategy for the same request, and explain why it is not chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.search.search import search
 
 
 def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
-    """Cost ``strategy`` for the same question and say why it is not ``best``; the candidate is None if it cannot be."""
+    """Estimate ``strategy`` and explain why it is not ``best``; the candidate is None if invalid."""
     if strategy == best.plan.parsed:
         unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
         return best, [f"{strategy} is the plan{unfit}"]
