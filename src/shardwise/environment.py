@@ -59,7 +59,7 @@ def rendezvous() -> Rendezvous | None:
         if text and text.isascii() and text.isdigit():
             numbers[name] = int(text)
         elif text:
-            problems.append(f"{name} is '{text}' in the environment: it must be a whole number, 0 or more")
+            problems.append(f"{name} is '{text}' in the environment: it must be an integer of 0 or more")
     if not problems:
         problems = _out_of_range(numbers)
     if problems:

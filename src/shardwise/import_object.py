@@ -30,7 +30,7 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{key} '{path}': no module named '{error.name}'; install it or run from the folder that holds it"
+            f"{key} '{path}': no module named '{error.name}'; install it or run from the folder that contains it"
         ) from None
     except Exception as error:
         raise ConfigError(f"{key} '{path}': importing it raised {raised_text(error)}; repair the module") from error

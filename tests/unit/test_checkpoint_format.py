@@ -114,7 +114,7 @@ def _no_schema(data: dict) -> None:
         (_gap, "hold 6 of 9 elements"),
         (_outside, "reaches outside"),
         (_dimensions, "another number of dimensions"),
-        (_path, "is no plain file name"),
+        (_path, "is not a plain file name"),
         (_dtype, "dtype 'F33' is unknown"),
         (_alias, "aliases of nothing: model/c"),
         (_no_schema, "schema"),

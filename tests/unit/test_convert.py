@@ -210,7 +210,7 @@ class TestOwnSource:
 
     def test_none_that_is_complete(self, tmp_path):
         (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-        with pytest.raises(CheckpointError, match="holds none that is complete"):
+        with pytest.raises(CheckpointError, match="contains no complete one"):
             OwnSource(tmp_path)
 
     def test_a_flipped_bit_is_found_before_it_is_carried_on(self, saved):

@@ -73,7 +73,7 @@ def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
         if parts:
             first, second = (f"'{shard.key}' in {shard.file} at {list(shard.offsets)}" for _, shard in parts[:2])
             return f"shards overlap: {first} and {second}"
-        return f"no shard holds the elements from {list(region.offsets)} on, {list(region.lengths)} of them"
+        return f"no shard contains the elements from {list(region.offsets)} on, {list(region.lengths)} of them"
     axis, places = cut
     if len(places) + 1 == len(parts):  # slices of one dimension, in any order: the usual case, solved by sorting
         ordered = sorted((box.offsets[axis], box.offsets[axis] + box.lengths[axis]) for box, _ in parts)

@@ -52,7 +52,7 @@ def begin(folder: Folder, step: int) -> Folder:
     target = folder / step_folder(step)
     if isinstance(folder, Path):
         if target.exists():
-            raise CheckpointError(f"'{target}' is there but has no {MANIFEST}; remove it and save again")
+            raise CheckpointError(f"'{target}' exists but has no {MANIFEST}; remove it and save again")
         folder.mkdir(parents=True, exist_ok=True)
         working = folder / f"{TEMPORARY}{target.name}"
         for stale in folder.glob(_STALE):
@@ -135,7 +135,7 @@ def prune(folder: Folder, keep: int, saved: Folder) -> None:
     try:
         others = [path for _, path in saved_steps(folder) if path.name != saved.name]
     except Exception as error:
-        warnings.warn(f"old checkpoints in '{folder}' could not be looked for: {error}", stacklevel=2)
+        warnings.warn(f"old checkpoints in '{folder}' could not be listed: {error}", stacklevel=2)
         return
     for path in others[keep - 1 :]:
         try:

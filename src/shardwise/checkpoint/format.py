@@ -65,7 +65,7 @@ class Shard(BaseModel):
     @classmethod
     def _plain_name(cls, name: str) -> str:
         if not name or name != Path(name).name or name == ".." or not name.isprintable():
-            raise ValueError(f"'{name}' is no plain file name")
+            raise ValueError(f"'{name}' is not a plain file name")
         return name
 
 
@@ -91,7 +91,7 @@ class TensorEntry(BaseModel):
                     raise ValueError(f"a shard in {shard.file} reaches outside of {self.shape}")
             held += math.prod(shard.lengths)
         if held != math.prod(self.shape):
-            raise ValueError(f"the shards hold {held} of {math.prod(self.shape)} elements")
+            raise ValueError(f"the shards contain {held} of {math.prod(self.shape)} elements")
         return self
 
 

@@ -258,7 +258,7 @@ def _damage_of(path: Folder, shards: Sequence[tuple[Shard, int]], size: int | No
                 return None
             return _closer(reader, header, shards)
     except EOFError:
-        return Damage(path.name, f"has {size} bytes, which is no safetensors file", keys)
+        return Damage(path.name, f"has {size} bytes, which is not a safetensors file", keys)
     except OSError as error:
         return Damage(path.name, f"cannot be read: {error.strerror or error}", keys)
 
@@ -267,7 +267,7 @@ def _closer(reader: RangeReader, header: int, shards: Sequence[tuple[Shard, int]
     """Inspect the header of a file whose size is wrong; other tensors may be in it, too."""
     name, size, keys = reader.path.name, reader.size, tuple(shard.key for shard, _ in shards)
     if header > min(_LARGEST_HEADER, size - 8):
-        return Damage(name, f"has {size} bytes, and its header alone is said to have {header}", keys)
+        return Damage(name, f"has {size} bytes, and its header alone claims to have {header}", keys)
     try:
         items = json.loads(reader.read(8, header))
         ends = {key: 8 + header + int(item["data_offsets"][1]) for key, item in items.items() if key != "__metadata__"}
@@ -275,11 +275,11 @@ def _closer(reader: RangeReader, header: int, shards: Sequence[tuple[Shard, int]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         return Damage(name, f"its header is damaged ({type(error).__name__}: {error})", keys)
     if lost := tuple(key for key in keys if key not in ends):
-        return Damage(name, "its header does not have what the manifest says is in it", lost)
+        return Damage(name, "its header does not match the manifest", lost)
     if cut := tuple(key for key in keys if ends[key] > size):
         needed = max(ends[key] for key in cut)
         return Damage(name, f"is truncated: it has {size} bytes, and {needed} are needed", cut)
     if wrong := tuple(shard.key for shard, num_bytes in shards if ends[shard.key] - begins[shard.key] != num_bytes):
-        return Damage(name, "holds other numbers of bytes than the manifest says", wrong)
+        return Damage(name, "has tensor sizes that differ from the manifest", wrong)
     needed = max(ends.values(), default=8 + header)
     return None if needed == size else Damage(name, f"has {size} bytes, and its header accounts for {needed}")

@@ -125,9 +125,12 @@ def _optimizer_faults(manifest: Manifest) -> list[Damage]:
     state |= set(manifest.optimizer.state)
     faults = []
     for what, names in (
-        ("parameter groups of the optimizer name what is no tensor of the model", set(members) - known - tied),
+        (
+            "parameter groups of the optimizer name something that is not a tensor of the model",
+            set(members) - known - tied,
+        ),
         ("parameters in several groups of the optimizer", {name for name, n in Counter(members).items() if n > 1}),
-        ("state of the optimizer for what is no tensor of the model", state - known - tied),
+        ("state of the optimizer for something that is not a tensor of the model", state - known - tied),
         ("state of the optimizer for parameters in none of its groups", (state & (known | tied)) - set(members)),
     ):
         if names:

@@ -181,14 +181,14 @@ def _strided_box(tensor: DTensor) -> Box:
     offsets, lengths = [0] * tensor.dim(), list(tensor.shape)
     coordinate, sizes = tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape
     if coordinate is None:
-        raise CheckpointError("this rank is not in the mesh of a tensor that it holds")
+        raise CheckpointError("this rank is not in the mesh of a tensor that it has")
     cuts = [(axis, p) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
     for axis, placement in sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard)):
         if isinstance(placement, _StridedShard):
             right = math.prod(sizes[other] for other, p in cuts if other > axis and p.dim == placement.dim)
             if placement.split_factor != right:
                 raise CheckpointError(
-                    f"a tensor laid out as {tensor.placements} cannot be checkpointed: its part is no box"
+                    f"a tensor laid out as {tensor.placements} cannot be checkpointed: its local shard is not a box"
                 )
         whole = lengths[placement.dim]
         each = -(-whole // sizes[axis])
@@ -231,7 +231,9 @@ def plain(value: Any, where: str) -> Any:
         return [plain(item, where) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise CheckpointError(f"{where} holds a {type(value).__name__}, which JSON cannot; give numbers, text, lists")
+    raise CheckpointError(
+        f"{where} holds a {type(value).__name__}, which JSON cannot represent; give numbers, text, lists"
+    )
 
 
 def like(live: Any, saved: Any) -> Any:

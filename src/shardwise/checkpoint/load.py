@@ -92,7 +92,7 @@ def _tell_inexact(work: _Work) -> None:
     if names and exchange.rank() == 0:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         logging.getLogger("shardwise").warning(
-            f"8-bit optimizer state of {names[0]}{more} was quantised anew: parts begin elsewhere than when it was "
+            f"8-bit optimizer state of {names[0]}{more} was requantized: parts begin elsewhere than when it was "
             "saved, not at a multiple of 256 elements; it is within half a code of what was saved"
         )
 
@@ -112,7 +112,7 @@ def newest_of_all(folder: Folder) -> Folder | None:
     def look() -> None:
         if path is not None and not (path / MANIFEST).is_file():
             raise CheckpointError(
-                f"rank {exchange.rank()} does not see '{path}', which rank 0 goes on from; use a folder on a disk that "
+                f"rank {exchange.rank()} does not see '{path}', which rank 0 resumes from; use a folder on a disk that "
                 "all nodes share (train.output or checkpoint.folder)"
             )
 

@@ -97,7 +97,7 @@ def select(
     """
     weights = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
     if not weights:
-        raise CheckpointError(f"'{source.place}' ({source.kind}) holds no weights; give the place of the model's")
+        raise CheckpointError(f"'{source.place}' ({source.kind}) contains no weights; give the path of the model's")
     aliases = {a.removeprefix(MODEL): n.removeprefix(MODEL) for a, n in source.aliases.items()}
     notes: list[str] = []
     equal: list[tuple[str, str]] = []
@@ -122,7 +122,7 @@ def select(
     bad = sorted({str(item.info.dtype) for item in items if item.info.dtype not in CODES})
     if bad:
         raise CheckpointError(
-            f"'{source.place}' holds tensors of {', '.join(bad)}, which safetensors cannot; use --dtype"
+            f"'{source.place}' holds tensors of {', '.join(bad)}, which safetensors cannot store; use --dtype"
         )
     tied = {f"{MODEL}{alias}": f"{MODEL}{name}" for alias, name in ties.items()}
     return Selection(tuple(items), tied, renamed, tuple(equal), tuple(notes))
@@ -206,7 +206,7 @@ def _matched(
             "the model that it was saved from with --model; nothing was written"
         )
     if made:
-        notes.append(f"left out, as the model makes them itself: {short_list(made, 3)}")
+        notes.append(f"omitted, as the model creates them itself: {short_list(made, 3)}")
     if equal:
         notes.append(f"tied in the model and stored once: {short_list([f'{a} = {b}' for a, b in equal], 3)}")
     return chosen, equal

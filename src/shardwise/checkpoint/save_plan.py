@@ -166,7 +166,7 @@ def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
     odd = [str(rank) for rank in holdings.ranks if marks[rank] != marks[first]]
     if odd and -1 not in marks:
         raise CheckpointError(
-            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} hold other tensors whole than rank "
+            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} have other unsharded tensors than rank "
             f"{first}: model and optimizer state that are not sharded must have the same names and shapes on every rank"
         )
     here = exchange.rank()

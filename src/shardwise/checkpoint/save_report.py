@@ -123,7 +123,7 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -
             broken.append(f"{name}: {error.errors()[0]['msg']}")
     broken += [f"model/{name}: no rank has it" for name in head.names if f"model/{name}" not in tensors]
     if broken:
-        raise CheckpointError(f"the ranks do not hold all of the state: {short_list(broken)}")
+        raise CheckpointError(f"the ranks do not have all of the state: {short_list(broken)}")
     groups = {report["rank"]: report["groups"] for report in reports if report["groups"] is not None}
     return Manifest(
         step=head.step,

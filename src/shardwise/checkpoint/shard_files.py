@@ -323,7 +323,7 @@ def read_header(reader: RangeReader) -> dict[str, Stored]:
     """
     size = int.from_bytes(reader.read(0, 8), "little")
     if size > _LARGEST_HEADER or 8 + size > reader.size:
-        raise EOFError(f"the header is said to have {size} bytes, and the file has {reader.size}")
+        raise EOFError(f"the header claims to have {size} bytes, and the file has {reader.size}")
     try:
         header = parsed_json(reader.read(8, size))
         header.pop("__metadata__", None)
@@ -339,7 +339,7 @@ def read_header(reader: RangeReader) -> dict[str, Stored]:
                 raise ValueError(f"{name}: bytes {begin} to {end} are not those of {stored.shape}")
             found[name] = stored
     except (KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise ValueError(f"its header is no safetensors header ({type(problem).__name__}: {problem})") from None
+        raise ValueError(f"its header is not a safetensors header ({type(problem).__name__}: {problem})") from None
     held = sorted((stored.begin, stored.end, name) for name, stored in found.items() if stored.end > stored.begin)
     for (_, end, one), (begin, _, other) in itertools.pairwise(held):
         if begin < end:

@@ -56,7 +56,7 @@ def why_nothing(timing: Timing) -> str:
         return ""
     return (
         f"no diagnosis: {timing.steps} step{'s' * (timing.steps != 1)} after {timing.warm_up} of warm-up, and it takes "
-        f"{MIN_STEPS} to tell a cause from chance"
+        f"{MIN_STEPS} to distinguish a cause from chance"
     )
 
 
@@ -65,7 +65,7 @@ def _demoted(finding: Finding, all_found: list[Finding], case: Case) -> Finding:
     root = _root(finding, all_found, case)
     if root is None or finding.level != "alarm":
         return finding
-    why = f"follows from the {root.kind.replace('-', ' ')} said above, as far as it can be told"
+    why = f"follows from the {root.kind.replace('-', ' ')} above, as far as can be determined"
     return finding.model_copy(update={"level": "hint", "evidence": (*finding.evidence, why)})
 
 

@@ -73,8 +73,8 @@ def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Findin
     if level is None or _as_planned(case, axis, link, whole):
         return None
     evidence = [
-        f"{bytes_text(link.bytes_per_step)} a step in {span(whole)} of waiting: at most {rate(most)}, as some of them "
-        "may have gone behind computation",
+        f"{bytes_text(link.bytes_per_step)} a step in {span(whole)} of waiting: at most {rate(most)}, as part of them "
+        "may have overlapped with computation",
         f"expected: {rate(link.expected)} ({link.expected_from})"
         + (f", of which gloo gets {rate(should)}" if should < link.expected else ""),
     ]
@@ -201,8 +201,12 @@ def early_sync(case: Case) -> Iterator[Finding]:
         f"{plan.grad_accum} micro batches a step: one reduction would do",
     ]
     if asked:
-        room = {True: "there is room for whole gradients", False: "whole gradients do not fit", None: "room not known"}
-        evidence.append(f"the plan asks for it (gradient_sync = every), to hold gradients as shards; {room[fits]}")
+        room = {
+            True: "there is room for unsharded gradients",
+            False: "unsharded gradients do not fit",
+            None: "room not known",
+        }
+        evidence.append(f"the plan asks for it (gradient_sync = every), to keep gradients sharded; {room[fits]}")
         fix = "gradient_sync='last' in the plan"
     else:
         fix = (
@@ -244,7 +248,7 @@ def pipeline_bubble(case: Case) -> Iterator[Finding]:
         evidence.append("it is more than that, so the stages are uneven or what they send each other is slow")
     fix = f"{enough} micro batches a step (train.grad_accum={enough}) would leave {percent(ALARM)}"
     if enough <= micros:
-        fix = "cut the stages more evenly, or take fewer of them"
+        fix = "balance the stages, or use fewer of them"
     if formula < HINT and not uneven:
         level = "hint"
     yield case.finding(

@@ -30,9 +30,9 @@ def recompute(case: Case) -> Iterator[Finding]:
     yield case.finding(
         "recompute",
         level if known else "hint",
-        f"Recompute is paid for and not needed: doing forwards again takes {case.of_step(seconds)}."
+        f"Recompute is enabled but not needed: recomputing forwards takes {case.of_step(seconds)}."
         if known
-        else f"Doing forwards again takes {case.of_step(seconds)}; whether it is needed is not known.",
+        else f"Recomputing forwards takes {case.of_step(seconds)}; whether it is needed is not known.",
         seconds=seconds,
         evidence=[f"recompute is {plan.recompute}", _room(case, other)],
         fix=f"parallel.recompute={other.plan.recompute if other else 'none'}",

@@ -27,14 +27,14 @@ _PLACES = {
     "transfer": "while it copies its batch to the device",
     "forward": "in forward",
     "backward": "in backward",
-    "recompute": "in forwards that are done again",
+    "recompute": "in recomputed forwards",
     "clip": "while it clips",
     "optimizer": "in the optimizer",
     "other": "in the loop's own code between forward, backward and update",
 }
 _LOOK = {
-    "data": "look at what only this rank's loader reads: its disk or mount, its share of long samples",
-    "transfer": "look at this rank's PCIe link (shardwise doctor) and whether its batches are in pinned memory",
+    "data": "check what only this rank's loader reads: its disk or mount, its share of long samples",
+    "transfer": "check this rank's PCIe link (shardwise doctor) and whether its batches are in pinned memory",
     "other": "look for what only this rank does in the loop: logging, printing, evaluating, writing files",
 }
 
@@ -190,20 +190,20 @@ def checkpoint_stall(case: Case) -> Iterator[Finding]:
     fix = "save less often (checkpoint.every)"
     if saves:
         stall = statistics.fmean(save.stall_s for save in saves)
-        evidence.append(f"{len(saves)} saves, each held the steps up for {span(stall)}" + _written(case))
+        evidence.append(f"{len(saves)} saves, each stalled the steps for {span(stall)}" + _written(case))
         every = max(1, math.ceil(stall / (CALM_STALL * case.timing.step_s)))
         if case.observed.save_every is not None:
             evidence.append(f"checkpoint.every is {case.observed.save_every}")
         fix = f"checkpoint.every={every} makes it {percent(CALM_STALL)}"
     if saves and not all(save.background for save in saves):
-        fix = f"checkpoint.async_save=true: only the copy of the state holds steps up then; or {fix}"
+        fix = f"checkpoint.async_save=true: only the copy of the state stalls steps then; or {fix}"
     elif saves:
         fix += "; saving is in the background already, so what is left is the copy, or a disk that is still busy with "
         fix += "the save before"
     yield case.finding(
         "checkpoint-stall",
         level,
-        f"Saving holds the training up: {case.of_step(seconds)}.",
+        f"Saving stalls the training: {case.of_step(seconds)}.",
         seconds=seconds,
         evidence=evidence,
         fix=fix,
@@ -332,7 +332,7 @@ def _throttled(case: Case) -> Iterator[tuple[bool, Finding]]:
         found = case.finding(
             "throttling",
             level if hot or of_what.startswith("the other") else _at_most_hint(level),
-            f"The {gpu.name} of rank {gpu.rank} holds its clock down {'for its heat' if hot else 'for its power'}: "
+            f"The {gpu.name} of rank {gpu.rank} reduces its clock {'for its heat' if hot else 'for its power'}: "
             f"{gpu.clock / 1e6:.0f} MHz, and {of_what} {reference / 1e6:.0f} MHz; that is {case.of_step(seconds)}.",
             seconds=seconds,
             evidence=_device_lines(gpu),
@@ -362,7 +362,7 @@ def _device_lines(gpu: DeviceState) -> list[str]:
 
 def _cooling(gpu: DeviceState, hot: bool) -> str:
     if hot:
-        return "look at its fans, its airflow and the heat of its neighbours (shardwise doctor)"
+        return "check its fans, its airflow and the heat of its neighbours (shardwise doctor)"
     return "raise its power limit (nvidia-smi -pl) if the supply allows it, or count with this clock"
 
 

@@ -181,8 +181,8 @@ def self_test(
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         who = f"the launcher's process on {place.master_addr}" if agent else f"rank 0 on {place.master_addr}"
         raise MachineError(
-            f"rank {place.rank} on {socket.gethostname()}: {who}, which keeps the ranks' store, does not answer any "
-            f"more; look at it first ({(str(error).splitlines() or [''])[0]})"
+            f"rank {place.rank} on {socket.gethostname()}: {who}, which keeps the ranks' store, does not respond any "
+            f"more; check it first ({(str(error).splitlines() or [''])[0]})"
         ) from error
 
 
@@ -304,7 +304,7 @@ class _Run:
         if self.board.failed():
             raise _GaveUp("waited", stage, "another rank gave up")
         if self.told.is_set():
-            raise _GaveUp("waited", stage, "this rank was told to end")
+            raise _GaveUp("waited", stage, "this rank was asked to end")
 
     def _stage(self, name: str, work: Callable[[], None]) -> None:
         self._enter(name)
@@ -416,7 +416,7 @@ def judged(found: RanksTest, timeout_s: float) -> RanksTest:
         variable = "NCCL_SOCKET_IFNAME" if found.backend == "NCCL" else "GLOO_SOCKET_IFNAME"
         fix = (
             "every rank answers, so it is what lies between them: name the network interface that joins the hosts in "
-            f"{variable}, and look at firewalls"
+            f"{variable}, and check firewalls"
         )
         if stage == "start":
             fix = "look why it starts so late (a slow disk, few cores), or give it longer: --timeout"
@@ -440,7 +440,7 @@ def process_state(host: str | None, pid: int | None) -> str:
         return "its process has ended"
     if status == psutil.STATUS_DISK_SLEEP:
         return "its process waits inside of the kernel, for a disk or a driver"
-    return "its process is there and does not go on"
+    return "its process exists and makes no progress"
 
 
 def _silence(answer: RankAnswer) -> str:
@@ -456,11 +456,11 @@ def _name(answer: RankAnswer) -> str:
 
 def _silent_fix(silent: list[RankAnswer], world_size: int) -> str:
     if all(answer.pid is None for answer in silent):
-        return "look at its host and its log: was it started, and can it reach rank 0's host? --timeout gives it longer"
-    hosts = {answer.host or "a host that nobody is heard from" for answer in silent}
+        return "check its host and its log: was it started, and can it reach rank 0's host? --timeout gives it longer"
+    hosts = {answer.host or "a host that does not respond" for answer in silent}
     if len(hosts) == 1 and 1 < len(silent) < world_size:
         return f"all of them are on {hosts.pop()}: look whether it is up and reachable"
-    return "look at that process (py-spy dump --pid), its GPU (nvidia-smi) and its host's log (dmesg)"
+    return "check that process (py-spy dump --pid), its GPU (nvidia-smi) and its host's log (dmesg)"
 
 
 def _finish(device: torch.device) -> None:

@@ -109,7 +109,7 @@ def nobody_answered(
         return judged(found, timeout_s)
     named = re.match(r"ranks? ([\d, ]+)", said) or re.search(r"on ranks? ([\d, ]+)\)$", said)
     ranks = tuple(int(number) for number in named[1].split(",")) if named else tuple(range(world_size))
-    fix = "what it says is its own account of why; nothing answers before that is mended"
+    fix = "its own message gives the reason; no rank can respond before that is fixed"
     return found.model_copy(update={"problem": said, "fix": fix, "stage": "start", "silent": ranks})
 
 

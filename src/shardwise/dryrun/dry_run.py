@@ -167,7 +167,7 @@ def dry_run(
 
         rehearsable(plan)
     if batch is None and plan.seq_len is None:
-        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
+        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or give a function that builds a batch")
     source = build if isinstance(build, ModelSource) else _by_name(build)
     options: dict[str, Any] = {
         "optimizer": dict(optimizer or {}),
@@ -321,7 +321,7 @@ def _spawned(request: str, timeout_s: float) -> str:
         raise MachineError(f"the dry run did not end within {timeout_s:.0f} s; trace fewer ranks or blocks") from None
     if done.returncode or not done.stdout.strip():
         last = " ".join(done.stderr.split())[-300:]
-        raise MachineError(f"the dry run's process ended with code {done.returncode}: {last or 'it said nothing'}")
+        raise MachineError(f"the dry run's process ended with code {done.returncode}: {last or 'it printed nothing'}")
     return done.stdout.splitlines()[-1]
 
 

@@ -107,7 +107,7 @@ def rehearse(
 
     rehearsable(plan)
     if batch is None and plan.seq_len is None:
-        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
+        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or give a function that builds a batch")
     began = time.perf_counter()
     clock = _Clock()
     recorder = StorageRecorder(clock.phase, clock.stream)

@@ -181,9 +181,9 @@ def explain_loss(found: float, expected: float, plan: Plan) -> str:
     """Explain a wrong loss by the axes that shard a forward."""
     dims = plan.dims
     suspects = {
-        f"tp {dims.tp} (heads or the parts of a fused projection cut in the wrong place)": dims.tp,
+        f"tp {dims.tp} (heads or the parts of a fused projection split at the wrong place)": dims.tp,
         f"cp {dims.cp} (tokens that attend to the wrong ones, or have the wrong places)": dims.cp,
-        f"pp {dims.pp} (a block left out, done twice, or out of order)": dims.pp,
+        f"pp {dims.pp} (a block omitted, run twice, or out of order)": dims.pp,
     }
     named = [text for text, degree in suspects.items() if degree > 1]
     said = f"the loss is {found:.6g} where one process has {expected:.6g}: the forward itself differs"
@@ -204,7 +204,7 @@ def explain_norm(found: float, expected: float, plan: Plan) -> str:
     most = [axis for axis, n in degrees.items() if n > 1 and 1 < factor < math.sqrt(n)]
     if most:
         return f"{said} the right one: some parameters count once for each rank of {' or '.join(most)}"
-    return f"{said} the right one: parameters are left out of it"
+    return f"{said} the right one: parameters are missing in it"
 
 
 def pattern_of(names: Sequence[str], most: int = 3) -> str:
@@ -280,7 +280,7 @@ def _unsummed(
     lines = []
     for (along, how), names in by_axis.items():
         many = f" ({len(names)} parameters)" if len(names) > 1 else ""
-        holds = "each stage holds a part of it" if along == "pp" else "each rank holds a part of it"
+        holds = "each stage has a part of it" if along == "pp" else "each rank has a part of it"
         if how == "averaged":
             holds = "each rank has that of its own samples or tokens alone"
         lines.append(f"the gradient of {pattern_of(names)}{many} is not {how} over {along}: {holds}")
@@ -428,7 +428,7 @@ def _moved(bad: Sequence[int], expected: torch.Tensor, seen: torch.Tensor, bound
     if bool((nearest.values > bound).any()):
         return ""
     source = index[nearest.indices]
-    return f"; rows from {bad[0]} on hold what belongs to rows from {int(source[0])} on: they are in the wrong place"
+    return f"; rows from {bad[0]} on contain what belongs to rows from {int(source[0])} on: they are in the wrong place"
 
 
 def _heads(bad: Sequence[int], rows: int, setting: CauseContext) -> str:
@@ -436,7 +436,7 @@ def _heads(bad: Sequence[int], rows: int, setting: CauseContext) -> str:
     if not bad or not heads or not size or rows != heads * size:
         return ""
     hit = sorted({row // size for row in bad})
-    return f" (key/value heads {', '.join(map(str, hit))} of {heads}: is the split over ranks one of whole heads?)"
+    return f" (key/value heads {', '.join(map(str, hit))} of {heads}: does the split over ranks keep heads complete?)"
 
 
 def summary_factor(difference: Difference, reference: torch.Tensor | None, found: torch.Tensor | None) -> float | None:

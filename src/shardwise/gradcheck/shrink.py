@@ -297,7 +297,7 @@ def _frozen(
 
 def _dropout_text(dropped: list[str]) -> str:
     more = f" and {len(dropped) - 1} more" if len(dropped) > 1 else ""
-    return f"dropout 0 instead of {dropped[0]}{more}: random masks are no gradient to compare"
+    return f"dropout 0 instead of {dropped[0]}{more}: random masks make gradients incomparable"
 
 
 def _vocab(module: nn.Module) -> int | None:
@@ -335,7 +335,7 @@ def _shrink_module(
         else:
             keep = attempt
             changes.append(f"{len(taken)} of {len(item.names)} blocks of '{item.container}'")
-    kept.append("widths stay: a factory does not say which of its arguments are sizes; give smaller model.kwargs")
+    kept.append("widths are unchanged: which arguments of a factory are sizes is not known; give smaller model.kwargs")
     small = build(lambda: _construct(factory, Recipe(keep=keep)), 0, real=False)
     dropped = no_dropout(small)
     changes += [_dropout_text(dropped)] if dropped else []

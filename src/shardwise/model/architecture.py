@@ -348,7 +348,7 @@ def _checked(facts: dict[str, object]) -> Architecture:
             sizes[key] = value
         else:
             keys = " or ".join(_KEYS.get("positions" if key == "max_seq_len" else key, (key,)))
-            problems.append(f"model '{name}': {keys} is {value!r}, it must be a whole number above 0")
+            problems.append(f"model '{name}': {keys} is {value!r}, it must be a positive integer")
     if problems:
         raise ModelError(*problems)
     heads = sizes["heads"]

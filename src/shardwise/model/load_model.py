@@ -167,14 +167,14 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
     found = next(((auto, inputs) for mapping, auto, inputs in choices if type(facts) in mapping), None)
     if found is None:
         raise ModelError(
-            f"model '{name}': model_type '{facts.model_type}' reads neither tokens nor images as far as transformers "
-            "says; give package.module:factory of a module with a method example_inputs()"
+            f"model '{name}': model_type '{facts.model_type}' reads neither tokens nor images according to "
+            "transformers; give package.module:factory of a module with a method example_inputs()"
         )
     auto, inputs = found
     images = isinstance(inputs, dict) and "pixel_values" in inputs
     if images and pixels is None:
         raise ModelError(
-            f"model '{name}': image_size {side!r:.40} and num_channels {colours!r:.40} must be whole numbers from 1 to "
+            f"model '{name}': image_size {side!r:.40} and num_channels {colours!r:.40} must be integers from 1 to "
             f"{MOST_PIXELS}; repair the configuration"
         )
     if ids is None and not images:
@@ -258,7 +258,7 @@ def _named_module(name: str, model: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"model '{model}': no module named '{error.name}'; install it or run from the folder that holds it"
+            f"model '{model}': no module named '{error.name}'; install it or run from the folder that contains it"
         ) from None
     except Exception as error:
         raise ModelError(f"model '{model}': importing it raised {_said(error)}; repair the module") from error

@@ -96,7 +96,7 @@ def with_adapters(
         for name in wrong
     ]
     if not known:
-        problems.append(f"model '{profile.name}' has no linear layers in repeated blocks for adapters to stand beside")
+        problems.append(f"model '{profile.name}' has no linear layers in repeated blocks for adapters")
     if problems:
         raise PlanError(*problems)
     units, began = [], False

@@ -83,7 +83,9 @@ def trace_module(
                 raise ModelError(_reason(error, label)) from error
         else:
             return _with_autocast(found, run) if under_autocast else found
-        note = f"'{label}' does not run in bf16 ({first}); traced in fp32, so what it keeps in fp32 is not told apart"
+        note = (
+            f"'{label}' does not run in bf16 ({first}); traced in fp32, so tensors saved in fp32 are not distinguished"
+        )
         try:
             return _traced(run, torch.float32, (note,))
         except Exception as error:

@@ -79,13 +79,13 @@ def read_wiring(module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None,
     where = f"+pp{pp}"
     if len(spec.blocks) < 2:
         raise ModelError(
-            f"{where} cuts a model between its repeated blocks (two or more children of one type in a ModuleList, "
+            f"{where} splits a model between its repeated blocks (two or more children of one type in a ModuleList, "
             f"ModuleDict or Sequential), and this one has {len(spec.blocks) or 'none'}; use a strategy without +pp"
         )
     if spec.batch_norms:
         raise ModelError(
             f"{where}: batch norm ('{spec.batch_norms[0]}' and {len(spec.batch_norms) - 1} more) computes its "
-            "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is cut; use "
+            "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is split; use "
             "group norm or layer norm, or a strategy without +pp"
         )
     watch, error = _look(module, spec, sample, length or SAMPLE_LENGTH, None)

@@ -30,7 +30,9 @@ def zero_stage(plan: Plan) -> int:
     """
     stage = STAGES.get(plan.parsed.base)
     if stage is None:
-        raise PlanError(f"strategy '{plan.strategy}' is no ZeRO stage; DeepSpeed runs zero1, zero2 and fsdp (ZeRO-3)")
+        raise PlanError(
+            f"strategy '{plan.strategy}' is not a ZeRO stage; DeepSpeed runs zero1, zero2 and fsdp (ZeRO-3)"
+        )
     return stage
 
 
@@ -153,7 +155,7 @@ def _offloading(plan: Plan, largest_parameter: int | None) -> dict[str, Any]:
     state, weights = optimizer_place(plan), parameter_place(plan)
     if "nvme" in (state, weights) and not plan.nvme_path:
         raise PlanError(
-            f"strategy '{plan.strategy}' swaps to NVMe and the plan does not say where: set parallel.nvme_path to a "
+            f"strategy '{plan.strategy}' swaps to NVMe and the plan has no path: set parallel.nvme_path to a "
             "folder on the drive"
         )
     tables: dict[str, Any] = {}

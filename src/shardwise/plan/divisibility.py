@@ -36,7 +36,7 @@ def tensor_problem(heads: int, kv_heads: int, tp: int, widths: Collection[int] =
         return ""
     what = f"{heads} heads" if heads % tp else f"{kv_heads} key-value heads"
     if tensor_fits(heads, kv_heads, tp):
-        what = f"the {wrong[0]} inputs of a layer that is cut by rows"
+        what = f"the {wrong[0]} inputs of a row-parallel layer"
     works = [n for n in range(2, heads + 1) if tensor_fits(heads, kv_heads, n) and not any(w % n for w in widths)]
     fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +tp out"
     return f"tp {tp} does not divide {what}; {fix}"
@@ -49,7 +49,7 @@ def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
     works = [n for n in range(2, heads // tp + 1) if context_fits(heads, kv_heads, tp, n)]
     fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +cp out"
     each = f" of a rank ({heads} over tp {tp})" if tp > 1 else ""
-    return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with whole heads; {fix}"
+    return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with complete heads; {fix}"
 
 
 def length_problem(seq_len: int, tp: int, cp: int) -> str:
@@ -62,4 +62,4 @@ def length_problem(seq_len: int, tp: int, cp: int) -> str:
     below, above = seq_len // step * step, (seq_len // step + 1) * step
     nearest = f"{below} or {above}" if below else str(above)
     fix = f"use {nearest}" + (", or turn sequence_parallel off" if tp > 1 and cp == 1 else "")
-    return f"{whole} cuts samples along their length, which is {seq_len}; {fix}"
+    return f"{whole} shards samples along their length, which is {seq_len}; {fix}"

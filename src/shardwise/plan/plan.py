@@ -176,7 +176,7 @@ def chunk_problems(plan: Plan) -> list[str]:
     if strategy.engine != "torch":
         return [f"{asked} is not for {strategy}, whose engine runs the head by itself; {fix}"]
     if max(strategy.tp, dims.tp) > 1:
-        return [f"{asked}: under {strategy} the head is cut, and loss_parallel cuts the logits with it; {fix}"]
+        return [f"{asked}: under {strategy} the head is sharded, and loss_parallel shards the logits with it; {fix}"]
     if max(strategy.pp, dims.pp) > 1:
         return [f"{asked}: under {strategy} the last stage must return its logits; {fix}"]
     return []
@@ -211,7 +211,7 @@ def in_backward_problems(plan: Plan) -> list[str]:
     elif dims.tp * dims.pp > 1 or strategy.tp * strategy.pp > 1:
         wrong.append(f"{asked}: under {strategy} gradients are final only after the backward; use zero2, fsdp or hsdp")
     elif strategy.base == "zero1":
-        wrong.append(f"{asked}: under zero1 ranks send each other whole parameters after the step; use zero2 or fsdp")
+        wrong.append(f"{asked}: under zero1 ranks send each other full parameters after the step; use zero2 or fsdp")
     elif not strategy.shards_parameters and dims.dp * dims.cp > 1:
         wrong.append(f"{asked}: under {strategy} ranks reduce gradients in buckets, later; use zero2, fsdp or hsdp")
     return wrong

@@ -137,7 +137,7 @@ def parse_strategy(text: str) -> Strategy:
     elif not problems and torch_offload and base not in SHARDED:
         problems.append(
             f"strategy '{text}': PyTorch can offload only sharded parameters (FSDP2's CPUOffloadPolicy), "
-            f"and {base} keeps whole ones; use zero2+offload or fsdp+offload"
+            f"and {base} keeps unsharded ones; use zero2+offload or fsdp+offload"
         )
     if problems:
         raise PlanError(*problems)
@@ -164,4 +164,4 @@ def _read_word(word: str, degrees: dict[str, int], flags: set[str]) -> str:
     if name in DEGREES:
         return f"'+{word}' needs a degree of 1 or more; write +{name}2"
     known = [*FLAGS, *(f"{degree}2" for degree in DEGREES)]
-    return f"'+{word}' is no option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"
+    return f"'+{word}' is not an option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"

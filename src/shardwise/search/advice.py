@@ -54,7 +54,7 @@ class _Ways:
             text += f"; {seconds_text(candidate.time.step_s)} a step"
             if self.limitless_s:
                 text += f", {candidate.time.step_s / self.limitless_s:.2g} × that of ddp with memory without limit"
-            text += "" if candidate.hours is None else f", {candidate.hours:,.0f} hours in all"
+            text += "" if candidate.hours is None else f", {candidate.hours:,.0f} hours total"
         elif candidate.plan.parsed.nvme and self.question.cluster.nvme_bytes_per_s is None:
             text += "; its time is unknown (nvme_bytes_per_s of a cluster file)"
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None

@@ -73,7 +73,7 @@ def _each(question: Question, best: Candidate) -> Iterator[str]:
         yield f"tp {dims.tp} {where}: each device sends {bytes_text(sent['tp'])} a step{_waits(best, 'exposed_tp_s')}"
     if dims.cp > 1:
         length = plan.seq_len or question.profile.seq_len
-        tokens = "" if length is None else f"{length // dims.cp} of a sample's {length} tokens lie on a rank, "
+        tokens = "" if length is None else f"{length // dims.cp} of a sample's {length} tokens are on a rank, "
         where = traffic_text("cp", plan, cluster)
         yield (
             f"cp {dims.cp}: {tokens}attention exchanges them for heads, {bytes_text(sent['cp'])} a step {where}"

@@ -247,7 +247,7 @@ def split(dp: int, workload: Workload, pins: Pins) -> tuple[int, tuple[int, ...]
             0,
             (),
             (
-                f"global batch {batch} is not {' × '.join(words)}{' × a whole number' if not pins.grad_accum else ''}; "
+                f"global batch {batch} is not {' × '.join(words)}{' × an integer' if not pins.grad_accum else ''}; "
                 f"use {_batches_near(batch or 0, unit, share, pins)}"
             ),
         )

@@ -20,7 +20,7 @@ from shardwise.units import bytes_text, count_text, seconds_text
 
 PARTS = {
     "compute_s": "computes longer",
-    "recompute_s": "computes blocks again",
+    "recompute_s": "recomputes blocks",
     "exposed_dp_s": "waits longer for data-parallel traffic",
     "exposed_tp_s": "waits longer for tensor-parallel traffic",
     "exposed_cp_s": "waits longer for context-parallel traffic",
@@ -70,7 +70,7 @@ def _verdict(question: Question, best: Candidate, ranked: Sequence[Candidate]) -
     if fastest is best:
         return f"the fastest of {len(fitting)} that fit: {speed}; {room}"
     gap = best.time.step_s / fastest.time.step_s - 1 if fastest.time else 0.0
-    close = f"within {gap:.1%} of its step time (less than the model can tell apart)"
+    close = f"within {gap:.1%} of its step time (less than the model's error)"
     return f"simpler than {fastest.plan.strategy}, and {close}: {speed}; {room}"
 
 
@@ -132,7 +132,7 @@ def slower_text(question: Question, candidate: Candidate, best: Candidate) -> st
     if _is_tie(candidate, best):
         side = "slower" if gap >= 0 else "faster"
         verdict = f"and {best.plan.strategy} is simpler" if simpler else f"and {best.plan.strategy} is predicted ahead"
-        return f"a tie ({abs(gap):.1%} {side}, less than the model can tell apart), {verdict}"
+        return f"a tie ({abs(gap):.1%} {side}, less than the model's error), {verdict}"
     if gap < 0:
         return faster_text(candidate, best, -gap)
     share = f"{gap:.0%}" if gap < 1 else f"{gap + 1:.1f}×"
@@ -151,7 +151,7 @@ def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
     if candidate.plan.parsed.adapter != best.plan.parsed.adapter:
         words = {"none": "all weights", "lora": "adapters only", "qlora": "adapters on 4-bit weights only"}
         return f"{start}, but it trains {words[candidate.plan.parsed.adapter]}, which is another training; pin it"
-    return f"{start}, but {best.plan.strategy} is the plan that was kept; ask again without pins to get a faster one"
+    return f"{start}, but {best.plan.strategy} is the plan that was kept; plan without pins to get a faster one"
 
 
 def _traffic(question: Question, candidate: Candidate, part: str) -> str:
@@ -188,7 +188,7 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
     kept = {
         "none": "every operation's saved tensors",
-        "selective": "saved tensors, matrix products kept and the rest computed again",
+        "selective": "saved tensors, matrix products kept and the rest recomputed",
         "full": "the inputs of the blocks, and one block's saved tensors",
     }[plan.recompute]
     rows = f"micro batch {micro} × {plan.seq_len} tokens" if plan.seq_len else f"micro batch {micro}"
@@ -199,13 +199,13 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     in_flight = f" × up to {min(dims.pp, plan.grad_accum)} micro batches in flight" if dims.pp > 1 else ""
     stage = f"{blocks / dims.pp:g} blocks" if dims.pp > 1 else f"{blocks} blocks"
     if layout.replicates:
-        gathered = f"a block's {width}-byte weights, and its whole gradient on its way"
+        gathered = f"a block's {width}-byte weights, and its unsharded gradient in transit"
     elif not strategy.shards_parameters:
         gathered = f"autocast's {width}-byte weights" if width < 4 else "reduction buckets"
     elif strategy.reshards_after_forward:
-        gathered = f"gathered blocks of {width}-byte weights, and a block's whole gradient on its way"
+        gathered = f"gathered blocks of {width}-byte weights, and a block's unsharded gradient in transit"
     else:
-        gathered = f"all gathered {width}-byte weights, and a block's whole gradient on its way"
+        gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
         ("parameters", memory.parameters, f"{whole} × bytes at rest{cut}{ways}"),
         ("gradients", memory.gradients, f"{trained} trained × 4 B{cut}{ways}"),

@@ -229,8 +229,8 @@ def _check_ties(source: Source, selection: Selection) -> None:
         for box in row_boxes(info.shape, info.dtype.itemsize, pace(source)[0]):
             if not _same_bits(source.read(f"{MODEL}{one}", box), source.read(f"{MODEL}{other}", box)):
                 raise ModelError(
-                    f"{one} and {other} are one tensor in the model and hold different values in '{source.place}'; "
-                    "give a model where they are apart (tie_word_embeddings: false); nothing was written"
+                    f"{one} and {other} are one tensor in the model but have different values in '{source.place}'; "
+                    "give a model that does not tie them (tie_word_embeddings: false); nothing was written"
                 )
 
 

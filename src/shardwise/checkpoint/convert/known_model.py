@@ -135,7 +135,7 @@ def _of_manifest(entry: Mapping[str, Any], source: OwnSource) -> KnownModel | st
     if entry.get("kind") == "factory":
         factory = entry.get("factory")
         return f"the checkpoint names '{factory}', and nothing is run because a file names it; {GIVE} {factory}"
-    return f"the checkpoint describes its model in a way that this version does not know; {GIVE}"
+    return f"the checkpoint describes its model in a way that this version does not support; {GIVE}"
 
 
 def _named(text: str, source: Source) -> KnownModel:
@@ -176,7 +176,9 @@ def _transformers(keys: dict[str, Any], label: str, folder: Folder | None) -> Kn
             "model that transformers has, or package.module:factory"
         )
     if "quantization_config" in keys:
-        raise ModelError(f"model '{label}' is quantized, and its packed weights are not known here; use unpacked ones")
+        raise ModelError(
+            f"model '{label}' is quantized, and its quantized weights are not supported; use unquantized ones"
+        )
     try:
         import transformers
         from transformers.utils import logging

@@ -77,8 +77,8 @@ def saved_adapters(source: Source) -> SavedAdapters:
     """
     if not isinstance(source, OwnSource) or not holds_adapters(source):
         raise UserError(
-            f"'{source.place}' ({source.kind}) holds no adapters of a run with +lora or +qlora; give the run, or a "
-            "checkpoint of it; whole weights are turned into other formats by: shardwise checkpoint convert"
+            f"'{source.place}' ({source.kind}) contains no adapters of a run with +lora or +qlora; give the run, or a "
+            "checkpoint of it; full weights are converted to other formats by: shardwise checkpoint convert"
         )
     plan, facts = source.manifest.plan, source.manifest.model or {}
     base: dict[str, Any] = facts.get("base") or {}
@@ -99,7 +99,7 @@ def saved_adapters(source: Source) -> SavedAdapters:
         )
     except (KeyError, TypeError, ValidationError, PlanError) as error:
         raise UserError(
-            f"'{source.place}': its adapters are described in a way that this version does not know "
+            f"'{source.place}': its adapters are described in a way that this version does not support "
             f"({' '.join(str(error).split()):.120}); use the version that wrote it"
         ) from None
     wanted = {name for layer in found.targets for name in found.names(layer)}
@@ -215,7 +215,7 @@ class MergedSource:
             try:
                 weight = packed_and_unpacked(whole, options.double_quant, options.quant_type)
             except ModelError as error:
-                raise ModelError(f"{layer} cannot be packed here ({error}); merge with --onto original") from None
+                raise ModelError(f"{layer} cannot be quantized here ({error}); merge with --onto original") from None
             del whole
         parts: list[torch.Tensor] = []
         if name in self.merged:

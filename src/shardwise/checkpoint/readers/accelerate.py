@@ -56,7 +56,7 @@ class AccelerateSource:
         cleaned = clean_names(theirs)
         self._theirs = {f"model/{ours}": f"model/{name}" for ours, name in zip(cleaned, theirs, strict=True)}
         if len(self._theirs) != len(theirs):
-            raise CheckpointError(f"'{path}': two tensors have one name when what wrapping adds is left out")
+            raise CheckpointError(f"'{path}': two tensors have the same name without wrapper prefixes")
         ours = {name: known for known, name in self._theirs.items()}
         tensors = {known: self._weights.tensors[name] for known, name in self._theirs.items()}
         self.aliases: Mapping[str, str] = {

@@ -107,7 +107,7 @@ class DcpSource:
         """Return the program's step count, else the optimizer's."""
         if found.step_key is not None:
             step = self._count(found.step_key)
-            found.notes += [f"'{found.step_key}' is no count of steps and is not carried over"] * (step is None)
+            found.notes += [f"'{found.step_key}' is not a step count and is not carried over"] * (step is None)
             return step
         if (self.folder / LIGHTNING).is_file():
             step = self._lightning_step(found.notes)
@@ -206,7 +206,7 @@ class _SmallValues:
         place = self._places[key]
         path = self._folder / place.file
         if place.length > _SMALL:
-            what = f"{place.length} bytes in '{path}' are no option of an optimizer"
+            what = f"{place.length} bytes in '{path}' are not an option of an optimizer"
             raise CheckpointError(f"{printable(key)}: {what}; {FIX}")
         with self._lock:
             data = self._bytes(path, key, place)

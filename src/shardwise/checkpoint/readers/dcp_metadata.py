@@ -25,7 +25,7 @@ from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"
 LARGEST = 1 << 30  # its size in bytes
-FIX = "copy the whole folder again, or take an earlier checkpoint"
+FIX = "copy the complete folder again, or take an earlier checkpoint"
 _OF_RANK = re.compile(r"__\d+\.metadata")  # written by ranks that save without communication
 _PLAIN_LAYOUT = "torch.strided"
 
@@ -69,8 +69,8 @@ def read_contents(folder: Folder) -> Contents:
     files = [METADATA] if METADATA in names else sorted(filter(_OF_RANK.fullmatch, names))
     if not files:
         raise CheckpointError(
-            f"'{folder}' has no {METADATA}: it is no DCP folder, or the save broke off, for that file is written last; "
-            "take an earlier checkpoint"
+            f"'{folder}' has no {METADATA}: it is not a DCP folder, or the save was interrupted, as that file is written "
+            "last; take an earlier checkpoint"
         )
     found = Contents()
     chunks: dict[str, dict[Box, ByteRange]] = {}
@@ -157,7 +157,7 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     if pair is not None:
         return f"the pieces at {list(pair[0].offsets)} and {list(pair[1].offsets)} overlap"
     held = sum(box.numel for box in boxes)
-    return f"the pieces hold {held} of {whole} elements" if held != whole else ""
+    return f"the pieces contain {held} of {whole} elements" if held != whole else ""
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -191,7 +191,7 @@ def _overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 def _place(told: Mapping[str, Any]) -> ByteRange:
     name = _text(told["relative_path"])
     if name != PurePosixPath(name).name or name in ("", ".", ".."):
-        raise ValueError(f"'{name}' is no plain file name")
+        raise ValueError(f"'{name}' is not a plain file name")
     transforms = told.get("transform_descriptors")
     if transforms:
         raise CheckpointError(
@@ -242,7 +242,7 @@ def _text(value: Any) -> str:
 
 def _path(value: Any) -> Path:
     if not isinstance(value, tuple | list) or not value or not all(isinstance(part, str | int) for part in value):
-        raise TypeError(f"{value!r:.40} is no path in a state dict")
+        raise TypeError(f"{value!r:.40} is not a path in a state dict")
     return tuple(value)
 
 

@@ -43,7 +43,7 @@ class DcpSafetensorsSource:
         self.optimizer: Mapping[str, Any] | None = None
         self.step: int | None = None
         self.notes: Sequence[str] = (
-            "the files do not say how many ranks wrote them; only the shapes show that the last ones are not missing",
+            "the files do not record how many ranks wrote them; only the shapes show that none is missing",
         )
         self._folder = path
         self._reader = ShardReader(path, _FIX)
@@ -93,7 +93,7 @@ class DcpSafetensorsSource:
                 why = why.removeprefix("Value error, ")
                 problems.append(f"{key}: {why}")
         if problems:
-            raise CheckpointError(f"'{self.place}' does not hold all of its tensors: {short_list(problems)}; {_FIX}")
+            raise CheckpointError(f"'{self.place}' does not contain all of its tensors: {short_list(problems)}; {_FIX}")
         return entries
 
     def _offsets(self, file: str) -> dict[str, Any]:
@@ -102,9 +102,9 @@ class DcpSafetensorsSource:
                 header = json.loads(reader.read(8, int.from_bytes(reader.read(0, 8), "little")))
             found = json.loads(header["__metadata__"][_OFFSETS])
             if not isinstance(found, dict) or not all(isinstance(item, dict) for item in found.values()):
-                raise ValueError("it is no table")
+                raise ValueError("it is not a table")
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
-                f"'{self.place}/{file}' does not say where its pieces belong ({_OFFSETS}: {error}); {_FIX}"
+                f"'{self.place}/{file}' does not give the offsets of its shards ({_OFFSETS}: {error}); {_FIX}"
             ) from None
         return found

@@ -207,7 +207,7 @@ class DeepSpeedSource:
             for name, shape in parameters.items():
                 tensor = flat_tensor(shape, spans[name], files)
                 if tensor is None:
-                    raise CheckpointError(f"{name}: the ranks of '{self.folder}' hold it in different dtypes; {AGAIN}")
+                    raise CheckpointError(f"{name}: the ranks of '{self.folder}' store it in different dtypes; {AGAIN}")
                 found[name] = tensor
         return found
 
@@ -244,7 +244,7 @@ class DeepSpeedSource:
             tensor = flat_tensor(shape, spans_of_parts(0, 0, math.prod(shape), len(files)), parts)
             if tensor is None or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
                 raise CheckpointError(
-                    f"{name}: the ranks of '{self.folder}' do not hold equal parts of it as floating-point numbers "
+                    f"{name}: the ranks of '{self.folder}' do not store equal parts of it as floating-point numbers "
                     f"(quantised, or swapped to NVMe); {GATHER}"
                 )
             self._put(f"model/{self._name[name]}", tensor)
@@ -303,7 +303,7 @@ class DeepSpeedSource:
         elif isinstance(value, bool | int | float | str):
             self._scalars.setdefault(self._name[name], {})[key] = value
         elif value is not None:
-            self._note_once(f"the optimizer's '{key}' is no tensor and no number, and is not carried over")
+            self._note_once(f"the optimizer's '{key}' is neither a tensor nor a number, and is not carried over")
 
     def _tensor_of_state(self, name: str, key: str, value: StoredTensor, tensor: Flat | _Whole) -> None:
         if "/" in key or (value.shape and not value.dtype.is_floating_point):
@@ -350,7 +350,7 @@ class DeepSpeedSource:
             if key in _NO_OPTIONS:
                 continue
             if number is None and not _is_json(value):
-                self._note_once(f"the optimizer's option '{key}' is no number or text, and is not carried over")
+                self._note_once(f"the optimizer's option '{key}' is neither a number nor text, and is not carried over")
             elif isinstance(value, StoredTensor):
                 found[str(key)] = number
             else:
@@ -375,7 +375,7 @@ class DeepSpeedSource:
         if names is None or _lengths(names) != _lengths(numbers) or not set().union(*names) <= set(self._name):
             also = " and the fp32 masters are" if masters or "fp32_groups_flat" in saved else " is"
             self.notes.append(
-                f"the optimizer's state{also} kept by number, and which parameter is which is not said: not carried "
+                f"the optimizer's state{also} stored by number, without parameter names: not carried "
                 "over; build the optimizer of model.named_parameters(), or save with ZeRO stage 1, to keep it"
             )
             return

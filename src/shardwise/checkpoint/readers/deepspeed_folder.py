@@ -14,7 +14,7 @@ from shardwise.errors import CheckpointError, UserError
 
 LATEST = "latest"
 AGAIN = "copy the folder again, or take another checkpoint"
-GATHER = "save the whole weights with the script that trained them (model.state_dict()), and give those"
+GATHER = "save the full weights with the script that trained them (model.state_dict()), and give those"
 _MAX_RANKS = 1 << 16
 _MODEL = re.compile(r"(zero_pp_rank_(\d+)_)?mp_rank_0+_model_states\.pt")
 _OPTIMIZER = re.compile(r"(\w*)zero_pp_rank_(\d+)_mp_rank_0+_optim_states\.pt")
@@ -22,7 +22,7 @@ _OTHER_RANKS = r".*mp_rank_(?!0+_)\d+_\w+_states\.pt"
 _LAYERS = r"layer_\d+(-model_\d+)?-model_states\.pt"
 _EXPERTS = r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*_optim_states\.pt"
 _SWAPPED = (
-    "its optimizer state lies in swap files of NVMe offload; load it with offload_optimizer.device 'cpu' and save again"
+    "its optimizer state is in swap files of NVMe offload; load it with offload_optimizer.device 'cpu' and save again"
 )
 
 
@@ -42,7 +42,7 @@ def tagged_folder(path: Folder) -> Folder:
         except OSError as error:
             raise CheckpointError(f"'{path / LATEST}' cannot be read: {error.strerror or error}; {AGAIN}") from None
         if not tag or tag.startswith("/") or ".." in PurePosixPath(tag).parts:
-            raise CheckpointError(f"'{path / LATEST}' names '{tag}', which is no folder beside it")
+            raise CheckpointError(f"'{path / LATEST}' names '{tag}', which is not a folder beside it")
         if (path / tag).is_dir():
             return path / tag
         raise CheckpointError(f"'{path / LATEST}' names '{tag}', which is not there; give another folder by its path")
@@ -50,7 +50,7 @@ def tagged_folder(path: Folder) -> Folder:
     if tags:
         raise UserError(f"'{path}' has no '{LATEST}'; give one of {', '.join(map(repr, tags[:8]))} in it")
     raise UserError(
-        f"'{path}' holds no checkpoint of DeepSpeed; give the folder with '{LATEST}', or a global_step folder"
+        f"'{path}' contains no DeepSpeed checkpoint; give the folder with '{LATEST}', or a global_step folder"
     )
 
 
@@ -74,7 +74,9 @@ def unread_kinds(names: Sequence[str]) -> list[str]:
     if name := first(_EXPERTS):
         problems.append(f"it has experts in files of their own ('{name}'); {GATHER}")
     if not problems and (name := first(_OTHER_RANKS)):
-        problems.append(f"it is of tensor-parallel ranks ('{name}'), and how their parts fit is not said; {GATHER}")
+        problems.append(
+            f"it is of tensor-parallel ranks ('{name}'), and how their shards fit together is not recorded; {GATHER}"
+        )
     if "offloaded_tensors" in names:
         problems.append(_SWAPPED)
     return problems
@@ -86,12 +88,14 @@ def unread_layouts(state: Mapping[str, Any]) -> list[str]:
     dims = state.get("checkpoint_parallel_dimensions")
     degrees = [state.get("mp_world_size"), *(dims.values() if isinstance(dims, dict) else ())]
     if any(isinstance(degree, int) and degree > 1 for degree in degrees):
-        problems.append(f"it is of tensor-parallel or pipeline ranks, and how their parts fit is not said; {GATHER}")
+        problems.append(
+            f"it is of tensor-parallel or pipeline ranks, and how their shards fit together is not recorded; {GATHER}"
+        )
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
         problems.append(f"it has experts that are spread over ranks; {GATHER}")
     group = option(state, "zero_optimization", "mics_shard_size")
     if isinstance(group, int) and group > 0:
-        problems.append(f"MiCS (mics_shard_size {group}) cuts tensors within groups of ranks; {GATHER}")
+        problems.append(f"MiCS (mics_shard_size {group}) shards tensors within groups of ranks; {GATHER}")
     if option(state, "zero_optimization", "offload_optimizer", "device") == "nvme":
         problems.append(_SWAPPED)
     return problems
@@ -135,7 +139,7 @@ def all_ranks(folder: Folder, form: str, world: int, there: Sequence[str]) -> li
         CheckpointError: files are missing, or there are more files than ranks; names them.
     """
     if world > _MAX_RANKS:
-        raise CheckpointError(f"'{folder}' says that it was saved by {world} ranks, which cannot be; {AGAIN}")
+        raise CheckpointError(f"'{folder}' claims that it was saved by {world} ranks, which cannot be; {AGAIN}")
     wanted = [form.format(rank) for rank in range(world)]
     missing = [name for name in wanted if name not in there]
     extra = [name for name in there if name not in wanted]

@@ -120,10 +120,10 @@ def read_partition(file: TorchFile, name: str) -> Partition:
     """
     content = file.content.get("optimizer_state_dict") if isinstance(file.content, dict) else None
     if not isinstance(content, dict):
-        raise CheckpointError(f"'{name}' holds no 'optimizer_state_dict'; DeepSpeed did not write it")
+        raise CheckpointError(f"'{name}' has no 'optimizer_state_dict'; DeepSpeed did not write it")
     masters = content.get("fp32_flat_groups", content.get("single_partition_of_fp32_groups"))
     if not isinstance(masters, list) or not all(map(is_flat, masters)):
-        raise CheckpointError(f"'{name}' holds no flat fp32 weights; it was written by a DeepSpeed that is too old")
+        raise CheckpointError(f"'{name}' has no flat fp32 weights; it was written by a DeepSpeed that is too old")
     states, groups = _base(content, name, len(masters))
     step = read_number(file, states[0].get("step")) if states else None
     return Partition(file, name, tuple(masters), states, groups, step)
@@ -205,7 +205,7 @@ def _cut_as_one(
         or uneven
         or not 0 <= sum(lengths) - total < ALIGNMENT * len(partitions)
     ):
-        raise _wrong_length(flat, partitions, f"{total} together, cut evenly,")
+        raise _wrong_length(flat, partitions, f"{total} together, split evenly,")
     starts = [lengths[0] * rank for rank in range(len(partitions))]
     found: dict[str, list[PartitionRange]] = {}
     place = 0

@@ -144,7 +144,7 @@ def _in_words(here: _Here) -> str:
     steps = [name for name in names if _STEP.fullmatch(name) or name.startswith(("checkpoint-", "epoch", "step"))]
     inner = f"; is it one of those inside, such as '{here.path / max(steps)}'?" if steps else ""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"'{here.path}' holds {_listed(names[:_SHOWN])}{more}, which is no checkpoint that is known{inner}"
+    return f"'{here.path}' holds {_listed(names[:_SHOWN])}{more}, which is not a known checkpoint format{inner}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -140,7 +140,7 @@ def _all_parts(folder: Folder, parts: list[re.Match[str]], notes: list[str]) -> 
     if there != set(wanted):
         missing = [name for name in wanted if name not in there] or sorted(there - set(wanted))
         raise CheckpointError(
-            f"'{folder}' has no {INDEX}, and not one whole set of files: {short_list(missing)}; {_FIX}"
+            f"'{folder}' has no {INDEX}, and not one complete set of files: {short_list(missing)}; {_FIX}"
         )
     notes.append(f"there is no {INDEX}; the {number} files were taken as their names say")
     return wanted

@@ -140,7 +140,7 @@ def _listed(items: Any = (), _limit: Any = None, /) -> list[Any]:
 
 def _walkable(items: Any) -> Iterable[Any]:
     if not isinstance(items, list | tuple | set | frozenset | dict):
-        raise TypeError(f"a {type(items).__name__} is no list")
+        raise TypeError(f"a {type(items).__name__} is not a list")
     return items
 
 
@@ -194,12 +194,12 @@ def _reconstruct(kind: Any, base: Any, state: Any, /) -> InertRecord:
 def _instance(kind: Any) -> InertRecord:
     if isinstance(kind, Maker) and kind.make is not None and isinstance(record := kind.make(), InertRecord):
         return record
-    raise Unreadable("an instance of what is no known class of data")
+    raise Unreadable("an instance of an unknown data class")
 
 
 def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
     if len(values) > _MAX_DIMENSIONS or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
-        raise Unreadable("the shape, strides or place of a tensor are no whole numbers that can be")
+        raise Unreadable("the shape, strides or offset of a tensor are not valid integers")
     return values
 
 
@@ -256,7 +256,7 @@ def _of_type(function: Any, kind: Any, args: Any, _state: Any = None, /) -> Any:
         or function.make is None
         or not function.name.startswith("torch._utils._rebuild_")
     ):
-        raise Unreadable(f"a tensor that is made by {_title(function)}, which is no function that makes tensors")
+        raise Unreadable(f"a tensor that is made by {_title(function)}, which is not a function that creates tensors")
     return function.make(*args)
 
 

@@ -37,14 +37,14 @@ _SAVE_AGAIN = (
 )
 _HINTS = {  # fix, by prefix of the rejected name
     "torch.nn.modules.": (
-        "It holds a whole model with its code; if you trust it, open it with torch and save model.state_dict()"
+        "It contains a full model with its code; if you trust it, open it with torch and save model.state_dict()"
     ),
     "torch.distributed.tensor.": (
-        "It holds DTensors, of which a file has one rank's part; save full_tensor() of each, or a PyTorch DCP folder"
+        "It contains DTensors, one rank's shard to a file; save full_tensor() of each, or a PyTorch DCP folder"
     ),
-    "torch.storage._load_from_bytes": "It holds tensors that torch.save did not write; save them again with torch.save",
+    "torch.storage._load_from_bytes": "It contains tensors not written by torch.save; save them again with torch.save",
     "omegaconf.": (
-        "It holds a config of OmegaConf; if you trust it, save it again with OmegaConf.to_container(config) instead"
+        "It contains a config of OmegaConf; if you trust it, save it again with OmegaConf.to_container(config) instead"
     ),
 }
 Persistent = Callable[[Any], Any]
@@ -69,7 +69,7 @@ def load_from_stream(stream: IO[bytes], size: int, where: str, persistent: Persi
     ``size`` is the number of bytes available; ``stream.read`` must not allocate more than that.
     """
     if size > MAX_BYTES:
-        raise CheckpointError(f"'{where}' has {size} bytes of objects that are no tensors, {MAX_BYTES} can be read")
+        raise CheckpointError(f"'{where}' has {size} bytes of objects other than tensors, {MAX_BYTES} can be read")
     problem: Exception | None = None
     machine = _Machine(16 * size + (1 << 20), where, persistent)
     try:
@@ -208,7 +208,7 @@ class _Machine:
         An unknown one builds records until the end, so that all can be reported.
         """
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a name that is no text")
+            raise TypeError("a name that is not text")
         known = look_up(module, name)
         if known is not None:
             return known
@@ -219,9 +219,9 @@ class _Machine:
     def call(self, function: Any, args: Any, kwargs: Any = None) -> None:
         if not isinstance(function, Maker) or function.make is None:
             what = function.name if isinstance(function, Maker) else type(function).__name__
-            raise Unreadable(f"it calls '{what}', which is no call that is known; it was not run")
+            raise Unreadable(f"it calls '{what}', which is not a known call; it was not run")
         if not isinstance(args, tuple) or not isinstance(kwargs, dict | None):
-            raise TypeError("arguments of a call that are no tuple")
+            raise TypeError("arguments of a call that are not a tuple")
         named = kwargs or {}
         self._spend(args, named, *args, *named.values())
         self._stack.append(function.make(*args, **named))
@@ -345,7 +345,7 @@ def _check_nesting(result: Any, limit: int) -> None:
         path[id(value)] = 1
         todo.append((value, _children(value)))
         if len(todo) > _MAX_DEPTH:
-            raise Unreadable(f"its values lie more than {_MAX_DEPTH} levels deep")
+            raise Unreadable(f"its values are nested more than {_MAX_DEPTH} levels deep")
 
     if isinstance(result, _CONTAINERS):
         enter(result)

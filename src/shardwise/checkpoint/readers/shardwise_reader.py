@@ -37,7 +37,7 @@ class OwnSource:
         """
         found = checkpoint_in(path)
         if found is None:
-            raise CheckpointError(f"'{path}' is no checkpoint of Shardwise and holds none that is complete")
+            raise CheckpointError(f"'{path}' is not a Shardwise checkpoint and contains no complete one")
         self.path = found
         self.place = str(found)
         self.kind = "Shardwise checkpoint"

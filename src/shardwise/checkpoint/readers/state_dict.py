@@ -154,9 +154,9 @@ def _find_weights(content: Mapping[Any, Any], place: str) -> Path:
         if len(candidates) != 1 or (tensors and not usual):
             found = [f"a dict of tensors under '{name}'" for name in candidates]
             found += [f"{len(tensors)} tensors beside them"] if tensors else []
-            rule = "which of them is the model is not clear" if found else "none of its values is or holds a tensor"
+            rule = "which of them is the model is not clear" if found else "none of its values is or contains a tensor"
             what = ", ".join(found[:10]) or f"a dict of {len(content)}"
-            raise UserError(f"'{place}' holds {what}; {rule}. Save the model's state_dict() in a file of its own")
+            raise UserError(f"'{place}' holds {what}; {rule}. Save the model's state_dict() in a separate file")
         root = (*root, candidates[0])
         content = content[candidates[0]]
 

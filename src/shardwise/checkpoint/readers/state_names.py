@@ -89,7 +89,7 @@ def sort_out(paths: Mapping[str, Path], tensors: Iterable[str], value: Callable[
         _put(found, f"model/{name}", key)
     if not root and len({path[0] for path in weights.values() if len(path) > 1}) > 1:
         tops = sorted({str(path[0]) for path in weights.values()})
-        found.notes.append(f"the weights lie under {', '.join(tops)}; their names keep that in front")
+        found.notes.append(f"the weights are under {', '.join(tops)}; their names keep that in front")
     _Filing(found, held, value).file(optimizers)
     rest = {key: path for key, path in rest.items() if key not in weights}
     found.step_key = _step_key(rest)
@@ -312,7 +312,7 @@ class _Filing:
             whole = self.value(optimizer.whole_groups)
             if not isinstance(whole, list) or not all(isinstance(group, dict) for group in whole):
                 what = printable(optimizer.whole_groups)
-                raise CheckpointError(f"'{what}' is no list of parameter groups; save it again")
+                raise CheckpointError(f"'{what}' is not a list of parameter groups; save it again")
             return whole
         read = {group: {o: self.value(key) for o, key in keys.items()} for group, keys in optimizer.groups.items()}
         numbers = sorted(group for group in read if isinstance(group, int))
@@ -351,7 +351,7 @@ def _kind_of(groups: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     options = set().union(*groups) if groups else set()
     kind = next((kind for kind, signs in _BY_OPTIONS.items() if signs <= options), "")
     if not kind:
-        return "", "the class of the optimizer is not saved, and its options do not tell"
+        return "", "the class of the optimizer is not saved, and its options do not identify it"
     if kind == "AdamW":
         decoupled = {group.get("decoupled_weight_decay") for group in groups}
         if decoupled == {False}:

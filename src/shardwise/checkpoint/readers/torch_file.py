@@ -175,7 +175,7 @@ class TorchFile:
         title = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
         begin = info.header_offset
         if not 0 <= begin <= self._size - _LOCAL_HEADER.size - len(title) - info.file_size:
-            self._damaged(f"{info.filename} lies outside of it")
+            self._damaged(f"{info.filename} is outside of it")
         header = self._reader.read(self._begin + begin, _LOCAL_HEADER.size + len(title))
         signature, *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
         if signature != _ZIP or header[_LOCAL_HEADER.size :] != title or name_length != len(title):
@@ -203,9 +203,9 @@ class TorchFile:
         if first[257:262] == b"ustar":
             self._refuse(f"it is a tar archive, as torch wrote before version 0.1.10; {_SAVE_AGAIN}")
         if not first.startswith(b"\x80"):
-            self._refuse(f"it begins with {first[:8]!r}, and is no file of torch.save")
+            self._refuse(f"it begins with {first[:8]!r}, and is not a torch.save file")
         if load() != _MAGIC or load() != _PROTOCOL:
-            self._refuse("it has objects of Python, and is no file of torch.save")
+            self._refuse("it has objects of Python, and is not a torch.save file")
         load()  # about the machine; the storages are always little-endian
         storages: dict[str, StoredStorage] = {}
 
@@ -242,7 +242,7 @@ def _storage(reference: Any, big_endian: bool) -> StoredStorage:
         if isinstance(kind, StorageKind) and isinstance(key, str) and type(count) is int and count >= 0:
             width = kind.dtype.itemsize if kind.dtype is not None else 1
             return StoredStorage(key, kind.dtype, count * width, big_endian)
-    raise Unreadable("it refers to something outside of itself that is no storage of torch")
+    raise Unreadable("it refers to an external object that is not a torch storage")
 
 
 def _check_box(stored: StoredTensor, box: Box) -> None:

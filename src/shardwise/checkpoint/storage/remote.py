@@ -27,7 +27,7 @@ _PACKAGES = {
     "abfss": "adlfs",
     "az": "adlfs",
 }
-_KNOWN = "give a path, or a URL that fsspec knows (s3://bucket/folder, gs://bucket/folder, abfs://container/folder)"
+_KNOWN = "give a path, or a URL that fsspec supports (s3://bucket/folder, gs://bucket/folder, abfs://container/folder)"
 _BAD_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId"}
 _UNREACHABLE = ("Connection", "Connect", "Timeout", "gaierror", "ServerDisconnected", "ClientOSError", "ClientPayload")
 _NUMBERS = {FileExistsError: errno.EEXIST, IsADirectoryError: errno.EISDIR, NotADirectoryError: errno.ENOTDIR}
@@ -275,13 +275,13 @@ def plain_error(error: Exception, where: str) -> Exception:
     if isinstance(error, PermissionError):
         return UserError(
             f"'{where}': access denied ({text}); the credentials must be allowed to list, read, write and delete there "
-            "(without the permission to list, a store says this of what is not there, too)"
+            "(without the permission to list, a store also reports this for missing objects)"
         )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
     if isinstance(error, ConnectionError | TimeoutError) or any(part in kind for part in _UNREACHABLE):
         return CheckpointError(
-            f"'{where}': the server does not answer ({text}); look at the network and the endpoint (AWS_ENDPOINT_URL)"
+            f"'{where}': the server does not answer ({text}); check the network and the endpoint (AWS_ENDPOINT_URL)"
         )
     if kind == "ParamValidationError":
         return UserError(f"'{where}': {text}; correct the URL")

@@ -34,7 +34,7 @@ def devices(facts: HostFacts) -> Check:
     """Check the number and kind of GPUs against the number of ranks."""
     gpus = facts.gpus.gpus
     if not gpus:
-        text = f"no NVIDIA GPU: {facts.gpus.problem or 'none was looked for'}"
+        text = f"no NVIDIA GPU: {facts.gpus.problem or 'not checked'}"
         if "CUDA_VISIBLE_DEVICES" in (facts.gpus.problem or ""):
             return warning("devices", text, "unset CUDA_VISIBLE_DEVICES, or name GPUs that are there")
         if facts.torch_cuda is not None:
@@ -65,9 +65,13 @@ def clocks(facts: HostFacts) -> list[Check]:
     """Check heat and the reasons of reduced clocks."""
     gpus, found = facts.gpus.gpus, []
     for reason, what, fix in (
-        ("hardware thermal slowdown", "too hot: the hardware has cut the clock", "cool it: fans, dust, air flow, room"),
+        (
+            "hardware thermal slowdown",
+            "too hot: the hardware has reduced the clock",
+            "cool it: fans, dust, air flow, room",
+        ),
         ("software thermal slowdown", "hot: the driver lowers the clock", "cool it: fans, dust, air flow, room"),
-        ("power brake", "told by the machine to slow down (power brake)", "check the power supplies and their load"),
+        ("power brake", "slowed down by the machine (power brake)", "check the power supplies and their load"),
         ("hardware slowdown", "slowed down by the hardware", "check cooling, power supply and power cables"),
     ):
         held = [gpu for gpu in gpus if reason in (gpu.reasons or ())]
@@ -90,8 +94,8 @@ def clocks(facts: HostFacts) -> list[Check]:
     if found:
         return found
     if all(gpu.reasons is None for gpu in gpus):
-        return [unknown("clocks", "the driver does not tell what holds the clocks")]
-    return [ok("clocks", "nothing holds them but load, power limit or idleness", *map(_numbers, gpus))]
+        return [unknown("clocks", "the driver does not report what limits the clocks")]
+    return [ok("clocks", "nothing limits them but load, power limit or idleness", *map(_numbers, gpus))]
 
 
 def _power(gpus: Sequence[GpuState]) -> list[Check]:
@@ -121,7 +125,7 @@ def _fixed(gpus: Sequence[GpuState]) -> list[Check]:
     ]
     if not fixed:
         return []
-    text = f"{_who([g.index for g in fixed])} held below the highest clock by application clocks"
+    text = f"{_who([g.index for g in fixed])} limited below the highest clock by application clocks"
     return [warning("clocks", text, "nvidia-smi -rac, unless it is meant so", *map(_numbers, fixed))]
 
 
@@ -132,7 +136,7 @@ def pcie(facts: HostFacts) -> list[Check]:
     """
     gpus = [gpu for gpu in facts.gpus.gpus if gpu.pcie_lanes is not None or gpu.pcie_generation is not None]
     if not gpus:
-        return [unknown("PCIe", "the driver does not tell")]
+        return [unknown("PCIe", "the driver does not report it")]
     found = []
     narrow = [gpu for gpu in gpus if gpu.pcie_lanes and gpu.pcie_max_lanes and gpu.pcie_lanes < gpu.pcie_max_lanes]
     if narrow:
@@ -217,8 +221,8 @@ def sharing(facts: HostFacts) -> list[Check]:
     if found:
         return found
     if all(gpu.processes is None and gpu.used_bytes is None for gpu in gpus):
-        return [unknown("sharing", "the driver does not tell who is on the GPUs")]
-    return [ok("sharing", "nobody else is on the GPUs")]
+        return [unknown("sharing", "the driver does not report who is on the GPUs")]
+    return [ok("sharing", "no other process is on the GPUs")]
 
 
 def _numbers(gpu: GpuState) -> str:

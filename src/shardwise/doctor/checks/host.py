@@ -105,12 +105,12 @@ def limits(facts: HostFacts) -> list[Check]:
 def _files(facts: HostFacts) -> list[Check]:
     limit = facts.limits.get("nofile")
     if limit is None:
-        return [unknown("open files", "the system does not tell its limit")]
+        return [unknown("open files", "the system does not report its limit")]
     text = f"a process may open {_number(limit.soft)} files"
     if limit.soft is None or limit.soft >= FILES_ENOUGH:
         return [ok("open files", text)]
     fix = _raise("n", 65536, limit, "--ulimit nofile=65536")
-    reason = "loader workers hold one for each tensor under way ('Too many open files')"
+    reason = "loader workers open one for each tensor in transit ('Too many open files')"
     level = error if limit.soft < FILES_LEAST else warning
     return [level("open files", f"{text}; {reason}", fix)]
 
@@ -118,7 +118,7 @@ def _files(facts: HostFacts) -> list[Check]:
 def _locked(facts: HostFacts) -> list[Check]:
     limit = facts.limits.get("memlock")
     if limit is None:
-        return [unknown("locked memory", "the system does not tell its limit")]
+        return [unknown("locked memory", "the system does not report its limit")]
     text = "unlimited" if limit.soft is None else f"at most {bytes_text(limit.soft)}"
     if limit.soft is None:
         return [ok("locked memory", text)]
@@ -153,7 +153,7 @@ def _processes(facts: HostFacts) -> list[Check]:
 def _core(facts: HostFacts) -> list[Check]:
     limit = facts.limits.get("core")
     if limit is None:
-        return [unknown("core dumps", "the system does not tell its limit")]
+        return [unknown("core dumps", "the system does not report its limit")]
     if limit.soft == 0:
         return [ok("core dumps", "none is written when a rank crashes (ulimit -c unlimited, to look into one)")]
     to_a_program = (facts.core_pattern or "").startswith("|")
@@ -173,7 +173,7 @@ def _core(facts: HostFacts) -> list[Check]:
 def shm(facts: HostFacts) -> list[Check]:
     """Check /dev/shm: NCCL's buffers between local ranks, and the batches of loader workers."""
     if facts.system != "Linux":
-        return [unknown("shared memory", f"/dev/shm is looked at on Linux only; this is {facts.system or 'unknown'}")]
+        return [unknown("shared memory", f"/dev/shm is checked on Linux only; this is {facts.system or 'unknown'}")]
     fix = "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir with medium Memory)"
     size, free = facts.shm_bytes, facts.shm_free_bytes
     if size is None or free is None:
@@ -193,7 +193,7 @@ def disk(facts: HostFacts) -> list[Check]:
     """Check free space and speed of the checkpoint folder."""
     found = facts.disk
     if found is None:
-        return [unknown("disk", "no folder was looked at")]
+        return [unknown("disk", "no folder was checked")]
     where = f"'{found.folder}'" + ("" if found.kind is None else f" ({found.kind})")
     if found.problem is not None:
         return [

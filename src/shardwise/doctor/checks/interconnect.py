@@ -19,7 +19,7 @@ def check_links(facts: HostFacts) -> list[Check]:
         if len(facts.gpus.gpus) == 1:
             return [ok("topology", "one GPU: nothing to join")]
         fix = "see whether nvidia-smi topo -m works"
-        return [unknown("topology", "nvidia-smi topo -m says nothing that is understood here", fix)]
+        return [unknown("topology", "nvidia-smi topo -m has output in an unknown format", fix)]
     gpu = find_gpu(facts.gpus.gpus[0].name)
     return [*_pairs(facts, facts.topology, gpu), *_cards(facts.topology), *_cores(facts, facts.topology)]
 

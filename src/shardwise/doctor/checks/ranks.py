@@ -64,7 +64,7 @@ def loads(test: RanksTest, facts: HostFacts | None) -> list[Check]:
     if not found:
         speeds = [load.from_host_bytes_per_s for _, load in busy if load.from_host_bytes_per_s is not None]
         rates = f"; copies from host memory at {min(speeds) / 1e9:.1f} GB/s and more" if speeds else ""
-        found.append(ok("GPUs under load", f"nothing held their clocks or links{rates}"))
+        found.append(ok("GPUs under load", f"nothing limited their clocks or links{rates}"))
     return found
 
 

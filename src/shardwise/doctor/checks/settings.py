@@ -133,6 +133,7 @@ def allocator(settings: dict[str, str]) -> list[Check]:
     if name is None or "expandable_segments:true" in settings[name].lower():
         return []
     what = (
-        f"{name}={settings[name]}: memory estimates count on expandable segments; without, up to a tenth more is held"
+        f"{name}={settings[name]}: memory estimates assume expandable segments; "
+        "without them, up to a tenth more is reserved"
     )
     return [warning("settings", what, f"add expandable_segments:True to {name}, or unset it")]
