@@ -1,4 +1,4 @@
-"""Read TOML and JSON files of users within size limits, so that a damaged one is a clear error."""
+"""Read TOML and JSON files of users within size limits, with clear errors."""
 
 from __future__ import annotations
 

@@ -46,7 +46,10 @@ class Regrouping:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether codes are unchanged: shards begin at multiples of 256 elements in both layouts."""
+        """Return whether codes are unchanged.
+
+        They are if shards begin at multiples of 256 elements in both layouts.
+        """
         return self.old.same_as(self.new)
 
     def finish(self) -> None:

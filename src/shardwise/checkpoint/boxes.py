@@ -1,4 +1,4 @@
-"""Boxes (rectangular shards of tensors), and the check that a set covers a tensor exactly once."""
+"""Boxes (rectangular shards of tensors), and the check of exact coverage of a tensor."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
 
 
 def _best_cut(region: Box, boxes: Sequence[Box]) -> tuple[int, list[int]] | None:
-    """Choose the dimension in which most box boundaries lie inside the region, with their positions.
+    """Choose the dimension with most box boundaries inside the region, and their positions.
 
     ``None`` where no dimension has any.
     """

@@ -1,4 +1,4 @@
-"""Make a checkpoint visible atomically: working folder, one rename, then ``latest``; prune old ones.
+"""Make a checkpoint visible atomically, point ``latest`` at it, and prune old ones.
 
 On a disk a checkpoint is written under a temporary name and renamed to its own after everything is durable. An object
 store has no rename of folders: there the manifest is written last, and a folder without one is ignored.

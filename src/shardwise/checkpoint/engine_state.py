@@ -122,7 +122,7 @@ def _numbers(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def shadow_of(model: nn.Module, *, filled: bool, states: bool = True) -> Shadow | None:
-    """Build the rows of a model whose state an engine has; ``None`` for plain PyTorch. Collective."""
+    """Build the rows of an engine's model; ``None`` for plain PyTorch. Collective."""
     module = inner_model(model)
     engine = engine_around(module)
     return None if engine is None else Shadow(module, engine, filled=filled, states=states)

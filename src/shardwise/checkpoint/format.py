@@ -188,7 +188,7 @@ def hash_text(made: Hasher) -> str:
 
 
 def _own_hash(data: bytes) -> str:
-    """Hash a manifest's bytes, counting the digits of its own hash (the first in the file) as zeros."""
+    """Hash a manifest's bytes, with the digits of its own hash (the first in the file) as zeros."""
     made = hasher()
     made.update(_OWN_HASH.sub(_NO_HASH.encode(), data, count=1))
     return hash_text(made)

@@ -140,7 +140,10 @@ def inspect_checkpoint(place: str | Folder) -> Inspection:
 
 
 def find_own(path: Folder) -> Folder | None:
-    """Return the folder of the one Shardwise checkpoint at ``path``, finished or not; else ``None``."""
+    """Return the folder of the one Shardwise checkpoint at ``path``, else ``None``.
+
+    It may be unfinished.
+    """
     if path.name == MANIFEST and path.is_file():
         return path.parent
     if not path.is_dir():

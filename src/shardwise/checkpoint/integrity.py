@@ -175,7 +175,7 @@ def _batches_of(shards: list[tuple[Shard, int]]) -> Iterator[tuple[int, list[Sha
 
 
 def _place_in_file(item: tuple[Shard, int]) -> tuple[float, str]:
-    """Sort key in the order in which this version writes tensors: large element size first, then name."""
+    """Sort key in the order in which tensors are written: large element size first, then name."""
     shard, num_bytes = item
     return -num_bytes / math.prod(shard.lengths), shard.key
 

@@ -57,7 +57,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def part_of(model: nn.Module) -> Home | None:
-    """Return the record of the local part of the model; ``None`` where every rank has the full model."""
+    """Return the record of the local part of the model; ``None`` where no rank has a part only."""
     return home_of(inner_model(model))
 
 
@@ -199,9 +199,9 @@ def _strided_box(tensor: DTensor) -> Box:
 
 
 def copies_of(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:
-    """Return groups of ranks, each storing one full copy of ``tensor``; the same on all ``ranks``.
+    """Return groups of ranks, each storing one full copy of ``tensor``.
 
-    ``ranks`` are those with the same plain tensors; see `ranks_of`.
+    The same on all ``ranks``. ``ranks`` are those with the same plain tensors; see `ranks_of`.
     """
     if not isinstance(tensor, DTensor):
         return [[rank] for rank in ranks]
@@ -237,7 +237,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def like(live: Any, saved: Any) -> Any:
-    """Convert a JSON value to the type of ``live``: fill a tensor in place, keep a tuple a tuple."""
+    """Convert a JSON value to the type of ``live``: tensors are filled in place, tuples kept."""
     if isinstance(live, torch.Tensor):
         return live.fill_(saved)
     if isinstance(live, tuple) and isinstance(saved, list) and len(live) == len(saved):

@@ -178,7 +178,10 @@ def _choose_options(path: Folder, optimizer: Optimizer | None, work: _Work) -> N
 
 
 def _alike(live: Any, saved: Any) -> bool:
-    """Return whether a saved hyperparameter can replace the live one (number for number, list for list)."""
+    """Return whether a saved hyperparameter can replace the live one.
+
+    A number replaces a number, a list a list.
+    """
     numbers = (bool, int, float, torch.Tensor)
     if isinstance(live, numbers):
         return saved is None or isinstance(saved, numbers)

@@ -81,7 +81,7 @@ def revive(failure: Failure) -> ShardwiseError:
 
 
 def agree(error: Exception | None) -> None:
-    """Raise the first failing rank's error on every rank; return where there is none. Collective."""
+    """Raise the first failing rank's error on every rank; return if there is none. Collective."""
     found = gather_json(describe(error) if error else None)
     first = broadcast_json(next((failure for failure in found if failure), None))
     if first:
@@ -89,7 +89,7 @@ def agree(error: Exception | None) -> None:
 
 
 def together(do: Callable[[], Result]) -> Result:
-    """Call ``do`` on every rank; raise any rank's error on all after all have finished. Collective."""
+    """Call ``do`` on every rank; then raise any rank's error on all. Collective."""
     wrong: Exception | None = None
     done: list[Result] = []
     try:

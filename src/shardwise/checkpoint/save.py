@@ -1,4 +1,4 @@
-"""`save_checkpoint` and `Saver`: each rank writes its shards, rank 0 commits, all agree on the result.
+"""`save_checkpoint` and `Saver`: ranks write shards, rank 0 commits, all agree on the result.
 
 In the foreground everything is done when the call returns. In the background the call returns once the save plan is
 agreed; the copy to a staging buffer continues until the optimizer next changes the weights (nothing else does), and the
@@ -300,7 +300,7 @@ class Saver:
     def _finish(
         self, working: Folder, target: Folder, reports: list[dict[str, Any]], head: ManifestHead
     ) -> exchange.Failure | None:
-        """Commit and prune on rank 0 where every rank wrote its shards; else remove them and report why.
+        """Commit and prune on rank 0 where all shards were written; else remove them and report why.
 
         Never raises: the others wait for an answer.
         """

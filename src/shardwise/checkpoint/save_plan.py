@@ -73,11 +73,10 @@ class Share:
 
 @dataclass
 class Holdings:
-    """Tensors that a rank could write: unique to it, or replicated (with the groups of replicas).
+    """Tensors that a rank could write: unique to it, or replicated (with groups of replicas).
 
     ``ranks`` have the same part of the model as this one. ``buffers`` are plain buffers, which other stages may have
     too.
-
     """
 
     ranks: tuple[int, ...] = ()
@@ -151,11 +150,12 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
 
 
 def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
-    """Build this rank's save plan, given the bytes that only each rank has; deterministic on all ranks.
+    """Build this rank's save plan from the bytes that only each rank has.
 
-    Large replicated tensors are split along their first dimension, one part per replica; small ones go to the replica
-    with the least bytes. Tensors replicated on some ranks only (a tensor-parallel rank's own replicas) are assigned
-    without regard to the rest, which only those ranks know. Ranks of another pipeline stage do not count.
+    Deterministic on all ranks. Large replicated tensors are split along their first dimension, one part per replica;
+    small ones go to the replica with the least bytes. Tensors replicated on some ranks only (a tensor-parallel rank's
+    own replicas) are assigned without regard to the rest, which only those ranks know. Ranks of another pipeline stage
+    do not count.
 
     ``marks`` are every rank's `Holdings.mark`, or -1 of a rank whose inspection failed.
 

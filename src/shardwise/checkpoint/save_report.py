@@ -157,7 +157,7 @@ def fault_of(error: Exception) -> dict[str, Any]:
 
 
 def failure_of(faults: list[dict[str, Any]], folder: Folder, needed: int | None = None) -> exchange.Failure:
-    """Build the error that every rank raises: the first rank's, with sizes (if known) and the fix."""
+    """Build the error that every rank raises: the first rank's, with sizes if known, and the fix."""
     first = faults[0]
     fault = first["fault"]
     also = [str(other["rank"]) for other in faults[1:]]

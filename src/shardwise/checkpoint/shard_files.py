@@ -1,4 +1,4 @@
-"""Read and write safetensors files in ranges: hashed writes, slice reads, fills of local shards.
+"""Read and write safetensors files in ranges, with hashes, for full and sharded tensors.
 
 No memory mapping and no second read: several threads move bytes directly between tensor memory and the file. Data for
 another device, dtype or stride passes through a small buffer.
@@ -198,9 +198,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class ShardReader:
-    """Reader of slices from the safetensors files of ``folder``; thread-safe, each file opened once.
+    """Thread-safe reader of slices from the safetensors files of ``folder``.
 
-    ``error`` is raised with the file and ``fix`` where a file is missing or damaged. A context manager.
+    Each file is opened once. ``error`` is raised with the file and ``fix`` where a file is missing or damaged. A
+    context manager.
     """
 
     def __init__(self, folder: Folder, fix: str, error: type[ShardwiseError] = CheckpointError) -> None:
@@ -357,7 +358,7 @@ def same_hash(made: Hasher, shard: Shard) -> bool:
 
 
 def touched(tensor: torch.Tensor, shards: Sequence[Shard]) -> list[tuple[Shard, Box]]:
-    """List the shards that overlap the local part of ``tensor``, each with the overlap (global box)."""
+    """List the shards that overlap the local part of ``tensor``, each with the overlap."""
     return overlaps(box_of(tensor), shards)
 
 
@@ -412,7 +413,7 @@ def wrong_bytes(places: Sequence[tuple[object, str]], fix: str) -> str:
 
 @dataclass(frozen=True)
 class _Block:
-    """One read: ``read`` is contiguous in the file from byte ``begin``, ``part`` the wanted subset."""
+    """One read, contiguous in the file from byte ``begin``; ``part`` is the wanted subset."""
 
     read: Box
     part: Box

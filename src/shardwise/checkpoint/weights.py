@@ -1,4 +1,4 @@
-"""`load_weights`: fill a live, possibly sharded model from any supported checkpoint, by slices."""
+"""`load_weights`: fill a live, possibly sharded model from any supported checkpoint."""
 
 from __future__ import annotations
 
@@ -190,10 +190,9 @@ _SAMPLED = 1024
 
 
 def base_digest(source: Source, names: Sequence[str]) -> str:
-    """Fingerprint of a base: names, shapes, dtypes and about 1 kB from the middle of each tensor.
+    """Fingerprint of a base: names, shapes, dtypes, and about 1 kB of each tensor.
 
     Sixteen hex digits. It detects another base, also one that was trained further; not a single changed value.
-
     """
     digest = xxhash.xxh3_64()
     for name in sorted(names):

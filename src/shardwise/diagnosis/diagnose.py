@@ -35,7 +35,7 @@ EXPLAINED = 0.5
 
 
 def diagnose(observed: Observed) -> tuple[Finding, ...]:
-    """Return the causes of lost time, most expensive first, after ``healthy`` where there is no alarm.
+    """Return the causes of lost time, most expensive first, or ``healthy`` first without an alarm.
 
     Empty where there are fewer than `MIN_STEPS` steps to judge (see `why_nothing`).
     """

@@ -103,7 +103,7 @@ def is_of_dp(*found: Finding) -> bool:
 
 
 def _as_planned(case: Case, axis: str, link: LinkUse, waited: float) -> bool:
-    """Return whether the planner predicted about this wait over a catalogued (not measured) link."""
+    """Return whether the planner predicted about this wait, over a link that was not measured."""
     predicted = case.observed.predicted
     if predicted is None or link.measured is not None:
         return False

@@ -61,10 +61,10 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
 
 
 def _saved_traffic(case: Case, other: Alternative) -> float:
-    """Return the share of data-parallel bytes that the other strategy saves; weights count as gradients.
+    """Return the share of data-parallel bytes that the other strategy saves.
 
-    By the bytes of ring algorithms: twice the gradients for ddp; for sharded strategies the weights once or twice for
-    each micro batch and the gradients once for each reduction.
+    Weights count as gradients. By the bytes of ring algorithms: twice the gradients for ddp; for sharded strategies the
+    weights once or twice for each micro batch and the gradients once for each reduction.
     """
     if other.gain is not None and other.gain <= 0:
         return 0.0

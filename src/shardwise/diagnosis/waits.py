@@ -45,7 +45,10 @@ _COMPARE = (
 
 
 def data_loader(case: Case) -> Iterator[Finding]:
-    """Report waits for batches on at least three quarters of the ranks; a single rank is a straggler."""
+    """Report waits for batches on at least three quarters of the ranks.
+
+    A single rank is a straggler.
+    """
     spread = case.timing.parts.get("data")
     if spread is None:
         return
@@ -300,7 +303,7 @@ def _taking_turns(case: Case) -> Iterator[Finding]:
 
 
 def throttling(case: Case) -> Iterator[Finding]:
-    """Report devices below their clock: one finding for hot ones, one for those at their power cap.
+    """Report devices below their clock: one finding for hot ones, one for power-capped ones.
 
     A step waits for the slowest of them, so their seconds do not add up: the worst one counts.
     """

@@ -25,9 +25,10 @@ class Allowed(BaseModel):
 
 
 def allowed(root: Path = ROOT, own: Path = OWN) -> Allowed:
-    """Read both versions of control groups (Linux: Documentation/admin-guide/cgroup-v2 and cgroup-v1).
+    """Read the limits of both versions of control groups.
 
-    ``memory_used_bytes`` is of the group that sets the limit, and includes reclaimable file pages.
+    Linux: Documentation/admin-guide/cgroup-v2 and cgroup-v1. ``memory_used_bytes`` is of the group that sets the limit,
+    and includes reclaimable file pages.
     """
     cores = [c for c in (_quota(folder) for folder in _folders(root, own, "cpu")) if c is not None]
     memory = [
@@ -52,7 +53,7 @@ def allowed(root: Path = ROOT, own: Path = OWN) -> Allowed:
 
 
 def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
-    """Yield the existing folders of this process's groups for a controller, from its own to the root."""
+    """Yield the existing folders of this process's groups for a controller, own first."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Facts of one machine for `shardwise doctor`, separate from their interpretation for testing.
+"""Facts of one machine for `shardwise doctor`, separate from their interpretation.
 
 Unknown is ``None``. Collecting them changes nothing except for a small file that is written, read and removed.
 """

@@ -59,7 +59,7 @@ class RankAnswer(BaseModel):
 
 
 class RanksTest(BaseModel):
-    """Result of the self-test, as seen by one rank (``speaker``); ``problem`` is ``None`` on success.
+    """Result of the self-test on one rank (``speaker``); ``problem`` is ``None`` on success.
 
     ``small_s`` and ``large_s`` are the median seconds of an all_reduce of 4 KiB and of 4 MiB on the speaker, the first
     round left out; too few for a measurement of the link (`shardwise bench comm` is one).
@@ -129,7 +129,10 @@ class Board:
         return bool(self.store.check([f"{_KEY}/failed"]))
 
     def answers(self) -> tuple[RankAnswer, ...]:
-        """Return the records of all ranks; one that has not started gets its neighbours' host, if known."""
+        """Return the records of all ranks.
+
+        One that has not started gets its neighbours' host, if known.
+        """
         found: list[RankAnswer] = []
         hosts: dict[int, str | None] = {}
         for rank in range(self.world_size):

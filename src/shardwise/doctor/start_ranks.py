@@ -53,7 +53,7 @@ def check_ranks(
     module: str = "shardwise.doctor.start_ranks",
     threads: int = 1,
 ) -> RanksTest:
-    """Start ``world_size`` local ranks, and return the result; ends all of them, also stopped ones.
+    """Start ``world_size`` local ranks, return the result, and end all, also stopped ones.
 
     Times are those of `shardwise.doctor.rank_self_test.self_test`; ``module`` is what runs as a rank.
 

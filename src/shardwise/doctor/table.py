@@ -74,7 +74,7 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def to_document(checks: Sequence[Check], facts: HostFacts | None, test: RanksTest | None) -> dict[str, Any]:
-    """Build the JSON of `--json`; ``healthy`` is false where a check is an error (not a warning)."""
+    """Build the JSON of `--json`; ``healthy`` is false where a check is an error."""
     counts = Counter(check.level for check in checks)
     topology = None if facts is None or facts.topology is None else explain_topology(facts.topology)
     return {

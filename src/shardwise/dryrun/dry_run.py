@@ -185,7 +185,7 @@ def dry_run(
 def prove(
     build: Callable[[], nn.Module] | ModelSource, plan: Plan, *, ranks: tuple[int, ...] | None = None, **options: Any
 ) -> tuple[DryRun, ...]:
-    """Dry-run the full model for every rank with different shards: the first and, if it differs, the last.
+    """Dry-run the full model for the ranks with different shards: the first, and the last if different.
 
     Sharding gives the first ranks the larger chunks; with ``zero1`` each rank steps other parameters, so that ``ranks``
     should name the one with the largest share. The first rank of a tensor-parallel group uses most memory.
@@ -240,7 +240,7 @@ def _told(found: Rehearsal, plan: Plan, rank: int) -> DryRun:
 
 
 def _extended(build: Callable[[], nn.Module], plan: Plan, **options: Any) -> DryRun | None:
-    """Extrapolate from a few blocks to all; ``None`` where the model or its traces do not allow it."""
+    """Extrapolate from a few blocks to all; ``None`` where model or traces do not allow it."""
     from shardwise.dryrun.extrapolate import LARGEST, SMALLEST, Key, Traced, extended, live_by_phase
     from shardwise.dryrun.rehearse import count_blocks, rehearse
 

@@ -75,7 +75,7 @@ def extended(traces: Sequence[Traced], blocks: int) -> dict[Key, int] | None:
 
 
 def _window(first: Traced, second: Traced, third: Traced, key: Key) -> int | None:
-    """Find the events of a phase except its evenly repeated middle; ``None`` if it grows unevenly."""
+    """Find the events of a phase except its repeated middle; ``None`` if it grows unevenly."""
     lengths = [len(trace.live[key]) for trace in (first, second, third)]
     each = lengths[2] - lengths[1]
     if lengths[1] - lengths[0] != each or each < 0:
@@ -106,7 +106,7 @@ def shorten(module: nn.Module, blocks: int) -> None:
 
 
 def depth_of(module: nn.Module) -> int | None:
-    """Return the number of blocks, if equal and in one container that can be truncated; else ``None``."""
+    """Return the number of equal blocks in one container that can be truncated; else ``None``."""
     from torch import nn
 
     try:

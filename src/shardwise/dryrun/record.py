@@ -1,4 +1,4 @@
-"""Record allocations, frees and collectives of a program on fake tensors, storage by storage.
+"""Record allocations, frees and collectives of a program on fake tensors, per storage.
 
 Torch is imported inside functions only, so that planning needs none of it.
 """
@@ -35,7 +35,7 @@ _COLLECTIVES = {
 
 
 class StorageEvent(NamedTuple):
-    """Allocation (positive) or free (negative) of ``num_bytes`` in ``storage``, in (step, phase)."""
+    """Allocation (positive) or free (negative) of ``num_bytes`` in a storage, in (step, phase)."""
 
     storage: int
     num_bytes: int

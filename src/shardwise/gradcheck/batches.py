@@ -1,4 +1,4 @@
-"""Global batches for the comparison: samples of the config, one ragged step and one full one."""
+"""Global batches for the comparison: the config's samples, one ragged step and one full one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _ragged(batches: dict[Key, Batch], plan: Plan) -> dict[Key, Batch]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Single-process result for a global batch: gradient of the mean loss, its norm, and the loss."""
+    """Single-process result for a global batch: gradient of the mean loss, its norm, the loss."""
 
     gradients: Gradients
     norm: float

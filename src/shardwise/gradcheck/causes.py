@@ -440,7 +440,7 @@ def _heads(bad: Sequence[int], rows: int, setting: CauseContext) -> str:
 
 
 def summary_factor(difference: Difference, reference: torch.Tensor | None, found: torch.Tensor | None) -> float | None:
-    """Return the best-fitting factor, also where it does not explain all elements; else ``None``."""
+    """Return the best-fitting factor, even if it does not explain all elements; else ``None``."""
     if difference.factor is not None or reference is None or found is None or reference.shape != found.shape:
         return difference.factor
     return factor_of(reference, found, within=math.inf)

@@ -1,4 +1,4 @@
-"""Compare one step of a strategy with one process: measured on every rank, explained on rank 0."""
+"""Compare one step of a strategy with one process on every rank; explain it on rank 0."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Recipe(BaseModel):
 
 
 class Shrunk(BaseModel):
-    """Shrunk model. ``changes`` and ``kept`` are for people; ``kept``: what could not shrink, and why.
+    """Shrunk model, with ``changes`` and ``kept`` (what could not shrink, and why) for people.
 
     ``vocab_size`` is the number of token ids, ``None`` for all of the data. ``heads`` are the key-value heads and their
     size, 0 where unknown.
@@ -371,7 +371,10 @@ def _problem(
 
 
 def _fake_run(recipe: Recipe, factory: Callable[[], nn.Module], seq_len: int) -> tuple[str, frozenset[str]]:
-    """Run forward and backward on fake tensors; return the error, and parameters without gradient."""
+    """Run forward and backward on fake tensors; return the error and the unused parameters.
+
+    Unused ones got no gradient.
+    """
     module = build(lambda: _construct(factory, recipe), 0, real=False)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")

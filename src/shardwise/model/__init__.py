@@ -1,4 +1,4 @@
-"""Profiles of models: parameters, blocks and operations, from a name, a configuration or a module.
+"""Profiles of models (parameters, blocks, operations) from names, configurations or modules.
 
 No `torch.distributed` here, and nothing about sharding.
 """

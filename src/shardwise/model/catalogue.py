@@ -1,4 +1,4 @@
-"""Catalogue of public architectures: configurations of ``catalogue.csv``, each with its source.
+"""Catalogue of public architectures: the rows of ``catalogue.csv``, each with its source.
 
 The file's columns are the keys of a Hugging Face config by their plain names; ``options`` are further keys of it,
 ``key=value`` with JSON values, separated by semicolons. ``parameters`` is the total that the source publishes, where
@@ -33,7 +33,7 @@ _NUMBERS = {
 
 
 def find_architecture(name: str) -> Architecture | None:
-    """Find the architecture called ``name``; ``None`` if unknown or a convolutional net (`CONVNETS`).
+    """Find the architecture called ``name``; ``None`` if unknown or one of `CONVNETS`.
 
     Case, dashes, an organisation in front (``meta-llama/``) and words such as ``-instruct`` or ``-hf`` do not matter.
     """
@@ -53,7 +53,7 @@ def catalogue_names() -> tuple[str, ...]:
 
 
 def published_parameters(name: str) -> int | None:
-    """Return the published number of parameters of a catalogue name; ``None`` where none was found."""
+    """Return the published number of parameters of a catalogue name; ``None`` if not found."""
     return next((int(row["parameters"]) for row in _rows() if row["name"] == name and row["parameters"]), None)
 
 
@@ -85,7 +85,7 @@ def _rows() -> tuple[dict[str, str], ...]:
 
 @lru_cache(maxsize=1)
 def _spellings() -> dict[str, str]:
-    """Map every normalized spelling to its name; full spellings precede those with omitted words."""
+    """Map every normalized spelling to its name; full spellings come first."""
     found: dict[str, str] = {}
     names = [(row["name"], [row["name"], *filter(None, row["aliases"].split(";"))]) for row in _rows()]
     for quiet in (False, True):

@@ -57,7 +57,10 @@ def convnet_profile(net: ConvNet, image: int | None = None) -> ModelProfile:
 
 
 def conv(name: str, channels: int, out: int, kernel: int, side_in: int, side_out: int, *, saved: int) -> Op:
-    """Square ungrouped convolution as implicit GEMM; ``saved`` is its input, if not saved before."""
+    """Square ungrouped convolution as implicit GEMM.
+
+    ``saved`` is its input, if not saved before.
+    """
     m, k = side_out**2, channels * kernel**2
     moved = channels * side_in**2 + k * out + m * out
     return Op(name, "conv", m, k, out, flops=2.0 * m * k * out, moved=moved, saved=saved, weight=True)

@@ -1,4 +1,4 @@
-"""Trace data flow through a model's linear layers: one forward in which they return random numbers.
+"""Trace data flow through linear layers, by one forward in which they return random numbers.
 
 Everything between the linear layers (norms, attention, reshapes, activations) is computed, in float64, on one short
 sample; the linear layers and the embeddings are not, so no weights are needed and a large model takes as little memory

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA profiles: a frozen base and trainable low-rank adapters at its linear layers.
+"""LoRA and QLoRA profiles: a frozen base with trainable adapters at its linear layers.
 
 An adapter of rank r beside a linear layer of k inputs and n outputs has A [r, k] and B [n, r], adds x·Aᵀ·Bᵀ to the
 layer's output and is stored in fp32. Sources: LoRA, arXiv:2106.09685, section 4; QLoRA, arXiv:2305.14314, sections 2–3:

@@ -26,7 +26,10 @@ from shardwise.model.profile import Cut, Op
 
 
 def matmul(name: str, m: int, k: int, n: int, cut: Cut = "none", *, saved: int = 0, temporary: int = 0) -> Op:
-    """Linear layer over ``m`` rows with a fused bias; ``saved`` is its input, if not saved before."""
+    """Linear layer over ``m`` rows with a fused bias.
+
+    ``saved`` is its input, if not saved before.
+    """
     flops = 2.0 * m * k * n
     return Op(name, "matmul", m, k, n, flops=flops, saved=saved, temporary=temporary, cut=cut, weight=True)
 
@@ -64,7 +67,7 @@ def attention(name: str, rows: int, heads: int, kv_heads: int, head_dim: int, *,
 
 
 def cross_entropy(rows: int, classes: int, cut: Cut = "none") -> Op:
-    """Cross-entropy of ``rows`` × ``classes`` logits: upcast, log-softmax, negative log-likelihood.
+    """Cross-entropy of ``rows`` × ``classes`` logits: upcast, log-softmax, NLL.
 
     See the module's docstring. Labels are 8 bytes each. Moved: the cast reads low precision and writes fp32,
     log-softmax reads twice and writes once.

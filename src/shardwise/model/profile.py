@@ -21,7 +21,7 @@ UnitKind = Literal["embedding", "block", "head", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Parameter of a unit; ``tp_dim`` is the dim sharded by tensor parallel, ``None`` if replicated."""
+    """Parameter of a unit; ``tp_dim`` is its dim sharded by tensor parallel, or ``None``."""
 
     name: str
     shape: tuple[int, ...]

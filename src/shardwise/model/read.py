@@ -74,7 +74,9 @@ def read_model(module: nn.Module) -> ModelSpec:
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Reject lazy modules (``LazyLinear``) that have not seen an input: their shapes are unknown.
+    """Reject lazy modules (``LazyLinear``) that have not seen an input.
+
+    Their shapes are unknown.
 
     Raises:
         ModelError: there are some; names up to three of their parameters and buffers.

@@ -1,4 +1,4 @@
-"""Trace the profile of any ``nn.Module``: one forward on fake tensors, every operation counted.
+"""Trace the profile of any ``nn.Module`` by one forward on fake tensors.
 
 The forward runs in bf16 as a module of bf16 weights does (FSDP2), so that upcasts appear as fp32; a module that fails
 in bf16 is traced in fp32. It takes no memory, needs no weights, and does not change the module.
@@ -96,7 +96,7 @@ def trace_module(
 
 
 def build_on_meta(factory: Callable[[], Any], label: str) -> nn.Module:
-    """Call ``factory`` with parameters on the meta device as soon as registered; buffers are real.
+    """Call ``factory`` with all parameters on the meta device; buffers are real.
 
     Raises:
         ModelError: it raises, or does not return a module.
@@ -258,7 +258,10 @@ def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, aut
 
 
 def _fake_like(tensor: torch.Tensor, compute: torch.dtype | None) -> torch.Tensor:
-    """Create a fake tensor of the same shape and strides; floating-point ones in ``compute``, if given."""
+    """Create a fake tensor of the same shape and strides.
+
+    Floating-point ones are in ``compute``, if given.
+    """
     dtype = compute if compute is not None and tensor.is_floating_point() else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
 
@@ -356,7 +359,7 @@ def _floats(tree: Any) -> list[torch.Tensor]:
 
 
 def _output(outputs: Any) -> torch.Tensor | None:
-    """Return the module's main output: itself, its ``logits``, or its first floating-point tensor."""
+    """Return the module's main output: itself, its ``logits``, or its first float tensor."""
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, torch.Tensor):
         return logits

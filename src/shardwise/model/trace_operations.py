@@ -70,7 +70,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Segment:
-    """Operations between two boundaries: a block (``block`` is its name), or the part between blocks."""
+    """Operations between two boundaries: those of a block (named ``block``), or between blocks."""
 
     block: str | None
     ops: list[Recorded] = field(default_factory=list)

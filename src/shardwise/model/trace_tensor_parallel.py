@@ -18,7 +18,7 @@ State = Literal["whole", "cut"]
 
 
 def mark_cuts(segments: Sequence[Segment]) -> bool:
-    """Mark how each operation of ``segments`` is sharded; ``False``, and no marks, if the rule fails.
+    """Mark how operations of ``segments`` are sharded; ``False``, and no marks, on failure.
 
     Outside the blocks the first embedding and linear layers are sharded by the vocabulary, all else by the rows.
     """

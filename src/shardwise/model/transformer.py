@@ -234,7 +234,7 @@ def _embedding(a: Architecture, rows: int) -> Unit:
 
 
 def _patches(a: Architecture, rows: int) -> Unit:
-    """Patch embedding: convolution of stride 16 over an RGB image, class token, learned positions."""
+    """Patch embedding: stride-16 convolution of an RGB image, class token, learned positions."""
     patches, k = rows - 1, 3 * PATCH * PATCH
     weights = (
         Weight("class_token", (1, 1, a.hidden)),

@@ -193,7 +193,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not self.inside and 0 < len(self.done) < len(self.blocks)
 
     def _see(self, operation: str, tensor: torch.Tensor) -> _Origin | None:
-        """Record an operation's input; return the origin of its result if it is not the current place."""
+        """Record an operation's input; return its result's origin if not the current place."""
         slot = self.slots.get(tensor)
         if slot is not None:
             self.uses.setdefault(slot, set()).add(self.place)

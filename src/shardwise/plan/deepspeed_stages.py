@@ -44,7 +44,10 @@ def optimizer_place(plan: Plan) -> Place:
 
 
 def parameter_place(plan: Plan) -> Place:
-    """Return the storage of the compute parameters: host memory with ``+offload+nvme``, else the drive."""
+    """Return the storage of the compute parameters.
+
+    Host memory with ``+offload+nvme``, else the drive.
+    """
     if zero_stage(plan) < 3:
         return "device"
     if plan.parsed.offload:

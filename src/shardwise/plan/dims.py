@@ -52,7 +52,10 @@ class ParallelDims(BaseModel):
         return self.tp * self.pp * self.cp > 1
 
     def place(self, rank: int) -> MeshCoord:
-        """Return the position of global rank ``rank``: axes in the order of ``AXES``, the last one fastest."""
+        """Return the position of global rank ``rank``.
+
+        Axes are in the order of ``AXES``, the last one fastest.
+        """
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)

@@ -53,7 +53,7 @@ def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
 
 
 def length_problem(seq_len: int, tp: int, cp: int) -> str:
-    """Explain why ``cp``, or ``tp`` with sequence parallel, does not divide the length; empty if it does."""
+    """Explain why ``cp`` (or ``tp`` with sequence parallel) cannot divide the length; else empty."""
     step = tp * cp
     if step == 1 or seq_len % step == 0:
         return ""

@@ -86,7 +86,7 @@ class ParallelOptions(BaseModel):
 
 
 class StepOptions(BaseModel):
-    """Options of a step's gradients and loss, set by other tables of a config file or the search."""
+    """Options of a step's gradients and loss, set by other config tables or by the search."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

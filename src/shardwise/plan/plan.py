@@ -236,7 +236,7 @@ def plan_problems(error: ValidationError) -> list[str]:
 def split_batch(
     dp: int, *, global_batch: int | None, micro_batch: int | None, grad_accum: int | None
 ) -> tuple[int, int]:
-    """Solve ``global = micro × accumulation × dp`` for missing values; return (micro, accumulation).
+    """Solve ``global = micro × accumulation × dp``; return (micro, accumulation).
 
     With only a global batch the micro batch is a rank's full share. By default it is one sample.
 

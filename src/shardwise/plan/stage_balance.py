@@ -1,4 +1,4 @@
-"""Assign contiguous blocks to pipeline stages, minimizing the cost of the most expensive stage."""
+"""Assign contiguous blocks to pipeline stages with the least maximum cost."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ DEGREES = ("tp", "pp", "cp")
 
 
 class Strategy(BaseModel):
-    """Parsed strategy string; ``str()`` gives the normal form. ``tp``, ``pp``, ``cp`` are degrees."""
+    """Parsed strategy string with degrees ``tp``, ``pp``, ``cp``; ``str()`` normalizes it."""
 
     model_config = ConfigDict(frozen=True)
 

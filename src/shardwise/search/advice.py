@@ -37,7 +37,7 @@ Command = Callable[[Mapping[str, str | None]], str]  # the request's own command
 
 @dataclass
 class _Ways:
-    """Shared inputs of the alternatives: request, step time with unlimited memory, command format.
+    """Shared inputs of the alternatives: request, unlimited-memory step time, command format.
 
     ``kept`` is the first alternative that leaves the optimizer unchanged.
     """

@@ -1,4 +1,4 @@
-"""Explain the model-parallel axes of a plan: the plan without them, and their cost, in numbers."""
+"""Explain the model-parallel axes of a plan: costs with and without them."""
 
 from __future__ import annotations
 

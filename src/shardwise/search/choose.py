@@ -147,10 +147,11 @@ def choose_profiled(
     costs: Costs | None = None,
     cut: Cutter | None = None,
 ) -> Choice:
-    """Return the search's recommendation among runnable plans; a pinned one is kept, fitting or not.
+    """Return the search's recommendation among runnable plans.
 
-    ``costs`` are used for the choice; its reported values are the cost model's own, uncorrected. ``cut`` checks the
-    live module under a plan that shards it: rejected plans are skipped, unless requested by name.
+    A pinned one is kept, fitting or not. ``costs`` are used for the choice; its reported values are the cost model's
+    own, uncorrected. ``cut`` checks the live module under a plan that shards it: rejected plans are skipped, unless
+    requested by name.
 
     Raises:
         PlanError: the pinned values have no layout.
@@ -179,9 +180,9 @@ def choose_profiled(
 def _allowed(
     question: Question, result: SearchResult, cut: Cutter | None
 ) -> tuple[Candidate | None, Parts | None, list[tuple[str, str]]]:
-    """Return the best candidate that the live module supports, its placement, and the rejected ones.
+    """Return the best supported candidate, its placement, and the rejected ones.
 
-    Rejected ones come with their messages.
+    The live module decides. Rejected ones come with their messages.
     """
     refused: list[tuple[str, str]] = []
     ranked, chosen = list(result.candidates), result.recommended

@@ -146,7 +146,7 @@ def slower_text(question: Question, candidate: Candidate, best: Candidate) -> st
 
 
 def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
-    """Explain why a faster plan is not chosen: it trains another model, or another was requested."""
+    """Explain why a faster plan is not chosen: another training, or another request."""
     start = f"{gap:.0%} faster"
     if candidate.plan.parsed.adapter != best.plan.parsed.adapter:
         words = {"none": "all weights", "lora": "adapters only", "qlora": "adapters on 4-bit weights only"}

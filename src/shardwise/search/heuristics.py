@@ -1,8 +1,7 @@
-"""Rough time and memory in microseconds, to select plans for a full estimate. Never displayed.
+"""Rough time and memory estimates to select plans for full ones. Never displayed.
 
 Effects that do not change the selection are ignored on purpose. The displayed order comes from `cost.time`, the fit
 from `cost.memory`.
-
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def floor_bytes(totals: Totals, layout: Layout) -> float:
 
 
 def guess_s(totals: Totals, layout: Layout, micro: int, recompute: Recompute, *, every: bool = False) -> float:
-    """Rough step time in seconds: arithmetic with a rate that drops for small matrices, and traffic."""
+    """Rough step time in seconds: arithmetic (slower for small matrices) and traffic."""
     strategy, dims = layout.strategy, layout.dims
     accum = layout.share // micro
     model_ranks = dims.tp * dims.pp * dims.cp

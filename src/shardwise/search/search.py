@@ -1,4 +1,4 @@
-"""Search every plan of the grammar for a model on a cluster: best first, others with reasons.
+"""Search every plan of the grammar for a model on a cluster: ranked, with reasons.
 
 Order: plans that fit, by predicted time; plans within a tie of the fastest are one class, and the simplest of them is
 recommended. Where no time is known, the simplest that fits is. A plan that does not fit comes last, with its bytes.
@@ -207,7 +207,7 @@ def _screened(question: Question, layout: Layout, base: Plan, micro: int) -> int
 
 
 def _largest(question: Question, layout: Layout, base: Plan, low: int, high: int) -> int:
-    """Return the index of the largest micro batch that passes the lower bound; ``low`` if none above.
+    """Return the index of the largest micro batch that passes the lower bound; else ``low``.
 
     From ``low`` to ``high``.
     """
@@ -293,7 +293,7 @@ def _best_of_each(question: Question, found: Sequence[Layout]) -> list[Candidate
 
 
 def _screen_all(question: Question, found: Sequence[Layout]) -> tuple[list[tuple[Layout, list[Option]]], list[Layout]]:
-    """Return the layouts that pass the lower bound with their options, and those that do not fit.
+    """Return the layouts that pass the lower bound with their options, and those that do not.
 
     Layouts are examined in the order of their rough times with unlimited memory; once `TIMED` of them are known to be
     better than that, the rest is skipped.
@@ -343,7 +343,7 @@ def _rank_of(way: Timed) -> tuple[float, ...]:
 
 
 def _first_that_fits(question: Question, ways: Sequence[Timed], rest: Sequence[Option]) -> Candidate:
-    """Return the first that fits by the full estimate; else the best rough one; else the smallest.
+    """Return the first that fits by the full estimate, else the best rough one, else the smallest.
 
     The gap between lower bound and estimate of one plan rules out others.
     """
@@ -421,7 +421,7 @@ def _eligible(question: Question, candidate: Candidate) -> bool:
 
 
 def simplest_fit(question: Question) -> Candidate | None:
-    """Return the simplest plan that fits at all, in its smallest form; for advice, without times."""
+    """Return the simplest plan that fits at all, in its smallest form; for advice only."""
     plain = replace(question, timed=False)
     for layout in laid_out(question)[0]:
         if question.usable is not None and floor_bytes(question.totals, layout) > question.usable:

@@ -12,7 +12,10 @@ from shardwise.search.search import search
 
 
 def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
-    """Estimate ``strategy`` and explain why it is not ``best``; the candidate is None if invalid."""
+    """Estimate ``strategy`` and explain why it is not ``best``; the candidate may be None.
+
+    It is None if the strategy is invalid.
+    """
     if strategy == best.plan.parsed:
         unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
         return best, [f"{strategy} is the plan{unfit}"]

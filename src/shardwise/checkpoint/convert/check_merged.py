@@ -55,7 +55,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class MergeVerdict:
-    """Comparison of the merged model with base plus adapters; ``None`` where it was not possible.
+    """Comparison of merged model and base plus adapters; ``None`` where it was impossible.
 
     All values are maxima over all outputs (logits), ``None`` where not measured.
 
@@ -85,7 +85,7 @@ class NotMerged(ReceiptError):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Inputs of a merge: model, selection of base tensors, adapters, and ``original`` base or not."""
+    """Inputs of a merge: model, selected base tensors, adapters, and ``original`` base or not."""
 
     known: KnownModel
     base: Source
@@ -181,7 +181,10 @@ def _of_folder(
 def _of_live(
     pieces: Pieces, kind: str, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Compute the outputs of base plus adapters in fp32, with training's layers, and of the base alone."""
+    """Compute the outputs of base plus adapters in fp32, and of the base alone.
+
+    Uses training's layers.
+    """
     module = pieces.known.build(torch.float32, real=False)
     add_adapters(module, Plan(strategy=f"ddp+{kind}", adapter=pieces.saved.options))
     materialize(module, torch.device("cpu"), broadcast=False)

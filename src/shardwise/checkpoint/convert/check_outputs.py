@@ -1,4 +1,4 @@
-"""Verify a conversion: source and target model give the same outputs, and all tensors are equal.
+"""Verify a conversion by the outputs of source and target model, and by all tensors.
 
 Both models get the same fixed inputs. The source model is filled tensor by tensor through the safe readers, the target
 model with the target format's usual loader. Also, every tensor is read back, since a forward pass does not use each row

@@ -52,7 +52,7 @@ class KnownModel:
         return self.entry.get("config")
 
     def build(self, dtype: torch.dtype = torch.float32, *, real: bool = True) -> nn.Module:
-        """Build the model in evaluation mode, uninitialized, or with its parameters on the meta device.
+        """Build the model in evaluation mode, uninitialized or with parameters on the meta device.
 
         Raises:
             ModelError: building it fails.

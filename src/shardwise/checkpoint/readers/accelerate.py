@@ -118,7 +118,7 @@ class AccelerateSource:
 
 
 class _OptimizerFile:
-    """One ``optimizer.bin``: FSDP's with names, or an optimizer's own ``state_dict`` with numbers."""
+    """One ``optimizer.bin``: FSDP's with names, or a plain ``state_dict`` with numbers."""
 
     def __init__(self, path: Folder) -> None:
         self._file = TorchFile(path)

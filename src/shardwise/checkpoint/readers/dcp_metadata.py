@@ -69,8 +69,8 @@ def read_contents(folder: Folder) -> Contents:
     files = [METADATA] if METADATA in names else sorted(filter(_OF_RANK.fullmatch, names))
     if not files:
         raise CheckpointError(
-            f"'{folder}' has no {METADATA}: it is not a DCP folder, or the save was interrupted, as that file is written "
-            "last; take an earlier checkpoint"
+            f"'{folder}' has no {METADATA}: it is not a DCP folder, or the save was interrupted, as that file is "
+            "written last; take an earlier checkpoint"
         )
     found = Contents()
     chunks: dict[str, dict[Box, ByteRange]] = {}
@@ -203,7 +203,7 @@ def _place(told: Mapping[str, Any]) -> ByteRange:
 
 
 def _dtype(properties: Any, key: str) -> torch.dtype:
-    """Read the dtype of a `TensorProperties`: a tuple (dtype, layout, …), or a dict in old versions."""
+    """Read the dtype of a `TensorProperties`, a tuple (dtype, layout, …) or an old version's dict."""
     state = properties.state
     dtype, layout = (state["dtype"], state.get("layout")) if isinstance(state, dict) else state[:2]
     if not isinstance(dtype, torch.dtype):

@@ -360,7 +360,7 @@ class DeepSpeedSource:
     # stage 0, which stores state by number
 
     def _stage_0(self, state: Mapping[str, Any]) -> None:
-        """Find the parameter names: from the optimizer, or by matching fp32 masters with 16-bit weights."""
+        """Find the parameter names in the optimizer, or by matching fp32 masters with weights."""
         saved = state.get("optimizer")
         if not isinstance(saved, dict):
             return
@@ -389,7 +389,7 @@ class DeepSpeedSource:
         self._finish(state, self._model, groups, names)
 
     def _names_by_value(self, masters: list[list[Any]], state: Mapping[str, Any]) -> list[list[str]] | None:
-        """Match masters with weights: groups are in the model's order, rounded masters equal weights.
+        """Match masters with weights, assuming the model's order and equality after rounding.
 
         ``None`` where that is ambiguous.
         """

@@ -236,7 +236,7 @@ def _cut_by_parameter(
 
 
 def spans_of_parts(flat: int, begin: int, numel: int, world: int) -> list[PartitionRange]:
-    """Split one parameter into equal parts at the same offset on every rank, without the padding."""
+    """Split one parameter into equal parts at one offset on every rank, without padding."""
     part = -(-numel // world)
     held = [(rank, min(part, numel - rank * part)) for rank in range(world)]
     return [PartitionRange(rank, flat, begin, length) for rank, length in held if length > 0]
@@ -254,7 +254,7 @@ def _wrong_length(flat: int, partitions: Sequence[Partition], needed: str) -> Ch
 def flat_tensor(
     shape: tuple[int, ...], spans: Sequence[PartitionRange], files: Sequence[tuple[TorchFile, Any]]
 ) -> Flat | None:
-    """Build a tensor of ``spans`` from each rank's stored partition; ``None`` if one is not flat.
+    """Build a tensor of ``spans`` from each rank's partition; ``None`` if one is not flat.
 
     A partition may be longer than the spans (padding).
     """

@@ -1,4 +1,4 @@
-"""Inert stand-ins for the names in a pickle stream: plain values and builders without side effects.
+"""Inert stand-ins for names in a pickle stream: plain values and pure builders.
 
 A stream names functions and classes, and asks for calls. This is the complete list of known names, each with a function
 of this module that builds a plain value. Nothing else is looked up, so nothing else can run.

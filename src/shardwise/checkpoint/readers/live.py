@@ -15,7 +15,7 @@ _PREFIX = "model/"
 
 
 class LiveSource:
-    """Parameters and persistent buffers of a plain CPU module, as a `Source`; ``place`` is its label."""
+    """Parameters and persistent buffers of a plain CPU module, as a `Source` named ``place``."""
 
     def __init__(self, module: nn.Module, place: str) -> None:
         self.kind = "model in memory"

@@ -12,7 +12,7 @@ from shardwise.checkpoint.shard_files import ShardReader, overlaps
 
 
 def read_pieces(reader: ShardReader, shards: Sequence[Shard], box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements of ``box`` as a contiguous CPU tensor, from the shards that overlap it.
+    """Return the elements of ``box`` as a contiguous CPU tensor, from overlapping shards.
 
     Raises:
         CheckpointError: a file is missing or damaged, or has another dtype.

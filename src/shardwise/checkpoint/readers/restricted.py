@@ -64,7 +64,7 @@ def load_restricted(data: bytes, where: str, persistent: Persistent | None = Non
 
 
 def load_from_stream(stream: IO[bytes], size: int, where: str, persistent: Persistent | None = None) -> Any:
-    """Like `load_restricted`, from the current position of ``stream``, which moves past the object.
+    """Like `load_restricted`, from the position of ``stream``, which moves past the object.
 
     ``size`` is the number of bytes available; ``stream.read`` must not allocate more than that.
     """
@@ -332,7 +332,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _check_nesting(result: Any, limit: int) -> None:
-    """Limit nesting and size, so that ``result`` can be walked recursively, shared values included.
+    """Limit nesting and size, so that ``result`` can be walked recursively.
 
     Raises:
         Unreadable: it contains itself, is too deep, or has too many values when the shared ones are counted each time.

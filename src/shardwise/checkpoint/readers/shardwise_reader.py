@@ -20,7 +20,7 @@ _FIX = "take an earlier checkpoint"
 
 
 class OwnSource:
-    """Shardwise checkpoint folder, or the newest in a run's or checkpoints' folder, as a `Source`.
+    """Shardwise checkpoint, or the newest of a folder of checkpoints or a run, as a `Source`.
 
     The generators' states are among ``tensors`` too, as ``rng/<rank>/<name>``.
 

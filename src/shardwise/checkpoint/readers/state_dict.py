@@ -26,7 +26,10 @@ _FIX = "download or export the weights again"
 
 
 class StateDictSource:
-    """``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` file, or folder with `SINGLE` or `INDEX`, as a `Source`."""
+    """``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` file, or folder of them, as a `Source`.
+
+    A folder has `SINGLE` or `INDEX`.
+    """
 
     def __init__(self, path: Folder) -> None:
         """Read everything except the tensors.

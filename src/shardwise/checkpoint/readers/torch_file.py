@@ -1,4 +1,4 @@
-"""Read ``torch.save`` files without torch's loader: the objects first, then tensors in ranges.
+"""Read ``torch.save`` files without torch's loader: first objects, then tensors in ranges.
 
 Since torch 1.6 such a file is a zip archive: ``<name>/data.pkl`` has the objects, ``<name>/data/<key>`` the bytes of
 a storage, uncompressed, so that a part of a tensor is a range of the file. Older files are a few object streams

@@ -24,9 +24,9 @@ _REFUSED = (errno.EINVAL, errno.ENOTSUP)
 
 
 def is_on_disk(place: Path | int) -> bool:
-    """Return whether a file is on a block device: not in memory, on a network, or on another layer.
+    """Return whether a file is directly on a block device.
 
-    ``place`` is an existing path, or an open file.
+    Not in memory, on a network, or on another layer. ``place`` is an existing path, or an open file.
     """
     device = os.stat(place).st_dev
     return os.path.exists(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
@@ -134,7 +134,7 @@ class DirectWriter:
         self._spare.append(buffer)
 
     def _try(self, offset: int, data: memoryview) -> int:
-        """Write complete blocks past the page cache, as many as the system takes; return their bytes."""
+        """Write complete blocks past the page cache; return the bytes that the system took."""
         done = 0
         while done < len(data) and self._works:
             try:
@@ -154,7 +154,7 @@ class DirectWriter:
 
 
 def aligned(num_bytes: int, block: int = BLOCK) -> Any:
-    """Allocate a numpy byte array aligned to ``block``, outside of torch's memory; uninitialized."""
+    """Allocate an uninitialized numpy byte array aligned to ``block``, outside of torch's memory."""
     import numpy as np
 
     room = np.empty(num_bytes + block, dtype=np.uint8)

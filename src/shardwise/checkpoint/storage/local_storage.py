@@ -1,4 +1,4 @@
-"""Storage of checkpoint folders and files, on a disk or behind a URL: writes, syncs, renames.
+"""Storage of checkpoint folders and files on a disk or behind a URL.
 
 A local folder is a `pathlib.Path`, a remote one a `upath.UPath` over fsspec: the same methods. What differs (how
 bytes become durable, what is atomic, how ranges are read) is here and in `remote`, and nowhere else.
@@ -36,9 +36,9 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # network file sys
 
 
 def folder_of(place: str | Folder) -> Folder:
-    """Return a `Path` for a disk (``file://`` too), a `UPath` for any other URL (``s3://bucket/run``).
+    """Return a `Path` for a disk (``file://`` too), a `UPath` for any other URL.
 
-    Sends no request to a server. Between processes pass the text, not the `UPath`.
+    Such as ``s3://bucket/run``. Sends no request to a server. Between processes pass the text, not the `UPath`.
 
     Raises:
         UserError: the protocol is unknown, its package is not installed, or no bucket is named.

@@ -294,7 +294,7 @@ def plain_error(error: Exception, where: str) -> Exception:
 
 
 def _code_of(error: BaseException | None) -> str:
-    """Return the error code in a store's answer, such as ``NoSuchBucket``; empty where there is none."""
+    """Return the error code in a store's answer, such as ``NoSuchBucket``; empty if none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

@@ -89,7 +89,10 @@ def _try_out(place: Path, size: int) -> tuple[int, float, int, float]:
 
 
 def _kind(place: Path) -> str | None:
-    """Return the file system's type (``ext4``, ``nfs4``, ``tmpfs``), of the longest matching mount point."""
+    """Return the file system's type (``ext4``, ``nfs4``, ``tmpfs``).
+
+    It is that of the longest matching mount point.
+    """
     import psutil
 
     with contextlib.suppress(OSError):

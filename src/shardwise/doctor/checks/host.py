@@ -243,7 +243,7 @@ def _speed(facts: HostFacts, where: str) -> list[Check]:
 
 
 def _raise(option: str, to: int | None, limit: Limit | None, container: str) -> str:
-    """Return how to raise a limit: in the shell up to the hard limit, beyond it by the administrator."""
+    """Return how to raise a limit: in the shell up to the hard limit, else by an administrator."""
     wanted = "unlimited" if to is None else str(to)
     hard = limit.hard if limit else None
     if hard is None or (to is not None and hard >= to):

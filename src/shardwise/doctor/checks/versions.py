@@ -1,4 +1,4 @@
-"""Checks of versions: known broken ones with sources, and driver, torch and GPU compatibility."""
+"""Checks of versions: known broken ones, and driver, torch and GPU compatibility."""
 
 from __future__ import annotations
 
