@@ -432,7 +432,7 @@ class TestConvert:
         with HuggingFaceSource(tmp_path / "same.safetensors") as source:
             run(source, tmp_path / "hf", "hf", expected=expected)
         assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"a", "c"}
-        apart = "a and b are one tensor in the model and hold different values"
+        apart = "a and b are one tensor in the model but have different values"
         with HuggingFaceSource(tmp_path / "apart.safetensors") as source, pytest.raises(ModelError, match=apart):
             run(source, tmp_path / "no", "hf", expected=expected)
         assert not (tmp_path / "no").exists()

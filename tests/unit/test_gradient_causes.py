@@ -204,7 +204,7 @@ def test_rows_in_the_wrong_place_are_told_from_wrong_rows() -> None:
         (math.sqrt(2), {"tp": 2}, "the root of tp"),
         (1 / math.sqrt(2), {"dp_shard": 2}, "1 / the root of dp"),
         (1.2, {"tp": 2}, "some parameters count once for each rank of tp"),
-        (0.9, {"tp": 2}, "parameters are left out"),
+        (0.9, {"tp": 2}, "parameters are missing"),
     ],
 )
 def test_a_wrong_norm_over_right_gradients(factor: float, degrees: dict[str, int], words: str) -> None:

@@ -20,8 +20,8 @@ Gradients = Mapping[str, torch.Tensor | None]
 class Difference(BaseModel):
     """Difference of one parameter, with the ``factor`` if one number explains all elements.
 
-    It is the number by which the reference is multiplied to give the found gradient. ``error`` is the largest difference of an element over the largest element of the
-    reference; infinite where a gradient is missing.
+    It is the number by which the reference is multiplied to give the found gradient. ``error`` is the largest
+    difference of an element over the largest element of the reference; infinite where a gradient is missing.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
