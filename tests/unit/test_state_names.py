@@ -164,7 +164,7 @@ def test_clean_names():
         ({"betas": 1, "amsgrad": 0, "weight_decay": 0.1}, "AdamW", "Adam or AdamW"),
         ({"betas": 1, "momentum_decay": 1, "decoupled_weight_decay": False}, "NAdam", ""),
         ({"momentum": 1, "dampening": 1, "nesterov": False}, "SGD", ""),
-        ({"beta": 1}, "", "its options do not tell"),
+        ({"beta": 1}, "", "its options do not identify it"),
     ],
 )
 def test_the_class_as_far_as_the_options_tell(options, kind, doubt):
