@@ -1,4 +1,4 @@
-"""Files that users write, in TOML or JSON: read within stated limits, so that a damaged one is a sentence at once."""
+"""Read TOML and JSON files of users within size limits, with clear errors."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from typing import Any
 from shardwise.units import bytes_text
 
 MOST_BYTES = {"toml": 1 << 20, "json": 1 << 26}
-"""A file that is larger was given by mistake: weights, a corpus, a log."""
+"""A larger file was given by mistake: weights, a corpus, a log."""
 
 MOST_DEEP = 64
-"""Tables and lists inside each other; what writes a config as JSON for the ranks stops at 255."""
+"""Nesting depth of tables and lists; the JSON writer of configs for the ranks stops at 255."""
 
-_NO_WAIT = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a pipe that nobody writes to does not hold
+_NO_WAIT = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a pipe without a writer does not block
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Read the tables of a TOML file.
 
     Raises:
-        OSError: it cannot be read; ``strerror`` says why. A pipe or a device is not waited for.
-        UnicodeDecodeError: it is no text in UTF-8 (a byte order mark may begin it).
+        OSError: it cannot be read; ``strerror`` says why. A pipe or a device does not block.
+        UnicodeDecodeError: it is not UTF-8 text (a byte order mark is allowed).
         ValueError: it is not TOML, or nested deeper than `MOST_DEEP`.
     """
     return parse_toml(_read(path, "toml"))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse what is given as TOML; raises ValueError as `read_toml` does."""
+    """Parse TOML text; raises ValueError as `read_toml` does."""
     found: dict[str, Any] = _parsed(tomllib.loads, text)
     return found
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
-    """What a JSON file holds; raises as `read_toml` does."""
+    """Read a JSON file; raises as `read_toml` does."""
     return _parsed(parse, _read(path, "json"))
 
 
@@ -66,13 +66,13 @@ def _read(path: Path, kind: str) -> str:
 
 
 def _parsed(parse: Callable[[str], Any], text: str) -> Any:
-    """What ``parse`` makes of a text; depth is looked at without recursion."""
+    """Parse a text with ``parse``; checks the depth without recursion."""
     try:
         found = parse(text)
     except RecursionError:
         raise ValueError(f"it is nested more than {MOST_DEEP} deep") from None
     except ValueError as error:
-        if "integer string conversion" in str(error):  # Python's own limit, which names a function to call
+        if "integer string conversion" in str(error):  # Python's own limit, whose message names a function to call
             raise ValueError("a number in it has thousands of digits") from None
         raise
     level, depth = [found], 0

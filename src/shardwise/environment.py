@@ -1,4 +1,4 @@
-"""The process environment: the one file that reads or writes it. No torch here."""
+"""Process environment: the only file that reads or writes it. No torch here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _THREADS = "OMP_NUM_THREADS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_LATE = (  # set by torch's compiler, by accelerate and by pytest as they go; no import reads them
+_LATE = (  # set at run time by torch's compiler, accelerate and pytest; no import reads them
     "TORCHINDUCTOR_CACHE_DIR",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "PYTEST_CURRENT_TEST",
 )
 _HISTORY = "SHARDWISE_HISTORY"
 _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
-_SILENT = "99"  # above the highest level there is
+_SILENT = "99"  # above the highest existing level
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _RENDEZVOUS = (*_NUMBERS, "MASTER_ADDR")
 _LAUNCHERS = {
@@ -47,7 +47,7 @@ _SECRET = re.compile("KEY|SECRET|PASSWORD|CREDENTIAL|TOKEN")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Who this rank is, and where the ranks meet."""
+    """Identity of this rank, and the address where the ranks meet."""
 
     rank: int
     world_size: int
@@ -60,8 +60,8 @@ class Rendezvous:
 def rendezvous() -> Rendezvous | None:
     """The rendezvous that torchrun, srun, mpirun, mpiexec, DeepSpeed or Shardwise itself put in the environment.
 
-    ``None`` when RANK or WORLD_SIZE is missing: nobody launched this process as a rank.
-    Anything less than the whole of it, or a number that is none, is a `UserError` that names each variable.
+    ``None`` when RANK or WORLD_SIZE is missing: this process was not launched as a
+    rank. Any missing variable or invalid number is a `UserError` that names each variable.
     """
     if not is_rank():
         return None
@@ -74,7 +74,7 @@ def rendezvous() -> Rendezvous | None:
         if text and text.isascii() and text.isdigit():
             numbers[name] = int(text)
         elif text:
-            problems.append(f"{name} is '{text}' in the environment: it must be a whole number, 0 or more")
+            problems.append(f"{name} is '{text}' in the environment: it must be an integer of 0 or more")
     if not problems:
         problems = _out_of_range(numbers)
     if problems:
@@ -97,14 +97,14 @@ def rank_environment(
     error_file: Path | None = None,
     parent_fd: int | None = None,
 ) -> dict[str, str]:
-    """A copy of this process's environment, made into that of one child rank.
+    """Build the environment of one child rank from a copy of this process's.
 
     ``threads`` is for OMP_NUM_THREADS, unless the user has set it already. With ``parent_hosts_store`` even rank 0 is a
     client of the store at ``master_addr:master_port``, as it is under torchrun, and gloo talks over loopback unless the
-    user has named an interface: a laptop's host name often resolves to an address that is not there. ``error_file`` is
-    where the rank reports its failure, ``parent_fd`` the pipe whose end tells it that its parent is gone. Unless the
-    user has configured PyTorch's CUDA allocator, its segments are expandable: the estimate counts on it, and without
-    it as much as a tenth more is reserved.
+    user has named an interface: a laptop's host name often resolves to an address that does not exist. ``error_file``
+    is where the rank reports its failure, ``parent_fd`` the pipe that closes when its parent exits. Unless the user has
+    configured PyTorch's CUDA allocator, its segments are expandable: the estimate assumes it, and without it up to a
+    tenth more is reserved.
     """
     env = {k: v for k, v in os.environ.items() if k not in (_ERROR_FILE, _PARENT_FD, _AGENT_STORE)}
     env.update(
@@ -192,50 +192,57 @@ def _first_host(text: str) -> str:
 
 
 def whole() -> dict[str, str]:
-    """A copy of this process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
 def threads() -> int:
-    """OMP_NUM_THREADS, as `rank_environment` has set it; 1 where it is no number."""
+    """Return OMP_NUM_THREADS, as `rank_environment` has set it; 1 where it is not a number."""
     text = os.environ.get(_THREADS, "").split(",")[0]
     return int(text) if text.isascii() and text.isdigit() and int(text) else 1
 
 
 def one_thread(env: dict[str, str]) -> dict[str, str]:
-    """``env`` for a process that computes nothing and is forked: OpenMP makes no threads in it."""
+    """Return ``env`` for a process that only forks: OpenMP creates no threads in it."""
     return {**env, _THREADS: "1"}
 
 
 def same_but_for_rank(env: dict[str, str], other: dict[str, str]) -> bool:
-    """Whether two environments differ only in what `rank_environment` puts into that of a rank."""
+    """Return whether two environments differ only in the variables of `rank_environment`."""
     mine = {*_RENDEZVOUS, _ERROR_FILE, _PARENT_FD, _AGENT_STORE, _THREADS, _ALLOCATOR[0], _INTERFACE, *_LATE}
     return all(env.get(name) == other.get(name) for name in {*env, *other} - mine)
 
 
 def become_rank(env: dict[str, str], parent_fd: int) -> None:
-    """Take over a rank's environment in a process that was forked for it, where the pipe has another number."""
+    """Adopt a rank's environment in a forked process, where the pipe has another number."""
     os.environ.clear()
     os.environ.update({**env, _PARENT_FD: str(parent_fd)})
 
 
 def take_error_file() -> Path | None:
-    """Where this rank reports its failure. Read once: it is taken out, so that a child process does not see it."""
+    """Return the file for this rank's failure report.
+
+    Read once: the variable is removed, so that a child process does not see it.
+    """
     text = os.environ.pop(_ERROR_FILE, None)
     return Path(text) if text else None
 
 
 def take_parent_fd() -> int | None:
-    """The pipe that ends with the parent. Read once, as in a child process the number would mean something else."""
+    """Return the pipe that closes with the parent.
+
+    Read once: in a child process the number would mean something else.
+    """
     text = os.environ.pop(_PARENT_FD, None)
     return int(text) if text and text.isascii() and text.isdigit() else None
 
 
 def history_file() -> Path | None:
-    """Where this machine's record of predictions against measurements lies; ``None``: none is to be kept.
+    """Return the path of this machine's prediction history; ``None``: none is stored.
 
     SHARDWISE_HISTORY is ``off`` (or ``0``, ``no``, ``false``), or the file itself; else it is
-    ``shardwise/history.jsonl`` in XDG_DATA_HOME, or in ``~/.local/share`` where that is not set or is no absolute path.
+    ``shardwise/history.jsonl`` in XDG_DATA_HOME, or in ``~/.local/share`` where that is not set or is not an absolute
+    path.
     """
     text = os.environ.get(_HISTORY, "").strip()
     if text.lower() in ("off", "0", "no", "false"):
@@ -252,14 +259,14 @@ def history_file() -> Path | None:
 
 
 def wandb_mode() -> str | None:
-    """WANDB_MODE: the user's word on whether W&B may use the network; ``None`` where nothing is said."""
+    """Return WANDB_MODE, the user's choice of network use by W&B; ``None`` if not set."""
     return os.environ.get("WANDB_MODE", "").strip() or None
 
 
 def settings() -> dict[str, str]:
-    """The variables that steer torch, NCCL, gloo, CUDA, OpenMP and the ranks' meeting, as they are set now.
+    """Return the set variables that affect torch, NCCL, gloo, CUDA, OpenMP and the rendezvous.
 
-    By the beginnings of their names; those of Shardwise itself, and anything that looks like a secret, are left out.
+    Selected by name prefix; those of Shardwise itself, and anything that looks like a secret, are omitted.
     """
     return {
         name: value
@@ -269,15 +276,15 @@ def settings() -> dict[str, str]:
 
 
 def uses_agent_store() -> bool:
-    """Whether somebody else hosts the store where the ranks meet (torchrun, or the process that started them)."""
+    """Return whether another process hosts the rendezvous store (torchrun, or the launcher)."""
     return os.environ.get(_AGENT_STORE) == str(True)
 
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keeps torch's profiler from writing of its own start and end to stderr; it reads the level on its first use.
+    """Silence torch's profiler messages on stderr; it reads the level on its first use.
 
-    A level that the user has set (KINETO_LOG_LEVEL) stays. The first use decides for the whole process.
+    A level that the user has set (KINETO_LOG_LEVEL) is kept. The first use decides for the whole process.
     """
     if _PROFILER_LEVEL in os.environ:
         yield
@@ -290,13 +297,13 @@ def quiet_profiler() -> Iterator[None]:
 
 
 def compiler() -> str:
-    """CXX: the C++ compiler that extensions are compiled with; ``c++`` where nothing is said, as PyTorch has it."""
+    """Return CXX, the C++ compiler of extensions; ``c++`` by default, as in PyTorch."""
     return os.environ.get("CXX", "").strip() or "c++"
 
 
 @contextmanager
 def local_rank_told(local_rank: int) -> Iterator[None]:
-    """LOCAL_RANK is set inside, for a library that will not start without it; what the launcher has set stays."""
+    """Set LOCAL_RANK inside, for a library that needs it; a launcher's value is kept."""
     if os.environ.get("LOCAL_RANK"):
         yield
         return
@@ -308,9 +315,9 @@ def local_rank_told(local_rank: int) -> Iterator[None]:
 
 
 def visible_devices() -> list[str] | None:
-    """CUDA_VISIBLE_DEVICES as a list; ``None`` when it is not set, which means every device.
+    """Return CUDA_VISIBLE_DEVICES as a list; ``None`` when it is not set (every device).
 
-    As CUDA reads it: a negative number hides itself and all that follows.
+    As in CUDA, a negative number hides itself and all that follow.
     """
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:

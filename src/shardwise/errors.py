@@ -1,22 +1,22 @@
-"""Every exception that Shardwise raises on purpose.
+"""Exceptions that Shardwise raises on purpose.
 
 ::
 
     ShardwiseError
-    ├── UserError            a mistake to fix in a config, a command or a script      exit 2
+    ├── UserError            a mistake to fix in a config, a command or a script        exit 2
     │   ├── ConfigError      the config file or an override
-    │   ├── PlanError        a strategy, degrees or a batch that cannot be
+    │   ├── PlanError        an invalid strategy, degree or batch
     │   ├── ModelError       a model that cannot be trained as asked
     │   └── DataError        a corpus that is missing, empty or unreadable
-    ├── AnswerIsNo           the question was understood and the answer is no           exit 1
+    ├── AnswerIsNo           a valid request with a negative answer                     exit 1
     │   ├── DoesNotFit       no plan fits the devices
-    │   ├── ReceiptError     what took effect is not what was planned
+    │   ├── ReceiptError     the run differs from the plan
     │   └── TrainingError    the loss is not a number
     ├── MachineError         a rank, a link, a disk or a port failed                    exit 3
     │   ├── CheckpointError  a checkpoint is damaged or cannot be written
     │   │   └── CheckpointMismatch  a checkpoint of another model or optimizer       exit 2
     │   └── RankError        a rank died, hung or raised
-    └── Interrupted          somebody asked for the stop                                exit 130
+    └── Interrupted          the user or a scheduler stopped it                         exit 130
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from collections.abc import Iterable, Sequence
 
 
 class ShardwiseError(Exception):
-    """The root. ``exit_code`` is what the command line ends with."""
+    """Base class; ``exit_code`` is the exit status of the command line."""
 
     exit_code = 3
 
 
 class UserError(ShardwiseError):
-    """A user's mistake: names the value, the rule and the fix; may carry several problems at once."""
+    """User error: names the value, the rule and the fix; may carry several problems at once."""
 
     exit_code = 2
 
@@ -46,7 +46,7 @@ class ConfigError(UserError):
 
 
 class PlanError(UserError):
-    """The strategy, the degrees or the batch cannot be."""
+    """The strategy, the degrees or the batch are invalid."""
 
 
 class ModelError(UserError):
@@ -58,7 +58,7 @@ class DataError(UserError):
 
 
 class AnswerIsNo(ShardwiseError):
-    """The question was understood, and the answer is no."""
+    """A valid request with a negative answer."""
 
     exit_code = 1
 
@@ -68,11 +68,11 @@ class DoesNotFit(AnswerIsNo):
 
 
 class ReceiptError(AnswerIsNo):
-    """What took effect differs from what was planned."""
+    """A run's effects differ from its plan."""
 
 
 class TrainingError(AnswerIsNo):
-    """Training cannot go on: the loss or the gradient is not a number."""
+    """Training cannot continue: the loss or the gradient is not finite."""
 
 
 class MachineError(ShardwiseError):
@@ -84,7 +84,7 @@ class CheckpointError(MachineError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint and the run that is to go on from it do not go together: a user's mistake."""
+    """A checkpoint does not match the run that resumes from it: a user error."""
 
     exit_code = 2
 
@@ -94,12 +94,12 @@ class RankError(MachineError):
 
 
 class Interrupted(ShardwiseError):
-    """Somebody asked for the stop (Ctrl-C or SIGTERM)."""
+    """A stop was requested (Ctrl-C or SIGTERM)."""
 
     exit_code = 130
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the nearest known word, or an empty string."""
+    """Return `` (did you mean 'x'?)`` for the nearest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""

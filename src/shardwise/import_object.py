@@ -1,4 +1,4 @@
-"""Import what a user names as ``package.module:name``, and report what goes wrong in the user's code in one line."""
+"""Import a user's ``package.module:name``, and report errors of the user's code in one line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
         raise ConfigError(f"{key} '{path}' is not package.module:function, such as models.tiny:build")
     here = str(Path.cwd())
-    if here not in sys.path:  # the installed command does not look where the user stands
+    if here not in sys.path:  # the installed command does not search the working directory
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{key} '{path}': no module named '{error.name}'; install it or run from the folder that holds it"
+            f"{key} '{path}': no module named '{error.name}'; install it or run from the folder that contains it"
         ) from None
     except Exception as error:
         raise ConfigError(f"{key} '{path}': importing it raised {raised_text(error)}; repair the module") from error
@@ -56,10 +56,10 @@ def optional_object(path: str) -> Callable[..., Any] | None:
 
 
 def check_kwargs(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> None:
-    """Whether the user's function takes these arguments, before it is called.
+    """Check that the user's function takes these arguments, before the call.
 
     Raises:
-        ConfigError: an argument is missing or unknown; with the nearest one and all that there are.
+        ConfigError: an argument is missing or unknown; names the nearest and all arguments.
     """
     try:
         signature = inspect.signature(function)
@@ -75,7 +75,7 @@ def check_kwargs(function: Callable[..., Any], where: str, *args: Any, **kwargs:
 
 
 def raised_text(error: Exception) -> str:
-    """What the user's code raised, on one line, and where in it."""
+    """Format an exception of the user's code on one line, with its location."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     others = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<")
     theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]

@@ -1,4 +1,4 @@
-"""SI inside, readable units only where text is printed: the one place that knows how."""
+"""Text formats of SI values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GIB = 1024**3
 
 
 def bytes_text(num_bytes: float | None) -> str:
-    """``1.50 GiB``; ``unknown`` for ``None``."""
+    """Format ``1.50 GiB``; ``unknown`` for ``None``."""
     if num_bytes is None:
         return "unknown"
     for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
@@ -18,7 +18,7 @@ def bytes_text(num_bytes: float | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """``250 ms``, ``12.3 s`` or ``3 min 04 s``; ``unknown`` for ``None``."""
+    """Format ``250 ms``, ``12.3 s`` or ``3 min 04 s``; ``unknown`` for ``None``."""
     if seconds is None:
         return "unknown"
     if seconds < 1:
@@ -31,7 +31,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def count_text(number: float | None) -> str:
-    """``1.9 M``, ``12.0 k`` or ``512``; ``unknown`` for ``None``."""
+    """Format ``1.9 M``, ``12.0 k`` or ``512``; ``unknown`` for ``None``."""
     if number is None:
         return "unknown"
     for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

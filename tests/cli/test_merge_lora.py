@@ -289,7 +289,7 @@ class TestWhatIsWrong:
         assert run(copy, tmp_path / "out", capsys, base=str(llama[0] / "base"))["verified"] is True
 
     def test_no_adapters(self, tmp_path, capsys, llama):
-        with pytest.raises(UserError, match=r"\(Hugging Face folder\) holds no adapters"):
+        with pytest.raises(UserError, match=r"\(Hugging Face folder\) contains no adapters"):
             run(llama[0] / "base", tmp_path / "out", capsys)
 
     def test_shapes_and_names(self, tmp_path, capsys, llama):
@@ -301,7 +301,7 @@ class TestWhatIsWrong:
         with pytest.raises(UserError, match=r"(?s)lacks .*lora_magnitude_vector"):
             run(copy, tmp_path / "out", capsys)
         edit(copy, lambda document: document["model"]["adapter"].update(options={"rank": 4, "more": 1}))
-        with pytest.raises(UserError, match="described in a way that this version does not know"):
+        with pytest.raises(UserError, match="described in a way that this version does not support"):
             run(copy, tmp_path / "out", capsys)
 
     def test_words(self, tmp_path, capsys, llama):
@@ -431,7 +431,7 @@ class TestPeft:
         for to in (None, "hf", "shardwise"):
             with pytest.raises(UserError, match=r"holds adapters only, .*merge-lora .* -o FOLDER; .*--to peft"):
                 export(llama[0] / "run", tmp_path / "out", capsys, to=to)
-        with pytest.raises(UserError, match="holds no adapters"):
+        with pytest.raises(UserError, match="contains no adapters"):
             export(llama[0] / "base", tmp_path / "out", capsys)
         with pytest.raises(UserError, match="has one file of adapters; take it out"):
             export(llama[0] / "run", tmp_path / "out", capsys, max_shard_size="5GB")

@@ -103,7 +103,7 @@ def zeroed(path: Path) -> None:
     [
         (cut(lambda size: 0), f"{TWO}' is damaged: the file ends at byte 0, 8 are needed"),
         (cut(lambda size: 5), f"{TWO}' is damaged: the file ends at byte 5"),
-        (cut(lambda size: 60), f"{TWO}' is damaged: the header is said to have"),
+        (cut(lambda size: 60), f"{TWO}' is damaged: the header claims to have"),
         (cut(lambda size: size - 1), f"{TWO}' is damaged: it ends at byte"),
         (cut(lambda size: size - 600), "needs it up to byte"),
         (swap, "is not in it"),
@@ -229,7 +229,7 @@ def test_no_manifest_is_no_checkpoint(folder: Path) -> None:
     (path / "manifest.json").unlink()
     assert "has no manifest.json (No such file or directory); load an earlier checkpoint" in error_of(path)
     assert newest(folder) == folder / "step-00000010"  # although ``latest`` names the other
-    with pytest.raises(CheckpointError, match=f"'{path}' is there but has no manifest.json; remove it and save again"):
+    with pytest.raises(CheckpointError, match=f"'{path}' exists but has no manifest.json; remove it and save again"):
         save(folder, 20)
     shutil.rmtree(path)
     assert_goes_on(folder, 20)

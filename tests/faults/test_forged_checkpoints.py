@@ -118,10 +118,10 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "huge number": (lambda d: d.update(step=10**4000), "less than"),
     "nan": (lambda d: entry(d).update(shape=[float("nan"), 4]), "finite number"),
     "infinity": (lambda d: d.update(ranks=float("inf")), "finite number"),
-    "parent": (lambda d: entry(d)["shards"][0].update(file=".."), "no plain file name"),
-    "outside": (lambda d: entry(d)["shards"][0].update(file=f"../{FIRST}"), "no plain file name"),
-    "absolute": (lambda d: entry(d)["shards"][0].update(file="/etc/passwd"), "no plain file name"),
-    "zero byte": (lambda d: entry(d)["shards"][0].update(file="a\0b"), "no plain file name"),
+    "parent": (lambda d: entry(d)["shards"][0].update(file=".."), "not a plain file name"),
+    "outside": (lambda d: entry(d)["shards"][0].update(file=f"../{FIRST}"), "not a plain file name"),
+    "absolute": (lambda d: entry(d)["shards"][0].update(file="/etc/passwd"), "not a plain file name"),
+    "zero byte": (lambda d: entry(d)["shards"][0].update(file="a\0b"), "not a plain file name"),
     "surrogate": (lambda d: entry(d)["shards"][0].update(file="\ud800"), "surrogates not allowed"),
     "surrogate in a name": (lambda d: d["tensors"].update({"model/\udfff": entry(d)}), "surrogates not allowed"),
     "surrogate in state": (lambda d: d["state"].update(a="\ud800"), "surrogates not allowed"),
@@ -292,7 +292,7 @@ def test_a_safetensors_header_that_lies(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("size", [1 << 63, (1 << 64) - 1, 99_999_999, 1 << 40])
 def test_a_header_that_is_said_to_be_huge(tmp_path: Path, size: int) -> None:
     with_header(tmp_path / "model.safetensors", b"{}", b"", size)
-    with pytest.raises(CheckpointError, match="the header is said to have"):
+    with pytest.raises(CheckpointError, match="the header claims to have"):
         HuggingFaceSource(tmp_path)
 
 

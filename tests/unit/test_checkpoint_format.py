@@ -111,10 +111,10 @@ def _no_schema(data: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_gap, "hold 6 of 9 elements"),
+        (_gap, "contain 6 of 9 elements"),
         (_outside, "reaches outside"),
         (_dimensions, "another number of dimensions"),
-        (_path, "is no plain file name"),
+        (_path, "is not a plain file name"),
         (_dtype, "dtype 'F33' is unknown"),
         (_alias, "aliases of nothing: model/c"),
         (_no_schema, "schema"),
@@ -151,7 +151,7 @@ def test_saved_steps_are_in_the_order_of_numbers(tmp_path: Path) -> None:
 
 def test_an_empty_tensor_needs_no_shard() -> None:
     assert TensorEntry(dtype="F32", shape=(0, 3)).shards == ()
-    with pytest.raises(ValueError, match="hold 0 of 1 elements"):
+    with pytest.raises(ValueError, match="contain 0 of 1 elements"):
         TensorEntry(dtype="F32", shape=())
 
 

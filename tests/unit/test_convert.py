@@ -210,7 +210,7 @@ class TestOwnSource:
 
     def test_none_that_is_complete(self, tmp_path):
         (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-        with pytest.raises(CheckpointError, match="holds none that is complete"):
+        with pytest.raises(CheckpointError, match="contains no complete one"):
             OwnSource(tmp_path)
 
     def test_a_flipped_bit_is_found_before_it_is_carried_on(self, saved):
@@ -432,7 +432,7 @@ class TestConvert:
         with HuggingFaceSource(tmp_path / "same.safetensors") as source:
             run(source, tmp_path / "hf", "hf", expected=expected)
         assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"a", "c"}
-        apart = "a and b are one tensor in the model and hold different values"
+        apart = "a and b are one tensor in the model but have different values"
         with HuggingFaceSource(tmp_path / "apart.safetensors") as source, pytest.raises(ModelError, match=apart):
             run(source, tmp_path / "no", "hf", expected=expected)
         assert not (tmp_path / "no").exists()

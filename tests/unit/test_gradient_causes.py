@@ -109,10 +109,10 @@ def test_parts_that_were_never_summed_have_their_axis() -> None:
     second = {n: reference[n] - share[n] if "norm" in n else g for n, g in reference.items()}
     text = told(reference, first, plan_of(tp=2), parts=[first, second])
     assert text == (
-        "the gradient of blocks.*.q_norm.weight (2 parameters) is not summed over tp: each rank holds a part of it"
+        "the gradient of blocks.*.q_norm.weight (2 parameters) is not summed over tp: each rank has a part of it"
     )
     text = told(reference, first, plan_of(pp=2), parts=[first, second])
-    assert "is not summed over pp: each stage holds a part of it" in text
+    assert "is not summed over pp: each stage has a part of it" in text
 
 
 def test_gradients_that_were_never_averaged_have_their_axis() -> None:
@@ -193,7 +193,7 @@ def test_rows_in_the_wrong_place_are_told_from_wrong_rows() -> None:
     reference = made()
     name = "blocks.0.k_proj.weight"
     swapped = {**reference, name: reference[name].roll(4, 0)}
-    assert "rows from 0 on hold what belongs to rows from 4 on" in told(reference, swapped, plan_of(tp=2))
+    assert "rows from 0 on contain what belongs to rows from 4 on" in told(reference, swapped, plan_of(tp=2))
     lines = explain_weights(reference, swapped, compare(reference, swapped), CauseContext(plan_of(tp=2), 2, 4))
     assert lines[0].startswith(f"the weights on the ranks are not the model's: {name}: all 8 rows differ")
 
@@ -204,7 +204,7 @@ def test_rows_in_the_wrong_place_are_told_from_wrong_rows() -> None:
         (math.sqrt(2), {"tp": 2}, "the root of tp"),
         (1 / math.sqrt(2), {"dp_shard": 2}, "1 / the root of dp"),
         (1.2, {"tp": 2}, "some parameters count once for each rank of tp"),
-        (0.9, {"tp": 2}, "parameters are left out"),
+        (0.9, {"tp": 2}, "parameters are missing"),
     ],
 )
 def test_a_wrong_norm_over_right_gradients(factor: float, degrees: dict[str, int], words: str) -> None:

@@ -102,7 +102,7 @@ def test_a_run_and_a_folder_of_checkpoints_stand_for_the_one_to_go_on_from(folde
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     for look in (inspect_checkpoint, verify_checkpoint):
-        with pytest.raises(UserError, match=r"holds 'a\.txt', which is no checkpoint that is known"):
+        with pytest.raises(UserError, match=r"holds 'a\.txt', which is not a known checkpoint format"):
             look(tmp_path)
         with pytest.raises(UserError, match="does not exist"):
             look(tmp_path / "nothing")
@@ -198,7 +198,7 @@ def test_a_file_with_other_tensors(folder: Folder) -> None:
     (tmp / "x.st").unlink()
     for look in (inspect_checkpoint, verify_checkpoint):
         (damage,) = look(path).damage
-        assert damage.file == FIRST and "header does not have what the manifest says" in damage.what
+        assert damage.file == FIRST and "header does not match the manifest" in damage.what
         assert "model/scale" in damage.tensors
 
 
@@ -371,9 +371,9 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
 
     groups = [{"params": ["embed.weight", "ghost", "scale"], "options": {}}, {"params": ["scale"], "options": {}}]
     assert changed(optimizer={"name": "AdamW", "groups": groups, "state": {"spirit": {"x": 1}}}) == [
-        "parameter groups of the optimizer name what is no tensor of the model (ghost)",
+        "parameter groups of the optimizer name something that is not a tensor of the model (ghost)",
         "parameters in several groups of the optimizer (scale)",
-        "state of the optimizer for what is no tensor of the model (spirit)",
+        "state of the optimizer for something that is not a tensor of the model (spirit)",
         "state of the optimizer for parameters in none of its groups (blocks.0.weight, blocks.1.weight)",
     ]
     assert changed(aliases={"model/scale": "model/embed.weight"}) == [

@@ -252,7 +252,7 @@ def test_no_module_is_imported():
 @pytest.mark.parametrize(
     ("full", "hint"),
     [
-        ("torch.nn.modules.linear.Linear", "a whole model"),
+        ("torch.nn.modules.linear.Linear", "a full model"),
         ("torch.distributed.tensor.DTensor", "DTensors"),
         ("omegaconf.dictconfig.DictConfig", "OmegaConf.to_container"),
         ("os.system", "save it again with nothing but tensors"),
@@ -266,20 +266,23 @@ def test_the_refusal_says_what_to_do(full, hint):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (name("torch.float32") + b")R.", "'dtype', which is no call"),
-        (name("builtins.list") + b")R.", "'builtins.list', which is no call"),
+        (name("torch.float32") + b")R.", "'dtype', which is not a known call"),
+        (name("builtins.list") + b")R.", "'builtins.list', which is not a known call"),
         (
             name("numpy._core.multiarray._reconstruct") + name("collections.OrderedDict") + b"K\x00\x85C\x01b\x87R.",
             "class",
         ),
-        (name("torch.Size") + b"](K\x01" + text("a") + b"e\x85R.", "no whole numbers"),
+        (name("torch.Size") + b"](K\x01" + text("a") + b"e\x85R.", "not valid integers"),
         (name("builtins.bytearray") + b"J\xff\xff\xff\x7f\x85R.", "bytes are made of a int"),
         (name("_codecs.encode") + text("a") + text("rot13") + b"\x86R.", "bytes are made of a str"),
         (
             name("copyreg._reconstructor") + name("argparse.Namespace") + name("builtins.dict") + b"}\x87R.",
             "something else",
         ),
-        (name("copyreg._reconstructor") + name("torch.Size") + name("builtins.object") + b"N\x87R.", "no known class"),
+        (
+            name("copyreg._reconstructor") + name("torch.Size") + name("builtins.object") + b"N\x87R.",
+            "an unknown data class",
+        ),
         (name("torch._tensor._rebuild_from_type_v2") + b"(K\x01" + name("argparse.Namespace") + b")NtR.", "class"),
         (
             name("torch._tensor._rebuild_from_type_v2")
@@ -287,7 +290,7 @@ def test_the_refusal_says_what_to_do(full, hint):
             + name("collections.OrderedDict")
             + name("torch.Tensor")
             + b")NtR.",
-            "no function that makes tensors",
+            "not a function that creates tensors",
         ),
         (name("torch._utils._rebuild_tensor_v2") + b"(K\x01K\x00)))NtR.", "without a storage"),
         (name("torch._utils._rebuild_sparse_tensor") + b")R.", "sparse"),

@@ -201,9 +201,7 @@ class TestEnumerate:
         assert ddp.micros == divisors(8) == (1, 2, 4, 8)
         pins = Pins(strategy=parse_strategy("ddp"), grad_accum=4)
         assert layouts(model(), WORK, cluster(), pins)[0][0].micros == (2,)
-        with pytest.raises(
-            PlanError, match="global batch 64 is not dp 8 × micro batch 3 × a whole number; use 48 or 72"
-        ):
+        with pytest.raises(PlanError, match="global batch 64 is not dp 8 × micro batch 3 × an integer; use 48 or 72"):
             layouts(model(), WORK, cluster(), Pins(strategy=parse_strategy("ddp"), micro_batch=3))
         both = Pins(
             strategy=parse_strategy("fsdp"), micro_batch=2, grad_accum=1, options={"optimizer_in_backward": True}

@@ -143,7 +143,7 @@ def test_what_is_not_weights_is_said_and_left_out(model, tmp_path):
         (lambda state: {"generator": state, "discriminator": state}, "'generator', .*'discriminator'.*not clear"),
         (lambda state: {"state_dict": state, "model": state}, "'state_dict', .*'model'.*not clear"),
         (lambda state: {"ema": state, "weight": torch.ones(2)}, "'ema', 1 tensors beside them"),
-        (lambda state: {"epoch": 3}, "none of its values is or holds a tensor"),
+        (lambda state: {"epoch": 3}, "none of its values is or contains a tensor"),
         (lambda state: {}, "none of its values"),
         (lambda state: list(state.values()), "holds a list, not a dict of tensors"),
         (lambda state: torch.ones(2), "holds a StoredTensor, not a dict"),

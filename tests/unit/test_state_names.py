@@ -86,7 +86,7 @@ def test_a_list_of_groups_that_is_one_value():
         "groups": ({"params": (A,), "options": ENTRY["groups"][0]["options"]},),
         "state": {A: {"step": 4}},
     }
-    with pytest.raises(CheckpointError, match=r"'g' is no list of parameter groups"):
+    with pytest.raises(CheckpointError, match=r"'g' is not a list of parameter groups"):
         sort_out(paths, ["m"], {"g": "text", "s": 4}.__getitem__)
 
 
@@ -139,7 +139,7 @@ def test_what_is_neither_is_said():
 def test_weights_under_several_keys_keep_them():
     found = sorted_out({"encoder": SD, "decoder": SD, "scheduler": {"x": T}})
     assert set(found.tensors) == {f"model/{part}.{name}" for part in ("encoder", "decoder") for name in SD}
-    assert "the weights lie under decoder, encoder; their names keep that in front" in found.notes
+    assert "the weights are under decoder, encoder; their names keep that in front" in found.notes
 
 
 def test_names_that_are_the_same_when_they_are_clean():
@@ -164,7 +164,7 @@ def test_clean_names():
         ({"betas": 1, "amsgrad": 0, "weight_decay": 0.1}, "AdamW", "Adam or AdamW"),
         ({"betas": 1, "momentum_decay": 1, "decoupled_weight_decay": False}, "NAdam", ""),
         ({"momentum": 1, "dampening": 1, "nesterov": False}, "SGD", ""),
-        ({"beta": 1}, "", "its options do not tell"),
+        ({"beta": 1}, "", "its options do not identify it"),
     ],
 )
 def test_the_class_as_far_as_the_options_tell(options, kind, doubt):

@@ -416,7 +416,7 @@ def test_a_server_that_is_not_there(s3: Store, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("nonsense://x/y", "'nonsense://x/y': .*nonsense.*; give a path, or a URL that fsspec knows"),
+        ("nonsense://x/y", "'nonsense://x/y': .*nonsense.*; give a path, or a URL that fsspec supports"),
         ("s3://", "'s3://' names no bucket; give a path"),
         ("s3:///run", "'s3:///run' names no bucket"),
     ],

@@ -263,7 +263,7 @@ class Channel(Model):
         (BlockOutside(), "'blocks.0.inner.weight' is a parameter of block 'blocks.0' and used by the model outside"),
         (Listed(AList), "block 'blocks.0' returns a list; a stage can hand on a tensor, or a tuple"),
         (Channel(Cached), "block 'blocks.1' uses a tensor of block 'blocks.0' that is not the hidden state"),
-        (Model(blocks=0), r"\+pp2 cuts a model between its repeated blocks .* has none"),
+        (Model(blocks=0), r"\+pp2 splits a model between its repeated blocks .* has none"),
         (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), "use group norm or layer norm"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

@@ -345,7 +345,7 @@ def narrow_and_half(root: str) -> None:
     step(model, optimizer)
     if rank == 1:
         optimizer.state[model.module.short]["mine"] = torch.zeros(1)
-    with pytest.raises(CheckpointError, match=r"ranks 1 hold other tensors whole than rank 0: model and optimizer"):
+    with pytest.raises(CheckpointError, match=r"ranks 1 have other unsharded tensors than rank 0: model and optimizer"):
         save(Path(root) / "odd", 1, model, optimizer)
     assert not names_in(Path(root) / "odd")
     # all go on from what rank 0 sees, or none
@@ -555,7 +555,7 @@ def test_the_same_step_twice_and_pruning(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-00000015", "step-00000099"]
     with pytest.raises(UserError, match="keep 0"):
         save(tmp_path, 40, model, optimizer, keep=0)
-    with pytest.raises(CheckpointError, match=r"'.*step-00000099' is there but has no manifest.json; remove it"):
+    with pytest.raises(CheckpointError, match=r"'.*step-00000099' exists but has no manifest.json; remove it"):
         save(tmp_path, 99, model, optimizer)
     with pytest.raises(CheckpointError, match=r"state\.x holds a object"):
         save(tmp_path, 50, model, optimizer, state={"x": object()})

@@ -327,7 +327,7 @@ def test_what_stages_cannot_save(tmp_path: Path) -> None:
     assert "4 parameter groups on rank 0 and 5 on rank 2" in number
     assert "model/layers.2.up.weight: no rank has it" in missing
     assert "model/layers.3" not in missing
-    assert "ranks 3 hold other tensors whole than rank 2" in odd
+    assert "ranks 3 have other unsharded tensors than rank 2" in odd
     assert read_manifest(tmp_path / "step-00000005").step == 5
 
 

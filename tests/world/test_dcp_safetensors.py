@@ -51,5 +51,5 @@ def test_pieces_are_put_together(tmp_path: Path, world: int) -> None:
 def test_a_missing_rank_is_found(tmp_path: Path) -> None:
     run_world(write, 3, str(tmp_path))
     sorted(tmp_path.glob("shard-00001-*"))[0].unlink()
-    with pytest.raises(CheckpointError, match=r"rows: the shards hold 8 of 14 elements"):
+    with pytest.raises(CheckpointError, match=r"rows: the shards contain 8 of 14 elements"):
         open_source(tmp_path)

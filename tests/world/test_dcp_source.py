@@ -256,7 +256,7 @@ def test_files_outside_of_the_folder_are_refused(folder, name):
         metadata.storage_data[MetadataIndex("model.embed.weight", [0, 0])].relative_path = name
 
     edit(folder, change)
-    assert f"'{name}' is no plain file name" in refusal_of(folder)
+    assert f"'{name}' is not a plain file name" in refusal_of(folder)
 
 
 # damaged
@@ -306,7 +306,7 @@ DAMAGE = {
     "length": (moved(length=9), ".metadata' is damaged", "9 bytes in '__0_0.distcp' are too few for [5, 5]", HEAD.fqn),
     "another tensor": (other_place, "torch.float32 of [7, 5]", "not torch.float32 of [5, 5]", HEAD.fqn),
     "dtype": (of_dtype, "torch.float32 of [5, 5]", "not torch.int32", HEAD.fqn),
-    "hole": (resized([6, 5]), f"{HEAD.fqn}: the pieces hold 25 of 30 elements"),
+    "hole": (resized([6, 5]), f"{HEAD.fqn}: the pieces contain 25 of 30 elements"),
     "outside": (resized([5, 4]), f"{HEAD.fqn}: the piece at [0, 0] of [5, 5] reaches outside of [5, 4]"),
     "dimensions": (resized([25]), f"{HEAD.fqn}: a piece has 2 dimensions, the tensor 1"),
     "overlap": (twice, f"{HEAD.fqn}: the pieces at [0, 0] and [4, 4] overlap"),
@@ -344,7 +344,7 @@ def test_damaged_files_are_named(folder):
     metadata.write_bytes(pickle.dumps({"state_dict_metadata": {}}))
     assert "a dict where a Metadata belongs" in refusal_of(folder)
     metadata.unlink()
-    assert "the save broke off" in refusal_of(folder)
+    assert "the save was interrupted" in refusal_of(folder)
     assert "has no .metadata" in refusal_of(folder / "nowhere")
 
 
@@ -361,11 +361,11 @@ def test_boxes_that_do_not_cover():
     assert not cover_problem((4, 4), [Box((0, 0), (4, 1)), Box((0, 1), (3, 3)), Box((3, 1), (1, 3))])
     assert not cover_problem((), [Box((), ())])
     assert not cover_problem((0, 4), [])
-    assert cover_problem((), []) == "the pieces hold 0 of 1 elements"
+    assert cover_problem((), []) == "the pieces contain 0 of 1 elements"
     assert "overlap" in cover_problem((), [Box((), ()), Box((), ())])
     crossing = [Box((0, 0), (4, 1)), Box((1, 1), (1, 3)), Box((2, 0), (1, 4)), Box((0, 3), (1, 1))]
     assert cover_problem((4, 4), crossing) == "the pieces at [0, 0] and [2, 0] overlap"
-    assert cover_problem((4, 4), halves[:1]) == "the pieces hold 8 of 16 elements"
+    assert cover_problem((4, 4), halves[:1]) == "the pieces contain 8 of 16 elements"
 
 
 # forms
@@ -375,7 +375,7 @@ def test_a_step_that_is_none(folder, tmp_path):
     put_item(folder, MetadataIndex("step"), saved("many", tmp_path / "item"))
     source = DcpSource(folder)
     assert source.step is None
-    assert "'step' is no count of steps and is not carried over" in source.notes
+    assert "'step' is not a step count and is not carried over" in source.notes
 
 
 def test_the_step_that_lightning_keeps_beside(folder):

@@ -347,13 +347,13 @@ def test_places_without_a_checkpoint(copy_of, tmp_path):
     with pytest.raises(CheckpointError, match="names 'global_step9', which is not there"):
         DeepSpeedSource(folder)
     (folder / "latest").write_text(f"../{folder.name}/{TAG}")
-    with pytest.raises(CheckpointError, match="no folder beside it"):
+    with pytest.raises(CheckpointError, match="not a folder beside it"):
         DeepSpeedSource(folder)
     (folder / "latest").unlink()
     with pytest.raises(UserError, match=f"has no 'latest'; give one of '{TAG}'"):
         DeepSpeedSource(folder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no checkpoint of DeepSpeed"):
+    with pytest.raises(UserError, match="contains no DeepSpeed checkpoint"):
         DeepSpeedSource(tmp_path / "empty")
 
 

@@ -148,7 +148,7 @@ FAULTS = [
         "ddp+tp2",
         2,
         "qwen",
-        ["q_norm.weight", "k_norm.weight", "is not summed over tp: each rank holds a part of it"],
+        ["q_norm.weight", "k_norm.weight", "is not summed over tp: each rank has a part of it"],
     ),
     (
         "key_heads_swapped",
@@ -159,7 +159,7 @@ FAULTS = [
     ),
     ("mean_forgotten", "ddp+cp2", 2, "llama", ["2 × too small: cp 2: the mean over cp"]),
     ("local_attention", "ddp+cp2", 2, "llama", ["the forward itself differs, by cp 2"]),
-    ("tied_never_summed", "ddp+pp2", 2, "qwen", ["embed_tokens.weight is not summed over pp: each stage holds a part"]),
+    ("tied_never_summed", "ddp+pp2", 2, "qwen", ["embed_tokens.weight is not summed over pp: each stage has a part"]),
     ("accumulation_forgotten", "ddp+pp2", 2, "qwen", ["3 × too large: micro batches of the pipeline 3"]),
     ("norm_counts_replicas", "ddp+tp2", 2, "qwen", ["the gradients are right, but their norm", "the root of tp"]),
 ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""8-bit optimizer state on its way from one layout into another: codes stay where blocks stay, others are made anew."""
+"""Convert 8-bit optimizer state between block layouts.
+
+Codes are kept where the blocks are the same; other blocks are quantized again.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from shardwise.optim.adamw8bit import (
 )
 
 _SCALES = ("absmax1", "absmax2")
-_SLAB = 4096 * BLOCK  # elements that are worked on at once
+_SLAB = 4096 * BLOCK  # elements processed at once
 
 
 @dataclass
 class Regrouping:
-    """The state of one parameter whose blocks were saved under another layout.
+    """State of one parameter whose blocks were saved under another layout.
 
     ``saved`` are the scales of all its blocks, by their name; they are filled before `finish` is called.
     """
@@ -43,11 +46,14 @@ class Regrouping:
 
     @property
     def is_exact(self) -> bool:
-        """Whether codes stay as they are: parts begin at multiples of 256 elements then and now."""
+        """Return whether codes are unchanged.
+
+        They are if shards begin at multiples of 256 elements in both layouts.
+        """
         return self.old.same_as(self.new)
 
     def finish(self) -> None:
-        """Put scales in their new places; where blocks are others, make codes and scales anew from what they mean."""
+        """Store scales at their new positions; requantize codes and scales where blocks differ."""
         begin = first_element(self.parameter)
         for number, (moment, table) in enumerate(zip(MOMENTS, self.tables, strict=True), 1):
             codes = local_of(self.values[moment]).view(-1)
@@ -67,7 +73,7 @@ class Regrouping:
 
 
 def room_for_scales(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Tensor | None:
-    """Room for the scales of 8-bit state; ``None`` for whatever else ``key`` is."""
+    """Allocate the scales of 8-bit state; ``None`` for any other ``key``."""
     blocked = isinstance(optimizer, AdamW8bit) and key in _SCALES and is_quantised(parameter)
     return empty_scales(parameter) if blocked else None
 
@@ -75,12 +81,12 @@ def room_for_scales(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.
 def regrouping(
     optimizer: Any, parameter: torch.Tensor, saved: Mapping[str, TensorEntry], values: dict[str, Any]
 ) -> Regrouping | None:
-    """What to do where the saved blocks of a parameter are laid out in another way than those here; else ``None``.
+    """Return the regrouping of a parameter whose saved block layout differs; else ``None``.
 
     ``values`` are the saved numbers; ``chunk`` among them becomes that of the parameter here.
 
     Raises:
-        ValueError: what was saved is no such state.
+        ValueError: the saved values are not 8-bit state.
     """
     if not isinstance(optimizer, AdamW8bit) or not is_quantised(parameter) or not saved:
         return None

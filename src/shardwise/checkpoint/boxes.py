@@ -1,4 +1,4 @@
-"""Boxes, the rectangles that tensors are cut into, and whether a set of them covers a tensor exactly once."""
+"""Boxes (rectangular shards of tensors), and the check of exact coverage of a tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor: ``offsets[d] .. offsets[d] + lengths[d]`` in each dimension; 0-d has no dimensions."""
+    """A rectangle of a tensor: ``offsets[d] .. offsets[d] + lengths[d]`` in each dimension.
+
+    0-d has no dimensions.
+    """
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -22,21 +25,21 @@ class Box:
 
 
 class Placed(Protocol):
-    """A shard: where its elements belong, and where they lie."""
+    """Location of a shard: its box in the tensor, and its file and key."""
 
     @property
     def file(self) -> str:
-        """The file that has it."""
+        """File that stores it."""
         ...
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """Its key in the file."""
         ...
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where it begins in each dimension."""
+        """Its first index in each dimension."""
         ...
 
     @property
@@ -46,10 +49,10 @@ class Placed(Protocol):
 
 
 def coverage_fault(shape: tuple[int, ...], shards: Sequence[Placed]) -> str | None:
-    """Why shards, all inside of a tensor, do not cover it exactly once; ``None`` where they do.
+    """Return why shards do not cover a tensor exactly once; ``None`` where they do.
 
-    That their elements add up is not enough: where two overlap, others are missing, and what is read there is whatever
-    lay in memory before.
+    All shards must lie inside the tensor. That their elements add up is not enough: where two overlap, others are
+    missing, and what is read there is whatever lay in memory before.
     """
     if not math.prod(shape) or (len(shards) == 1 and shards[0].lengths == shape):
         return None
@@ -58,9 +61,10 @@ def coverage_fault(shape: tuple[int, ...], shards: Sequence[Placed]) -> str | No
 
 
 def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
-    """What is wrong inside of a region, given the parts of the shards that lie in it.
+    """Return the coverage error inside a region, given the shards that intersect it.
 
-    A region is cut where shards begin or end until nothing is left to cut: then it must be one shard's.
+    A region is split where shards begin or end until no split is left: then it must be one shard's.
+
     """
     cut = _best_cut(region, [box for box, _ in parts])
     if cut is None:
@@ -69,13 +73,13 @@ def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
         if parts:
             first, second = (f"'{shard.key}' in {shard.file} at {list(shard.offsets)}" for _, shard in parts[:2])
             return f"shards overlap: {first} and {second}"
-        return f"no shard holds the elements from {list(region.offsets)} on, {list(region.lengths)} of them"
+        return f"no shard contains the elements from {list(region.offsets)} on, {list(region.lengths)} of them"
     axis, places = cut
-    if len(places) + 1 == len(parts):  # slices of one dimension, in any order: the usual case, and done by sorting
+    if len(places) + 1 == len(parts):  # slices of one dimension, in any order: the usual case, solved by sorting
         ordered = sorted((box.offsets[axis], box.offsets[axis] + box.lengths[axis]) for box, _ in parts)
         begin, end = region.offsets[axis], region.offsets[axis] + region.lengths[axis]
         if ordered == list(zip([begin, *places], [*places, end], strict=True)):
-            return None  # were one narrower elsewhere, the elements would not add up, or others overlap
+            return None  # if one had another extent elsewhere, the elements would not add up, or others overlap
     middle = places[len(places) // 2]
     for low, high in ((region.offsets[axis], middle), (middle, region.offsets[axis] + region.lengths[axis])):
         inner = [(clipped, shard) for box, shard in parts if (clipped := _clip(box, axis, low, high)) is not None]
@@ -85,7 +89,10 @@ def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
 
 
 def _best_cut(region: Box, boxes: Sequence[Box]) -> tuple[int, list[int]] | None:
-    """The dimension in which most of the boxes begin or end inside of the region, and where; ``None``: in no one."""
+    """Choose the dimension with most box boundaries inside the region, and their positions.
+
+    ``None`` where no dimension has any.
+    """
     best: tuple[int, list[int]] | None = None
     for axis, (low, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
         edges = {box.offsets[axis] for box in boxes} | {box.offsets[axis] + box.lengths[axis] for box in boxes}

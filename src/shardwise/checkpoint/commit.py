@@ -1,7 +1,7 @@
-"""How a checkpoint comes to exist at once: a working folder, one rename, then ``latest``; and how old ones go.
+"""Make a checkpoint visible atomically, point ``latest`` at it, and prune old ones.
 
-On a disk a checkpoint is written under a name that nobody reads and gets its own by a rename, after everything is
-durable. An object store has no rename of folders: there the manifest is put last, and without one a folder is nothing.
+On a disk a checkpoint is written under a temporary name and renamed to its own after everything is durable. An object
+store has no rename of folders: there the manifest is written last, and a folder without one is ignored.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.
 
 
 def begin(folder: Folder, step: int) -> Folder:
-    """An empty folder to write the checkpoint of ``step`` in; what crashes have left in ``folder`` is removed.
+    """Create an empty folder to write the checkpoint of ``step`` in.
+
+    Removes unfinished folders that crashes have left in ``folder``.
 
     Raises:
-        CheckpointError: the checkpoint's own name is taken by something that is none.
+        CheckpointError: the checkpoint's own name is taken by something that is not a checkpoint.
         OSError: the folder cannot be written to.
     """
     target = folder / step_folder(step)
     if isinstance(folder, Path):
         if target.exists():
-            raise CheckpointError(f"'{target}' is there but has no {MANIFEST}; remove it and save again")
+            raise CheckpointError(f"'{target}' exists but has no {MANIFEST}; remove it and save again")
         folder.mkdir(parents=True, exist_ok=True)
         working = folder / f"{TEMPORARY}{target.name}"
         for stale in folder.glob(_STALE):
@@ -60,18 +62,18 @@ def begin(folder: Folder, step: int) -> Folder:
                 remove_folder(stale)
         working.mkdir()
         return working
-    if target.is_dir():  # files without a manifest: of a save that was never finished
+    if target.is_dir():  # files without a manifest: from a save that was never finished
         remove_folder(target)
     target.mkdir(parents=True, exist_ok=True)
     return target
 
 
 def commit(working: Folder, target: Folder, manifest: Manifest) -> None:
-    """Make what lies in ``working`` the checkpoint ``target``, durably: afterwards everybody sees all of it.
+    """Make the contents of ``working`` the checkpoint ``target``, durably and visible as a unit.
 
     Raises:
         OSError: it could not be written; ``target`` is not there.
-        CheckpointError: the manifest is larger than any that is read.
+        CheckpointError: the manifest is larger than the reader's limit.
     """
     document = manifest.to_json().encode()
     if len(document) > LARGEST_MANIFEST:
@@ -87,20 +89,20 @@ def commit(working: Folder, target: Folder, manifest: Manifest) -> None:
 
 
 def abandon(working: Folder) -> None:
-    """Remove what was written for a checkpoint that is not to be; warns where it cannot be removed."""
+    """Remove the files of an abandoned checkpoint; warns where it cannot remove them."""
     try:
         if isinstance(working, Path) and not working.exists():
-            return  # it has its name already
+            return  # it already has its final name
         remove_folder(working)
     except Exception as error:
         warnings.warn(f"'{working}' could not be removed: {error}", stacklevel=2)
 
 
 def take_away(path: Folder) -> None:
-    """Remove a checkpoint, first out of sight, so that half of it is never taken for one.
+    """Remove a checkpoint, renaming it first so that a partial one is never read.
 
     Raises:
-        OSError: it is still there, or something of it is left where nobody reads it.
+        OSError: it is still there, or part of it is left under a temporary name.
     """
     if isinstance(path, Path):
         hidden = path.with_name(f"{TEMPORARY}{path.name}-old")
@@ -113,12 +115,12 @@ def take_away(path: Folder) -> None:
 
 
 def move_latest(folder: Folder, target: Folder) -> None:
-    """Let ``latest`` name ``target``, which must be durable already."""
+    """Point ``latest`` at ``target``, which must already be durable."""
     write_small(folder / LATEST, f"{target.name}\n".encode())
 
 
 def named_latest(folder: Folder) -> str:
-    """The name in ``latest``; empty where there is none."""
+    """Return the name in ``latest``; empty where there is none."""
     try:
         return read_small(folder / LATEST, LARGEST_LATEST).decode().strip()
     except (OSError, ValueError):
@@ -126,14 +128,14 @@ def named_latest(folder: Folder) -> str:
 
 
 def prune(folder: Folder, keep: int, saved: Folder) -> None:
-    """Remove all but the ``keep`` newest checkpoints; ``saved``, the one just written, always stays.
+    """Remove all but the ``keep`` newest checkpoints.
 
-    Warns of what cannot be removed: that is no reason to lose the save.
+    ``saved``, the one just written, always stays. Warns of what cannot be removed; that does not fail the save.
     """
     try:
         others = [path for _, path in saved_steps(folder) if path.name != saved.name]
     except Exception as error:
-        warnings.warn(f"old checkpoints in '{folder}' could not be looked for: {error}", stacklevel=2)
+        warnings.warn(f"old checkpoints in '{folder}' could not be listed: {error}", stacklevel=2)
         return
     for path in others[keep - 1 :]:
         try:
@@ -143,11 +145,11 @@ def prune(folder: Folder, keep: int, saved: Folder) -> None:
 
 
 class FolderLock:
-    """Keeps a second run out of a folder of checkpoints, as long as this process lives or until `release`.
+    """Lock that keeps a second run out of a checkpoint folder.
 
-    On a disk by the operating system's lock on ``.lock``; a child that is forked off does not hold it. A store behind
-    a URL, and a file system without locks (which is said), has none: there `check` finds out whether another run has
-    moved ``latest``.
+    It lasts as long as this process lives or until `release`. On a disk by the operating system's lock on ``.lock``; a
+    forked child does not own it. A store behind a URL, and a file system without locks (which is reported),
+    has none: there `check` finds out whether another run has moved ``latest``.
 
     Raises:
         UserError: another run is saving there.
@@ -185,16 +187,16 @@ class FolderLock:
         self.release()
 
     def check(self) -> None:
-        """Whether the folder is still this run's; see the class."""
+        """Check that the folder is still this run's; see the class."""
         if self._handle < 0 and named_latest(self.folder) != self._latest:
             raise self._taken()
 
     def moved(self, target: Folder) -> None:
-        """This run has let ``latest`` name ``target``."""
+        """Record that this run has pointed ``latest`` at ``target``."""
         self._latest = target.name
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -210,7 +212,10 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """The lock is the open file's, and a child (of a data loader) that outlives its parent would keep others out."""
+    """Close the lock file in a forked child.
+
+    The lock belongs to the open file: a child (of a data loader) that outlives its parent would keep other runs out.
+    """
     for lock in list(_held):
         lock.release()
 

@@ -1,4 +1,7 @@
-"""The safetensors codes of torch's dtypes. Not in `format`, so that a manifest is read without torch."""
+"""Safetensors codes of torch's dtypes.
+
+Not in `format`, so that a manifest is read without torch.
+"""
 
 from __future__ import annotations
 

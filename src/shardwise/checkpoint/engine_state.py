@@ -1,11 +1,11 @@
-"""What an engine holds, laid out as FSDP2 would have it: rows of each parameter and state, for the time of a save.
+"""Engine state laid out as FSDP2 would: rows of each parameter and state, during a save.
 
-An engine keeps flat shards that are no boxes of a tensor. `Shadow` is a model and an optimizer with the same names, of
-which each rank has the rows that FSDP2 would give it (the first dimension cut into equal parts), in fp32. `Saver` and
-`load_checkpoint` work on that as on any other model, so a checkpoint says nothing of the engine that it came from.
+An engine keeps flat shards that are not boxes of a tensor. `Shadow` is a model and an optimizer with the same names, of
+which each rank has the rows that FSDP2 would give it (the first dimension split into equal parts), in fp32. `Saver` and
+`load_checkpoint` work on that as on any other model, so a checkpoint does not depend on the engine that it came from.
 
-Tensors pass one at a time: a rank has one whole tensor more than its rows. The rows themselves are a copy of the rank's
-share (12 bytes a parameter, divided by the ranks, for AdamW), which is given back after the save.
+Tensors pass one at a time: a rank needs memory for one full tensor more than its rows. The rows themselves are a copy
+of the rank's share (12 bytes a parameter, divided by the ranks, for AdamW), which is freed after the save.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from shardwise.parallel.engines.engine import Engine, engine_around
 
 
 class Shadow:
-    """The model and the optimizer of an engine as rows; collective, as is everything that it does.
+    """Rows of an engine's model and optimizer; all its methods are collective.
 
-    ``filled``: with the values that the engine has now. Without, there is only room, to be filled by a load.
+    ``filled``: copy the engine's current values. Otherwise only allocate, to be filled by a load.
     """
 
     def __init__(self, module: nn.Module, engine: Engine, *, filled: bool, states: bool = True) -> None:
@@ -57,7 +57,7 @@ class Shadow:
         return {name: self.optimizer.state[row] for name, row in self._rows.items() if self.optimizer.state.get(row)}
 
     def put_back(self, *, states: bool) -> None:
-        """Give the engine what the rows have been filled with: weights, and with ``states`` the optimizer's."""
+        """Write the rows back to the engine: weights, and with ``states`` the optimizer's."""
         self.engine.set_weights(lambda name: self._whole(self._rows[name]))
         if not states:
             return
@@ -74,9 +74,10 @@ class Shadow:
     def _scalars(
         self, kept: dict[str, dict[str, Any]]
     ) -> tuple[list[dict[str, torch.Tensor | None]], dict[str, dict[str, torch.Tensor] | None]]:
-        """For each group the keys of its state: what is one number for all of it, ``None`` for what is a tensor.
+        """Return the scalar state of each group and of parameters that differ from it.
 
-        Then the numbers of the parameters that have others, as they missed updates; ``None`` for those without state.
+        For each group the keys of its state: the value if it is a scalar shared by all, ``None`` for a tensor. Then the
+        scalars of the parameters whose values differ, as they missed updates; ``None`` for those without state.
         """
         groups: list[dict[str, torch.Tensor | None]] = []
         apart: dict[str, dict[str, torch.Tensor] | None] = {}
@@ -84,7 +85,7 @@ class Shadow:
             here = {name: _numbers(kept[name]) for name in names if name in kept}
             most = max(here.values(), key=lambda one: [float(value) for value in one.values()], default={})
             first = next((kept[name] for name in here), {})
-            tensors = [key for key in first if key not in most]  # in order: a set has another one on each rank
+            tensors = [key for key in first if key not in most]  # sorted: set order differs between ranks
             groups.append({**dict.fromkeys(tensors), **most})
             apart |= {name: here.get(name) for name in names if here and here.get(name) != most}
         return groups, apart
@@ -94,13 +95,13 @@ class Shadow:
         return [{**group, "params": [self._rows[name] for name in names]} for group, names in given]
 
     def _like(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        """A state as rows, where it has the parameter's shape."""
+        """Return a state as rows, where it has the parameter's shape."""
         shape = self.engine.shape(name)
         same = value.dim() and value.shape == shape
         return self._rows_of(value, shape, value.device.type) if same else value
 
     def _rows_of(self, whole: torch.Tensor | None, shape: torch.Size, kind: str) -> torch.Tensor:
-        """This rank's rows of a whole tensor, in memory of their own; room for them if it is ``None``."""
+        """Copy this rank's rows of a full tensor; allocate only if it is ``None``."""
         if self._mesh is None or not len(shape):
             return torch.empty(shape, device=kind) if whole is None else whole.clone()
         each = -(-shape[0] // exchange.world_size())
@@ -115,20 +116,23 @@ class Shadow:
 
 
 def _numbers(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What of a parameter's state is one number, such as AdamW's ``step``."""
+    """Return the scalar entries of a parameter's state, such as AdamW's ``step``."""
     named = ((key, torch.as_tensor(value)) for key, value in state.items())
     return {key: value for key, value in named if not value.dim()}
 
 
 def shadow_of(model: nn.Module, *, filled: bool, states: bool = True) -> Shadow | None:
-    """The rows of a model that an engine has; ``None`` where PyTorch has it. Collective."""
+    """Build the rows of an engine's model; ``None`` for plain PyTorch. Collective."""
     module = inner_model(model)
     engine = engine_around(module)
     return None if engine is None else Shadow(module, engine, filled=filled, states=states)
 
 
 def _skeleton(module: nn.Module, rows: dict[int, nn.Parameter]) -> nn.Module:
-    """A tree of empty modules with the same names: rows in place of parameters, the buffers themselves."""
+    """Build a tree of empty modules with the same names.
+
+    Rows replace the parameters; buffers are shared.
+    """
     made: dict[int, nn.Module] = {}
 
     def copy(of: nn.Module) -> nn.Module:
@@ -149,7 +153,7 @@ def _skeleton(module: nn.Module, rows: dict[int, nn.Parameter]) -> nn.Module:
 
 
 def _bare(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class over other parameters, with no state."""
+    """Build an optimizer of the same class over other parameters, without state."""
     made: Optimizer = object.__new__(type(optimizer))
     Optimizer.__init__(made, groups, dict(optimizer.defaults))
     return made

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which tensors there are, where each piece of them lies, and everything else.
+"""Manifest of a checkpoint: tensors, the location of their shards, and all other state.
 
-``docs/checkpoint-format.md`` says the same in prose, for whoever writes a second reader.
+``docs/checkpoint-format.md`` specifies the same in prose, for writers of other readers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.errors import CheckpointError
 SCHEMA = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
-CHECKPOINTS = "checkpoints"  # the folder of them in a run's folder
+CHECKPOINTS = "checkpoints"  # folder of the checkpoints in a run's folder
 TEMPORARY = ".tmp-"
-HASH = "xxh3-128"  # 31 GB/s on one core, where BLAKE2b (schema 1) has 1.4: it is against damage, not against forgers
+HASH = "xxh3-128"  # 31 GB/s on one core (BLAKE2b of schema 1: 1.4); it detects damage, not forgery
 LARGEST_MANIFEST = 1 << 29  # bytes; a few million shards
 LARGEST_LATEST = 1 << 12
 _DEEPEST = 100
@@ -38,7 +38,7 @@ _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 Size = Annotated[int, Field(ge=0, lt=1 << 63)]  # as torch counts elements
 
-ITEMSIZES = {  # bytes of an element, by the safetensors code of its dtype
+ITEMSIZES = {  # bytes per element, by safetensors dtype code
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -47,7 +47,7 @@ ITEMSIZES = {  # bytes of an element, by the safetensors code of its dtype
 
 
 class Shard(BaseModel):
-    """One box of a tensor: ``key`` in ``file`` holds the elements ``offsets[d] .. offsets[d] + lengths[d]``.
+    """Box of a tensor: ``key`` in ``file`` stores ``offsets[d] .. offsets[d] + lengths[d]``.
 
     ``hash`` is over the bytes of the shard as they lie in the file: ``xxh3-128:`` and 32 hex digits, or, in schema 1,
     the bare hex digits of BLAKE2b with a digest of 16 bytes.
@@ -65,12 +65,12 @@ class Shard(BaseModel):
     @classmethod
     def _plain_name(cls, name: str) -> str:
         if not name or name != Path(name).name or name == ".." or not name.isprintable():
-            raise ValueError(f"'{name}' is no plain file name")
+            raise ValueError(f"'{name}' is not a plain file name")
         return name
 
 
 class TensorEntry(BaseModel):
-    """A tensor: its safetensors dtype code, its global shape, and shards that cover it exactly once."""
+    """Tensor entry: safetensors dtype code, global shape, and shards that cover it exactly once."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -91,12 +91,12 @@ class TensorEntry(BaseModel):
                     raise ValueError(f"a shard in {shard.file} reaches outside of {self.shape}")
             held += math.prod(shard.lengths)
         if held != math.prod(self.shape):
-            raise ValueError(f"the shards hold {held} of {math.prod(self.shape)} elements")
+            raise ValueError(f"the shards contain {held} of {math.prod(self.shape)} elements")
         return self
 
 
 class ParamGroup(BaseModel):
-    """One parameter group: parameter names, and hyperparameters as JSON values."""
+    """Parameter group: parameter names, and hyperparameters as JSON values."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -105,7 +105,7 @@ class ParamGroup(BaseModel):
 
 
 class OptimizerEntry(BaseModel):
-    """What is no tensor in an optimizer: its class name, its groups, and state values that are JSON scalars."""
+    """Non-tensor optimizer state: class name, groups, and state values that are JSON scalars."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -115,10 +115,10 @@ class OptimizerEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything in a checkpoint but the bytes of the tensors.
+    """Complete checkpoint contents except the bytes of the tensors.
 
     ``state`` is the caller's own JSON. ``aliases`` maps the other names of a tied tensor to the one it is stored
-    under. ``model`` says how to build the model: ``{"kind": "transformers", "config": {...}}`` or ``{"kind":
+    under. ``model`` describes how to build the model: ``{"kind": "transformers", "config": {...}}`` or ``{"kind":
     "factory", "factory": "package.module:name", "kwargs": {...}}``. ``created`` is UTC, ISO 8601. Unknown fields are
     ignored, so that one may be added without a new schema.
     """
@@ -146,11 +146,11 @@ class Manifest(BaseModel):
         return self
 
     def entry(self, name: str) -> TensorEntry | None:
-        """The tensor stored under ``name``, or under the name that ``name`` is tied to."""
+        """Return the tensor stored under ``name``, or under the name that ``name`` is tied to."""
         return self.tensors.get(self.aliases.get(name, name))
 
     def to_json(self) -> str:
-        """The document, which begins with its own hash; see `_own_hash`.
+        """Serialize the document, which begins with its own hash; see `_own_hash`.
 
         Floats that are not finite are written as Python's json module does (``Infinity``).
         """
@@ -159,18 +159,18 @@ class Manifest(BaseModel):
 
 
 class Hasher(Protocol):
-    """What hashes bytes piece by piece."""
+    """Incremental hash of bytes."""
 
     def update(self, data: Any, /) -> None:
-        """Go on with these bytes."""
+        """Update the hash with more bytes."""
 
     def hexdigest(self) -> str:
-        """The hash of all bytes so far."""
+        """Return the hash of all bytes so far."""
         ...
 
 
 def hasher(saved: str | None = None) -> Hasher:
-    """What computes hashes as this version writes them, or of the kind of ``saved``.
+    """Create a hasher of this version's kind, or of the kind of ``saved``.
 
     Raises:
         CheckpointError: ``saved`` is of a kind that this version does not know.
@@ -183,12 +183,12 @@ def hasher(saved: str | None = None) -> Hasher:
 
 
 def hash_text(made: Hasher) -> str:
-    """The text that a manifest holds for a finished hash of this version's kind."""
+    """Format a finished hash of this version's kind as in a manifest."""
     return f"{HASH}:{made.hexdigest()}"
 
 
 def _own_hash(data: bytes) -> str:
-    """The hash of a manifest's bytes, in which the digits of its own hash (the first in the file) count as zeros."""
+    """Hash a manifest's bytes, with the digits of its own hash (the first in the file) as zeros."""
     made = hasher()
     made.update(_OWN_HASH.sub(_NO_HASH.encode(), data, count=1))
     return hash_text(made)
@@ -196,7 +196,10 @@ def _own_hash(data: bytes) -> str:
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Millions of objects are made and none is garbage: the collector would look at all of them again and again."""
+    """Disable garbage collection.
+
+    Millions of live objects are created, and the collector would scan them repeatedly.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -243,13 +246,13 @@ def read_manifest(path: Folder) -> Manifest:
 
 
 def parsed_json(raw: bytes) -> Any:
-    """JSON whose keys are there once, whose text can be written, and which does not nest deep.
+    """Parse JSON with unique keys, writable text and limited nesting.
 
     Raises:
-        ValueError, RecursionError: it is none.
+        ValueError, RecursionError: it is not such JSON.
     """
     data = json.loads(raw.decode(), object_pairs_hook=_object)
-    if _SURROGATE.search(raw):  # half of a pair that stands alone is no text: no path and no line can have it
+    if _SURROGATE.search(raw):  # an unpaired surrogate is not valid text: no path and no line can contain it
         json.dumps(data, ensure_ascii=False).encode()
     level: list[Any] = [value for key, value in data.items() if key != "tensors"] if isinstance(data, dict) else []
     for _ in range(_DEEPEST):
@@ -261,7 +264,7 @@ def parsed_json(raw: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """One object; which of two values a reader takes where a key is there twice is not said."""
+    """Build one object, rejecting duplicate keys, whose meaning JSON leaves open."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
@@ -270,17 +273,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _said(problems: list[str]) -> str:
-    """Problems in short, without what a terminal would take for a command."""
+    """Shorten a list of problems, without terminal control characters."""
     return short_list(["".join(c if c.isprintable() else "?" for c in line[:300]) for line in problems])
 
 
 def step_folder(step: int) -> str:
-    """``step-00000020``."""
+    """Return the folder name of a step, such as ``step-00000020``."""
     return f"step-{step:08d}"
 
 
 def saved_steps(folder: Folder) -> list[tuple[int, Folder]]:
-    """Every complete checkpoint in ``folder`` with its step, highest first; nothing where there is no folder."""
+    """List the complete checkpoints in ``folder`` with their steps, highest first.
+
+    Empty where the folder does not exist.
+    """
     if not folder.is_dir():
         return []
     matches = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -289,10 +295,10 @@ def saved_steps(folder: Folder) -> list[tuple[int, Folder]]:
 
 
 def newest(folder: Folder) -> Folder | None:
-    """The checkpoint to go on from; ``None`` where there is none. Unfinished ones are ignored.
+    """Return the checkpoint to resume from; ``None`` where there is none.
 
-    It is the one that ``latest`` names. Where that file is missing or names none that is complete, it is the one with
-    the highest step.
+    Unfinished ones are ignored. It is the one that ``latest`` names. Where that file is missing or names none that is
+    complete, it is the one with the highest step.
     """
     steps = saved_steps(folder)
     try:
@@ -303,14 +309,17 @@ def newest(folder: Folder) -> Folder | None:
 
 
 def checkpoint_in(path: Folder) -> Folder | None:
-    """The checkpoint that ``path`` is, or the newest in it or in its ``checkpoints``; ``None`` where there is none."""
+    """Find the checkpoint at ``path``, or the newest in it or in its ``checkpoints``.
+
+    ``None`` where there is none.
+    """
     if (path / MANIFEST).is_file():
         return path
     return newest(path) or newest(path / CHECKPOINTS)
 
 
 def short_list(problems: list[str], limit: int = 10) -> str:
-    """The first ``limit`` problems, one a line where there are several, then ``and N more``."""
+    """Format the first ``limit`` problems, one per line if several, then ``and N more``."""
     shown = problems[:limit]
     if len(problems) > limit:
         shown.append(f"and {len(problems) - limit} more")

@@ -1,4 +1,7 @@
-"""What a checkpoint holds, and whether its files can be all of it: from names, sizes and headers, without data."""
+"""Inspect a checkpoint from names, sizes and headers, without reading data.
+
+Lists its tensors, and files that are missing or too short.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ from shardwise.checkpoint.storage.local_storage import (
 )
 from shardwise.errors import CheckpointError
 
-THREADS = 16  # requests to a server at once
+THREADS = 16  # concurrent requests to a server
 OTHER = "checkpoint of another tool"
-_LARGEST_HEADER = 100_000_000  # the safetensors library's limit
+_LARGEST_HEADER = 100_000_000  # limit of the safetensors library
 _OWN_FILES = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
 class TensorLine:
-    """A tensor: its safetensors code (or torch's name where there is none), its whole shape, its bytes, its shards.
+    """Tensor summary: dtype code (or torch's name), global shape, bytes, and shards.
 
-    ``shards`` is ``None`` where the format does not say.
+    ``shards`` is ``None`` where the format does not record it.
     """
 
     name: str
@@ -52,7 +55,7 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a file, or with the manifest, and which tensors it takes away."""
+    """Damage to a file or to the manifest, and the tensors lost with it."""
 
     file: str
     what: str
@@ -66,13 +69,13 @@ class Damage:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What there is at a place.
+    """Contents of a checkpoint.
 
     Attributes:
         kind: whose checkpoint it is, in words.
-        place: the folder or file that was looked at.
+        place: the folder or file that was inspected.
         lines: the tensors of the weights, the optimizer and whatever else, without the generators' states.
-        manifest: of a checkpoint of Shardwise, where it can be read.
+        manifest: of a Shardwise checkpoint, where it can be read.
         rng: rank to the names of the generators whose states there are.
         sizes: the files of the checkpoint with their bytes; empty where that is not known.
         others: the other checkpoints beside it, where a folder of several was given.
@@ -93,16 +96,18 @@ class Inspection:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all the tensors in ``lines``."""
+        """Total bytes of the tensors in ``lines``."""
         return sum(line.num_bytes for line in self.lines)
 
 
 @no_collector()
 def inspect_checkpoint(place: str | Folder) -> Inspection:
-    """Look at the checkpoint at ``place``: ours, the newest of a run or a folder of checkpoints, or another tool's.
+    """Inspect the checkpoint at ``place``.
+
+    ``place`` is a Shardwise checkpoint, the newest of a run or of a folder of checkpoints, or another tool's.
 
     Raises:
-        UserError: there is nothing that is known.
+        UserError: there is no checkpoint in a known format.
         CheckpointError: a server does not answer.
     """
     path = folder_of(place)
@@ -135,7 +140,10 @@ def inspect_checkpoint(place: str | Folder) -> Inspection:
 
 
 def find_own(path: Folder) -> Folder | None:
-    """The folder of the one checkpoint of Shardwise that ``path`` stands for, finished or not; else ``None``."""
+    """Return the folder of the one Shardwise checkpoint at ``path``, else ``None``.
+
+    It may be unfinished.
+    """
     if path.name == MANIFEST and path.is_file():
         return path.parent
     if not path.is_dir():
@@ -148,7 +156,7 @@ def find_own(path: Folder) -> Folder | None:
 
 
 def shards_by_file(manifest: Manifest) -> dict[str, list[tuple[Shard, int]]]:
-    """File name to the shards in it, each with its bytes."""
+    """Map each file name to its shards, each with its bytes."""
     found: dict[str, list[tuple[Shard, int]]] = defaultdict(list)
     for entry in manifest.tensors.values():
         itemsize = ITEMSIZES[entry.dtype]
@@ -160,7 +168,7 @@ def shards_by_file(manifest: Manifest) -> dict[str, list[tuple[Shard, int]]]:
 def damaged_files(
     folder: Folder, files: Mapping[str, Sequence[tuple[Shard, int]]], sizes: Mapping[str, int]
 ) -> list[Damage]:
-    """The files that are missing, or have another size than what is in them needs; no data is read."""
+    """List files that are missing or of a wrong size; no data is read."""
 
     def look(name: str) -> Damage | None:
         return _damage_of(folder / name, files[name], sizes.get(name))
@@ -173,13 +181,13 @@ def damaged_files(
 
 
 def unreadable(place: str | Folder, error: Exception) -> Damage:
-    """A checkpoint of another tool that cannot even be opened."""
+    """Report a checkpoint of another tool that cannot be opened."""
     path = folder_of(place)
     return Damage(path.name or str(path), plain_fault(path, error))
 
 
 def plain_fault(path: object, error: Exception) -> str:
-    """The message of an error without the path, which is said beside it."""
+    """Format an error without the path, which is printed beside it."""
     text = str(error)
     for start in (f"'{path}' is ", f"'{path}' ", f"'{path}': "):
         text = text.removeprefix(start)
@@ -188,7 +196,9 @@ def plain_fault(path: object, error: Exception) -> str:
 
 def _of_source(place: str | Folder) -> Inspection:
     from shardwise.checkpoint.dtypes import CODES
-    from shardwise.checkpoint.readers.detect import open_source  # which loads torch, and ours is read without
+    from shardwise.checkpoint.readers.detect import (
+        open_source,
+    )  # loads torch, which a Shardwise checkpoint does not need
 
     try:
         opened = open_source(place)
@@ -213,7 +223,7 @@ def _of_source(place: str | Folder) -> Inspection:
 
 
 def _others(path: Folder, own: Folder) -> list[str]:
-    """Names of the other checkpoints, where ``path`` is a folder of several."""
+    """List the other checkpoints, where ``path`` is a folder of several."""
     if str(own) == str(path) or path.name == MANIFEST:
         return []
     return [other.name for _, other in saved_steps(own.parent) if other.name != own.name]
@@ -233,7 +243,7 @@ def _lines(manifest: Manifest) -> tuple[list[TensorLine], dict[str, list[str]]]:
 
 
 def _left_over(manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
-    """One note about files that nothing in the manifest leads to."""
+    """Describe files that the manifest does not reference."""
     known = {shard.file for entry in manifest.tensors.values() for shard in entry.shards} | {MANIFEST}
     extra = sorted(name for name in sizes if name not in known)
     shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
@@ -251,16 +261,16 @@ def _damage_of(path: Folder, shards: Sequence[tuple[Shard, int]], size: int | No
                 return None
             return _closer(reader, header, shards)
     except EOFError:
-        return Damage(path.name, f"has {size} bytes, which is no safetensors file", keys)
+        return Damage(path.name, f"has {size} bytes, which is not a safetensors file", keys)
     except OSError as error:
         return Damage(path.name, f"cannot be read: {error.strerror or error}", keys)
 
 
 def _closer(reader: RangeReader, header: int, shards: Sequence[tuple[Shard, int]]) -> Damage | None:
-    """What a file holds whose size is not that of its shards; other tensors may lie in it, too."""
+    """Inspect the header of a file whose size is wrong; other tensors may be in it, too."""
     name, size, keys = reader.path.name, reader.size, tuple(shard.key for shard, _ in shards)
     if header > min(_LARGEST_HEADER, size - 8):
-        return Damage(name, f"has {size} bytes, and its header alone is said to have {header}", keys)
+        return Damage(name, f"has {size} bytes, and its header alone claims to have {header}", keys)
     try:
         items = json.loads(reader.read(8, header))
         ends = {key: 8 + header + int(item["data_offsets"][1]) for key, item in items.items() if key != "__metadata__"}
@@ -268,11 +278,11 @@ def _closer(reader: RangeReader, header: int, shards: Sequence[tuple[Shard, int]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         return Damage(name, f"its header is damaged ({type(error).__name__}: {error})", keys)
     if lost := tuple(key for key in keys if key not in ends):
-        return Damage(name, "its header does not have what the manifest says is in it", lost)
+        return Damage(name, "its header does not match the manifest", lost)
     if cut := tuple(key for key in keys if ends[key] > size):
         needed = max(ends[key] for key in cut)
         return Damage(name, f"is truncated: it has {size} bytes, and {needed} are needed", cut)
     if wrong := tuple(shard.key for shard, num_bytes in shards if ends[shard.key] - begins[shard.key] != num_bytes):
-        return Damage(name, "holds other numbers of bytes than the manifest says", wrong)
+        return Damage(name, "has tensor sizes that differ from the manifest", wrong)
     needed = max(ends.values(), default=8 + header)
     return None if needed == size else Damage(name, f"has {size} bytes, and its header accounts for {needed}")

@@ -1,4 +1,7 @@
-"""Is every byte of a checkpoint what was saved, and is it a whole? Reads all of it, by several threads."""
+"""Verify a checkpoint: every byte as saved, and structurally complete.
+
+Reads all of it, with several threads.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,17 @@ from shardwise.checkpoint.storage.local_storage import MIB, Folder, file_sizes, 
 from shardwise.errors import CheckpointError
 
 LOCAL_THREADS, REMOTE_THREADS = 4, 8
-BATCH = 64 * MIB  # bytes of small shards that one thread takes at once
-BLOCK = 64 * MIB  # bytes of a tensor of another tool's that are in memory at once
+BATCH = 64 * MIB  # bytes of small shards per task
+BLOCK = 64 * MIB  # bytes in memory at once, of a tensor of another tool's
 
 Told = Callable[[int], None]  # a number of bytes
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read and what is wrong.
+    """Result of a verification: what was read, and all damage.
 
-    ``hashed``: the bytes were compared with hashes; other tools' formats have none, and were only read.
+    ``hashed``: the bytes were compared with hashes; other tools' formats have no hashes and were only read.
     """
 
     kind: str
@@ -57,19 +60,19 @@ class Verification:
 
 
 def _nobody(num_bytes: int) -> None:
-    """Listens to no progress."""
+    """Ignore progress."""
 
 
 @no_collector()
 def verify_checkpoint(place: str | Folder, begin: Told = _nobody, tick: Told = _nobody) -> Verification:
-    """Read every byte of the checkpoint at ``place`` and compare the hashes; see `inspect_checkpoint` for ``place``.
+    """Read every byte of the checkpoint at ``place`` and compare the hashes.
 
-    Also checked: the shards of a tensor cover it exactly once, aliases lead to tensors, and the optimizer speaks of
-    parameters that there are. ``begin`` is told how many bytes there are, ``tick``, from several threads, how many
-    more were read.
+    See `inspect_checkpoint` for ``place``. Also checked: the shards of a tensor cover it exactly once, aliases refer to
+    tensors, and the optimizer refers to existing parameters. ``begin`` is called with the total bytes, ``tick``, from
+    several threads, with the bytes just read.
 
     Raises:
-        UserError: there is nothing that is known.
+        UserError: there is no checkpoint in a known format.
         CheckpointError: a server does not answer.
     """
     started = time.perf_counter()
@@ -102,7 +105,10 @@ def verify_checkpoint(place: str | Folder, begin: Told = _nobody, tick: Told = _
 
 
 def structure_faults(manifest: Manifest) -> list[Damage]:
-    """Names in a manifest that lead nowhere; that shards cover their tensors is proven whenever one is read."""
+    """List names in a manifest that refer to nothing.
+
+    Shard coverage is proven whenever a manifest is read.
+    """
     faults = []
     twice = sorted(name for name in manifest.aliases if name in manifest.tensors)
     if twice:
@@ -111,7 +117,7 @@ def structure_faults(manifest: Manifest) -> list[Damage]:
 
 
 def _optimizer_faults(manifest: Manifest) -> list[Damage]:
-    """Names in the optimizer that no parameter has."""
+    """List names in the optimizer that match no parameter."""
     known = {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
     tied = {name.removeprefix("model/") for name in manifest.aliases}
     members = [name for group in manifest.optimizer.groups for name in group.params]
@@ -119,9 +125,12 @@ def _optimizer_faults(manifest: Manifest) -> list[Damage]:
     state |= set(manifest.optimizer.state)
     faults = []
     for what, names in (
-        ("parameter groups of the optimizer name what is no tensor of the model", set(members) - known - tied),
+        (
+            "parameter groups of the optimizer name something that is not a tensor of the model",
+            set(members) - known - tied,
+        ),
         ("parameters in several groups of the optimizer", {name for name, n in Counter(members).items() if n > 1}),
-        ("state of the optimizer for what is no tensor of the model", state - known - tied),
+        ("state of the optimizer for something that is not a tensor of the model", state - known - tied),
         ("state of the optimizer for parameters in none of its groups", (state & (known | tied)) - set(members)),
     ):
         if names:
@@ -136,7 +145,7 @@ def _is_state(name: str) -> bool:
 def _wrong_shards(
     folder: Folder, files: Mapping[str, list[tuple[Shard, int]]], dtypes: Mapping[int, torch.dtype], tick: Told
 ) -> list[Damage]:
-    """The tensors whose bytes are not those that were saved, by file."""
+    """List tensors whose bytes differ from those that were saved, by file."""
     threads = LOCAL_THREADS if is_local(folder) else REMOTE_THREADS
     with ShardReader(folder, "") as reader, ThreadPoolExecutor(threads, "verify") as pool:
         work = [pool.submit(_look_at, reader, batch, dtypes, tick) for batch in _batches(files)]
@@ -148,7 +157,7 @@ def _wrong_shards(
 
 
 def _batches(files: Mapping[str, list[tuple[Shard, int]]]) -> Iterator[list[Shard]]:
-    """Shards of one file that follow each other, as many as make up a piece of work; files take turns."""
+    """Group consecutive shards of one file into tasks; files alternate."""
     return (batch for _, batch in heapq.merge(*(_batches_of(shards) for shards in files.values()), key=lambda b: b[0]))
 
 
@@ -166,7 +175,7 @@ def _batches_of(shards: list[tuple[Shard, int]]) -> Iterator[tuple[int, list[Sha
 
 
 def _place_in_file(item: tuple[Shard, int]) -> tuple[float, str]:
-    """The order in which this version writes tensors: wide elements first, then by name."""
+    """Sort key in the order in which tensors are written: large element size first, then name."""
     shard, num_bytes = item
     return -num_bytes / math.prod(shard.lengths), shard.key
 
@@ -174,7 +183,7 @@ def _place_in_file(item: tuple[Shard, int]) -> tuple[float, str]:
 def _look_at(
     reader: ShardReader, shards: Sequence[Shard], dtypes: Mapping[int, torch.dtype], tick: Told
 ) -> list[tuple[str, str, str]]:
-    """File, what, tensor of each shard that is damaged."""
+    """Return file, problem and tensor of each damaged shard."""
     found = []
     for shard in shards:
         try:
@@ -187,7 +196,10 @@ def _look_at(
 
 
 def _all(pool: ThreadPoolExecutor, work: Sequence[Future[list[tuple[str, str, str]]]]) -> list[tuple[str, str, str]]:
-    """All results; what begins no more does not, where something goes wrong that is no damage, or Ctrl-C comes."""
+    """Collect all results.
+
+    On an error that is not damage, or on Ctrl-C, pending tasks are cancelled.
+    """
     try:
         return [one for part in work for one in part.result()]
     except BaseException:
@@ -229,7 +241,7 @@ def _read_all(source: Source, name: str, info: TensorInfo, tick: Told) -> list[t
 
 
 def _blocks(info: TensorInfo) -> Iterator[Box]:
-    """The whole tensor, a large one in runs of rows."""
+    """Yield the full tensor, a large one in runs of rows."""
     if not info.shape or info.num_bytes <= BLOCK:
         yield info.whole
         return

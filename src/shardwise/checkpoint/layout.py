@@ -1,4 +1,4 @@
-"""What a live model and optimizer hold: names, which box of each tensor is here, and which ranks hold the same."""
+"""Tensors of a live model and optimizer: names, local boxes, and the ranks with replicas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMPILED_PART = "_orig_mod."
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter or a persistent buffer, with all its names: those of the whole model, whatever part of it is here."""
+    """Parameter or persistent buffer with all its names in the full model."""
 
     name: str
     aliases: tuple[str, ...]
@@ -41,12 +41,12 @@ class Slot:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The first name and every other."""
+        """First name and aliases."""
         return (self.name, *self.aliases)
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The user's module inside ``DistributedDataParallel`` and ``torch.compile``."""
+    """Unwrap ``DistributedDataParallel`` and ``torch.compile``."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -57,28 +57,28 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def part_of(model: nn.Module) -> Home | None:
-    """What was noted of the part of the whole model that is here; ``None`` where it is whole on every rank."""
+    """Return the record of the local part of the model; ``None`` where no rank has a part only."""
     return home_of(inner_model(model))
 
 
 def ranks_of(home: Home | None) -> tuple[int, ...]:
-    """The ranks that hold the same plain tensors as this one, in ascending order."""
+    """Return the ranks that have the same plain tensors as this one, in ascending order."""
     return tuple(range(exchange.world_size())) if home is None else home.ranks
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Parameters, then persistent buffers, tied ones once; the model is put in its sharded state first.
+    """List parameters, then persistent buffers, tied ones once.
 
-    Of a model with adapters the frozen base is left out: it is no part of a checkpoint.
-    Of a model that is spread over ranks in parts, these are the ones that are here.
+    The model is put in its sharded state first. Of a model with adapters the frozen base is left out: it is not part of
+    a checkpoint. Of a model split over ranks (pipeline stages), only the local ones are listed.
 
     Raises:
-        ModelError: a tensor has no data yet, or a module keeps extra state that safetensors cannot hold.
+        ModelError: a tensor has no data yet, or a module keeps extra state that safetensors cannot store.
     """
     model = inner_model(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation may have left whole parameters, which the optimizer does not know
+            module.reshard()  # an evaluation may have left unsharded parameters, which the optimizer does not know
     extra = [n for n, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
     if extra:
         raise ModelError(f"modules with get_extra_state cannot be checkpointed: {', '.join(extra)}; use buffers")
@@ -100,7 +100,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 class _Names:
-    """The name that a tensor is stored under, and its others, from those that it has here."""
+    """Map the local names of a tensor to its stored name and aliases."""
 
     def __init__(self, home: Home | None) -> None:
         self.home = home
@@ -116,7 +116,7 @@ class _Names:
 
 
 def transient_names(model: nn.Module) -> set[str]:
-    """Names of the whole model's buffers that are not saved (``persistent=False``)."""
+    """Return names of the full model's buffers that are not saved (``persistent=False``)."""
     model = inner_model(model)
     home = home_of(model)
     kept = {name for name, _ in _persistent_buffers(model)}
@@ -128,29 +128,31 @@ def transient_names(model: nn.Module) -> set[str]:
 
 
 def engine_of(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds the state of this rank: the one inside where the state is spread over ranks."""
-    module = sys.modules.get("torch.distributed.optim")  # its import is slow and warns; whoever needs it has it
+    """Return the optimizer that stores this rank's state: the inner one where state is sharded."""
+    module = sys.modules.get(
+        "torch.distributed.optim"
+    )  # its import is slow and warns; if it is in use, it is already imported
     spread: Any = getattr(module, "ZeroRedundancyOptimizer", ())
     inner: Optimizer | None = getattr(optimizer, "optim", None)
     return inner if isinstance(optimizer, spread) and inner is not None else optimizer
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that are here, sharing storage with ``tensor``."""
+    """Return the local elements, sharing storage with ``tensor``."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Where the elements that are here lie in the whole tensor.
+    """Return the box of the local elements in the full tensor.
 
     Raises:
-        CheckpointError: the layout is not made of ``Shard`` and ``Replicate``, or what is here is no box.
+        CheckpointError: the layout is not made of ``Shard`` and ``Replicate``, or the local elements are not a box.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box((0,) * len(shape), shape)
-    if not math.prod(shape):  # FSDP2 does not cut what is empty as its layout says
+    if not math.prod(shape):  # FSDP2 does not shard empty tensors as their layout declares
         return Box((0,) * len(shape), tuple(local_of(tensor).shape))
     kinds = {type(placement) for placement in tensor.placements}
     if not kinds <= {Shard, Replicate, _StridedShard}:
@@ -164,29 +166,29 @@ def box_of(tensor: torch.Tensor) -> Box:
     return box
 
 
-@lru_cache(maxsize=1 << 14)  # optimizer state lies as its parameters do, and the next save finds all of it again
+@lru_cache(maxsize=1 << 14)  # optimizer state is laid out as its parameters, and the next save finds all of it again
 def _cut_box(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int) -> Box:
     lengths, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Box(tuple(offsets), tuple(lengths))
 
 
 def _strided_box(tensor: DTensor) -> Box:
-    """A layout that was cut again: a strided axis cuts what the axes to its right have left of a dimension.
+    """Return the box of a strided layout (FSDP2 over tensor parallel).
 
-    FSDP2 over tensor parallel is laid out so. Torch's own arithmetic takes the axes from left to right and gives wrong
-    offsets where the rows do not divide.
+    A strided axis shards what the axes to its right have left of a dimension. Torch's
+     own arithmetic takes the axes from left to right and gives wrong offsets where the rows do not divide.
     """
     offsets, lengths = [0] * tensor.dim(), list(tensor.shape)
     coordinate, sizes = tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape
     if coordinate is None:
-        raise CheckpointError("this rank is not in the mesh of a tensor that it holds")
+        raise CheckpointError("this rank is not in the mesh of a tensor that it has")
     cuts = [(axis, p) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
     for axis, placement in sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard)):
         if isinstance(placement, _StridedShard):
             right = math.prod(sizes[other] for other, p in cuts if other > axis and p.dim == placement.dim)
             if placement.split_factor != right:
                 raise CheckpointError(
-                    f"a tensor laid out as {tensor.placements} cannot be checkpointed: its part is no box"
+                    f"a tensor laid out as {tensor.placements} cannot be checkpointed: its local shard is not a box"
                 )
         whole = lengths[placement.dim]
         each = -(-whole // sizes[axis])
@@ -197,9 +199,9 @@ def _strided_box(tensor: DTensor) -> Box:
 
 
 def copies_of(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:
-    """Groups of ranks, each of which holds one whole copy of ``tensor``; the same list on every one of ``ranks``.
+    """Return groups of ranks, each storing one full copy of ``tensor``.
 
-    ``ranks`` are those that hold plain tensors alike; see `ranks_of`.
+    The same on all ``ranks``. ``ranks`` are those with the same plain tensors; see `ranks_of`.
     """
     if not isinstance(tensor, DTensor):
         return [[rank] for rank in ranks]
@@ -207,7 +209,7 @@ def copies_of(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:
     return [list(group) for group in _copies(tensor.device_mesh, tuple(replicated))]
 
 
-@lru_cache(maxsize=256)  # torch works the ranks of a mesh out anew each time
+@lru_cache(maxsize=256)  # torch recomputes the ranks of a mesh each time
 def _copies(device_mesh: DeviceMesh, replicated: tuple[int, ...]) -> list[list[int]]:
     mesh = device_mesh.mesh
     sharded = [axis for axis in range(mesh.ndim) if axis not in replicated]
@@ -216,10 +218,10 @@ def _copies(device_mesh: DeviceMesh, replicated: tuple[int, ...]) -> list[list[i
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` as JSON: a 0-d tensor becomes a number, a tuple a list.
+    """Convert ``value`` to JSON: a 0-d tensor becomes a number, a tuple a list.
 
     Raises:
-        CheckpointError: there is something in it that JSON cannot hold.
+        CheckpointError: it contains a value that JSON cannot represent.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
@@ -229,11 +231,13 @@ def plain(value: Any, where: str) -> Any:
         return [plain(item, where) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise CheckpointError(f"{where} holds a {type(value).__name__}, which JSON cannot; give numbers, text, lists")
+    raise CheckpointError(
+        f"{where} holds a {type(value).__name__}, which JSON cannot represent; give numbers, text, lists"
+    )
 
 
 def like(live: Any, saved: Any) -> Any:
-    """A JSON value in the form that ``live`` has: a tensor is filled in place, a tuple stays a tuple."""
+    """Convert a JSON value to the type of ``live``: tensors are filled in place, tuples kept."""
     if isinstance(live, torch.Tensor):
         return live.fill_(saved)
     if isinstance(live, tuple) and isinstance(saved, list) and len(live) == len(saved):

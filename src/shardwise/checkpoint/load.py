@@ -1,4 +1,4 @@
-"""`load_checkpoint`: fill a live model and optimizer, under any strategy and world size, from any other."""
+"""`load_checkpoint`: fill a live model and optimizer, under any strategy and world size."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from shardwise.distributed.local_tensor import empty_beside
 from shardwise.errors import CheckpointError, CheckpointMismatch
 from shardwise.parallel.ownership import Home
 
-# how an optimizer computes, not what: these stay as the live optimizer has them
+# they select the implementation, not the algorithm: the live optimizer's values are kept
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_FIX = "remove this checkpoint and load an earlier one"  # `newest` finds that by itself then
+_FIX = "remove this checkpoint and load an earlier one"  # then `newest` finds it without ``latest``
 
 
 @dataclass
 class _Work:
-    """What is to be filled, what is to be set afterwards, and why it cannot be.
+    """Load plan: tensors to fill, values to set afterwards, and problems.
 
-    ``homes`` are, for each parameter group of the live optimizer, the groups of the checkpoint that its parameters here
-    were in; ``options`` are what each group gets.
+    ``homes`` are, for each parameter group of the live optimizer, the groups of the checkpoint that its local
+    parameters were in; ``options`` are what each group gets.
     """
 
     manifest: Manifest
@@ -55,23 +55,23 @@ class _Work:
 
 
 def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | None, verify: bool = True) -> Manifest:
-    """Fill ``model`` and ``optimizer`` in place from the checkpoint folder ``path``, and return its manifest.
+    """Fill ``model`` and ``optimizer`` in place from a checkpoint; return its manifest.
 
-    Collective over the default group. Strategy and world size may differ from those that saved. Each rank reads
-    only what it holds, straight into its tensors; the values are bit-equal. Optimizer state is created as needed, on
-    the parameter's device and in its layout (8-bit state in another layout of blocks is quantised anew, and that is
-    said); hyperparameters are restored by parameter names, except how the optimizer
+    ``path`` is the checkpoint's folder. Collective over the default group. Strategy and world size may differ from
+    those that saved. Each rank reads only its local shards, straight into its tensors; the values are bit-equal.
+    Optimizer state is created as needed, on the parameter's device and in its layout (8-bit state in another layout of
+    blocks is requantized, with a notice); hyperparameters are restored by parameter names, except how the optimizer
     computes (``foreach``, ``fused``, ``capturable``, ``differentiable``). ``optimizer=None`` leaves its state unread.
-    With ``verify`` the hashes of all the shards that any rank needs are compared: of those that a rank reads as a
-    whole on the way, of the others by one rank each. No tensor is changed before all names and shapes were found to
-    match; where damage is found later the model is half filled.
+    With ``verify`` the hashes of all the shards that any rank needs are compared: shards that a rank reads completely
+    are hashed during the read, each of the others by one rank. No tensor is changed before all names and shapes were
+    found to match; damage found later leaves the model partly filled.
 
     Raises:
         CheckpointError: names, shapes, dtypes or the optimizer do not match (at most ten are listed), or a file is
             missing or damaged. The same on every rank.
     """
     shadow = shadow_of(model, filled=False)
-    if shadow is not None:  # an engine's: its rows are filled, and given to it
+    if shadow is not None:  # of an engine: its rows are filled, then written to it
         states = shadow.optimizer if optimizer is not None else None
         manifest = load_checkpoint(path, model=shadow.model, optimizer=states, verify=verify)
         shadow.put_back(states=optimizer is not None)
@@ -87,18 +87,20 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
 
 
 def _tell_inexact(work: _Work) -> None:
-    """Say on rank 0 that 8-bit state is not bit for bit what was saved, where it is not."""
+    """Report on rank 0 that 8-bit state is not bit-equal to what was saved, where it is not."""
     names = [name for name, moved in work.moved if not moved.is_exact]
     if names and exchange.rank() == 0:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         logging.getLogger("shardwise").warning(
-            f"8-bit optimizer state of {names[0]}{more} was quantised anew: parts begin elsewhere than when it was "
+            f"8-bit optimizer state of {names[0]}{more} was requantized: parts begin elsewhere than when it was "
             "saved, not at a multiple of 256 elements; it is within half a code of what was saved"
         )
 
 
 def newest_of_all(folder: Folder) -> Folder | None:
-    """The `newest` checkpoint as rank 0 sees it, on every rank. Collective over the default group.
+    """Return the `newest` checkpoint as rank 0 sees it, on every rank.
+
+    Collective over the default group.
 
     Raises:
         CheckpointError: a rank does not see it, or the folder cannot be read.
@@ -110,7 +112,7 @@ def newest_of_all(folder: Folder) -> Folder | None:
     def look() -> None:
         if path is not None and not (path / MANIFEST).is_file():
             raise CheckpointError(
-                f"rank {exchange.rank()} does not see '{path}', which rank 0 goes on from; use a folder on a disk that "
+                f"rank {exchange.rank()} does not see '{path}', which rank 0 resumes from; use a folder on a disk that "
                 "all nodes share (train.output or checkpoint.folder)"
             )
 
@@ -119,7 +121,9 @@ def newest_of_all(folder: Folder) -> Folder | None:
 
 
 def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
-    """The generator states that rank ``rank`` saved, by name, uint8 on the CPU; ``None`` where it saved none.
+    """Return the RNG states that rank ``rank`` saved; ``None`` where it saved none.
+
+    By name, uint8 on the CPU.
 
     Raises:
         CheckpointError: the manifest or the rank's file is missing or damaged.
@@ -130,14 +134,14 @@ def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
     with ShardReader(path, _FIX) as reader:
         for name, entry in entries.items():
             for shard in entry.shards:
-                reader.stored(shard, entry_dtype(entry))  # before room is made for it
+                reader.stored(shard, entry_dtype(entry))  # before memory is allocated for it
             found[name] = torch.empty(entry.shape, dtype=entry_dtype(entry))
             fill(found[name], touched(found[name], entry.shards), reader, check=True)
     return found or None
 
 
 def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None) -> _Work:
-    """What is to be done here, and why it cannot be; nothing of the model is changed."""
+    """Match names and shapes of this rank; nothing of the model is changed."""
     work = _Work(read_manifest(path))
     slots, home = slots_of(model), part_of(model)
     _match_model(slots, home, work)
@@ -148,10 +152,10 @@ def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None) -> _Work
 
 
 def _choose_options(path: Folder, optimizer: Optimizer | None, work: _Work) -> None:
-    """Which saved group's options each live group gets, where everything fits.
+    """Choose which saved group's options each live group gets, where everything matches.
 
     Raises:
-        CheckpointMismatch: it does not.
+        CheckpointMismatch: something does not match.
     """
     saved = work.manifest.optimizer.groups
     for number, homes in enumerate(work.homes):
@@ -174,7 +178,10 @@ def _choose_options(path: Folder, optimizer: Optimizer | None, work: _Work) -> N
 
 
 def _alike(live: Any, saved: Any) -> bool:
-    """Whether a saved hyperparameter can stand where the live one does: numbers for numbers, lists for lists."""
+    """Return whether a saved hyperparameter can replace the live one.
+
+    A number replaces a number, a list a list.
+    """
     numbers = (bool, int, float, torch.Tensor)
     if isinstance(live, numbers):
         return saved is None or isinstance(saved, numbers)
@@ -186,7 +193,10 @@ def _alike(live: Any, saved: Any) -> bool:
 
 
 def _unseen(work: _Work) -> list[Shard]:
-    """Shards that some rank needs a part of and none reads as a whole: this rank's share of them. Collective."""
+    """Return this rank's share of the shards that are needed but read completely by no rank.
+
+    Collective.
+    """
     shards = [shard for entry in work.manifest.tensors.values() for shard in entry.shards]
     number = {id(shard): index for index, shard in enumerate(shards)}
     flags = torch.zeros(2, len(shards), dtype=torch.uint8)
@@ -264,7 +274,7 @@ def _match_groups(slots: list[Slot], part: Home | None, optimizer: Optimizer, wo
             continue
         members = [names[id(parameter)] for parameter in group["params"]]
         seen.update(members)
-        lost = [name for name in members if name not in home and name not in stateless]  # zero1 leaves frozen ones out
+        lost = [name for name in members if name not in home and name not in stateless]  # zero1 omits frozen parameters
         work.problems += [f"optimizer/{name}: not in the checkpoint" for name in lost]
         work.homes.append(sorted({home[name] for name in members if name in home}))
     elsewhere = set() if part is None else {_stored(name, manifest) for name in part.names} - {*names.values()}
@@ -307,13 +317,13 @@ def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
 
 
 def _with_state(manifest: Manifest) -> set[str]:
-    """The parameters that have optimizer state in the checkpoint."""
+    """Return the parameters that have optimizer state in the checkpoint."""
     tensors = (name.removeprefix("optimizer/") for name in manifest.tensors if name.startswith("optimizer/"))
     return {name.rsplit("/", 1)[0] for name in tensors} | {n for n, held in manifest.optimizer.state.items() if held}
 
 
 def _stored_names(slots: list[Slot], manifest: Manifest) -> dict[int, str]:
-    """Parameter to the name that it has in the checkpoint."""
+    """Map each parameter to its name in the checkpoint."""
     return {id(slot.tensor): _stored(slot.name, manifest) for slot in slots}
 
 
@@ -322,10 +332,10 @@ def _stored(name: str, manifest: Manifest) -> str:
 
 
 def _empty_state(parameter: torch.Tensor, key: str, entry: TensorEntry, group: dict[str, Any]) -> torch.Tensor:
-    """Room for one state tensor: laid out as the parameter where it has its shape, otherwise whole on every rank."""
+    """Allocate one state tensor, sharded as its parameter if the shapes match, else replicated."""
     dtype = entry_dtype(entry)
     with torch.no_grad():
-        if not entry.shape:  # counters live on the CPU, unless the optimizer works on them on the device
+        if not entry.shape:  # counters live on the CPU, unless the optimizer uses them on the device
             on_device = key != "step" or group.get("capturable") or group.get("fused")
             return torch.empty((), dtype=dtype, device=local_of(parameter).device if on_device else "cpu")
         if entry.shape == tuple(parameter.shape):

@@ -1,4 +1,7 @@
-"""What of a source becomes which tensor of a target: names against a model's, ties, dtypes. Reads no weights yet."""
+"""Match the tensors of a source to those of a model: names, ties, dtypes.
+
+Reads no weights.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ from shardwise.errors import CheckpointError, ModelError, did_you_mean
 from shardwise.units import bytes_text
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-_WRAPPED = 4  # so many attributes deep a model may lie in what was saved
+_WRAPPED = 4  # prefixes removed or added: at most this many attributes deep
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The names that a model has, to compare a source's with.
+    """Names and shapes that a model expects of a source.
 
     Attributes:
         label: the model, as the user wrote it.
         shapes: every parameter and persistent buffer by its first name, in the model's order.
         ties: every other name, to the first.
-        transient: names of buffers that the model makes itself.
+        transient: names of buffers that the model creates itself.
         ignored: regular expressions of names that old files have and the model does not want.
-        base: what the names of the model without its head lack (``transformer``); empty where nothing.
+        base: prefix that is missing in the names of the model without its head (``transformer``); empty where nothing.
         translated: the model's files may have other names and shapes, which its library translates when it loads.
     """
 
@@ -43,13 +46,13 @@ class Expected:
 
     @property
     def names(self) -> set[str]:
-        """All of them."""
+        """All names."""
         return {*self.shapes, *self.ties}
 
 
 @dataclass(frozen=True)
 class TargetTensor:
-    """A tensor of the target: its name in a manifest, where it comes from, and what it is stored as."""
+    """Tensor of the target: its manifest name, its source and its stored dtype."""
 
     name: str
     origin: str
@@ -58,14 +61,14 @@ class TargetTensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """All that is to be written.
+    """Selected tensors, aliases and notes of a conversion.
 
     Attributes:
         items: in the order of the model, then the optimizer's and the rest.
         aliases: other names of tied tensors, as in a manifest.
         renamed: a parameter's name in the source to its name here, where they differ.
-        equal: names of the source that must hold the same values, because the model ties them.
-        notes: what is not carried over, and what was changed on the way, to be said aloud.
+        equal: names of the source that must have the same values, because the model ties them.
+        notes: what is not converted, and what was changed, to be reported.
     """
 
     items: tuple[TargetTensor, ...]
@@ -76,24 +79,25 @@ class Selection:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors as they will be stored."""
+        """Total bytes of the tensors as stored."""
         return sum(item.info.num_bytes for item in self.items)
 
 
 def select(
     source: Source, expected: Expected | None, *, dtype: torch.dtype | None, weights_only: bool, reason: str
 ) -> Selection:
-    """What to write of ``source``; ``dtype`` is what floating-point weights become, ``None`` leaves them as they are.
+    """Select the tensors of ``source`` to write.
 
-    ``weights_only`` leaves out everything but the weights, because of ``reason``.
+    ``dtype`` is the target dtype of floating-point weights; ``None`` keeps theirs. ``weights_only`` leaves out
+    everything but the weights, because of ``reason``.
 
     Raises:
         ModelError: names or shapes are not those of the model; all problems are listed.
-        CheckpointError: there are no weights, or of a dtype that safetensors cannot hold.
+        CheckpointError: there are no weights, or of a dtype that safetensors cannot store.
     """
     weights = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
     if not weights:
-        raise CheckpointError(f"'{source.place}' ({source.kind}) holds no weights; give the place of the model's")
+        raise CheckpointError(f"'{source.place}' ({source.kind}) contains no weights; give the path of the model's")
     aliases = {a.removeprefix(MODEL): n.removeprefix(MODEL) for a, n in source.aliases.items()}
     notes: list[str] = []
     equal: list[tuple[str, str]] = []
@@ -118,7 +122,7 @@ def select(
     bad = sorted({str(item.info.dtype) for item in items if item.info.dtype not in CODES})
     if bad:
         raise CheckpointError(
-            f"'{source.place}' holds tensors of {', '.join(bad)}, which safetensors cannot; use --dtype"
+            f"'{source.place}' holds tensors of {', '.join(bad)}, which safetensors cannot store; use --dtype"
         )
     tied = {f"{MODEL}{alias}": f"{MODEL}{name}" for alias, name in ties.items()}
     return Selection(tuple(items), tied, renamed, tuple(equal), tuple(notes))
@@ -131,7 +135,7 @@ def _item(source: Source, name: str, origin: str, dtype: torch.dtype | None) -> 
 
 
 def _state_name(name: str, renamed: Mapping[str, str]) -> str:
-    """An optimizer tensor follows the name of its parameter."""
+    """Rename an optimizer tensor after its parameter."""
     if not name.startswith(OPTIMIZER):
         return name
     parameter, key = name.removeprefix(OPTIMIZER).rsplit("/", 1)
@@ -139,7 +143,7 @@ def _state_name(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def _renamed(names: list[str], expected: Expected, notes: list[str]) -> dict[str, str]:
-    """Names of the source that the model has after a prefix is taken off or put on: what wrapping a model does."""
+    """Add or remove a prefix, as wrapping a model does, so that names match the model's."""
     known = expected.names
     if known & set(names):
         return {}
@@ -159,7 +163,7 @@ def _renamed(names: list[str], expected: Expected, notes: list[str]) -> dict[str
 
 
 def _heads(name: str) -> list[str]:
-    """``a.``, ``a.b.``, … of ``a.b.weight``."""
+    """List the prefixes ``a.``, ``a.b.``, … of ``a.b.weight``."""
     parts = name.split(".")[:-1][:_WRAPPED]
     return [f"{'.'.join(parts[: depth + 1])}." for depth in range(len(parts))]
 
@@ -167,7 +171,7 @@ def _heads(name: str) -> list[str]:
 def _matched(
     source: Source, expected: Expected, renamed: Mapping[str, str], aliases: Mapping[str, str], notes: list[str]
 ) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """First name in the model to the name in the source, and the pairs that must be equal."""
+    """Map each first name to its name in the source, and list pairs that must be equal."""
     there = {
         renamed.get(name, name): name for name in (n.removeprefix(MODEL) for n in source.tensors if n.startswith(MODEL))
     }
@@ -202,7 +206,7 @@ def _matched(
             "the model that it was saved from with --model; nothing was written"
         )
     if made:
-        notes.append(f"left out, as the model makes them itself: {short_list(made, 3)}")
+        notes.append(f"omitted, as the model creates them itself: {short_list(made, 3)}")
     if equal:
         notes.append(f"tied in the model and stored once: {short_list([f'{a} = {b}' for a, b in equal], 3)}")
     return chosen, equal
@@ -225,7 +229,7 @@ def _left_out(source: Source, other: list[str], reason: str) -> list[str]:
 
 
 def _say_cast(source: Source, items: list[TargetTensor], notes: list[str]) -> None:
-    """One note for each pair of dtypes."""
+    """Note each pair of source and target dtypes."""
     pairs = Counter((source.tensors[item.origin].dtype, item.info.dtype) for item in items)
     for (old, new), number in pairs.items():
         if old != new:

@@ -1,6 +1,6 @@
-"""Small messages between all ranks: JSON as bytes, never objects; one process needs no group.
+"""Exchange small JSON messages between all ranks; a single process needs no group.
 
-They go over the default group, or over the one that is given: whoever speaks beside the training needs its own.
+They use the default group or the given one; communication concurrent with training needs a separate group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.errors import CheckpointError, CheckpointMismatch, ModelError, ShardwiseError, UserError
 
-_KINDS: dict[str, type[ShardwiseError]] = {  # the narrower ones last
+_KINDS: dict[str, type[ShardwiseError]] = {  # smaller dtypes last
     kind.__name__: kind for kind in (UserError, ModelError, CheckpointError, CheckpointMismatch)
 }
 
@@ -23,17 +23,17 @@ Result = TypeVar("Result")
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process in the default group, or in ``group``; 0 without one."""
+    """Return the rank in the default group, or in ``group``; 0 without one."""
     return 0 if _alone(group) else dist.get_rank(group)
 
 
 def world_size() -> int:
-    """Ranks in the default group; 1 without one."""
+    """Return the number of ranks in the default group; 1 without one."""
     return dist.get_world_size() if _grouped() else 1
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value in rank order, on rank 0; an empty list elsewhere. Collective."""
+    """Gather every rank's value in rank order on rank 0; an empty list elsewhere. Collective."""
     data = json.dumps(value).encode()
     if _alone(group):
         return [json.loads(data)]
@@ -46,7 +46,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's value, on every rank. Collective."""
+    """Broadcast rank 0's value to every rank. Collective."""
     data = json.dumps(value).encode()
     if _alone(group):
         return json.loads(data)
@@ -60,7 +60,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def gather_counts(count: int, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Every rank's number in rank order, on every rank. Collective."""
+    """Gather every rank's number in rank order, on every rank. Collective."""
     if _alone(group):
         return [count]
     parts = [torch.zeros(1, dtype=torch.int64, device=_wire(group)) for _ in range(dist.get_world_size(group))]
@@ -69,19 +69,19 @@ def gather_counts(count: int, group: dist.ProcessGroup | None = None) -> list[in
 
 
 def describe(error: Exception) -> Failure:
-    """An exception as JSON: which one to raise on the other ranks, and its text."""
+    """Serialize an exception as JSON: its class on the other ranks, and its text."""
     kind = next((name for name, cls in reversed(_KINDS.items()) if isinstance(error, cls)), CheckpointError.__name__)
     text = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
     return {"kind": kind, "text": text}
 
 
 def revive(failure: Failure) -> ShardwiseError:
-    """The exception that `describe` wrote down."""
+    """Rebuild the exception that `describe` serialized."""
     return _KINDS[failure["kind"]](failure["text"])
 
 
 def agree(error: Exception | None) -> None:
-    """Raise the error of the first rank that has one, on every rank; return where none has. Collective."""
+    """Raise the first failing rank's error on every rank; return if there is none. Collective."""
     found = gather_json(describe(error) if error else None)
     first = broadcast_json(next((failure for failure in found if failure), None))
     if first:
@@ -89,7 +89,7 @@ def agree(error: Exception | None) -> None:
 
 
 def together(do: Callable[[], Result]) -> Result:
-    """Call ``do``; what goes wrong on any rank is raised on all, when all are through. Collective."""
+    """Call ``do`` on every rank; then raise any rank's error on all. Collective."""
     wrong: Exception | None = None
     done: list[Result] = []
     try:
@@ -101,7 +101,7 @@ def together(do: Callable[[], Result]) -> Result:
 
 
 def any_of(flags: torch.Tensor) -> torch.Tensor:
-    """Elementwise, whether any rank's uint8 flag is set, on every rank. Collective."""
+    """Reduce uint8 flags elementwise with logical or, on every rank. Collective."""
     if not _grouped():
         return flags
     wire = flags.to(_wire())
@@ -110,12 +110,15 @@ def any_of(flags: torch.Tensor) -> torch.Tensor:
 
 
 def side_group() -> dist.ProcessGroup | None:
-    """A group of all ranks over the CPU, for messages beside the training; ``None`` for one process. Collective."""
+    """Create a CPU group of all ranks for messages during training; ``None`` for one process.
+
+    Collective.
+    """
     return dist.new_group(backend="gloo") if _grouped() and world_size() > 1 else None
 
 
 def close_group(group: dist.ProcessGroup | None) -> None:
-    """Give back what `side_group` gave."""
+    """Destroy a group of `side_group`."""
     if group is not None and _grouped():
         dist.destroy_process_group(group)
 
@@ -125,12 +128,15 @@ def _grouped() -> bool:
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether this is one process; who was given a group is not, even when the world has been left meanwhile."""
+    """Return whether this is a single process.
+
+    False with a given group, even after the default group is destroyed.
+    """
     return group is None and not _grouped()
 
 
 def _wire(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where the group's backend wants its tensors."""
+    """Return the device that the group's backend communicates from."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,7 @@
-"""What ranks must put together that hold parts of a model (pipeline stages): none has all names, or whole groups."""
+"""Merge the metadata of ranks with different parts of a model (pipeline stages).
+
+No rank has all names or complete parameter groups.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,16 @@ Groups = Sequence[Mapping[str, Any]]  # of one optimizer, as JSON: ``params`` an
 
 
 def is_in_parts(model: nn.Module) -> bool:
-    """Whether some ranks hold other parts of the model than this one does; the same answer on every rank."""
+    """Return whether ranks have different parts of the model; the same answer on every rank."""
     home = part_of(model)
     return home is not None and len(home.ranks) < exchange.world_size()
 
 
 def owners_of(buffers: list[str]) -> dict[str, int]:
-    """Who writes what several stages hold: the first rank of those that give its name. Collective."""
+    """Map buffers that several stages have to the first rank that has them, which writes them.
+
+    Collective.
+    """
     claims: dict[str, list[int]] = {}
     for rank, names in enumerate(exchange.gather_json(buffers)):
         for name in names:
@@ -34,10 +40,10 @@ def owners_of(buffers: list[str]) -> dict[str, int]:
 
 
 def merged_groups(stages: Mapping[int, Groups], order: Sequence[str]) -> list[ParamGroup]:
-    """The parameter groups of the whole model from those of each stage, by the rank that told them.
+    """Merge the parameter groups of all stages, given by reporting rank.
 
-    Names come in the model's ``order``, or as one stage has them where there is one. A group has the options that it
-    has where it is not empty.
+    Names are in the model's ``order``, or in a single stage's order if there is one. A group takes its options from a
+    stage where it is not empty.
 
     Raises:
         CheckpointError: a group has other options on one stage than on another.
@@ -77,9 +83,10 @@ def merged_groups(stages: Mapping[int, Groups], order: Sequence[str]) -> list[Pa
 
 
 def joined(problems: list[str], homes: list[list[int]]) -> tuple[list[str], list[list[int]]]:
-    """What all ranks have found wrong, each thing once, and ``homes`` as they are for whole groups. Collective.
+    """Merge the problems of all ranks without duplicates, and ``homes`` for complete groups.
 
-    ``homes`` are, for each group of the live optimizer, the numbers of the saved groups that its parameters are in.
+    Collective. ``homes`` are, for each group of the live optimizer, the numbers of the saved groups that its parameters
+    are in.
     """
     rows = exchange.gather_json([problems, homes])
     found: list[list[Any]] = [[], []]

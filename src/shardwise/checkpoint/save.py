@@ -1,8 +1,8 @@
-"""`save_checkpoint` and `Saver`: each rank writes what it owns, rank 0 commits, and all agree how it went.
+"""`save_checkpoint` and `Saver`: ranks write shards, rank 0 commits, all agree on the result.
 
-In the foreground everything is done when the call returns. In the background the call returns when it is settled who
-writes what; the copy to a staging buffer goes on until the optimizer next changes the weights (nothing else does), and
-the writing until it is done. Ranks speak over a group of their own then, beside the training.
+In the foreground everything is done when the call returns. In the background the call returns once the save plan is
+agreed; the copy to a staging buffer continues until the optimizer next changes the weights (nothing else does), and the
+write until it is done. Ranks then communicate over a separate group, concurrently with the training.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError
 from shardwise.plan.plan import Plan
 
-GRACE_S = 20.0  # that a save in the background is given to end when the training has failed
+GRACE_S = 20.0  # a background save gets this long to end after the training has failed
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save cost this rank.
+    """Cost of a save on this rank.
 
-    ``num_bytes`` is what this rank wrote, ``stall_s`` how long the training stood still for it, ``write_s`` how long it
-    took until the checkpoint was durable.
+    ``num_bytes`` is what this rank wrote, ``stall_s`` the training time lost to it, ``write_s`` the time until the
+    checkpoint was durable.
     """
 
     step: int
@@ -54,7 +54,7 @@ class SaveReport:
 
 @dataclass
 class _Pending:
-    """A save that is under way in the background."""
+    """Save in progress in the background."""
 
     step: int
     thread: threading.Thread
@@ -74,13 +74,13 @@ class _Pending:
 
 
 class Saver:
-    """Saves the checkpoints of one run into one folder; a context manager. Collective: all ranks make one.
+    """Save the checkpoints of one run into one folder; a context manager.
 
-    The folder, on a disk that all ranks see or behind a URL, is this run's as long as the saver lives. The ``keep``
-    newest checkpoints stay, and always the one just written. With ``async_save`` a save waits for the one before and
-    returns early; the optimizer's next step waits until the state is copied. ``guarded`` says that nothing else changes
-    weights, or calls `before_update` before; without that the state is copied before `save` returns. Where the ``with``
-    is left by an error, a save in the background is given `GRACE_S` to end.
+    Collective: every rank creates one. The folder, on a disk that all ranks see or behind a URL, is this run's as long
+    as the saver lives. The ``keep`` newest checkpoints are kept, and always the one just written. With ``async_save`` a
+    save waits for the previous one and returns early; the optimizer's next step waits until the state is copied.
+    ``guarded`` promises that nothing else changes weights without calling `before_update`; otherwise the state is
+    copied before `save` returns. If an error leaves the ``with``, a background save gets `GRACE_S` to end.
 
     Raises:
         UserError: ``keep`` is less than 1, another run is saving there, or the folder cannot be written to.
@@ -133,16 +133,16 @@ class Saver:
         rng: dict[str, torch.Tensor] | None = None,
         model_facts: dict[str, Any] | None = None,
     ) -> Folder:
-        """Save everything as ``step-00000020``; where that is the newest checkpoint already, it is left alone.
+        """Save everything as ``step-00000020``; a no-op where that is already the newest checkpoint.
 
-        ``state`` is JSON, and rank 0's is kept. ``rng`` holds this rank's generator states as uint8 tensors. Buffers
-        that are not sharded are rank 0's. ``model_facts`` says how the model is built; see `Manifest.model`. Nobody
-        sees a half checkpoint: what has the name is complete, and ``latest`` names it only then. Collective.
+        ``state`` is JSON, taken from rank 0. ``rng`` are this rank's generator states as uint8 tensors. Unsharded
+        buffers are taken from rank 0. ``model_facts`` describes how the model is built; see `Manifest.model`. A partial
+        checkpoint is never visible: a folder with this name is complete, and ``latest`` names it only then. Collective.
 
         Raises:
             UserError: the folder cannot be written to, another run writes there, or the process group was left.
             CheckpointError: a rank could not write its part (the same text on every rank), now or in the background
-                before. Earlier checkpoints stay.
+                before. Earlier checkpoints are kept.
         """
         self.wait()
         if (exchange.rank(), exchange.world_size()) != (self._rank, self._world):
@@ -171,7 +171,7 @@ class Saver:
         return target
 
     def before_update(self) -> None:
-        """Wait until nothing of the live weights is needed any more; at once where no save is under way."""
+        """Wait until the save in progress no longer needs the live weights."""
         if self._pending is not None:
             self._pending.hold()
 
@@ -198,9 +198,10 @@ class Saver:
         )
 
     def close(self, *, wait: bool = True) -> None:
-        """Wait for what is under way (raising what went wrong), and let go of the folder.
+        """Wait for the save in progress (raising its error), and release the folder.
 
-        Without ``wait`` that happens when the save under way has ended, if this process lives so long.
+        Without ``wait`` the folder is released when the save has ended, if this process lives that long.
+
         """
         pending, lock = self._pending, self._lock
         if not wait and pending is not None and pending.thread.is_alive() and lock is not None:
@@ -217,7 +218,10 @@ class Saver:
             self._group = None
 
     def _begin(self, step: int, target: Folder) -> Folder | None:
-        """Where to write; ``None`` where the step is saved already. Collective."""
+        """Begin a save and return its working folder; ``None`` where the step is saved already.
+
+        Collective.
+        """
         answer: dict[str, Any] = {"working": None, "failure": None}
         if self._rank == 0:
             try:
@@ -229,7 +233,7 @@ class Saver:
                     self._point_to(target)
                     prune(self.folder, self.keep, target)
                 else:
-                    if there:  # of a run that went another way from an earlier step on, or died before it counted
+                    if there:  # of a run that diverged at an earlier step, or that died before it counted
                         take_away(target)
                     answer["working"] = str(begin(self.folder, step))
             except Exception as error:
@@ -247,7 +251,7 @@ class Saver:
         optimizer: Optimizer,
         rng: dict[str, torch.Tensor] | None,
     ) -> tuple[ManifestHead, Share]:
-        """Who writes what; what is wrong on any rank is raised on all. Collective."""
+        """Agree on the save plan; an error on any rank is raised on all. Collective."""
         wrong: Exception | None = None
         made: list[tuple[ManifestHead, Share]] = []
         holdings = Holdings()
@@ -282,7 +286,10 @@ class Saver:
         group: ProcessGroup | None = None,
         wrong: Exception | None = None,
     ) -> exchange.Failure | None:
-        """Write, gather, commit, prune; what went wrong, the same on every rank. Collective over ``group``."""
+        """Write, gather, commit, prune; return the error, the same on every rank.
+
+        Collective over ``group``.
+        """
         reports = exchange.gather_json(write_share(working, share, self._rank, wrong), group)
         failure: exchange.Failure | None = None
         if self._rank == 0:
@@ -293,7 +300,7 @@ class Saver:
     def _finish(
         self, working: Folder, target: Folder, reports: list[dict[str, Any]], head: ManifestHead
     ) -> exchange.Failure | None:
-        """Rank 0: commit and prune where every rank wrote its part, otherwise remove the parts and say what went wrong.
+        """Commit and prune on rank 0 where all shards were written; else remove them and report why.
 
         Never raises: the others wait for an answer.
         """
@@ -327,11 +334,11 @@ class Saver:
     def _go_on(
         self, working: Folder, target: Folder, share: Share, head: ManifestHead, started: float, optimizer: Optimizer
     ) -> None:
-        """Copy and write in a thread of its own; returns early."""
+        """Copy and write in a background thread; returns early."""
         copy: Copy | Exception
         try:
             copy = self._stage.begin(share)
-        except Exception as error:  # no memory: the other ranks are told by the thread
+        except Exception as error:  # out of memory: the thread informs the other ranks
             copy = error
         staged, group = threading.Event(), self._group
 
@@ -340,7 +347,7 @@ class Saver:
             try:
                 ready, wrong = _copied(copy, share, staged)
                 pending.failure = self._write(working, target, ready, head, group, wrong)
-            except Exception as error:  # the group broke: others are gone
+            except Exception as error:  # the group broke: other ranks have died
                 pending.failure = exchange.describe(error)
             pending.write_s = time.perf_counter() - begun
 
@@ -365,18 +372,23 @@ def save_checkpoint(
     rng: dict[str, torch.Tensor] | None,
     keep: int,
 ) -> Folder:
-    """Save one checkpoint, in the foreground; see `Saver.save`. Collective over the default group.
+    """Save one checkpoint, in the foreground; see `Saver.save`.
+
+    Collective over the default group.
 
     Raises:
         UserError: the folder cannot be written to, another run writes there, or ``keep`` is less than 1.
-        CheckpointError: a rank could not write its part (the same text on every rank). Earlier checkpoints stay.
+        CheckpointError: a rank could not write its part (the same text on every rank). Earlier checkpoints are kept.
     """
     with Saver(folder, keep=keep) as saver:
         return saver.save(step, model=model, optimizer=optimizer, plan=plan, state=state, rng=rng)
 
 
 def _copied(copy: Copy | Exception, share: Share, staged: threading.Event) -> tuple[Share, Exception | None]:
-    """The staged share, or what went wrong; either way nobody needs to wait for it any longer."""
+    """Copy the share to staging memory; return it, or the error.
+
+    Either way no waiter is left blocked.
+    """
     try:
         if isinstance(copy, Exception):
             raise copy

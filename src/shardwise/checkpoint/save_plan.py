@@ -1,4 +1,4 @@
-"""What of a live model and optimizer this rank writes: each element of the whole state by exactly one rank."""
+"""Assign each element of the model and optimizer state to exactly one rank that writes it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from shardwise.checkpoint.shard_files import code_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel.ownership import Home
 
-SPLIT = 1 << 22  # bytes from which a tensor that several ranks hold is written in parts, one by each of them
+SPLIT = 1 << 22  # a replicated tensor of at least this many bytes is split, one part per replica
 
 
 @dataclass(frozen=True)
 class ShardWrite:
-    """A box of a tensor that this rank writes.
+    """Box of a tensor that this rank writes.
 
-    ``tensor`` is the live memory of the box, in any strides, and ``owner`` the tensor that others change it by (a
+    ``tensor`` is the live memory of the box, in any strides, and ``owner`` the tensor through which it is changed (a
     DTensor counts its changes by itself). It is ``steady`` where only the optimizer's step writes to it, so that it
-    may be read until then.
+    can be read until then.
     """
 
     dtype: str
@@ -53,10 +53,10 @@ class ShardWrite:
 
 @dataclass
 class Share:
-    """All that one rank contributes: its pieces by name, and what it knows of state that is no tensor.
+    """Save plan of one rank: its tensors by name, and its non-tensor state.
 
-    ``others`` are tensors that other ranks write (name to dtype and shape), named so that none is forgotten. ``groups``
-    are those of the optimizer on this rank's stage, told by the first of its ranks and ``None`` elsewhere.
+    ``others`` are tensors that other ranks write (name to dtype and shape), listed to detect missing ones. ``groups``
+    are those of the optimizer on this rank's stage, reported by the first of its ranks and ``None`` elsewhere.
     """
 
     pieces: dict[str, ShardWrite] = field(default_factory=dict)
@@ -67,16 +67,16 @@ class Share:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all the pieces."""
+        """Total bytes of the tensors."""
         return sum(piece.tensor.nbytes for piece in self.pieces.values())
 
 
 @dataclass
 class Holdings:
-    """What a rank could write: what only it holds, and what others hold too (with the groups that hold all of it).
+    """Tensors that a rank could write: unique to it, or replicated (with groups of replicas).
 
-    ``ranks`` hold the same part of the model as this one does. ``buffers`` are plain buffers, which other parts of the
-    model may hold too.
+    ``ranks`` have the same part of the model as this one. ``buffers`` are plain buffers, which other stages may have
+    too.
     """
 
     ranks: tuple[int, ...] = ()
@@ -87,27 +87,30 @@ class Holdings:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that nobody else can write."""
+        """Bytes that only this rank has."""
         return sum(local_of(tensor).nbytes for tensor, _ in self.mine.values())
 
     @property
     def mark(self) -> int:
-        """A number for what all of ``ranks`` must hold alike: names, shapes and dtypes of what each could write."""
+        """Hash of names, shapes and dtypes, which must be equal on all of ``ranks``."""
         alike = [n for n, (_, _, copies) in self.shared.items() if self.everywhere(copies)]
         lines = [f"{n} {tuple(self.shared[n][0].shape)} {self.shared[n][0].dtype}\n" for n in sorted(alike)]
         return zlib.crc32("".join(lines).encode())
 
     def everywhere(self, copies: list[list[int]]) -> bool:
-        """Whether every rank that holds this part of the model holds something of these copies."""
+        """Return whether every rank with this part of the model has some of these replicas."""
         return sum(map(len, copies)) == len(self.ranks)
 
     def leave(self, owners: Mapping[str, int]) -> None:
-        """Let go of the buffers that another part of the model, on the ``owners``' ranks, writes."""
+        """Drop the buffers that another part of the model, on the ``owners``' ranks, writes."""
         here = exchange.rank()
         self.mine = {name: held for name, held in self.mine.items() if owners.get(name, here) == here}
 
     def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]], *, steady: bool = True) -> None:
-        """File a tensor under whoever may write it; ``copies`` are the groups of ranks that each hold all of it."""
+        """Register a tensor under the ranks that may write it.
+
+        ``copies`` are the groups of ranks that each have all of it.
+        """
         if len(copies) > 1:
             self.shared[name] = (tensor, steady, copies)
         elif exchange.rank() in copies[0]:
@@ -115,10 +118,12 @@ class Holdings:
 
 
 def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None) -> Holdings:
-    """Everything this rank holds of a model, its optimizer and its generators' states (uint8); no collective.
+    """List everything this rank has of a model, its optimizer and its RNG states (uint8).
+
+    Not a collective.
 
     Raises:
-        CheckpointError: there is something that cannot be stored.
+        CheckpointError: a value cannot be stored.
         ModelError: as `slots_of`.
     """
     slots, home = slots_of(model), part_of(model)
@@ -134,7 +139,7 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
         if is_plain_buffer and exchange.rank() == first:
             found.buffers.append(name)
         found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}
-    if home is not None:  # all of them: rank 0 speaks for the other stages too
+    if home is not None:  # all of them: rank 0 reports for the other stages too
         found.share.aliases = {f"model/{alias}": f"model/{name}" for alias, name in home.aliases.items()}
     _add_optimizer(found, optimizer, slots, home)
     for name, generator in (rng or {}).items():
@@ -145,22 +150,23 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
 
 
 def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
-    """This rank's share, once it is known how many bytes each rank writes anyway; every rank comes to the same answer.
+    """Build this rank's save plan from the bytes that only each rank has.
 
-    Large tensors that several ranks hold are cut along their first dimension, one part for each copy; small ones go
-    to the copy with the least to do. What only some ranks hold copies of (a tensor-parallel rank's own replicas) is
-    dealt without regard to the rest, which those ranks alone know of. Ranks of another pipeline stage do not count.
+    Deterministic on all ranks. Large replicated tensors are split along their first dimension, one part per replica;
+    small ones go to the replica with the least bytes. Tensors replicated on some ranks only (a tensor-parallel rank's
+    own replicas) are assigned without regard to the rest, which only those ranks know. Ranks of another pipeline stage
+    do not count.
 
-    ``marks`` are every rank's `Holdings.mark`, or -1 of a rank that failed to look.
+    ``marks`` are every rank's `Holdings.mark`, or -1 of a rank whose inspection failed.
 
     Raises:
-        CheckpointError: a mark is another one than that of the first rank of this stage.
+        CheckpointError: a mark differs from that of the first rank of this stage.
     """
     first = holdings.ranks[0]
     odd = [str(rank) for rank in holdings.ranks if marks[rank] != marks[first]]
     if odd and -1 not in marks:
         raise CheckpointError(
-            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} hold other tensors whole than rank "
+            f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} have other unsharded tensors than rank "
             f"{first}: model and optimizer state that are not sharded must have the same names and shapes on every rank"
         )
     here = exchange.rank()
@@ -192,7 +198,7 @@ def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
 
 
 def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) -> ShardWrite:
-    """The local part of a tensor, or the ``part``-th of ``parts`` runs of its rows."""
+    """Return the local shard, or the ``part``-th of ``parts`` runs of its rows."""
     box, local = box_of(tensor), local_of(tensor)
     if parts > 1 and box.numel:
         begin, end = box.lengths[0] * part // parts, box.lengths[0] * (part + 1) // parts
@@ -224,7 +230,7 @@ def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], hom
 
 
 def _add_state(found: Holdings, of: str, parameter: torch.Tensor, engine: Optimizer, *, spread: bool) -> None:
-    """The state of one parameter; ``spread`` says that this rank alone has it."""
+    """Register the state of one parameter; ``spread``: only this rank has it."""
     for key, value in engine.state.get(parameter, {}).items():
         name = f"optimizer/{of}/{key}"
         if "/" in key:
@@ -237,7 +243,10 @@ def _add_state(found: Holdings, of: str, parameter: torch.Tensor, engine: Optimi
 
 
 def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    """A plain tensor shaped as a shard is different on each rank: stored as one tensor it would be lost."""
+    """Reject a plain tensor with a shard's shape.
+
+    It differs between ranks, and stored as one tensor it would be lost.
+    """
     here, whole = local_of(parameter).shape, parameter.shape
     is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
     if is_plain and value.dim() and value.shape == here != whole:

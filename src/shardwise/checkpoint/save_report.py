@@ -1,4 +1,4 @@
-"""What a rank reports of its share, how the reports become one manifest, and what is said when a save fails."""
+"""Reports of ranks on their writes, merged into one manifest, or into one error message."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEX
 
 @dataclass(frozen=True)
 class ManifestHead:
-    """What a manifest says beside the tensors, on rank 0.
+    """Manifest fields beside the tensors, on rank 0.
 
-    ``names`` are all of a model that lies in parts, in its order; empty where every rank has all of them.
+    ``names`` are all names of a model split into stages, in its order; empty where every rank has all of them.
     """
 
     step: int
@@ -52,19 +52,19 @@ class ManifestHead:
         model: dict[str, Any] | None,
         names: tuple[str, ...] = (),
     ) -> ManifestHead:
-        """The head as it is now, in values of its own: the caller may change its state afterwards.
+        """Snapshot the head in copied values; the caller may change its state afterwards.
 
         Raises:
-            CheckpointError: ``state`` holds something that JSON cannot.
+            CheckpointError: ``state`` contains a value that JSON cannot represent.
         """
         kind = type(engine_of(optimizer)).__name__
         return cls(step, plan, plain(state, "state"), kind, plain(model, "model"), names)
 
 
 def write_share(working: Folder, share: Share, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
-    """Write this rank's file into ``working`` and report what is in it, as JSON; never raises.
+    """Write this rank's file into ``working`` and return its report as JSON; never raises.
 
-    A rank that holds nothing writes no file. ``wrong`` is what went wrong before; nothing is written then.
+    A rank without tensors writes no file. ``wrong`` is an earlier error; then nothing is written.
     """
     path = working / f"rank-{rank:05d}.safetensors"
     report: dict[str, Any] = {"rank": rank, "path": str(path), "file": None, "needed": share.num_bytes}
@@ -91,10 +91,10 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
 
 
 def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -> Manifest:
-    """The manifest of a checkpoint whose ranks have written their shares into ``working``.
+    """Build the manifest of a checkpoint from the reports of all ranks in ``working``.
 
     Raises:
-        CheckpointError: rank 0 does not see what others wrote, or the shares do not make up the whole state.
+        CheckpointError: rank 0 does not see files of other ranks, or the shares do not cover the full state.
     """
     tensors: dict[str, dict[str, Any]] = {}
     seen: set[tuple[str, str]] = set()
@@ -123,7 +123,7 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -
             broken.append(f"{name}: {error.errors()[0]['msg']}")
     broken += [f"model/{name}: no rank has it" for name in head.names if f"model/{name}" not in tensors]
     if broken:
-        raise CheckpointError(f"the ranks do not hold all of the state: {short_list(broken)}")
+        raise CheckpointError(f"the ranks do not have all of the state: {short_list(broken)}")
     groups = {report["rank"]: report["groups"] for report in reports if report["groups"] is not None}
     return Manifest(
         step=head.step,
@@ -141,7 +141,7 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -
 
 
 def versions() -> dict[str, str]:
-    """What wrote the checkpoint: library to version."""
+    """Return the versions of the libraries that wrote the checkpoint."""
     try:
         own = importlib.metadata.version("shardwise")
     except importlib.metadata.PackageNotFoundError:
@@ -150,14 +150,14 @@ def versions() -> dict[str, str]:
 
 
 def fault_of(error: Exception) -> dict[str, Any]:
-    """What went wrong on a rank, as JSON."""
+    """Serialize a rank's error as JSON."""
     if isinstance(error, OSError) and error.errno:
         return {"errno": error.errno}
     return exchange.describe(error)
 
 
 def failure_of(faults: list[dict[str, Any]], folder: Folder, needed: int | None = None) -> exchange.Failure:
-    """What every rank raises: the first rank's trouble, with the numbers (as far as they are known) and the fix."""
+    """Build the error that every rank raises: the first rank's, with sizes if known, and the fix."""
     first = faults[0]
     fault = first["fault"]
     also = [str(other["rank"]) for other in faults[1:]]

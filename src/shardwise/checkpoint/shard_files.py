@@ -1,7 +1,7 @@
-"""safetensors files in ranges: write with a hash, read slices, fill the local part of a tensor.
+"""Read and write safetensors files in ranges, with hashes, for full and sharded tensors.
 
-Nothing is mapped and nothing is read twice: bytes go from tensor memory to the file and from the file to tensor
-memory, by several threads, and what has to be brought to another device, dtype or stride goes through a small buffer.
+No memory mapping and no second read: several threads move bytes directly between tensor memory and the file. Data for
+another device, dtype or stride passes through a small buffer.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from shardwise.checkpoint.storage.direct_io import BLOCK
 from shardwise.checkpoint.storage.local_storage import CHUNK, FileWriter, Folder, RangeReader
 from shardwise.errors import CheckpointError, ShardwiseError
 
-BUFFER = 1 << 26  # bytes that are read at once where they cannot go straight to where they belong
-PIECE = 1 << 22  # bytes that are hashed and written at once: few enough to be in a cache still
-THREADS = 4  # of one rank; files are read by so many calls at once
-WRITERS = (
-    2  # one hashes while the other writes; a disk takes no more from one process, and the training needs the cores
-)
-_SHORT = 1 << 18  # contiguous runs shorter than this are read with what lies between them
-_LARGEST_HEADER = 100_000_000  # the same limit as the safetensors library has
+BUFFER = 1 << 26  # bytes per read that goes through a buffer
+PIECE = 1 << 22  # bytes hashed and written at once: small enough to stay in a CPU cache
+THREADS = 4  # concurrent read calls per rank
+WRITERS = 2  # one hashes while the other writes; one process saturates a disk, and the training needs the cores
+_SHORT = 1 << 18  # runs shorter than this are read together with the gaps between them
+_LARGEST_HEADER = 100_000_000  # same limit as the safetensors library
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file: its code, its shape, and its bytes ``begin`` to ``end``, counted in the file."""
+    """Tensor in a safetensors file: code, shape, and its bytes ``begin`` to ``end`` in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +45,7 @@ class Stored:
 
 
 def code_of(tensor: torch.Tensor) -> str:
-    """The safetensors code of the dtype (``F32``).
+    """Return the safetensors code of the dtype (``F32``).
 
     Raises:
         CheckpointError: safetensors has none.
@@ -58,12 +56,15 @@ def code_of(tensor: torch.Tensor) -> str:
 
 
 def entry_dtype(entry: TensorEntry) -> torch.dtype:
-    """The torch dtype of an entry."""
+    """Return the torch dtype of an entry."""
     return DTYPES[entry.dtype]
 
 
 def in_threads(do: Callable[[Item], None], items: Sequence[Item], threads: int = THREADS) -> None:
-    """Call ``do`` on every item, a few at a time; the first exception is raised when all that began are through."""
+    """Call ``do`` on every item in a thread pool.
+
+    The first exception is raised after all started calls have ended.
+    """
     if len(items) < 2 or threads < 2:
         for item in items:
             do(item)
@@ -79,10 +80,10 @@ def in_threads(do: Callable[[Item], None], items: Sequence[Item], threads: int =
 
 
 class TensorFile:
-    """A new safetensors file with the tensors of ``entries`` (name to code and shape); a context manager.
+    """New safetensors file with the tensors of ``entries`` (name to code and shape).
 
-    The header is written at once. Each tensor is then `put`, on a disk in any order and by several threads, elsewhere
-    one after the other in ``order``. The file is durable at the end of the ``with``.
+    A context manager. The header is written at once. Each tensor is then `put`, on a disk in any order and by several
+    threads, elsewhere one after the other in ``order``. The file is durable at the end of the ``with``.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to; from every method.
@@ -102,7 +103,9 @@ class TensorFile:
             begin, end = end, end + sizes[name]
             header[name] = {"dtype": entries[name][0], "shape": list(entries[name][1]), "data_offsets": [begin, end]}
         head = json.dumps(header, separators=(",", ":")).encode()
-        head += b" " * (-(8 + len(head)) % (BLOCK if end >= BLOCK else 8))  # so that the tensors begin with a block
+        head += b" " * (
+            -(8 + len(head)) % (BLOCK if end >= BLOCK else 8)
+        )  # so that the tensors begin at a block boundary
         self._places = {name: 8 + len(head) + header[name]["data_offsets"][0] for name in self.order}
         self._sizes = sizes
         self.path = path
@@ -122,7 +125,10 @@ class TensorFile:
         self._file.__exit__(*exc)
 
     def put(self, name: str, parts: Iterable[torch.Tensor]) -> str:
-        """Write a tensor, given as contiguous CPU tensors that follow each other in memory order; returns its hash."""
+        """Write a tensor and return its hash.
+
+        ``parts`` are contiguous CPU tensors, consecutive in memory order.
+        """
         made, done = hasher(), 0
         for part in parts:
             raw = _bytes_of(part)
@@ -139,15 +145,15 @@ class TensorFile:
 
 
 def file_order(widths: Mapping[str, int]) -> list[str]:
-    """Names in the order in which their tensors lie in a file, given the bytes of an element: aligned, no holes."""
+    """Order names as their tensors are stored: aligned and without gaps, by element size."""
     return sorted(widths, key=lambda name: (-widths[name], name))
 
 
 def write_file(path: Folder, tensors: Mapping[str, torch.Tensor], threads: int = WRITERS) -> dict[str, str]:
-    """Write a safetensors file, durably, and return the hash of each tensor's bytes.
+    """Write a safetensors file durably, and return the hash of each tensor's bytes.
 
-    Straight from tensor memory where that is contiguous and on the CPU; else through a buffer of `CHUNK` bytes for
-    each thread.
+    Directly from contiguous CPU memory; otherwise through a buffer of `CHUNK` bytes per thread.
+
 
     Raises:
         OSError: the disk is full or the folder cannot be written to.
@@ -168,7 +174,10 @@ def write_file(path: Folder, tensors: Mapping[str, torch.Tensor], threads: int =
 
 
 def _on_cpu(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in order, as contiguous CPU tensors of `CHUNK` bytes; without a copy where it is one already."""
+    """Yield the elements in order as contiguous CPU tensors of `CHUNK` bytes.
+
+    No copy where the tensor is already one.
+    """
     tensor = tensor.detach()
     if tensor.is_contiguous():
         tensor = tensor.reshape(-1)
@@ -184,14 +193,15 @@ def _on_cpu(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable."""
+    """View the memory of a contiguous CPU tensor, writable."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardReader:
-    """Reads slices out of the safetensors files of ``folder``, each opened once; by several threads at once.
+    """Thread-safe reader of slices from the safetensors files of ``folder``.
 
-    ``error`` is raised with the file and ``fix`` where a file is missing or damaged. A context manager.
+    Each file is opened once. ``error`` is raised with the file and ``fix`` where a file is missing or damaged. A
+    context manager.
     """
 
     def __init__(self, folder: Folder, fix: str, error: type[ShardwiseError] = CheckpointError) -> None:
@@ -210,14 +220,14 @@ class ShardReader:
         self._open.clear()
 
     def entries(self, file: str) -> dict[str, Stored]:
-        """The tensors of ``file`` by name."""
+        """Return the tensors of ``file`` by name."""
         return self._opened(file)[1]
 
     def read(self, shard: Shard, box: Box) -> torch.Tensor:
-        """A part of a shard, a contiguous CPU tensor; ``box`` counts from the shard's own start.
+        """Read a part of a shard as a contiguous CPU tensor; ``box`` is relative to the shard.
 
         Raises:
-            ShardwiseError: the file is missing, damaged, or holds another shape than the shard says.
+            ShardwiseError: the file is missing, damaged, or its shape differs from the shard's.
         """
         found = torch.empty(box.lengths, dtype=DTYPES[self.stored(shard).dtype])
         self.read_into(shard, box, found)
@@ -226,10 +236,10 @@ class ShardReader:
     def read_into(self, shard: Shard, box: Box, target: torch.Tensor, made: Hasher | None = None) -> None:
         """Fill ``target`` (shape ``box.lengths``, any device and strides) with a part of a shard.
 
-        ``made`` is updated with the bytes, which are all the shard's where the box is the whole shard.
+        ``made`` (a hasher) is updated with the bytes read, which are all the shard's if the box covers it.
 
         Raises:
-            ShardwiseError: as `read`, or the file holds another dtype than ``target`` has.
+            ShardwiseError: as `read`, or the dtype in the file differs from that of ``target``.
         """
         dtype = target.dtype
         stored = self.stored(shard, dtype)
@@ -250,7 +260,10 @@ class ShardReader:
             raise self._damaged(shard.file, f"{shard.key}: {problem}") from None
 
     def wrong_hash(self, shard: Shard, tick: Callable[[int], None] | None = None) -> bool:
-        """Read every byte of ``shard``: are they others than were written? ``tick`` is told how many were read."""
+        """Read every byte of ``shard`` and return whether its hash differs.
+
+        ``tick`` is called with the bytes read.
+        """
         stored = self.stored(shard)
         reader = self._opened(shard.file)[0]
         made = hasher(shard.hash)
@@ -266,10 +279,10 @@ class ShardReader:
         return not same_hash(made, shard)
 
     def stored(self, shard: Shard, dtype: torch.dtype | None = None) -> Stored:
-        """Where a shard lies in its file, which has it in the shape (and, if given, the dtype) that is asked for.
+        """Return the location of a shard in its file, checking shape and (if given) dtype.
 
         Raises:
-            ShardwiseError: the file is missing, damaged, or has something else.
+            ShardwiseError: the file is missing, damaged, or its contents differ.
         """
         found = self._opened(shard.file)[1].get(shard.key)
         if found is None:
@@ -303,15 +316,15 @@ class ShardReader:
 
 
 def read_header(reader: RangeReader) -> dict[str, Stored]:
-    """The tensors of a safetensors file, from its header.
+    """Read the header of a safetensors file: its tensors by name.
 
     Raises:
-        EOFError: the file is shorter than its header says.
-        ValueError: the header is none.
+        EOFError: the file is shorter than its header states.
+        ValueError: the header is not valid.
     """
     size = int.from_bytes(reader.read(0, 8), "little")
     if size > _LARGEST_HEADER or 8 + size > reader.size:
-        raise EOFError(f"the header is said to have {size} bytes, and the file has {reader.size}")
+        raise EOFError(f"the header claims to have {size} bytes, and the file has {reader.size}")
     try:
         header = parsed_json(reader.read(8, size))
         header.pop("__metadata__", None)
@@ -327,7 +340,7 @@ def read_header(reader: RangeReader) -> dict[str, Stored]:
                 raise ValueError(f"{name}: bytes {begin} to {end} are not those of {stored.shape}")
             found[name] = stored
     except (KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise ValueError(f"its header is no safetensors header ({type(problem).__name__}: {problem})") from None
+        raise ValueError(f"its header is not a safetensors header ({type(problem).__name__}: {problem})") from None
     held = sorted((stored.begin, stored.end, name) for name, stored in found.items() if stored.end > stored.begin)
     for (_, end, one), (begin, _, other) in itertools.pairwise(held):
         if begin < end:
@@ -340,17 +353,17 @@ def read_header(reader: RangeReader) -> dict[str, Stored]:
 
 
 def same_hash(made: Hasher, shard: Shard) -> bool:
-    """Whether the hash that was made of the bytes is the shard's."""
+    """Return whether the computed hash equals the shard's."""
     return shard.hash.split(":")[-1] == made.hexdigest()
 
 
 def touched(tensor: torch.Tensor, shards: Sequence[Shard]) -> list[tuple[Shard, Box]]:
-    """The shards that hold something of the local part of ``tensor``, each with the overlap in global elements."""
+    """List the shards that overlap the local part of ``tensor``, each with the overlap."""
     return overlaps(box_of(tensor), shards)
 
 
 def overlaps(here: Box, shards: Sequence[Shard]) -> list[tuple[Shard, Box]]:
-    """The shards that hold something of a box, each with the overlap in global elements."""
+    """List the shards that overlap a box, each with the overlap (global box)."""
     found = []
     for shard in shards:
         lows = [max(a, b) for a, b in zip(here.offsets, shard.offsets, strict=True)]
@@ -364,9 +377,10 @@ def overlaps(here: Box, shards: Sequence[Shard]) -> list[tuple[Shard, Box]]:
 def fill(
     tensor: torch.Tensor, pieces: Sequence[tuple[Shard, Box]], reader: ShardReader, *, check: bool = False
 ) -> None:
-    """Fill the local part of ``tensor`` (plain or DTensor) in place, from what `touched` found in its dtype.
+    """Fill the local part of ``tensor`` in place from the shards that `touched` returned.
 
-    With ``check`` the hash of every shard that is read as a whole is compared on the way.
+    ``tensor`` is plain or a DTensor, in the dtype of its shards. With ``check`` the hash of every shard that is read
+    completely is compared.
 
     Raises:
         ShardwiseError: a file is missing or damaged, or the shards do not cover the local part.
@@ -386,12 +400,12 @@ def fill(
 
 
 def is_whole(shard: Shard, overlap: Box) -> bool:
-    """Whether an overlap is all of a shard."""
+    """Return whether an overlap covers the full shard."""
     return overlap.lengths == shard.lengths
 
 
 def wrong_bytes(places: Sequence[tuple[object, str]], fix: str) -> str:
-    """The sentence about damaged tensors, each with its file."""
+    """Format the message about damaged tensors, each with its file."""
     named = ", ".join(f"{key} in '{path}'" for path, key in places[:10])
     more = f" and {len(places) - 10} more" if len(places) > 10 else ""
     return f"bytes that are not those that were saved: {named}{more}; {fix}"
@@ -399,7 +413,7 @@ def wrong_bytes(places: Sequence[tuple[object, str]], fix: str) -> str:
 
 @dataclass(frozen=True)
 class _Block:
-    """One read: ``read`` is what is contiguous in the file from byte ``begin`` on, ``part`` what is wanted of it."""
+    """One read, contiguous in the file from byte ``begin``; ``part`` is the wanted subset."""
 
     read: Box
     part: Box
@@ -411,14 +425,17 @@ class _Block:
 
 
 def _blocks(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[_Block]:
-    """Cut a box of a row-major tensor into reads of at most `BUFFER` bytes (or one row), in memory order."""
+    """Split a box of a row-major tensor into reads of at most `BUFFER` bytes (or one row).
+
+    In memory order.
+    """
     if not shape:
         yield _Block(Box((), ()), Box((), ()), 0)
         return
-    inner = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]  # bytes of one index of an axis
+    inner = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]  # bytes per index of an axis
     cut = max((axis for axis in range(len(shape)) if box.lengths[axis] != shape[axis]), default=0)
     while cut > 0 and box.lengths[cut] * inner[cut] < _SHORT:
-        cut -= 1  # runs are short: read on through what is not wanted between them
+        cut -= 1  # short runs: read through the gaps between them
     rows = max(1, BUFFER // inner[cut])
     outer = [range(begin, begin + count) for begin, count in zip(box.offsets[:cut], box.lengths[:cut], strict=True)]
     for index in itertools.product(*outer):

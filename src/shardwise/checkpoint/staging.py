@@ -1,4 +1,4 @@
-"""A copy of a share in memory of its own, so that training can go on while it is written."""
+"""Staging copy of a rank's save plan, so that training can continue while it is written."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from shardwise.errors import CheckpointError
 
 
 class Stage:
-    """Room for one share, taken once and used again: pinned where the tensors are on a GPU.
+    """Reusable staging memory for one save plan: pinned where the tensors are on a GPU.
 
-    It is taken outside of torch's CPU allocator, so that what is measured of a training does not change with it, and
-    laid out as the file will be, so that it is written from where it is.
+    It is allocated outside of torch's CPU allocator, so that memory measurements of the training do not change, and
+    laid out as the file, so that it is written in place.
     """
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, share: Share) -> Copy:
-        """Copy what may change at any time, and return what copies the rest.
+        """Copy the tensors that may change at any time; return a handle that copies the rest.
 
         Raises:
-            MemoryError: there is no room.
+            MemoryError: there is not enough memory.
         """
         devices = {piece.tensor.device for piece in share.pieces.values() if piece.tensor.device.type != "cpu"}
         copy = Copy(share, next(iter(devices), None), self)
@@ -35,9 +35,9 @@ class Stage:
         return copy
 
     def room(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """At least so many bytes."""
+        """Return at least ``num_bytes`` of staging memory."""
         if self._room.numel() < num_bytes:
-            self._room = torch.empty(0, dtype=torch.uint8)  # first the old one goes
+            self._room = torch.empty(0, dtype=torch.uint8)  # free the old one first
             if pinned:
                 self._room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             else:
@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass
 class Copy:
-    """A share on its way into a `Stage`."""
+    """Copy in progress of a save plan into a `Stage`."""
 
     share: Share
     device: torch.device | None
@@ -62,10 +62,10 @@ class Copy:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def finish(self) -> Share:
-        """Copy what is left; the share as it was when the copy began, in the stage's memory.
+        """Copy the rest; return the plan as it was at the start of the copy, in staging memory.
 
         Raises:
-            CheckpointError: something has changed a tensor in the meantime.
+            CheckpointError: a tensor was changed in the meantime.
         """
         self.take(steady=True)
         if self._stream is not None:
@@ -80,12 +80,12 @@ class Copy:
         return replace(self.share, pieces={name: self._done[name] for name in self.share.pieces})
 
     def hold_back(self) -> None:
-        """Let what the device is asked to do from now on begin after what was copied so far."""
+        """Make later device work wait for the copies so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def take(self, *, steady: bool) -> None:
-        """Copy the pieces that are steady, or those that are not."""
+        """Copy the steady tensors, or the others."""
         places, total = {}, 0
         for name in file_order({name: piece.tensor.element_size() for name, piece in self.share.pieces.items()}):
             places[name] = total
@@ -101,5 +101,5 @@ class Copy:
 
 
 def _version(piece: ShardWrite) -> tuple[int, ...]:
-    """How often the memory of a piece was changed in place, as far as that is counted (not through ``.data``)."""
+    """Return the in-place version of a tensor, as far as it is counted (not through ``.data``)."""
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in (piece.tensor, piece.owner))

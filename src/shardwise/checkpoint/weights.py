@@ -1,4 +1,4 @@
-"""`load_weights`: fill a live, possibly sharded model from anybody's checkpoint, slice by slice."""
+"""`load_weights`: fill a live, possibly sharded model from any supported checkpoint."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PREFIX = "model/"
 def load_weights(
     model: nn.Module, source: str | Folder | Source, *, verify: bool = True, collective: bool = False
 ) -> None:
-    """Fill parameters and persistent buffers of ``model`` in place, each cast to the dtype it has in the model.
+    """Fill parameters and persistent buffers of ``model`` in place, cast to the model's dtypes.
 
-    ``source`` is anything that `open_source` knows: Hugging Face safetensors, a checkpoint of Shardwise's, PyTorch DCP,
-    Accelerate, DeepSpeed, Lightning or a plain ``.pt``. Each rank reads only the slices that it holds; no rank talks
-    to another, unless the model is an engine's. Of tied tensors one name is enough. Keys of the model's non-persistent
-    buffers are skipped. Nothing is changed before all names and shapes were found to match.
-    With ``verify`` the hashes of a checkpoint of Shardwise's are compared first, which reads it once more; other
-    formats have none. Where all ranks call it (``collective``) they share the work, and all raise what one finds.
+    ``source`` is anything that `open_source` knows: Hugging Face safetensors, a Shardwise checkpoint, PyTorch DCP,
+    Accelerate, DeepSpeed, Lightning or a plain ``.pt``. Each rank reads only its local slices; there is no
+    communication, unless the model is an engine's. Of tied tensors one name is enough. Keys of the model's
+    non-persistent buffers are skipped. Nothing is changed before all names and shapes were found to match. With
+    ``verify`` the hashes of a Shardwise checkpoint are compared first, which reads it twice; other formats have none.
+    If all ranks call it (``collective``) they share the work, and all raise what one finds.
 
     Raises:
         ModelError: a key is missing, unexpected or has another shape (all are listed).
@@ -43,7 +43,7 @@ def load_weights(
         CheckpointError: a file is damaged, or asks for code to be run.
     """
     shadow = shadow_of(model, filled=False)
-    if shadow is not None:  # an engine's: its rows are filled, and given to it
+    if shadow is not None:  # of an engine: its rows are filled, then written to it
         load_weights(shadow.model, source, verify=verify, collective=collective)
         shadow.put_back(states=False)
         return
@@ -59,10 +59,10 @@ def load_weights(
 
 
 def check_hashes(source: Source, *, collective: bool) -> None:
-    """Whether the weights in a checkpoint of Shardwise's are the bytes that were saved.
+    """Compare the weights of a Shardwise checkpoint with their saved hashes.
 
     Raises:
-        CheckpointError: they are not; names files and tensors.
+        CheckpointError: they differ; names files and tensors.
     """
     if not isinstance(source, OwnSource):
         return
@@ -74,7 +74,7 @@ def check_hashes(source: Source, *, collective: bool) -> None:
 
 
 def _match(model: nn.Module, source: Source) -> list[tuple[Slot, str]]:
-    """Each slot with the name that it is read by."""
+    """Match each slot to its name in the source."""
     home = part_of(model)
     others = set() if home is None else {*home.names, *home.aliases}
     return _matched(slots_of(model), source, transient_names(model), others)
@@ -105,7 +105,7 @@ def _matched(slots: list[Slot], source: Source, skipped: set[str], others: set[s
 
 
 def _fill(tensor: torch.Tensor, name: str, source: Source) -> None:
-    """Copy what is needed here, a few rows at a time."""
+    """Copy the local elements, a few rows at a time."""
     here, local = box_of(tensor), local_of(tensor)
     if not here.numel:
         return
@@ -115,7 +115,10 @@ def _fill(tensor: torch.Tensor, name: str, source: Source) -> None:
 
 
 def row_blocks(box: Box, itemsize: int) -> Iterator[tuple[Box, slice | tuple[()]]]:
-    """Cut a box along its first dimension into parts of about 64 MiB, each with the rows of the box that it is."""
+    """Split a box along its first dimension into blocks of about 64 MiB.
+
+    Each with its slice of the box's rows.
+    """
     if not box.lengths:
         yield box, ()
         return
@@ -128,10 +131,11 @@ def row_blocks(box: Box, itemsize: int) -> Iterator[tuple[Box, slice | tuple[()]
 
 
 class BaseWeights:
-    """Gives the units of a model its frozen weights from anybody's checkpoint, one unit at a time, as whole tensors.
+    """Load the frozen base weights unit by unit, as full tensors, from any supported checkpoint.
 
-    For a base that is packed or cut right after. All names and shapes are matched at once, when the model stands on the
-    meta device; what is trained (adapters) is left alone. ``verify`` and ``collective`` are those of `load_weights`.
+    For a base that is quantized or sharded right after. All names and shapes are matched at once, while the model is on
+    the meta device; trained parameters (adapters) are not touched. ``verify`` and ``collective`` are those of
+    `load_weights`.
 
     Raises:
         ModelError, UserError, CheckpointError: as `load_weights`.
@@ -167,7 +171,7 @@ class BaseWeights:
         self.digest = base_digest(self._source, [name for _, name in jobs])
 
     def __call__(self, unit: nn.Module) -> None:
-        """Fill what is frozen in ``unit`` and whole here."""
+        """Fill the frozen, unsharded tensors of ``unit``."""
         jobs = []
         for owner in unit.modules():
             for held in (owner._parameters, owner._buffers):
@@ -178,7 +182,7 @@ class BaseWeights:
         in_threads(lambda job: _fill(job[0], job[1], self._source), jobs)
 
     def close(self) -> None:
-        """The source is not needed any more."""
+        """Close the source."""
         self._open.close()
 
 
@@ -186,9 +190,9 @@ _SAMPLED = 1024
 
 
 def base_digest(source: Source, names: Sequence[str]) -> str:
-    """Sixteen hex digits over names, shapes, dtypes and about a kilobyte from the middle of each tensor.
+    """Fingerprint of a base: names, shapes, dtypes, and about 1 kB of each tensor.
 
-    It tells another base from this one, also one that was trained further; not one with a single changed value.
+    Sixteen hex digits. It detects another base, also one that was trained further; not a single changed value.
     """
     digest = xxhash.xxh3_64()
     for name in sorted(names):

@@ -1,1 +1,1 @@
-"""What a run loses time to, with evidence, cost and the fix."""
+"""Diagnosis of a run's time losses, with evidence, cost and the fix."""

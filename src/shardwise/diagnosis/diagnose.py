@@ -1,7 +1,7 @@
-"""What a run loses its time to, in sentences: `diagnose`. No torch here.
+"""`diagnose`: time losses of a run, in sentences. No torch here.
 
-The rules are in the files beside it, one function for each cause. Here they are brought together: a root cause leads,
-and what follows from it is said as a hint.
+The rules are in the sibling files, one function per cause. This file combines them: root causes come first, and their
+consequences become hints.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
 _LEVELS = ("alarm", "hint", "fine")
 _SAME_WAIT = (("slow-link", "needless-sharding"), ("needless-sharding", "communication"))
 EXPLAINED = 0.5
-"""A cause that accounts for this part of another one's seconds is its root."""
+"""A cause that explains this share of another one's seconds is its root."""
 
 
 def diagnose(observed: Observed) -> tuple[Finding, ...]:
-    """What the run loses time to, the dearest cause first; a single ``healthy`` finding leads where there is no alarm.
+    """Return the causes of lost time, most expensive first, or ``healthy`` first without an alarm.
 
-    Empty where there are fewer than `MIN_STEPS` steps to judge (`why_nothing` says so).
+    Empty where there are fewer than `MIN_STEPS` steps to judge (see `why_nothing`).
     """
     if observed.timing.steps < MIN_STEPS:
         return ()
@@ -51,28 +51,29 @@ def diagnose(observed: Observed) -> tuple[Finding, ...]:
 
 
 def why_nothing(timing: Timing) -> str:
-    """Why there is no diagnosis, in a sentence; nothing where there is one."""
+    """Return why there is no diagnosis, in a sentence; empty where there is one."""
     if timing.steps >= MIN_STEPS:
         return ""
     return (
         f"no diagnosis: {timing.steps} step{'s' * (timing.steps != 1)} after {timing.warm_up} of warm-up, and it takes "
-        f"{MIN_STEPS} to tell a cause from chance"
+        f"{MIN_STEPS} to distinguish a cause from chance"
     )
 
 
 def _demoted(finding: Finding, all_found: list[Finding], case: Case) -> Finding:
-    """The finding, as a hint that names its root where another finding accounts for it."""
+    """Demote a finding to a hint that names its root, where another finding explains it."""
     root = _root(finding, all_found, case)
     if root is None or finding.level != "alarm":
         return finding
-    why = f"follows from the {root.kind.replace('-', ' ')} said above, as far as it can be told"
+    why = f"follows from the {root.kind.replace('-', ' ')} above, as far as can be determined"
     return finding.model_copy(update={"level": "hint", "evidence": (*finding.evidence, why)})
 
 
 def _root(finding: Finding, all_found: list[Finding], case: Case) -> Finding | None:
-    """What a finding follows from: a slow rank from its device or its cores, slow collectives from missing cores.
+    """Return the root of a finding.
 
-    Of sharding that is not needed, a slow link and much waiting, which all weigh the same wait, one leads.
+    A slow rank follows from its device or its cores, slow collectives from missing cores. Needless sharding, a slow
+    link and long waits all count the same wait: only one of them is reported as an alarm.
     """
     for root in all_found:
         if root.level == "alarm" and (root.kind, finding.kind) in _SAME_WAIT and links.is_of_dp(root, finding):
@@ -89,12 +90,12 @@ def _root(finding: Finding, all_found: list[Finding], case: Case) -> Finding | N
                 return root
             sends = finding.kind == "communication" or (finding.kind == "slow-link" and case.observed.backend == "gloo")
             if sends and waited.high_s >= needed:
-                return root  # the threads that send have had no core either
+                return root  # the sending threads had no core either
     return None
 
 
 def healthy(case: Case) -> Finding:
-    """Nothing is wrong: what the time goes to, and what is the largest rest."""
+    """Report a healthy run: its time breakdown and the largest remaining component."""
     timing = case.timing
     compute = sum(timing.seconds(part) for part in waits.COMPUTE)
     spent = {part: timing.seconds(part) for part in timing.parts if timing.parts[part] is not None} | timing.between_s

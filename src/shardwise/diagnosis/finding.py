@@ -1,4 +1,4 @@
-"""`Finding`: one sentence about what a run loses time to, with its evidence, its cost and the fix. No torch here."""
+"""`Finding`: one cause of lost time, with its evidence, cost and fix. No torch here."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ Level = Literal["alarm", "hint", "fine"]
 
 
 class Finding(BaseModel):
-    """``seconds`` of a step that would be won (``None``: not known), ``share`` of the step, ``money`` US dollars an
-    hour of all devices that it wastes (``None``: no price known). ``rank`` is the rank it is about, if it is one.
+    """Finding: time and money lost to one cause.
+
+    ``seconds`` of a step that the fix would save (``None``: not known), ``share`` of the step, ``money`` US dollars an
+    hour of all devices that it wastes (``None``: no price known). ``rank`` is the affected rank, if there is one.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -1,7 +1,7 @@
-"""What ranks lose between each other: links, collectives, reductions that come too early, a pipeline's bubble.
+"""Losses between ranks: links, collectives, premature reductions, pipeline bubble.
 
-Each rule looks at one cause and yields nothing where it does not hold. Time that a rank waits for one that came later
-is `slowest_rank` and no communication: it is the straggler's, not the link's.
+Each rule checks one cause and yields nothing where it does not apply. Time that a rank waits for a later one is
+`slowest_rank` and not communication: it is caused by the straggler, not by the link.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _WHAT = {
     "cp": "the context-parallel exchange around each attention",
 }
 SMALL_BYTES = 1 << 20
-"""With fewer bytes a step than this, latency rules, and bytes a second say nothing of a link."""
+"""With fewer bytes per step than this, latency dominates, and bytes/s do not characterize a link."""
 
 
 def communication(case: Case) -> Iterator[Finding]:
-    """Each axis whose collectives are waited for with nothing else to do: a slow link, a wrong topology, or much."""
+    """Report axes with exposed collectives: a slow link, a wrong topology, or too much traffic."""
     for axis in EXPOSED:
         seconds = waited_s(case, axis)
         if case.level(seconds) is None:
@@ -48,17 +48,17 @@ def communication(case: Case) -> Iterator[Finding]:
 
 
 def waited_s(case: Case, axis: str) -> float:
-    """Seconds of a step that an axis is waited for; reductions that come too early are `early_sync`'s."""
+    """Exposed seconds of an axis in a step; premature reductions belong to `early_sync`."""
     early = case.timing.early_reduce_s or 0.0
     return case.timing.seconds(EXPOSED[axis]) - (early if axis == "dp" else 0.0)
 
 
 def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Finding | None:
-    """A link that carries far less than it should.
+    """Report a link that carries far less than it should.
 
-    The bytes of a step over the time that was waited is the *most* that the link can have carried: part of it may have
-    gone on behind the computation. So what is called slow is slow. Where the planner, by the catalogue's link, has
-    many small messages wait nearly as long, their latency is it, and not the link.
+    The bytes of a step over the exposed time are an *upper bound* on the link's rate, as part of the transfer may
+    overlap with computation. So a link reported as slow is slow. Where the planner, with the catalogue's link, predicts
+    nearly the same wait for many small messages, the cause is latency, not the link.
     """
     if link is None or link.bytes_per_step is None or link.expected is None or link.bytes_per_step < SMALL_BYTES:
         return None
@@ -73,8 +73,8 @@ def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Findin
     if level is None or _as_planned(case, axis, link, whole):
         return None
     evidence = [
-        f"{bytes_text(link.bytes_per_step)} a step in {span(whole)} of waiting: at most {rate(most)}, as some of them "
-        "may have gone behind computation",
+        f"{bytes_text(link.bytes_per_step)} a step in {span(whole)} of waiting: at most {rate(most)}, as part of them "
+        "may have overlapped with computation",
         f"expected: {rate(link.expected)} ({link.expected_from})"
         + (f", of which gloo gets {rate(should)}" if should < link.expected else ""),
     ]
@@ -94,13 +94,16 @@ def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Findin
 
 
 def is_of_dp(*found: Finding) -> bool:
-    """Whether all of these findings of this file are about the data-parallel axis; those of other files are."""
+    """Return whether all of these findings of this file are about the data-parallel axis.
+
+    Those of other files are.
+    """
     mine = [finding for finding in found if finding.kind in ("slow-link", "communication")]
     return all(_WHAT["dp"][1:] in finding.text for finding in mine)
 
 
 def _as_planned(case: Case, axis: str, link: LinkUse, waited: float) -> bool:
-    """Whether the planner had this wait be about as long over a link as it should be, and not over a measured one."""
+    """Return whether the planner predicted about this wait, over a link that was not measured."""
     predicted = case.observed.predicted
     if predicted is None or link.measured is not None:
         return False
@@ -116,7 +119,7 @@ def _measured_line(link: LinkUse) -> list[str]:
 
 
 def _misplaced(case: Case, axis: str, seconds: float) -> Finding | None:
-    """Tensor or context parallel over several nodes, while a node has room for it."""
+    """Report tensor or context parallel over several nodes, where one node has enough devices."""
     dims, nodes = case.observed.plan.dims, case.observed.nodes
     inside = dims.world_size // max(nodes, 1)
     reach = {"tp": dims.tp, "cp": dims.tp * dims.cp}.get(axis, 0)
@@ -159,7 +162,7 @@ def _much(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Findin
 
 
 def _less(case: Case, axis: str) -> str:
-    """How to send less."""
+    """Return how to send less."""
     plan = case.observed.plan
     if axis != "dp":
         return f"a smaller {axis} degree, or longer micro batches for each exchange"
@@ -181,7 +184,7 @@ def _less(case: Case, axis: str) -> str:
 
 
 def early_sync(case: Case) -> Iterator[Finding]:
-    """Gradients are reduced after every micro batch, where once a step would do."""
+    """Report gradient reduction after every micro batch, where once per step would do."""
     timing, plan = case.timing, case.observed.plan
     seconds, times = timing.early_reduce_s, timing.early_reduces
     if seconds is None or not times or times < 0.5:
@@ -198,8 +201,12 @@ def early_sync(case: Case) -> Iterator[Finding]:
         f"{plan.grad_accum} micro batches a step: one reduction would do",
     ]
     if asked:
-        room = {True: "there is room for whole gradients", False: "whole gradients do not fit", None: "room not known"}
-        evidence.append(f"the plan asks for it (gradient_sync = every), to hold gradients as shards; {room[fits]}")
+        room = {
+            True: "there is room for unsharded gradients",
+            False: "unsharded gradients do not fit",
+            None: "room not known",
+        }
+        evidence.append(f"the plan asks for it (gradient_sync = every), to keep gradients sharded; {room[fits]}")
         fix = "gradient_sync='last' in the plan"
     else:
         fix = (
@@ -223,7 +230,7 @@ def _whole_gradients_fit(case: Case) -> bool | None:
 
 
 def pipeline_bubble(case: Case) -> Iterator[Finding]:
-    """Stages of a pipeline without work."""
+    """Report idle time of pipeline stages."""
     plan, seconds = case.observed.plan, case.timing.seconds("pipeline")
     level = case.level(seconds, HEAVY)
     if plan.dims.pp < 2 or level is None:
@@ -232,7 +239,7 @@ def pipeline_bubble(case: Case) -> Iterator[Finding]:
     formula = bubble_fraction(stages, micros, virtual)
     enough = math.ceil((stages - 1) * (1 - ALARM) / (ALARM * virtual))
     if virtual > 1:
-        enough = math.ceil(enough / stages) * stages  # interleaved rounds are whole
+        enough = math.ceil(enough / stages) * stages  # interleaved rounds are complete
     evidence = [
         f"{stages} stages and {micros} micro batches: equal stages would be without work {percent(formula)} of the time"
     ]
@@ -241,7 +248,7 @@ def pipeline_bubble(case: Case) -> Iterator[Finding]:
         evidence.append("it is more than that, so the stages are uneven or what they send each other is slow")
     fix = f"{enough} micro batches a step (train.grad_accum={enough}) would leave {percent(ALARM)}"
     if enough <= micros:
-        fix = "cut the stages more evenly, or take fewer of them"
+        fix = "balance the stages, or use fewer of them"
     if formula < HINT and not uneven:
         level = "hint"
     yield case.finding(

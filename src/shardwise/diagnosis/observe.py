@@ -1,4 +1,4 @@
-"""Put together what diagnosis is to know of a run: `HostWatch` while it goes on, `observe` at its end."""
+"""Collect the inputs of diagnosis: `HostWatch` during a run, `observe` at its end."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from shardwise.search.alternatives import Alternative
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 
-CORES_A_NUMBER = 48  # cores of a mask that travel in one integer
+CORES_A_NUMBER = 48  # cores of a mask packed into one integer
 POWER_CAP = "power cap"
 
 
 class HostWatch:
-    """The cores and the network of a node while a session trains: an observer that reads the kernel's counters twice.
+    """Session observer of a node's cores and network; reads the kernel's counters twice.
 
-    The first reading is made when the model stands, as weights are sent round before; the second by `finish`.
+    The first reading is after the model is built, as weights are broadcast before; the second by `finish`.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on."""
+        """Restart counting."""
         self._steps = 0
         self._began = time.monotonic()
         self._own = _own_cpu_s()
@@ -46,7 +46,7 @@ class HostWatch:
         self._sent = _sent_bytes()
 
     def on_prepared(self, session: Session) -> None:
-        """Count from now on."""
+        """Restart counting."""
         self.restart()
 
     def on_step_start(self, session: Session, step: Step) -> None:
@@ -56,14 +56,14 @@ class HostWatch:
         """Nothing to do."""
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """One step more."""
+        """Count one step."""
         self._steps += 1
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """Nothing to do."""
 
     def finish(self, ranks: Ranks) -> HostUse | None:
-        """What was used since. Collective; the answer is on rank 0, about its node."""
+        """Return the usage since the start, on rank 0, for its node. Collective."""
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
         words = -(-(max(cores) + 1) // CORES_A_NUMBER)
         words = max(row[0] for row in gather_ints([words], ranks))
@@ -93,14 +93,14 @@ class HostWatch:
         )
 
     def _busiest(self) -> tuple[str | None, float | None]:
-        """The interface that sent most since the beginning, the loopback left out, and how many bytes."""
+        """Return the interface (not loopback) that sent most since the start, and its bytes."""
         found = {name: size - self._sent.get(name, 0) for name, size in _sent_bytes().items() if name != "lo"}
         name = max(found, key=lambda n: found[n], default=None)
         return name, None if name is None else float(found[name])
 
 
 def _own_cpu_s() -> float:
-    """Seconds of CPU of this process, of all its threads, and of the data workers that are its children."""
+    """CPU seconds of this process, all its threads, and its data workers."""
     total = time.process_time()
     for child in psutil.Process().children(recursive=True):
         try:
@@ -112,7 +112,7 @@ def _own_cpu_s() -> float:
 
 
 def _busy_cpu_s() -> float:
-    """Seconds of CPU that the machine has been busy, whoever with."""
+    """CPU seconds that the machine has been busy, for any process."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
 
@@ -122,9 +122,9 @@ def _sent_bytes() -> dict[str, int]:
 
 
 def gpu_states(track: GpuTrack | None, ranks: Ranks) -> tuple[DeviceState, ...]:
-    """Each rank's device over the run, in rank order, of those that are known. Collective.
+    """Return each rank's known device state over the run, in rank order. Collective.
 
-    ``track`` is what a sampler of this rank saw of its own device (the first of its devices, if there are several).
+    ``track`` are a sampler's records of this rank's own device (the first, if there are several).
     """
     mine = ""
     if track is not None and track.devices:
@@ -133,7 +133,7 @@ def gpu_states(track: GpuTrack | None, ranks: Ranks) -> tuple[DeviceState, ...]:
 
 
 def device_state(rank: int, track: DeviceTrack) -> DeviceState:
-    """A device of ``rank`` as diagnosis sees it: only reasons that take speed count, and the cap on power."""
+    """Summarize a device of ``rank``: only throttle reasons that cost speed, and the power cap."""
     kept = {r: share for r, share in (track.reasons or {}).items() if r in HARMFUL or r == POWER_CAP}
     return DeviceState(
         rank=rank,
@@ -166,7 +166,7 @@ def observe(
     price_from: str = "",
     mfu: float | None = None,
 ) -> Observed:
-    """All that is known of a run, on rank 0; what is left out stays unknown.
+    """Collect everything known of a run, on rank 0; missing inputs stay unknown.
 
     Args:
         traffic: bytes that one device sends in a step, by axis (`shardwise.plan.traffic.sent_bytes`).
@@ -201,7 +201,10 @@ def observe(
 
 
 def price_of(cluster: ClusterSpec) -> tuple[float | None, str]:
-    """US dollars for an hour of a device, and who says so: the cluster's own, else the hardware table's."""
+    """Return US dollars per device hour and their source.
+
+    The cluster's own price, else the hardware table's.
+    """
     own, listed = cluster.price_per_device_hour, None if cluster.gpu is None else cluster.gpu.price_per_hour
     if own is not None and own != listed:
         return own, "the price of this cluster"
@@ -215,7 +218,7 @@ def _backend(ranks: Ranks) -> str | None:
 
 
 def _device_bytes(ranks: Ranks) -> int | None:
-    """Memory of this rank's device; of a CPU its share of the host's."""
+    """Memory of this rank's device; for a CPU its share of the host's."""
     if ranks.device.type == "cuda":
         return int(torch.cuda.mem_get_info(ranks.device)[1])
     return int(psutil.virtual_memory().total // max(1, ranks.local_world_size))
@@ -230,10 +233,10 @@ def links_of(
     cluster: ClusterSpec | None,
     measured: dict[str, tuple[float, str]],
 ) -> list[LinkUse]:
-    """What is known of the link of each axis that a step waits for.
+    """Return the known link facts of each axis with exposed communication.
 
-    Between nodes that talk TCP the interface itself has counted what it sent, protocol and other traffic included, and
-    its driver says what it carries: that goes before formulas and data sheets. It is the node's, for all its ranks.
+    For TCP between nodes, the interface's own byte counter (with protocol and other traffic) and its driver's speed
+    take precedence over formulas and data sheets. They are per node, for all its ranks.
     """
     dims, found = session.plan.dims, []
     inside = max(1, dims.world_size // nodes)
@@ -271,10 +274,10 @@ def links_of(
 def _catalogue(
     cluster: ClusterSpec | None, link: Link | None, axis: str, plan: Plan, inside: int
 ) -> tuple[float | None, str]:
-    """Bytes/s that collectives of an axis should get of a link, and who says so.
+    """Return the expected bytes/s of an axis' collectives, and the source of the number.
 
-    Of GPUs what the catalogue expects NCCL's rings to reach, which on PCIe without peer-to-peer, on a mesh or between
-    two devices is far less than the data sheet; of CPUs' networks their speed.
+    For GPUs, the rate that the catalogue expects of NCCL's rings, which on PCIe without peer-to-peer, on a mesh or
+    between two devices is far below the data sheet; for CPUs, the network's speed.
     """
     if cluster is None or link is None:
         return None, ""
@@ -290,13 +293,13 @@ def _catalogue(
 
 
 def _mostly(host: HostUse, planned: float | None) -> bool:
-    """Whether the interface has carried the steps: RDMA goes past these counters."""
+    """Return whether the interface carried the steps: RDMA bypasses these counters."""
     if not host.nic_bytes or not host.steps:
         return False
     return planned is None or host.nic_bytes / host.steps >= planned / 2
 
 
 def loader_workers_of(loader: Any) -> int | None:
-    """Worker processes of a loader that can be asked, such as torch's ``DataLoader``."""
+    """Return the worker processes of a loader that exposes them, such as torch's ``DataLoader``."""
     workers = getattr(loader, "num_workers", None)
     return workers if isinstance(workers, int) else None

@@ -1,4 +1,4 @@
-"""`Observed`: all that is known of a run when it is asked what it loses time to. No torch here; unknown is ``None``."""
+"""`Observed`: inputs of the diagnosis of a run. No torch here; unknown is ``None``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Facts(BaseModel):
 
 
 class SaveStall(_Facts):
-    """One checkpoint: seconds that training stood still for it, seconds until it was on disk, and its bytes."""
+    """Checkpoint cost: seconds of training stall, seconds until durable, and bytes."""
 
     step: int
     stall_s: float
@@ -27,11 +27,11 @@ class SaveStall(_Facts):
 
 
 class LinkUse(_Facts):
-    """What one device, or one node, sends over the link of a mesh axis.
+    """Traffic of one device, or one node, over the link of a mesh axis.
 
     ``axis`` is ``dp``, ``tp``, ``cp`` or ``pp``; ``name`` is the link in words. ``bytes_per_step`` were sent in one
-    direction in a step. ``expected`` is the bytes a second that the link should carry, ``expected_from`` says who says
-    so. ``measured`` is what an earlier measurement got out of it (`shardwise bench comm`).
+    direction in a step. ``expected`` is the expected rate in bytes/s, ``expected_from`` its source. ``measured`` is the
+    rate of an earlier measurement (`shardwise bench comm`).
     """
 
     axis: str
@@ -44,7 +44,7 @@ class LinkUse(_Facts):
 
 
 class DeviceState(_Facts):
-    """One GPU during the run: means over it, and ``throttled``, the share of the time for each reason.
+    """State of one GPU during the run: means, and ``throttled``, the share of time per reason.
 
     ``max_clock`` is the highest SM clock of the device. Clocks are in Hz, temperatures in degrees Celsius, power in W.
     """
@@ -61,12 +61,12 @@ class DeviceState(_Facts):
 
 
 class HostUse(_Facts):
-    """The cores and the network of rank 0's node during ``seconds`` of the run, in which ``steps`` were made.
+    """Cores and network of rank 0's node during ``seconds`` of the run, over ``steps`` steps.
 
     ``cores`` is how many the ranks may use together, ``machine_cores`` how many there are. ``busy``, ``own`` and
-    ``others`` are cores kept busy on average: in all, by the ranks with their data workers, and by everything else.
-    ``threads`` is the number of compute threads of a rank. ``nic`` is the interface, the loopback left out, that sent
-    most: ``nic_bytes`` in all, and by its driver it carries ``nic_speed`` bytes/s.
+    ``others`` are average busy cores: total, by the ranks with their data workers, and by everything else. ``threads``
+    is the number of compute threads of a rank. ``nic`` is the interface (not loopback) that sent most: ``nic_bytes`` in
+    total; its driver reports ``nic_speed`` bytes/s.
     """
 
     cores: int
@@ -88,12 +88,12 @@ class HostUse(_Facts):
 
 
 class Observed(_Facts):
-    """What diagnosis knows of a run.
+    """Inputs of the diagnosis of a run.
 
-    ``loader_workers`` is how many processes make batches for a rank, 0 for none, ``None`` where the loader cannot be
-    asked. ``save_every`` is steps between checkpoints. ``peak_bytes`` and ``device_bytes`` are the fullest rank's
-    allocated peak and what a rank's device (or its share of the host) has. ``price`` is US dollars for an hour of one
-    device, by ``price_from``. ``mfu`` is measured.
+    ``loader_workers`` is the number of loader processes of a rank, 0 for none, ``None`` where not known.
+     ``save_every`` is steps between checkpoints. ``peak_bytes`` and ``device_bytes`` are the largest allocated
+    peak of all ranks, and the memory of a rank's device (or its share of the host). ``price`` is US dollars for an hour
+    of one device, by ``price_from``. ``mfu`` is measured.
     """
 
     timing: Timing
@@ -116,5 +116,5 @@ class Observed(_Facts):
     mfu: float | None = None
 
     def link(self, axis: str) -> LinkUse | None:
-        """The link of an axis, where anything is known of it."""
+        """Return the link of an axis, where anything is known of it."""
         return next((link for link in self.links if link.axis == axis), None)

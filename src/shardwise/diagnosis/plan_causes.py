@@ -1,6 +1,6 @@
-"""What the plan itself costs, where another one fits: recompute, sharding, a small micro batch. No torch here.
+"""Costs of the plan itself where another one fits: recompute, sharding, small micro batch.
 
-Another plan is said to fit only where its bytes and the device's are known.
+No torch here. Another plan counts as fitting only where its bytes and the device's are known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IDLE_MFU = 0.3
 
 
 def recompute(case: Case) -> Iterator[Finding]:
-    """Forwards are done again, though what they keep would fit."""
+    """Report recompute where the activations would fit."""
     seconds, plan = case.timing.seconds("recompute"), case.observed.plan
     level = case.level(seconds)
     if plan.recompute == "none" or level is None:
@@ -31,9 +31,9 @@ def recompute(case: Case) -> Iterator[Finding]:
     yield case.finding(
         "recompute",
         level if known else "hint",
-        f"Recompute is paid for and not needed: doing forwards again takes {case.of_step(seconds)}."
+        f"Recompute is enabled but not needed: recomputing forwards takes {case.of_step(seconds)}."
         if known
-        else f"Doing forwards again takes {case.of_step(seconds)}; whether it is needed is not known.",
+        else f"Recomputing forwards takes {case.of_step(seconds)}; whether it is needed is not known.",
         seconds=seconds,
         evidence=[f"recompute is {plan.recompute}", _room(case, other)],
         fix=f"parallel.recompute={other.plan.recompute if other else 'none'}",
@@ -41,7 +41,7 @@ def recompute(case: Case) -> Iterator[Finding]:
 
 
 def needless_sharding(case: Case) -> Iterator[Finding]:
-    """Weights, gradients or optimizer state are spread over ranks, though one rank can hold them."""
+    """Report sharding where one rank can store weights, gradients and optimizer state."""
     plan, other = case.observed.plan, _find(case, "strategy")
     if other is None or not other.fits or plan.parsed.base == "ddp":
         return
@@ -62,10 +62,10 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
 
 
 def _saved_traffic(case: Case, other: Alternative) -> float:
-    """Part of the bytes over the data-parallel axis that the other strategy does not send; weights count as gradients.
+    """Return the share of data-parallel bytes that the other strategy saves.
 
-    By the bytes of ring algorithms: twice the gradients for ddp; for sharded strategies the weights once or twice for
-    each micro batch and the gradients once for each reduction.
+    Weights count as gradients. By the bytes of ring algorithms: twice the gradients for ddp; for sharded strategies the
+    weights once or twice for each micro batch and the gradients once for each reduction.
     """
     if other.gain is not None and other.gain <= 0:
         return 0.0
@@ -75,12 +75,12 @@ def _saved_traffic(case: Case, other: Alternative) -> float:
     gathers = data_traffic(plan).gathers
     reduces = 1  # earlier ones are weighed by `early_sync`
     if case.observed.backend == "gloo":
-        reduces *= 2  # gloo reduces whole tensors to scatter them
+        reduces *= 2  # gloo reduces full tensors to scatter them
     return max(0.0, 1 - 2 / (gathers + reduces))
 
 
 def small_micro_batch(case: Case) -> Iterator[Finding]:
-    """The step is cut into more micro batches than memory asks for."""
+    """Report steps with more micro batches than memory requires."""
     plan, other, mfu = case.observed.plan, _find(case, "micro batch"), case.observed.mfu
     if plan.grad_accum < 2 or plan.micro_batch is None or other is None or not other.fits or other.gain is None:
         return
@@ -103,7 +103,7 @@ def small_micro_batch(case: Case) -> Iterator[Finding]:
 
 
 def _find(case: Case, kind: str) -> Alternative | None:
-    """The alternative of a kind that wins most, of those that fit; else any."""
+    """Return the fitting alternative of a kind with the largest gain; else any."""
     found = [a for a in case.observed.alternatives if a.kind == kind]
     return max(found, key=lambda a: (a.fits is True, a.gain or 0.0), default=None)
 

@@ -1,6 +1,6 @@
-"""What a rank loses on its own host: data, cores, a device that slows itself down, checkpoints, a slow rank. No torch.
+"""Losses on a rank's host: data, cores, throttling, checkpoints, a slow rank. No torch.
 
-Each rule looks at one cause and yields nothing where it does not hold.
+Each rule checks one cause and yields nothing where it does not apply.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from shardwise.diagnosis.weight import ALARM, CROWD, HINT, STEADY, Case, percent
 from shardwise.units import bytes_text
 
 WORK = ("data", "transfer", "forward", "backward", "recompute", "clip", "optimizer", "other")
-"""The parts of a step in which a rank waits for no other rank."""
+"""Parts of a step without waiting for other ranks."""
 COMPUTE = ("forward", "backward", "recompute", "clip", "optimizer")
 MOST_WORKERS = 64
-"""More loader processes for a rank than this are no advice: the loader itself is too slow."""
+"""Maximum of recommended loader processes per rank: beyond it the loader itself is too slow."""
 CALM_STALL = 0.02
-"""Checkpoints are set so far apart that they take no more than this share."""
+"""Maximum share of time for checkpoints at the recommended interval."""
 THERMAL = ("thermal", "slowdown", "brake")
 _PLACES = {
     "data": "while it waits for its data",
     "transfer": "while it copies its batch to the device",
     "forward": "in forward",
     "backward": "in backward",
-    "recompute": "in forwards that are done again",
+    "recompute": "in recomputed forwards",
     "clip": "while it clips",
     "optimizer": "in the optimizer",
     "other": "in the loop's own code between forward, backward and update",
 }
 _LOOK = {
-    "data": "look at what only this rank's loader reads: its disk or mount, its share of long samples",
-    "transfer": "look at this rank's PCIe link (shardwise doctor) and whether its batches are in pinned memory",
+    "data": "check what only this rank's loader reads: its disk or mount, its share of long samples",
+    "transfer": "check this rank's PCIe link (shardwise doctor) and whether its batches are in pinned memory",
     "other": "look for what only this rank does in the loop: logging, printing, evaluating, writing files",
 }
 
@@ -45,7 +45,10 @@ _COMPARE = (
 
 
 def data_loader(case: Case) -> Iterator[Finding]:
-    """All ranks wait for batches, but for a quarter of them at most. A single rank that does is a straggler."""
+    """Report waits for batches on at least three quarters of the ranks.
+
+    A single rank is a straggler.
+    """
     spread = case.timing.parts.get("data")
     if spread is None:
         return
@@ -73,11 +76,12 @@ def data_loader(case: Case) -> Iterator[Finding]:
 
 
 def workers_needed(waits_s: float, step_s: float, workers: int | None) -> int:
-    """Loader processes that keep up with a rank whose steps take ``step_s``, ``waits_s`` of it waiting for batches.
+    """Return the loader processes that keep up with a rank.
 
-    Without workers the wait is the time to make a step's batches. With ``w`` of them that never rest, ``w`` are made
-    in ``step_s``. What is left of the step must be as long as making them takes, divided by the workers. Takes it that
-    workers do not slow each other down: for what computes, they need a free core each.
+    Its steps take ``step_s``, with ``waits_s`` of it waiting for batches. Without workers the wait is the time to
+    create a step's batches. With ``w`` busy workers, ``w`` steps' batches are created in ``step_s``. The rest of the
+    step must be at least the creation time divided by the workers. Assumes that workers do not slow each other down:
+    each needs a free core.
     """
     making = waits_s if not workers else workers * step_s
     return max((workers or 0) + 1, math.ceil(making / max(step_s - waits_s, 1e-9) - 1e-6))
@@ -108,9 +112,9 @@ def _loader_fix(case: Case, needed: int) -> str:
 
 
 def oversubscription(case: Case) -> Iterator[Finding]:
-    """Ranks are ready to run and get no core.
+    """Report ranks that are ready to run but get no core.
 
-    Where one rank alone waits, what it waits more than the others counts: some waiting is everybody's.
+    Where a single rank waits, only its excess over the others counts.
     """
     waited = case.timing.cpu_wait_s
     if waited is None:
@@ -143,7 +147,7 @@ def oversubscription(case: Case) -> Iterator[Finding]:
 
 
 def _crowd(host: HostUse) -> tuple[str, str]:
-    """Who it is that crowds, for the sentence, and what to do."""
+    """Return the cause of the contention, for the sentence, and the fix."""
     if host.local_ranks > host.cores:
         return (
             f" ({host.local_ranks} ranks on {host.cores})",
@@ -179,7 +183,7 @@ def _host_lines(host: HostUse) -> list[str]:
 
 
 def checkpoint_stall(case: Case) -> Iterator[Finding]:
-    """Steps stand still while a checkpoint is made."""
+    """Report training stalls during checkpoints."""
     seconds = case.timing.between_s.get("checkpoint", 0.0)
     level = case.level(seconds)
     if level is None:
@@ -189,20 +193,20 @@ def checkpoint_stall(case: Case) -> Iterator[Finding]:
     fix = "save less often (checkpoint.every)"
     if saves:
         stall = statistics.fmean(save.stall_s for save in saves)
-        evidence.append(f"{len(saves)} saves, each held the steps up for {span(stall)}" + _written(case))
+        evidence.append(f"{len(saves)} saves, each stalled the steps for {span(stall)}" + _written(case))
         every = max(1, math.ceil(stall / (CALM_STALL * case.timing.step_s)))
         if case.observed.save_every is not None:
             evidence.append(f"checkpoint.every is {case.observed.save_every}")
         fix = f"checkpoint.every={every} makes it {percent(CALM_STALL)}"
     if saves and not all(save.background for save in saves):
-        fix = f"checkpoint.async_save=true: only the copy of the state holds steps up then; or {fix}"
+        fix = f"checkpoint.async_save=true: only the copy of the state stalls steps then; or {fix}"
     elif saves:
         fix += "; saving is in the background already, so what is left is the copy, or a disk that is still busy with "
         fix += "the save before"
     yield case.finding(
         "checkpoint-stall",
         level,
-        f"Saving holds the training up: {case.of_step(seconds)}.",
+        f"Saving stalls the training: {case.of_step(seconds)}.",
         seconds=seconds,
         evidence=evidence,
         fix=fix,
@@ -218,7 +222,7 @@ def _written(case: Case) -> str:
 
 
 def straggler(case: Case) -> Iterator[Finding]:
-    """One rank does its own work longer than its peers, and they wait for it."""
+    """Report one rank that computes longer than its peers, which wait for it."""
     timing = case.timing
     late = _latest(case)
     if late is None:
@@ -249,7 +253,7 @@ def straggler(case: Case) -> Iterator[Finding]:
 
 
 def late_by(case: Case) -> dict[int, float]:
-    """Seconds that each rank works longer than its peers do (of the same pipeline stage), by their median."""
+    """Return each rank's extra seconds over the median of its peers (same pipeline stage)."""
     rows, dims = case.timing.ranks, case.observed.plan.dims
     work = [sum(row.get(part, 0.0) for part in WORK) for row in rows]
     stage = [dims.place(rank).pp if dims.world_size == len(rows) else 0 for rank in range(len(rows))]
@@ -262,7 +266,7 @@ def late_by(case: Case) -> dict[int, float]:
 
 
 def _latest(case: Case) -> tuple[int, float, dict[str, float]] | None:
-    """The rank that is later than its peers by most, by how much, and in which parts; nothing below what is said."""
+    """Return the latest rank, its delay, and the parts; ``None`` below the threshold."""
     late = late_by(case)
     if not late:
         return None
@@ -280,7 +284,7 @@ def _latest(case: Case) -> tuple[int, float, dict[str, float]] | None:
 
 
 def _taking_turns(case: Case) -> Iterator[Finding]:
-    """No rank is slow by habit, but all wait for whichever is last."""
+    """Report waits for whichever rank is last, where no rank is persistently slow."""
     spread = case.timing.parts.get("slowest_rank")
     if spread is None or case.level(spread.mean_s) is None or case.share(spread.mean_s) < ALARM:
         return
@@ -299,9 +303,9 @@ def _taking_turns(case: Case) -> Iterator[Finding]:
 
 
 def throttling(case: Case) -> Iterator[Finding]:
-    """Devices that run below their clock, one finding for those that are hot and one for those at their power cap.
+    """Report devices below their clock: one finding for hot ones, one for power-capped ones.
 
-    A step waits for the slowest of them, so their seconds do not add up: the worst one stands for all.
+    A step waits for the slowest of them, so their seconds do not add up: the worst one counts.
     """
     for hot in (True, False):
         found = [finding for was_hot, finding in _throttled(case) if was_hot is hot]
@@ -314,7 +318,7 @@ def throttling(case: Case) -> Iterator[Finding]:
 
 
 def _throttled(case: Case) -> Iterator[tuple[bool, Finding]]:
-    """Each device that is held down by enough to be said, and whether it is so for its heat."""
+    """Yield each significantly throttled device, and whether heat is the reason."""
     compute = sum(case.timing.seconds(part) for part in COMPUTE)
     for gpu in case.observed.gpus:
         reference, of_what = _reference(case, gpu)
@@ -331,7 +335,7 @@ def _throttled(case: Case) -> Iterator[tuple[bool, Finding]]:
         found = case.finding(
             "throttling",
             level if hot or of_what.startswith("the other") else _at_most_hint(level),
-            f"The {gpu.name} of rank {gpu.rank} holds its clock down {'for its heat' if hot else 'for its power'}: "
+            f"The {gpu.name} of rank {gpu.rank} reduces its clock {'for its heat' if hot else 'for its power'}: "
             f"{gpu.clock / 1e6:.0f} MHz, and {of_what} {reference / 1e6:.0f} MHz; that is {case.of_step(seconds)}.",
             seconds=seconds,
             evidence=_device_lines(gpu),
@@ -342,7 +346,7 @@ def _throttled(case: Case) -> Iterator[tuple[bool, Finding]]:
 
 
 def _reference(case: Case, gpu: DeviceState) -> tuple[float | None, str]:
-    """The clock that it should have: the median of the devices that nothing holds down, else its own highest."""
+    """Return the expected clock: the median of unthrottled devices, else the device's maximum."""
     free = [g.clock for g in case.observed.gpus if g.clock and max(g.throttled.values(), default=0.0) < HINT]
     if free:
         return statistics.median(free), "the others run at"
@@ -361,7 +365,7 @@ def _device_lines(gpu: DeviceState) -> list[str]:
 
 def _cooling(gpu: DeviceState, hot: bool) -> str:
     if hot:
-        return "look at its fans, its airflow and the heat of its neighbours (shardwise doctor)"
+        return "check its fans, its airflow and the heat of its neighbours (shardwise doctor)"
     return "raise its power limit (nvidia-smi -pl) if the supply allows it, or count with this clock"
 
 
@@ -374,7 +378,7 @@ def _column(case: Case, part: str) -> list[float]:
 
 
 def _sorted(parts: dict[str, float], case: Case) -> list[tuple[str, float]]:
-    """Parts that are longer on the late rank by a share worth a word, the longest first; one at least."""
+    """Return parts significantly longer on the late rank, longest first; at least one."""
     rows = sorted(parts.items(), key=lambda item: -item[1])
     return [row for row in rows if case.share(row[1]) >= HINT] or rows[:1]
 

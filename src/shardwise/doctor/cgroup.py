@@ -1,4 +1,4 @@
-"""What the control group of this process allows it: cores, memory, processes. A container's limits, mostly."""
+"""Limits of this process's control group: cores, memory, processes (mostly of a container)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict
 
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NO_LIMIT = 1 << 60
-"""The first version of control groups writes a number near 2^63 for a memory that is not limited."""
+"""Cgroup v1 reports a number near 2^63 for unlimited memory."""
 
 
 class Allowed(BaseModel):
-    """The tightest limit of this process's group and those above it; ``None``: none is set, or none is seen."""
+    """Tightest limits of this process's group and its ancestors; ``None``: unset or not visible."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -25,9 +25,10 @@ class Allowed(BaseModel):
 
 
 def allowed(root: Path = ROOT, own: Path = OWN) -> Allowed:
-    """Read both versions of control groups (Linux: Documentation/admin-guide/cgroup-v2 and cgroup-v1).
+    """Read the limits of both versions of control groups.
 
-    ``memory_used_bytes`` is of the group that sets the limit, and counts pages of files that could be given up, too.
+    Linux: Documentation/admin-guide/cgroup-v2 and cgroup-v1. ``memory_used_bytes`` is of the group that sets the limit,
+    and includes reclaimable file pages.
     """
     cores = [c for c in (_quota(folder) for folder in _folders(root, own, "cpu")) if c is not None]
     memory = [
@@ -52,7 +53,7 @@ def allowed(root: Path = ROOT, own: Path = OWN) -> Allowed:
 
 
 def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's groups for a controller, from its own to the root; those that are there."""
+    """Yield the existing folders of this process's groups for a controller, own first."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -75,7 +76,7 @@ def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores' worth of time that a group may use: quota over period."""
+    """Return the cores that a group may use: quota over period."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

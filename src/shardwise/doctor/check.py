@@ -1,4 +1,4 @@
-"""`Check`: one thing that was looked at, what was found, and the fix. No torch here."""
+"""`Check`: one checked item, the result, and the fix. No torch here."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ Level = Literal["ok", "warning", "error", "unknown"]
 
 
 class Check(BaseModel):
-    """``name`` is stable and for programs. ``text`` is what was found, with the reason why it matters where it does.
+    """Result of one check.
 
-    ``warning``: it costs speed or will fail under some conditions. ``error``: a run as asked for cannot work, or would
-    be wrong. ``unknown``: it could not be looked at, and ``text`` says why; nothing is claimed. ``evidence`` has the
-    numbers behind it, ``host`` is set where several machines were looked at.
+    ``name`` is stable and for programs. ``text`` is the result, with the reason why it matters. ``warning``: it costs
+    speed or will fail under some conditions. ``error``: the requested run cannot work, or would be wrong. ``unknown``:
+    it could not be checked, for the reason in ``text``. ``evidence`` has the numbers behind it, ``host`` is set where
+    several machines were checked.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -28,25 +29,25 @@ class Check(BaseModel):
 
 
 def ok(name: str, text: str, *evidence: str) -> Check:
-    """A check that found nothing wrong."""
+    """Build a passed check."""
     return Check(name=name, level="ok", text=text, evidence=evidence)
 
 
 def warning(name: str, text: str, fix: str, *evidence: str) -> Check:
-    """A check that found what costs speed, or may fail."""
+    """Build a check that costs speed, or may fail."""
     return Check(name=name, level="warning", text=text, fix=fix, evidence=evidence)
 
 
 def error(name: str, text: str, fix: str, *evidence: str) -> Check:
-    """A check that found what cannot work."""
+    """Build a check that cannot work."""
     return Check(name=name, level="error", text=text, fix=fix, evidence=evidence)
 
 
 def unknown(name: str, text: str, fix: str = "") -> Check:
-    """A check that could not be made."""
+    """Build a check that could not be made."""
     return Check(name=name, level="unknown", text=text, fix=fix)
 
 
 def worst(checks: list[Check], fine: Check) -> list[Check]:
-    """What was found wrong, or ``fine`` where that is nothing."""
+    """Return the problems, or ``fine`` where there are none."""
     return checks or [fine]

@@ -1,6 +1,6 @@
-"""What `shardwise doctor` looks at on one machine: plain facts, so that what they mean can be tested without it.
+"""Facts of one machine for `shardwise doctor`, separate from their interpretation.
 
-Unknown is ``None``. Looking changes nothing but a small file that is written, read and removed.
+Unknown is ``None``. Collecting them changes nothing except for a small file that is written, read and removed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )
-"""Those whose versions are looked at and shown."""
+"""Packages whose versions are checked and shown."""
 LIMITS = {"nofile": "RLIMIT_NOFILE", "memlock": "RLIMIT_MEMLOCK", "nproc": "RLIMIT_NPROC", "core": "RLIMIT_CORE"}
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Limit(BaseModel):
-    """A limit of this process and the most it may be raised to; ``None``: unlimited."""
+    """Limit of this process and its hard maximum; ``None``: unlimited."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,10 +50,10 @@ class Limit(BaseModel):
 
 
 class HostFacts(BaseModel):
-    """One machine and one question: can ``ranks`` ranks run here? Bytes and cores.
+    """Facts of one machine for one question: can ``ranks`` ranks run here?
 
-    ``cores`` are those that this process may run on, ``busy_cores`` how many of all are at work for others now.
-    ``rdma`` are InfiniBand or RoCE devices. ``interfaces`` are the names of network interfaces that are up.
+    In bytes and cores. ``cores`` are those that this process may run on, ``busy_cores`` how many of all are in use by
+    others now. ``rdma`` are InfiniBand or RoCE devices. ``interfaces`` are the names of network interfaces that are up.
     ``threads`` is OMP_NUM_THREADS where it is set. ``torch_cuda`` is the CUDA that torch was built for (``None``: for
     none), ``torch_archs`` the GPU generations that its kernels are for. ``cuda_problem`` is why torch finds no GPU.
     """
@@ -97,7 +97,9 @@ class HostFacts(BaseModel):
 
 
 def look_at_host(ranks: int | None, folder: Path, source: GpuSource | None = None) -> HostFacts:
-    """All facts of this machine, for ``ranks`` ranks on it (a rank a GPU, else two). Takes a second or two.
+    """Collect all facts of this machine. Takes a second or two.
+
+    For ``ranks`` ranks (default: one per GPU, else two).
 
     Raises:
         UserError: ``folder`` is a file.
@@ -144,7 +146,10 @@ def look_at_host(ranks: int | None, folder: Path, source: GpuSource | None = Non
 
 
 def _visible(machine: GpuMachine, names: list[str] | None) -> tuple[GpuMachine, list[int] | None]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, by number or by the beginning of their id, and their numbers."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, and their numbers.
+
+    By number or by the beginning of their id.
+    """
     if names is None or not machine.gpus:
         return machine, None
     found: list[GpuState] = []
@@ -161,7 +166,10 @@ def _visible(machine: GpuMachine, names: list[str] | None) -> tuple[GpuMachine, 
 
 
 def _torch() -> dict[str, Any]:
-    """What torch was built for, and whether it gets at a GPU; starts CUDA in this process where there is a GPU."""
+    """Return torch's build facts, and whether it can use a GPU.
+
+    Starts CUDA in this process where there is a GPU.
+    """
     import torch
 
     found: dict[str, Any] = {"torch_cuda": torch.version.cuda}

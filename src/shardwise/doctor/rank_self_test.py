@@ -1,8 +1,8 @@
-"""Do the ranks answer, and is what they add up right? A test that names the rank that did not answer.
+"""Self-test of ranks: do all respond, and are all-reduce results correct?
 
-The ranks meet twice: at a key-value store, where each writes down how far it is, and in a process group, which is what
-is tested. A collective that does not end says nothing of who is missing; the store does, whichever rank that is, and
-for gloo and NCCL alike. Collectives run in a thread of their own, so that one which never returns holds up nothing.
+It names the rank that did not respond. The ranks meet twice: at a key-value store, where each records its progress, and
+in a process group, which is tested. A hanging collective does not show which rank is missing; the store does, for gloo
+and NCCL alike. Collectives run in a separate thread, so that one which never returns blocks nothing.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from shardwise.measure.gpu.gpu_load import DeviceLoad, load_device
 
 STAGES = ("start", "join", "all_reduce", "all_gather", "load", "end")
 SMALL, LARGE, ROUNDS = 1024, 1 << 20, 5
-"""Numbers in the tensors that are added up: 4 KiB for the time a message takes, 4 MiB for the speed."""
+"""Elements of the all-reduced tensors: 4 KiB for the latency, 4 MiB for the bandwidth."""
 POLL_S = 0.05
 GRACE_S = 5.0
-"""After the first failure, how long the others have for their word: seconds, as they look for it all the time."""
+"""Seconds that the others have to report after the first failure; they poll for it."""
 TOLD_S = 1.0
 FINAL = ("is stopped", "has ended", "is gone")
-"""What `process_state` says of processes that will not answer any more."""
+"""States from `process_state` of processes that will not respond."""
 _KEY = "shardwise-doctor"
 
 
 class RankAnswer(BaseModel):
-    """One rank: where it ran, the last stage that it entered, and its last word (``ok``, ``wrong``, ``failed``,
-    ``waited``: it saw others fail; ``None``: it did not answer). ``state`` says what its process does then.
+    """Answer of one rank: host, last stage, and final result.
+
+    The result is ``ok``, ``wrong``, ``failed``, ``waited`` (it saw others fail), or ``None`` (no answer). ``state`` is
+    that of its process at that time.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -57,7 +59,7 @@ class RankAnswer(BaseModel):
 
 
 class RanksTest(BaseModel):
-    """What came out of it, as one rank (``speaker``) sees it. ``problem`` is ``None`` where all is well.
+    """Result of the self-test on one rank (``speaker``); ``problem`` is ``None`` on success.
 
     ``small_s`` and ``large_s`` are the median seconds of an all_reduce of 4 KiB and of 4 MiB on the speaker, the first
     round left out; too few for a measurement of the link (`shardwise bench comm` is one).
@@ -80,7 +82,10 @@ class RanksTest(BaseModel):
 
 
 class _GaveUp(Exception):
-    """This rank does not go on: in time (``kind`` ``failed``), or as another one failed (``waited``)."""
+    """Raised where this rank stops.
+
+    ``kind`` is ``failed`` (in time), or ``waited`` (another one failed).
+    """
 
     def __init__(self, kind: str, stage: str, text: str) -> None:
         super().__init__(text)
@@ -88,23 +93,23 @@ class _GaveUp(Exception):
 
 
 class Board:
-    """Where each rank writes down how far it is, for all to read; ``store`` is used by one thread only."""
+    """Progress of each rank in the shared ``store``, which one thread uses."""
 
     def __init__(self, store: Any, place: Rendezvous) -> None:
         self.store, self.rank, self.world_size = store, place.rank, place.world_size
         self._per_host = place.local_world_size
 
     def here(self, note: str) -> None:
-        """This rank has started, on this host."""
+        """Record that this rank has started, on this host."""
         self._set("here", json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "note": note}))
         self.store.add(f"{_KEY}/started", 1)
 
     def enter(self, stage: str) -> None:
-        """This rank goes into a stage."""
+        """Record that this rank enters a stage."""
         self._set("stage", stage)
 
     def word(self, kind: str, text: str = "", load: DeviceLoad | None = None) -> None:
-        """This rank's last word."""
+        """Record this rank's final result."""
         loaded = None if load is None else load.model_dump()
         self._set("word", json.dumps({"word": kind, "text": text, "load": loaded}))
         self.store.add(f"{_KEY}/words", 1)
@@ -112,19 +117,22 @@ class Board:
             self.store.set(f"{_KEY}/failed", "yes")
 
     def started(self) -> int:
-        """How many ranks have started."""
+        """Number of ranks that have started."""
         return int(self.store.add(f"{_KEY}/started", 0))
 
     def words(self) -> int:
-        """How many ranks have had their last word."""
+        """Number of ranks with a final result."""
         return int(self.store.add(f"{_KEY}/words", 0))
 
     def failed(self) -> bool:
-        """Whether any rank has failed."""
+        """Return whether any rank has failed."""
         return bool(self.store.check([f"{_KEY}/failed"]))
 
     def answers(self) -> tuple[RankAnswer, ...]:
-        """What all ranks have written so far; one that has not started is on the host of its neighbours, if any has."""
+        """Return the records of all ranks.
+
+        One that has not started gets its neighbours' host, if known.
+        """
         found: list[RankAnswer] = []
         hosts: dict[int, str | None] = {}
         for rank in range(self.world_size):
@@ -156,11 +164,12 @@ def self_test(
     told: threading.Event | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> RanksTest:
-    """Run the test as one rank; collective. Makes a process group and leaves it to the process's end.
+    """Run the test as one rank; collective.
 
-    Ranks have ``start_s`` (else ``timeout_s``) to start, counted from when this one did, and ``timeout_s`` for all that
-    follows. ``note`` is told to the others. Once ``told`` is set this rank gives up and says what it saw: a launcher
-    that ends the world says so by a signal. ``on_stage`` is called with each stage that this rank enters.
+    Creates a process group and leaves it open until the process ends. Ranks have ``start_s`` (else ``timeout_s``) to
+    start, counted from when this one did, and ``timeout_s`` for all that follows. ``note`` is shared with the others.
+    Once ``told`` is set (a launcher ends the world with a signal) this rank stops and reports its view. ``on_stage`` is
+    called with each stage that this rank enters.
 
     Raises:
         MachineError: the store where the ranks meet cannot be reached.
@@ -175,13 +184,13 @@ def self_test(
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         who = f"the launcher's process on {place.master_addr}" if agent else f"rank 0 on {place.master_addr}"
         raise MachineError(
-            f"rank {place.rank} on {socket.gethostname()}: {who}, which keeps the ranks' store, does not answer any "
-            f"more; look at it first ({(str(error).splitlines() or [''])[0]})"
+            f"rank {place.rank} on {socket.gethostname()}: {who}, which keeps the ranks' store, does not respond any "
+            f"more; check it first ({(str(error).splitlines() or [''])[0]})"
         ) from error
 
 
 def _tested(run: _Run, note: str) -> RanksTest:
-    """All of the test but how the ranks find each other."""
+    """Run the test after the rendezvous."""
     began, board, place, timeout_s = time.monotonic(), run.board, run.place, run.timeout_s
     board.here(note)
     try:
@@ -203,7 +212,7 @@ def _tested(run: _Run, note: str) -> RanksTest:
 
 
 def meet(place: Rendezvous, timeout_s: float, *, hosts: bool) -> Any:
-    """A connection to the store at the ranks' meeting place; ``hosts``: it is to be opened here.
+    """Connect to the store at the rendezvous; ``hosts``: create it here.
 
     Raises:
         MachineError: it cannot be reached, or its port is taken.
@@ -224,7 +233,7 @@ def meet(place: Rendezvous, timeout_s: float, *, hosts: bool) -> Any:
 
 
 class _Run:
-    """One rank's way through the stages."""
+    """Stages of the test on one rank."""
 
     def __init__(
         self,
@@ -253,7 +262,7 @@ class _Run:
         return max(0.0, self.deadline - time.monotonic())
 
     def all_stages(self) -> None:
-        """From the start to the last collective."""
+        """Run all stages, from the start to the last collective."""
         self._enter("start")
         self.deadline = time.monotonic() + self.start_s
         while self.board.started() < self.place.world_size:
@@ -271,10 +280,10 @@ class _Run:
         self._enter("end")
 
     def wait_for_words(self) -> None:
-        """Until every rank has had its last word, or those that have not can have none any more.
+        """Wait for every rank's final result, or until the missing ones cannot have one.
 
-        Once a rank has failed that is `GRACE_S` at most, and no longer than until what is missing is known to be
-        stopped or gone; once this process is told to end, a second.
+        After a failure it waits `GRACE_S` at most, and only until the missing ranks are known to be stopped or gone;
+        after a request to end, one second.
         """
         failing = False
         self.deadline = max(self.deadline, time.monotonic() + POLL_S)
@@ -298,7 +307,7 @@ class _Run:
         if self.board.failed():
             raise _GaveUp("waited", stage, "another rank gave up")
         if self.told.is_set():
-            raise _GaveUp("waited", stage, "this rank was told to end")
+            raise _GaveUp("waited", stage, "this rank was asked to end")
 
     def _stage(self, name: str, work: Callable[[], None]) -> None:
         self._enter(name)
@@ -336,7 +345,7 @@ class _Run:
         )
 
     def _all_reduce(self) -> None:
-        """Each rank gives whole numbers whose sum is known and exact in float32 up to 1,400 ranks."""
+        """All-reduce integers whose sum is known, and exact in float32 up to 1,400 ranks."""
         world, rank = self.place.world_size, self.place.rank
         for device in self.devices:
             for size in (SMALL, LARGE):
@@ -377,10 +386,10 @@ class _Run:
 
 
 def judged(found: RanksTest, timeout_s: float) -> RanksTest:
-    """The test with its verdict: who is silent, who is wrong, who failed first, or that all is well.
+    """Add the verdict to the test: silent ranks, wrong ones, the first failure, or success.
 
-    A rank that has had no last word is to blame before any that says what it saw; ranks that all answer at the store
-    and still do not get a collective through have a problem between them.
+    A rank without a final result is blamed before any that reports; ranks that all respond at the store but fail a
+    collective have a problem between them.
     """
     silent = [answer for answer in found.answers if answer.word is None]
     wrong = [answer for answer in found.answers if answer.word == "wrong"]
@@ -410,7 +419,7 @@ def judged(found: RanksTest, timeout_s: float) -> RanksTest:
         variable = "NCCL_SOCKET_IFNAME" if found.backend == "NCCL" else "GLOO_SOCKET_IFNAME"
         fix = (
             "every rank answers, so it is what lies between them: name the network interface that joins the hosts in "
-            f"{variable}, and look at firewalls"
+            f"{variable}, and check firewalls"
         )
         if stage == "start":
             fix = "look why it starts so late (a slow disk, few cores), or give it longer: --timeout"
@@ -419,7 +428,7 @@ def judged(found: RanksTest, timeout_s: float) -> RanksTest:
 
 
 def process_state(host: str | None, pid: int | None) -> str:
-    """What a process of this machine does, in words; empty where it is of another machine or not known."""
+    """Describe the state of a local process; empty where remote or unknown."""
     import psutil
 
     if pid is None or host != socket.gethostname():
@@ -434,7 +443,7 @@ def process_state(host: str | None, pid: int | None) -> str:
         return "its process has ended"
     if status == psutil.STATUS_DISK_SLEEP:
         return "its process waits inside of the kernel, for a disk or a driver"
-    return "its process is there and does not go on"
+    return "its process exists and makes no progress"
 
 
 def _silence(answer: RankAnswer) -> str:
@@ -450,11 +459,11 @@ def _name(answer: RankAnswer) -> str:
 
 def _silent_fix(silent: list[RankAnswer], world_size: int) -> str:
     if all(answer.pid is None for answer in silent):
-        return "look at its host and its log: was it started, and can it reach rank 0's host? --timeout gives it longer"
-    hosts = {answer.host or "a host that nobody is heard from" for answer in silent}
+        return "check its host and its log: was it started, and can it reach rank 0's host? --timeout gives it longer"
+    hosts = {answer.host or "a host that does not respond" for answer in silent}
     if len(hosts) == 1 and 1 < len(silent) < world_size:
         return f"all of them are on {hosts.pop()}: look whether it is up and reachable"
-    return "look at that process (py-spy dump --pid), its GPU (nvidia-smi) and its host's log (dmesg)"
+    return "check that process (py-spy dump --pid), its GPU (nvidia-smi) and its host's log (dmesg)"
 
 
 def _finish(device: torch.device) -> None:

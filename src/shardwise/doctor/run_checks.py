@@ -1,4 +1,4 @@
-"""All checks of a machine, in the order in which they are shown."""
+"""Run all checks of a machine, in display order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from shardwise.doctor.machine_facts import HostFacts
 
 
 def examine(facts: HostFacts) -> list[Check]:
-    """Every check that needs no other rank: devices, versions, links, the machine's limits, disk, settings."""
+    """Run every check that needs no other rank.
+
+    These are devices, versions, links, the machine's limits, disk, settings.
+    """
     return [
         *check_gpus(facts),
         *check_versions(facts),

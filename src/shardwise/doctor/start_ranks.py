@@ -21,15 +21,15 @@ from shardwise.errors import Interrupted, ShardwiseError
 from shardwise.launch.on_ranks import on_ranks
 
 SLOW_START_S = 30.0
-"""Beyond the ranks' own time-outs, for what they load before they can count."""
+"""Seconds beyond the ranks' own time-outs, for their imports."""
 IDLE_S = 5.0
-"""Beyond their time-out, when not one of them runs any more."""
+"""Seconds beyond their time-out, when none of them is running."""
 GRACE_S = 3.0
-"""What ranks have, once told to end, for their last word."""
+"""Seconds that ranks have to report after a request to end."""
 
 
 class RankTestTask(BaseModel):
-    """What a rank is to do, and where it leaves what it found."""
+    """Task of a rank, and the location of its result."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,7 +48,7 @@ def check_ranks(
     work: str = f"{__name__}:answer_as_rank",
     threads: int = 1,
 ) -> RanksTest:
-    """Start ``world_size`` ranks here, and say what came of it. Ends all of them, also those that are stopped.
+    """Start ``world_size`` local ranks, return the result, and end all, also stopped ones.
 
     Times are those of `shardwise.doctor.rank_self_test.self_test`; ``work`` is what runs as a rank.
 
@@ -66,7 +66,7 @@ def check_ranks(
             if not watch.ended_them:
                 raise
         except ShardwiseError as failure:
-            said = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that go away
+            said = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that are deleted
         finally:
             watch.stop()
         found = [RanksTest.model_validate_json(path.read_text()) for path in folder.glob("answer-*.json")]
@@ -78,7 +78,7 @@ def check_ranks(
 def nobody_answered(
     world_size: int, device: str, timeout_s: float, said: str, watch: _Watch, seconds: float
 ) -> RanksTest:
-    """No rank has left a word: what `run_local` says of them, or else what their processes did."""
+    """Build the result where no rank left one: from `run_local`, or else their processes' state."""
     answers = tuple(
         RankAnswer(rank=rank, state=watch.seen.get(rank, "its process was never seen")) for rank in range(world_size)
     )
@@ -93,12 +93,12 @@ def nobody_answered(
         return judged(found, timeout_s)
     named = re.match(r"ranks? ([\d, ]+)", said) or re.search(r"on ranks? ([\d, ]+)\)$", said)
     ranks = tuple(int(number) for number in named[1].split(",")) if named else tuple(range(world_size))
-    fix = "what it says is its own account of why; nothing answers before that is mended"
+    fix = "its own message gives the reason; no rank can respond before that is fixed"
     return found.model_copy(update={"problem": said, "fix": fix, "stage": "start", "silent": ranks})
 
 
 def explained(found: RanksTest, said: str, seen: dict[int, str], timeout_s: float) -> RanksTest:
-    """The ranks' own verdict, with what this process saw of the silent ones and, where one died, how."""
+    """Add this process's view to the ranks' verdict: the silent ones, and how one died."""
     if not found.silent:
         return found
     answers = tuple(
@@ -113,10 +113,10 @@ def explained(found: RanksTest, said: str, seen: dict[int, str], timeout_s: floa
 
 
 class _Watch:
-    """Looks at the ranks' processes while they run: what each does, and that none stays for ever.
+    """Monitor of the ranks' processes: records their states, and kills leftovers.
 
-    Ranks that answer end by themselves. Those that are left when their time is up can say nothing any more (all are
-    stopped, say), and are killed, by their ids, after their state was noted.
+    Ranks that respond end by themselves. Those left at the time-out (all stopped, for example) are killed by id after
+    their state was recorded.
     """
 
     def __init__(self, mark: str, timeout_s: float, start_s: float) -> None:
@@ -128,7 +128,7 @@ class _Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch."""
+        """End the monitor."""
         self._stop.set()
         self._thread.join()
 
@@ -140,7 +140,7 @@ class _Watch:
                 if self._works(process):
                     idle_since = now
                     self.seen.pop(rank, None)
-                else:  # the first state counts: later ones are what ending the ranks did to it
+                else:  # the first state counts: later ones are caused by ending the ranks
                     self.seen.setdefault(rank, process_state(socket.gethostname(), process.pid))
             if now - idle_since > self._idle_s or now - began > self._most_s:
                 self._end(ranks)
@@ -153,7 +153,7 @@ class _Watch:
                 process.kill()
 
     def _ranks(self) -> dict[int, psutil.Process]:
-        """The children that are ranks of this very test."""
+        """Return the children that are ranks of this test."""
         found = {}
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(os.getpid()).children():

@@ -1,4 +1,4 @@
-"""What `shardwise doctor` found: a table for people, a document for programs."""
+"""Output of `shardwise doctor`: a table for people, a document for programs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwise.hardware.topology import Topology, explain_topology
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red", "unknown": "dim"}
 MOST_GPUS = 16
-"""A matrix of more is explained in words only: it would not fit a terminal."""
+"""A larger matrix is described in words only: it would not fit a terminal."""
 
 
 def print_doctor(checks: Sequence[Check], facts: HostFacts | None, console: Console) -> None:
-    """The machine in a line, its GPUs' matrix, every check with its fix, and the sum."""
+    """Print the machine, its GPUs' matrix, every check with its fix, and the summary."""
     if facts is not None:
         system = f"{facts.system} {facts.kernel}, Python {facts.python}, torch {facts.versions.get('torch', 'unknown')}"
         console.print(f"{facts.host}: {system}; looked at for {facts.ranks} ranks", markup=False)
@@ -35,7 +35,7 @@ def print_doctor(checks: Sequence[Check], facts: HostFacts | None, console: Cons
     several = len({check.host for check in checks if check.host}) > 1
     for check in checks:
         lines = [escape(check.text)]
-        if check.level in ("warning", "error") and check.name != "topology":  # that one stands above, once
+        if check.level in ("warning", "error") and check.name != "topology":  # printed once, above
             lines += [f"[dim]{escape(line)}[/]" for line in check.evidence if line not in check.text]
         if check.fix:
             lines.append(f"[cyan]fix:[/] {escape(check.fix)}")
@@ -47,7 +47,7 @@ def print_doctor(checks: Sequence[Check], facts: HostFacts | None, console: Cons
 
 
 def print_topology(topology: Topology, console: Console) -> None:
-    """The matrix of paths between the GPUs, and its meaning."""
+    """Print the matrix of paths between the GPUs, and its legend."""
     size = len(topology.paths)
     if size <= MOST_GPUS:
         table = Table(box=None, padding=(0, 1, 0, 0))
@@ -62,7 +62,7 @@ def print_topology(topology: Topology, console: Console) -> None:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """``1 error, 2 warnings, 12 ok``."""
+    """Format ``1 error, 2 warnings, 12 ok``."""
     counts = Counter(check.level for check in checks)
     words = []
     for level, singular in (("error", "error"), ("warning", "warning"), ("unknown", "unknown"), ("ok", "ok")):
@@ -74,7 +74,7 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def to_document(checks: Sequence[Check], facts: HostFacts | None, test: RanksTest | None) -> dict[str, Any]:
-    """The JSON of `--json`: ``healthy`` is false where a check is an error; warnings leave it true."""
+    """Build the JSON of `--json`; ``healthy`` is false where a check is an error."""
     counts = Counter(check.level for check in checks)
     topology = None if facts is None or facts.topology is None else explain_topology(facts.topology)
     return {

@@ -1,4 +1,7 @@
-"""The process that rehearses: a request on standard input, a `DryRun` or an error as the last line of output."""
+"""Child process of a dry run: a request on standard input, a `DryRun` or an error as JSON.
+
+The answer is the last line of output.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Read, rehearse, answer."""
+    """Read the request, run it, print the answer."""
     import torch
 
     from shardwise.dryrun.dry_run import DryRunRequest, answer

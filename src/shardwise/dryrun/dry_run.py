@@ -1,11 +1,11 @@
-"""`dry_run`: the training step itself, as one rank of a world of any size, without a device and without data.
+"""Dry run of the training step on fake tensors, as one rank of a world of any size.
 
-The program runs on fake tensors in a process of its own, so that the caller never has a process group. Everything that
-it allocates, frees and sends is counted; see `rehearse` for what runs, `record` for how it is counted.
+It needs no device and no data, and runs in a child process, so that the caller never has a process group. All
+allocations, frees and collectives are counted; see `rehearse` for the program, `record` for the counting.
 
-Exact: every tensor that PyTorch's operators and collectives show. Left out: what kernels take inside themselves (a
-convolution's or a matrix product's workspace), the device's context and communicator buffers, and host memory.
-On ``cuda`` the CPU's operators stand in: attention saves as the fused kernels do, autocast follows the CPU's list.
+Exact: every tensor visible to PyTorch's operators and collectives. Not counted: workspaces inside kernels
+(convolutions, matrix products), the device's context and communicator buffers, and host memory. For ``cuda`` the CPU's
+operators are used: attention saves as the fused kernels do, autocast follows the CPU's list.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from shardwise.dryrun.rehearse import Rehearsal
 
 _CHILD = "shardwise.dryrun.child"
-_BLOCKS_WORTH_IT = 8  # below, the whole model is traced
+_BLOCKS_WORTH_IT = 8  # shallower models are traced completely
 
 
 class ModelSource(BaseModel):
-    """A model that another process can build: ``package.module:function``, or the keys of a Hugging Face config."""
+    """Importable model: ``package.module:function``, or the keys of a Hugging Face config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +43,7 @@ class ModelSource(BaseModel):
     config: dict[str, Any] | None = None
 
     def builder(self) -> Callable[[], nn.Module]:
-        """The function that builds it.
+        """Return the function that builds it.
 
         Raises:
             UserError: there is no such factory or configuration.
@@ -57,7 +57,7 @@ class ModelSource(BaseModel):
 
 
 class PhasePeak(BaseModel):
-    """The fullest moment of a phase: live bytes, their parts at that moment, and what the allocator has reserved.
+    """Peak of a phase: live bytes, their categories at that moment, and bytes reserved so far.
 
     ``step`` is 0 while the model is put in place, then counts from 1; clipping belongs to the optimizer's phase.
     """
@@ -72,7 +72,7 @@ class PhasePeak(BaseModel):
 
 
 class CollectiveTotal(BaseModel):
-    """Calls and bytes of one kind of collective in a step; bytes are those of the whole tensor."""
+    """Calls and bytes of one kind of collective in a step; bytes are those of the full tensor."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,11 +82,11 @@ class CollectiveTotal(BaseModel):
 
 
 class DryRun(BaseModel):
-    """What one rank does in two steps. Bytes; ``reserved`` is ``None`` where the depth was extrapolated.
+    """Result of a dry run of one rank over two steps.
 
-    ``reserved`` is the caching allocator's with fixed segments, ``reserved_expandable`` with growing ones.
-    ``categories`` holds the most that each has at any moment. ``blocks`` is the number that was traced. ``alike`` says
-    that every rank holds and does the same.
+    In bytes; ``reserved`` is ``None`` where the depth was extrapolated. ``reserved`` is the caching allocator's with
+    fixed segments, ``reserved_expandable`` with growing ones. ``categories`` are the maxima over time. ``blocks`` is
+    the number of traced blocks. ``alike``: every rank has the same shards and does the same work.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -106,11 +106,11 @@ class DryRun(BaseModel):
     alike: bool = False
 
     def peak(self, phase: str, step: int | None = None) -> int:
-        """Most live bytes of a phase, in one step or in any."""
+        """Return the peak of live bytes of a phase, in one step or in any."""
         return max(p.allocated for p in self.phases if p.name == phase and step in (None, p.step))
 
     def estimate_phases(self) -> tuple[Phase, ...]:
-        """The phases as an `Estimate` has them."""
+        """Return the phases as in an `Estimate`."""
         names = ("load", "forward", "backward", "optimizer")
         first = [p for p in self.phases if p.step == 1]
         found = [p for p in self.phases if p.step != 1]
@@ -122,7 +122,7 @@ class DryRun(BaseModel):
 
 
 class DryRunRequest(BaseModel):
-    """What the child is asked."""
+    """Request to the child process."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -146,18 +146,18 @@ def dry_run(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     timeout_s: float = 600.0,
 ) -> DryRun:
-    """Rehearse two training steps of one rank in a child process.
+    """Run two training steps of one rank on fake tensors in a child process.
 
     Args:
-        build: a source, or a function; one that cannot be imported by name is carried over by a fork.
-        plan: how; its micro batch, length, precision, recompute and device are used.
+        build: a source, or a function; one that cannot be imported by name is passed by a fork.
+        plan: its micro batch, length, precision, recompute and device are used.
         optimizer: keys of the config's ``[optimizer]`` table.
         extrapolate: trace a few blocks and extend to all of them, where that is exact; else trace all.
         batch: makes a micro batch ``(inputs, labels)`` of a number of samples; token ids by default.
         loss: summed loss of outputs and labels; cross-entropy over tokens by default.
 
     Raises:
-        PlanError: this version does not run the plan, or not one rank of it alone (a pipeline).
+        PlanError: this version does not run the plan, or cannot run one rank of it alone (a pipeline).
         ModelError: the model does not run on fake tensors, or not under this plan.
         MachineError: the child died.
     """
@@ -167,7 +167,7 @@ def dry_run(
 
         rehearsable(plan)
     if batch is None and plan.seq_len is None:
-        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
+        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or give a function that builds a batch")
     source = build if isinstance(build, ModelSource) else _by_name(build)
     options: dict[str, Any] = {
         "optimizer": dict(optimizer or {}),
@@ -185,10 +185,10 @@ def dry_run(
 def prove(
     build: Callable[[], nn.Module] | ModelSource, plan: Plan, *, ranks: tuple[int, ...] | None = None, **options: Any
 ) -> tuple[DryRun, ...]:
-    """`dry_run` of the whole model for every rank that holds something else: the first and, if it differs, the last.
+    """Dry-run the full model for the ranks with different shards: the first, and the last if different.
 
     Sharding gives the first ranks the larger chunks; with ``zero1`` each rank steps other parameters, so that ``ranks``
-    should name the one with the largest share. The first rank of a tensor-parallel group is its fullest.
+    should name the one with the largest share. The first rank of a tensor-parallel group uses most memory.
     """
     if ranks is not None:
         return tuple(dry_run(build, plan, rank=rank, **options) for rank in dict.fromkeys(ranks))
@@ -198,7 +198,7 @@ def prove(
 
 
 def answer(build: Callable[[], nn.Module], plan: Plan, *, extrapolate: bool = False, **options: Any) -> str:
-    """In the child: the dry run, or what went wrong, as JSON."""
+    """Run in the child: return the dry run, or the error, as JSON."""
     try:
         found = _extended(build, plan, **options) if extrapolate else None
         if found is None:
@@ -240,7 +240,7 @@ def _told(found: Rehearsal, plan: Plan, rank: int) -> DryRun:
 
 
 def _extended(build: Callable[[], nn.Module], plan: Plan, **options: Any) -> DryRun | None:
-    """From a few blocks to all; ``None`` where the model or its traces do not allow it."""
+    """Extrapolate from a few blocks to all; ``None`` where model or traces do not allow it."""
     from shardwise.dryrun.extrapolate import LARGEST, SMALLEST, Key, Traced, extended, live_by_phase
     from shardwise.dryrun.rehearse import count_blocks, rehearse
 
@@ -290,7 +290,7 @@ def _renumbered(told: DryRun, numbers: Mapping[tuple[str, ...], int], blocks: in
 
 
 def _by_name(build: Callable[[], nn.Module]) -> ModelSource | None:
-    """``build`` as a name that another process can import; ``None`` for closures and the like."""
+    """Return ``build`` as an importable name; ``None`` for closures and the like."""
     module, name = getattr(build, "__module__", None), getattr(build, "__qualname__", "")
     found = getattr(sys.modules.get(module or ""), name, None) if name.isidentifier() else None
     return ModelSource(factory=f"{module}:{name}") if found is build and module != "__main__" else None
@@ -321,7 +321,7 @@ def _spawned(request: str, timeout_s: float) -> str:
         raise MachineError(f"the dry run did not end within {timeout_s:.0f} s; trace fewer ranks or blocks") from None
     if done.returncode or not done.stdout.strip():
         last = " ".join(done.stderr.split())[-300:]
-        raise MachineError(f"the dry run's process ended with code {done.returncode}: {last or 'it said nothing'}")
+        raise MachineError(f"the dry run's process ended with code {done.returncode}: {last or 'it printed nothing'}")
     return done.stdout.splitlines()[-1]
 
 

@@ -1,8 +1,8 @@
-"""From a few blocks to many: every number of a trace grows by the same bytes for each further block.
+"""Extrapolate traces from a few blocks to all: each further block adds the same bytes.
 
-A phase's peak need not lie at the same place for any depth: backward is fullest at its start where activations weigh
-more, and at its end where gradients do. So the peak of its beginning, that of its end and that of the whole are
-followed apart; beginning and end cover whole blocks, and what lies between changes evenly from one to the other.
+The position of a phase's peak depends on the depth: backward peaks at its start if activations dominate, and at its end
+if gradients do. So the peaks of its beginning, of its end and of the complete phase are extrapolated separately;
+beginning and end cover complete blocks, and the middle changes linearly between them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shardwise.dryrun.record import StorageEvent
 if TYPE_CHECKING:
     from torch import nn
 
-SMALLEST, LARGEST = 2, 7  # blocks that are traced
+SMALLEST, LARGEST = 2, 7  # traced numbers of blocks
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Traced:
-    """One trace at one depth: live bytes after each event of each phase, and other numbers to follow."""
+    """Trace at one depth: live bytes after each event of each phase, and other numbers."""
 
     blocks: int
     live: dict[Key, list[int]]
@@ -30,7 +30,7 @@ class Traced:
 
 
 def live_by_phase(events: Sequence[StorageEvent]) -> dict[Key, list[int]]:
-    """Live bytes when each (step, phase, how often it came in this step) begins, and after each of its events."""
+    """Return the live bytes at the start of each (step, phase, repetition) and after each event."""
     found: dict[Key, list[int]] = {}
     times: dict[tuple[int, str], int] = {}
     place: tuple[int, str] | None = None
@@ -49,9 +49,9 @@ def live_by_phase(events: Sequence[StorageEvent]) -> dict[Key, list[int]]:
 
 
 def extended(traces: Sequence[Traced], blocks: int) -> dict[Key, int] | None:
-    """Each phase's peak, and the other numbers, at ``blocks``; ``None`` until the last three traces agree.
+    """Extrapolate each phase's peak and the other numbers to ``blocks``.
 
-    Phases have the keys (step, phase), the others their own.
+    ``None`` until the last three traces agree. Phases have the keys (step, phase), the others their own.
     """
     if len(traces) < 3:
         return None
@@ -75,7 +75,7 @@ def extended(traces: Sequence[Traced], blocks: int) -> dict[Key, int] | None:
 
 
 def _window(first: Traced, second: Traced, third: Traced, key: Key) -> int | None:
-    """Events that hold all of a phase but its evenly repeated middle; ``None`` where it does not grow evenly."""
+    """Find the events of a phase except its repeated middle; ``None`` if it grows unevenly."""
     lengths = [len(trace.live[key]) for trace in (first, second, third)]
     each = lengths[2] - lengths[1]
     if lengths[1] - lengths[0] != each or each < 0:
@@ -98,7 +98,7 @@ def _line(rows: Sequence[Mapping[Key, int]], last: Traced, blocks: int) -> dict[
 
 
 def shorten(module: nn.Module, blocks: int) -> None:
-    """Keep the first ``blocks`` repeated blocks of ``module``. In place."""
+    """Truncate ``module`` in place to its first ``blocks`` repeated blocks."""
     container, names = _container(module)
     for name in names[blocks:][::-1]:
         if hasattr(container, "__delitem__"):
@@ -106,7 +106,7 @@ def shorten(module: nn.Module, blocks: int) -> None:
 
 
 def depth_of(module: nn.Module) -> int | None:
-    """The number of blocks, if they are equal, all in one container and may be fewer; else ``None``."""
+    """Return the number of equal blocks in one container that can be truncated; else ``None``."""
     from torch import nn
 
     try:
@@ -129,7 +129,10 @@ def _container(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _facts(block: nn.Module) -> Iterator[tuple[object, ...]]:
-    """What makes two blocks equal: types, shapes, and numbers and words in attributes other than a block's index."""
+    """Yield the facts that equal blocks share.
+
+    Types, shapes, and numeric and text attributes except a block's index.
+    """
     for name, part in block.named_modules():
         own = {
             key: value

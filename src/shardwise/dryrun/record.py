@@ -1,4 +1,4 @@
-"""Record what a program allocates, frees and sends, storage by storage, while it runs on fake tensors.
+"""Record allocations, frees and collectives of a program on fake tensors, per storage.
 
 Torch is imported inside functions only, so that planning needs none of it.
 """
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 PHASES = ("load", "forward", "backward", "optimizer")  # clipping counts as the optimizer's
-# c10d operator → (the name used elsewhere, the argument that holds the whole tensor). `measure.collectives` has such a
-# table of its own: what measures a run shares no code with what predicts it.
+# c10d operator → (its common name, the argument with the full tensor). `measure.collectives` has its own
+# table: measurement shares no code with prediction.
 _COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -35,7 +35,7 @@ _COLLECTIVES = {
 
 
 class StorageEvent(NamedTuple):
-    """``num_bytes`` taken (positive) or given back (negative) by storage ``storage``, in (step, phase)."""
+    """Allocation (positive) or free (negative) of ``num_bytes`` in a storage, in (step, phase)."""
 
     storage: int
     num_bytes: int
@@ -45,7 +45,7 @@ class StorageEvent(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """One collective: the bytes of the whole (unsharded) tensor."""
+    """Collective with the bytes of the full (unsharded) tensor."""
 
     name: str
     num_bytes: int
@@ -55,7 +55,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """Live bytes at the fullest moment of a phase, their parts at that moment, and what an allocator has reserved."""
+    """Peak of a phase: live bytes, their categories at that moment, and bytes reserved so far."""
 
     step: int
     phase: str
@@ -65,10 +65,10 @@ class Peak:
 
 
 class StorageRecorder:
-    """The book: events in order, and which category each storage turned out to be of.
+    """Recorder of storage events in order, with the category of each storage.
 
-    ``phase`` says where the program is. A storage's category is what is said of it last; what nobody names is an
-    activation if it was made in a forward and outlived it, else a temporary.
+    ``phase`` is the program's current phase. A storage has the category it was last given; an unnamed one is an
+    activation if it was created in a forward and outlived it, else a temporary.
     """
 
     def __init__(self, phase: Callable[[], tuple[int, str]], stream: Callable[[], str]) -> None:
@@ -95,7 +95,7 @@ class StorageRecorder:
         self.resized(key, storage.nbytes())
 
     def resized(self, key: int, num_bytes: int) -> None:
-        """A storage has another size now."""
+        """Record a new size of a storage."""
         if key not in self._live:
             return
         number, before, stream = self._live[key]
@@ -110,7 +110,7 @@ class StorageRecorder:
         self._live[key] = (number, num_bytes, stream)
 
     def moment(self, num_bytes: int, category: str) -> None:
-        """``num_bytes`` that are taken and given back within one operator."""
+        """Record ``num_bytes`` allocated and freed within one operator."""
         if not num_bytes:
             return
         step, phase = self._phase()
@@ -120,13 +120,13 @@ class StorageRecorder:
         self._next += 1
 
     def mark(self) -> None:
-        """Note that a phase has begun, if one has, even if it allocates nothing."""
+        """Record the start of a phase, even if it allocates nothing."""
         step, phase = self._phase()
         if not self.events or self.events[-1].step != step or self.events[-1].phase != phase:
             self.events.append(StorageEvent(-1, 0, "default", step, phase))
 
     def name(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Say what these tensors are; new ones are counted from now on."""
+        """Set the category of these tensors; new ones are counted from now on."""
         for tensor in tensors:
             inner = getattr(tensor, "_local_tensor", tensor)
             if inner.device.type == "meta":
@@ -136,30 +136,30 @@ class StorageRecorder:
             self._names[self._live[storage._cdata][0]] = category
 
     def category_of(self, tensor: torch.Tensor) -> str | None:
-        """What was said of a tensor's storage."""
+        """Return the category of a tensor's storage, if set."""
         found = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
         return None if found is None else self._names.get(found[0])
 
     def live_since(self, number: int) -> list[int]:
-        """Numbers of the storages that were made at or after ``number`` and are alive."""
+        """Return the live storages created at or after ``number``."""
         return [own for own, _, _ in self._live.values() if own >= number]
 
     def name_numbers(self, numbers: Iterable[int], category: str) -> None:
-        """As `name`, where nothing was said yet."""
+        """Set the category of storages that have none yet."""
         for number in numbers:
             self._names.setdefault(number, category)
 
     @property
     def next_number(self) -> int:
-        """The number that the next storage will get."""
+        """Return the number of the next storage."""
         return self._next
 
     def categories(self) -> dict[int, str]:
-        """What each named storage is."""
+        """Return the category of each named storage."""
         return dict(self._names)
 
     def close(self) -> None:
-        """Stop watching the storages that are still there."""
+        """Stop tracking the remaining storages."""
         for finalizer in self._finalizers.values():
             finalizer.detach()
         self._live.clear()
@@ -173,9 +173,9 @@ class StorageRecorder:
 def peaks_of(
     events: Iterable[StorageEvent], categories: dict[int, str], *, expandable: bool = False
 ) -> tuple[tuple[Peak, ...], dict[str, int]]:
-    """The fullest moment of each (step, phase) in order, and the most that each category holds at any moment.
+    """Compute the peak of each (step, phase) in order, and the maximum of each category.
 
-    Every event goes through a `CachingAllocator`, too; ``reserved`` is what it holds at most up to the phase's end.
+    Every event goes through a `CachingAllocator`, too; ``reserved`` is its maximum up to the phase's end.
     """
     memory = CachingAllocator(expandable=expandable)
     held: dict[int, Any] = {}
@@ -212,12 +212,12 @@ def peaks_of(
 
 @contextmanager
 def recording(recorder: StorageRecorder, *, gloo: bool, on_cpu: bool) -> Iterator[None]:
-    """While inside, every operator on this thread, and backward's, writes into ``recorder``.
+    """Record every operator on this thread, and backward's, in ``recorder``.
 
-    Enter it inside the fake mode. ``on_cpu`` counts what lies in host memory anyway: the random state that recompute
-    keeps of each block. With ``gloo``, the buffers that gloo's own collectives take are counted:
-    reduce_scatter reduces a copy of its input, all_gather gathers into a flat copy of its output
-    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). One is given back by gloo's own thread, at times a little later.
+    Enter it inside the fake mode. ``on_cpu`` counts tensors in host memory: the random state that recompute stores per
+    block. With ``gloo``, the buffers of gloo's collectives are counted: reduce_scatter reduces a copy of its input,
+    all_gather gathers into a flat copy of its output (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Gloo's own
+    thread frees one of them, at times a little later.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -225,7 +225,10 @@ def recording(recorder: StorageRecorder, *, gloo: bool, on_cpu: bool) -> Iterato
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
-        """Sees each operator of plain tensors; those of DTensor come again as operators on their local parts."""
+        """Dispatch mode for operators of plain tensors.
+
+        Those of DTensor arrive as operators on their local shards.
+        """
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(issubclass(kind, DTensor) for kind in types):
@@ -252,7 +255,7 @@ def recording(recorder: StorageRecorder, *, gloo: bool, on_cpu: bool) -> Iterato
             recorder.name([state], "activations")
         return state
 
-    def propagate_unseen(*args: Any, **kwargs: Any) -> Any:  # it makes fake tensors of global shape
+    def propagate_unseen(*args: Any, **kwargs: Any) -> Any:  # it creates fake tensors of global shape
         recorder.muted += 1
         try:
             return propagate(*args, **kwargs)
@@ -273,7 +276,7 @@ def recording(recorder: StorageRecorder, *, gloo: bool, on_cpu: bool) -> Iterato
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While inside, ``owner`` has another attribute of that name."""
+    """Replace an attribute of ``owner`` inside the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -296,11 +299,11 @@ def _note(recorder: StorageRecorder, func: Any, args: Any, result: Any, gloo: bo
         if tensor.device.type != "meta":
             recorder.see(tensor.untyped_storage())
             if name == "_to_copy" and recorder.category_of(args[0]) == "parameters":
-                recorder.name([tensor], "buffers")  # autocast's narrow copy of a weight
+                recorder.name([tensor], "buffers")  # autocast's low-precision copy of a weight
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts."""
+    """Yield every tensor in nested lists, tuples and dicts."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -314,7 +317,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def totals(sent: Iterable[Sent], step: int) -> dict[str, tuple[int, int]]:
-    """Calls and bytes of each collective of one step."""
+    """Return calls and bytes of each collective of one step."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for item in sent:
         if item.step == step:
@@ -325,9 +328,9 @@ def totals(sent: Iterable[Sent], step: int) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group of ``world_size`` ranks of which this process is ``rank``, and no other one exists.
+    """Create a fake process group of ``world_size`` ranks, of which this process is ``rank``.
 
-    The mesh is built outside the fake mode, which cannot answer the questions that building one asks.
+    The mesh is built outside the fake mode, which does not support the operations needed for it.
     """
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -354,7 +357,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         with (
             swapped(apply, "build_mesh", build_for_real),
             swapped(DeviceMesh, "_concatenate", staticmethod(join_for_real)),
-            # it reads what other ranks sent
+            # it reads data of other ranks
             swapped(distributed, "_verify_param_shape_across_processes", lambda *_: None),
         ):
             yield
@@ -364,7 +367,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def naming_shards(recorder: StorageRecorder) -> Iterator[None]:
-    """While inside, gradients on their way through FSDP2's reduction are named buffers."""
+    """Categorize gradients in FSDP2's reduction as buffers, inside the context."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 
     reduce = getattr(group, "foreach_reduce")  # noqa: B009
@@ -381,7 +384,7 @@ def naming_shards(recorder: StorageRecorder) -> Iterator[None]:
 
 
 def sharding_units(module: torch.nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups in ``module``, in the order of its modules."""
+    """Yield FSDP2's parameter groups in ``module``, in the order of its modules."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -392,7 +395,7 @@ def sharding_units(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def stream_name(module: torch.nn.Module | None) -> str:
-    """The name of the stream that is current, among those that FSDP2 has made."""
+    """Return the name of the current stream, among those of FSDP2."""
     import torch
 
     current = torch.cpu.current_stream()
@@ -409,8 +412,8 @@ def stream_name(module: torch.nn.Module | None) -> str:
 def answer_reductions(outer: torch.nn.Module) -> None:
     """Let DDP's reducer run in a fake world.
 
-    It gets its buckets back at once, because a fake group's own answer holds nothing, and does not order them anew
-    after the first step, for which it would read what other ranks say. Their bytes stay the same.
+    It gets its buckets back at once, because a fake group's own result is empty, and does not reorder them after
+    the first step, which would read data of other ranks. Their bytes stay the same.
     """
     import torch
     import torch.distributed as dist
@@ -432,7 +435,7 @@ def answer_reductions(outer: torch.nn.Module) -> None:
 
 
 class _FixedBuckets:
-    """DDP's reducer, less the second ordering of its buckets."""
+    """DDP's reducer without the reordering of its buckets."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -1,7 +1,7 @@
-"""Run the training step itself on fake tensors, as one rank of a fake world, and write down what it takes.
+"""Run the training step on fake tensors, as one rank of a fake world, and record its memory.
 
-What runs is what ``shardwise train`` runs: `parallel.apply`, `Session`, its optimizer, its loss and its clipping.
-One process at a time may rehearse, and it must have no process group.
+It runs the code of ``shardwise train``: `parallel.apply`, `Session`, its optimizer, its loss and its clipping.
+A process runs one dry run at a time, and must not have a process group.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-STEPS = 2  # the first makes the optimizer's state, the second has it from the start
+STEPS = 2  # the first creates the optimizer's state, the second starts with it
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank did: its events, what each storage was, what it sent."""
+    """Record of one rank: its events, the category of each storage, and its collectives."""
 
     events: list[StorageEvent]
     categories: dict[int, str]
@@ -49,7 +49,7 @@ class Rehearsal:
 
 
 _PHASES = {"forward": "forward", "backward": "backward", "clip": "optimizer", "optimizer": "optimizer"}
-# what a session's phase counts as; all else belongs to what came before it
+# category of each session phase; any other phase counts as the previous one
 
 
 @dataclass
@@ -88,17 +88,17 @@ def rehearse(
     batch: Callable[[int], tuple[Any, Any]] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Rehearsal:
-    """Train ``steps`` steps of the model that ``build`` makes.
+    """Train ``steps`` steps of the model that ``build`` creates.
 
     Args:
         optimizer: keys of the config's ``[optimizer]`` table.
-        blocks: keep only that many of the model's repeated blocks.
+        blocks: keep only this many of the model's repeated blocks.
         batch: makes a micro batch ``(inputs, labels)`` of a number of samples; token ids by default.
         loss: summed loss of outputs and labels; cross-entropy over tokens by default.
 
     Raises:
-        PlanError: this version does not run the plan, or not one rank of it alone (a pipeline).
-        ModelError: the model cannot be trained so, or does not run on fake tensors.
+        PlanError: this version does not run the plan, or cannot run one rank of it alone (a pipeline).
+        ModelError: the model cannot be trained under this plan, or does not run on fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -107,7 +107,7 @@ def rehearse(
 
     rehearsable(plan)
     if batch is None and plan.seq_len is None:
-        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or say how a batch is made")
+        raise PlanError("a dry run on tokens needs the plan's seq_len; set it, or give a function that builds a batch")
     began = time.perf_counter()
     clock = _Clock()
     recorder = StorageRecorder(clock.phase, clock.stream)
@@ -118,7 +118,7 @@ def rehearse(
             with (
                 fake_world(plan.dims.world_size, rank),
                 _decided(build, plan, blocks, batch),
-                swapped(step, "check_finite", lambda *_, **__: None),  # fake numbers cannot be looked at
+                swapped(step, "check_finite", lambda *_, **__: None),  # fake tensors have no values to check
                 swapped(Session, "marks", lambda *_: [0, 0]),
                 swapped(Session, "share_luck", lambda *_: None),
                 naming_shards(recorder),
@@ -135,7 +135,7 @@ def rehearse(
             raise
         except ShardwiseError:
             raise
-        except Exception as error:  # whatever a model does that fake tensors cannot
+        except Exception as error:  # anything that fake tensors do not support
             text = " ".join(str(error).split())
             values = "DataDependent" in type(error).__name__ or "Dynamic" in type(error).__name__
             raise ModelError(
@@ -151,10 +151,10 @@ def rehearse(
 
 
 def rehearsable(plan: Plan) -> None:
-    """Whether one rank of ``plan`` can be rehearsed alone.
+    """Check that one rank of ``plan`` can run alone.
 
     Raises:
-        PlanError: this version does not run it, or its ranks take turns.
+        PlanError: this version does not run it, or its ranks depend on each other (pipeline).
     """
     runnable(plan)
     if plan.dims.pp > 1:
@@ -168,7 +168,7 @@ def rehearsable(plan: Plan) -> None:
 def _decided(
     build: Callable[[], nn.Module], plan: Plan, blocks: int | None, batch: Callable[[int], tuple[Any, Any]] | None
 ) -> Iterator[None]:
-    """While inside, how a model is cut is known already: looking at it needs values, which fake tensors have not."""
+    """Fix the sharding decisions in advance: making them needs values, which fake tensors lack."""
     import torch
 
     from shardwise.dryrun.extrapolate import shorten
@@ -189,7 +189,7 @@ def _decided(
 
 
 def count_blocks(build: Callable[[], nn.Module]) -> int | None:
-    """The number of equal repeated blocks that may be fewer; ``None`` where the model is not such."""
+    """Return the number of equal repeated blocks that can be truncated; else ``None``."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from shardwise.dryrun.extrapolate import depth_of
@@ -219,7 +219,7 @@ class _Script:
         from shardwise.train.optimizer import build_optimizer
         from shardwise.train.session import Session
 
-        on_host = self.plan.device != "cpu"  # the device first sees a unit's weights when the unit is placed on it
+        on_host = self.plan.device != "cpu"  # a unit's weights reach the device when the unit is placed on it
         run_plan = self.plan.model_copy(update={"device": "cpu"})
         model = materialize.build(build, 0, real=self.rank == 0 and not on_host)
         if self.blocks is not None:
@@ -279,7 +279,7 @@ class _Script:
         from shardwise.distributed.process_group import Ranks
 
         world = self.plan.dims.world_size
-        # no control group: what ranks would tell each other does not exist
+        # no control group: there are no other ranks
         return Ranks(self.rank, world, 0, world, torch.device("cpu"), None, owns_group=False, owns_control=False)
 
     def _ranks_alike(self, model: nn.Module) -> bool:
@@ -302,7 +302,7 @@ class _Script:
 
 
 class _Namer:
-    """Observes a session to say what its tensors are."""
+    """Session observer that categorizes tensors."""
 
     def __init__(self, recorder: StorageRecorder) -> None:
         self.recorder = recorder
@@ -327,7 +327,10 @@ class _Namer:
 def _named_loss(
     loss: Callable[[Any, Any], torch.Tensor], recorder: StorageRecorder
 ) -> Callable[[Any, Any], torch.Tensor]:
-    """``loss``, after which what the forward has left is named: logits from the model's output on, the rest before."""
+    """Wrap ``loss`` to categorize the forward's tensors.
+
+    Logits from the model's output on, activations before.
+    """
 
     def named(outputs: Any, labels: Any) -> torch.Tensor:
         recorder.name_numbers(recorder.live_since(recorder.forward_from), "activations")
@@ -342,7 +345,7 @@ def _named_loss(
 
 
 def _windows(make: Callable[[], list[Any]], steps: int, clock: _Clock) -> Iterator[list[Any]]:
-    """The micro batches of each step."""
+    """Yield the micro batches of each step."""
     for number in range(1, steps + 1):
         clock.step, clock.last = number, "forward"
         yield make()

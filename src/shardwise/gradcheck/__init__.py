@@ -1,1 +1,1 @@
-"""`shardwise verify`: gradients of each strategy against those of one process."""
+"""`shardwise verify`: compare gradients of each strategy with those of one process."""

@@ -1,4 +1,4 @@
-"""The global batches that strategies are compared on: the config's own samples, one ragged step and one whole one."""
+"""Global batches for the comparison: the config's samples, one ragged step and one full one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Data:
-    """Where samples come from; ids are taken modulo ``vocab_size`` where the small model has fewer."""
+    """Data source; ids are taken modulo ``vocab_size`` where the small model has fewer."""
 
     samples: NumberedSamples
     order: Order
@@ -33,9 +33,9 @@ class Data:
 
 
 def global_batch(data: Data, plan: Plan, step: int) -> dict[Key, Batch]:
-    """The micro batches of one optimizer step over all data-parallel ranks.
+    """Return the micro batches of one optimizer step over all data-parallel ranks.
 
-    In the ragged step each sample ends somewhere else, and the last rank (or the only one) has a micro batch less.
+    In the ragged step samples have different lengths, and the last rank (or the only one) has one micro batch less.
     """
     dp, micro, accumulation = plan.dims.dp, plan.micro_batch or 1, plan.grad_accum
     position = step * dp * micro * accumulation
@@ -65,7 +65,7 @@ def _ragged(batches: dict[Key, Batch], plan: Plan) -> dict[Key, Batch]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes for a global batch: the gradient of the mean loss, its norm, and that loss."""
+    """Single-process result for a global batch: gradient of the mean loss, its norm, the loss."""
 
     gradients: Gradients
     norm: float
@@ -74,7 +74,10 @@ class Reference:
 
 
 def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: bool = False) -> Reference:
-    """Forward and backward over the whole global batch at once (or sample by sample), without Shardwise."""
+    """Run forward and backward over the global batch without Shardwise.
+
+    At once, or sample by sample.
+    """
     inputs = torch.cat([batch[0] for batch in batches.values()])
     labels = torch.cat([batch[1] for batch in batches.values()])
     tokens = int((labels != IGNORED).sum())
@@ -84,7 +87,7 @@ def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: boo
     for rows, targets in zip(inputs.split(size), labels.split(size), strict=True):
         outputs = model(rows)
         logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
-        # PyTorch's own loss: a mistake in Shardwise's must not be on both sides of the comparison
+        # PyTorch's own loss: an error in Shardwise's must not be on both sides of the comparison
         loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = loss / max(tokens, 1)
         loss.backward()
@@ -95,7 +98,7 @@ def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: boo
 
 
 def taken(model: nn.Module) -> Gradients:
-    """The gradients of the trained parameters, which are taken off the model."""
+    """Take the gradients of the trained parameters off the model."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -105,7 +108,7 @@ def taken(model: nn.Module) -> Gradients:
 
 
 def contributions(make: Callable[[], nn.Module], batches: Mapping[Key, Batch]) -> dict[Key, Gradients]:
-    """The gradient of each micro batch's summed loss."""
+    """Return the gradient of each micro batch's summed loss."""
     model, found = make(), {}
     for key, (inputs, labels) in batches.items():
         token_loss_sum(model(inputs), labels).backward()
@@ -114,5 +117,5 @@ def contributions(make: Callable[[], nn.Module], batches: Mapping[Key, Batch]) -
 
 
 def tokens_of(batches: Mapping[Key, Batch]) -> dict[Key, int]:
-    """Labels that count in each micro batch."""
+    """Count the labels (not ignored) in each micro batch."""
     return {key: int((labels != IGNORED).sum()) for key, (_, labels) in batches.items()}

@@ -1,6 +1,6 @@
-"""What explains gradients that differ: a degree counted twice or not at all, parts never added up, rows misplaced.
+"""Explain gradient differences: factors of a degree, missing sums, misplaced rows.
 
-Everything is worked out from the plan's degrees and from the gradients themselves: nothing is run here.
+It uses only the plan's degrees and the gradients: nothing is run here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 
 NEARLY_ALL = 0.9  # of the elements that have a gradient
-SAME = 1e-4  # two factors that are one
-MOST_PARAMETERS = 3  # that are told row by row
+SAME = 1e-4  # tolerance for equal factors
+MOST_PARAMETERS = 3  # reported row by row
 
 
 @dataclass(frozen=True)
 class CauseContext:
-    """What a strategy's factors can come from: its plan, and how many heads of keys and values a projection has."""
+    """Context of a strategy's factors: its plan, and the key-value heads of a projection."""
 
     plan: Plan
     key_value_heads: int = 0
@@ -33,7 +33,7 @@ class CauseContext:
 
 @dataclass(frozen=True)
 class FactorCause:
-    """A factor that a known mistake gives, what has that degree, and the mistake in words."""
+    """Factor of a known error, the axis with that degree, and the error in words."""
 
     factor: float
     what: str
@@ -41,7 +41,7 @@ class FactorCause:
 
 
 def candidates(plan: Plan) -> list[FactorCause]:
-    """The factors that mistakes with the plan's degrees give: each degree, its inverse, and the usual products."""
+    """List the factors of errors with the plan's degrees: each degree, inverses, usual products."""
     dims, accumulation = plan.dims, plan.grad_accum
     found: list[FactorCause] = []
 
@@ -95,7 +95,10 @@ def _products(dims: ParallelDims) -> list[tuple[str, int]]:
 
 
 def name_factor(factor: float, plan: Plan) -> str:
-    """``2.00 × too large: tp 2: the loss is counted ...``; all axes of that degree where several have it."""
+    """Describe a factor: ``2.00 × too large: tp 2: the loss is counted ...``.
+
+    Names all axes with that degree.
+    """
     size = factor if abs(factor) >= 1.0 else 1.0 / factor if factor else 0.0
     if factor < 0 or not factor:
         text = "zero" if not factor else f"{factor:.4g} × what one process computes (the sign is wrong)"
@@ -125,18 +128,18 @@ def explain(
     tokens: Mapping[tuple[int, int], int] | None = None,
     brief: bool = False,
 ) -> tuple[str, ...]:
-    """Why ``found`` is not ``reference``, the most telling first; empty where nothing differs.
+    """Explain why ``found`` differs from ``reference``, most informative first; empty if equal.
 
     Args:
         reference: of one process over the global batch.
         found: of the strategy.
-        differences: what `compare` said of the two.
+        differences: result of `compare`.
         setting: the plan.
-        tolerance: a relative error up to which a gradient is right.
-        parts: the gradients as each rank sees them, by rank; a rank leaves out what it does not hold.
+        tolerance: relative error up to which a gradient is correct.
+        parts: each rank's view of the gradients; a rank omits parameters that it does not have.
         contributions: of each (data-parallel rank, micro batch) the gradient of its summed loss, in one process.
         tokens: labels that count in each of these.
-        brief: the forward is known to differ: factors and rows of single parameters are nothing to tell.
+        brief: the forward is known to differ: omit factors and rows of single parameters.
     """
     wrong = [d for d in differences if not d.error <= tolerance]
     if not wrong:
@@ -151,7 +154,7 @@ def explain(
         return (*lines, f"gradients are {name_factor(shared, setting.plan)}")
     unsummed, rest = _unsummed(rest, reference, parts, setting.plan.dims, tolerance)
     lines += unsummed
-    by_factor = all(d.factor is not None for d in rest)  # weights that are all the same say nothing of tokens
+    by_factor = all(d.factor is not None for d in rest)  # equal weights carry no information about tokens
     if rest and contributions and tokens and not by_factor:
         weighed = _weights(rest, found, contributions, tokens)
         if weighed:
@@ -168,19 +171,19 @@ def explain(
 def explain_weights(
     reference: Gradients, found: Gradients, differences: Sequence[Difference], setting: CauseContext
 ) -> tuple[str, ...]:
-    """Which weights do not lie on the ranks as they are in the model."""
+    """Name the weights that are not on the ranks as they are in the model."""
     wrong = [d for d in differences if d.error > 0]
     rows = _rows(wrong, reference, found, setting, 0.0)
     return tuple(f"the weights on the ranks are not the model's: {row}" for row in rows)
 
 
 def explain_loss(found: float, expected: float, plan: Plan) -> str:
-    """Why the loss itself is wrong: what the axes that cut a forward can do to it."""
+    """Explain a wrong loss by the axes that shard a forward."""
     dims = plan.dims
     suspects = {
-        f"tp {dims.tp} (heads or the parts of a fused projection cut in the wrong place)": dims.tp,
+        f"tp {dims.tp} (heads or the parts of a fused projection split at the wrong place)": dims.tp,
         f"cp {dims.cp} (tokens that attend to the wrong ones, or have the wrong places)": dims.cp,
-        f"pp {dims.pp} (a block left out, done twice, or out of order)": dims.pp,
+        f"pp {dims.pp} (a block omitted, run twice, or out of order)": dims.pp,
     }
     named = [text for text, degree in suspects.items() if degree > 1]
     said = f"the loss is {found:.6g} where one process has {expected:.6g}: the forward itself differs"
@@ -188,7 +191,7 @@ def explain_loss(found: float, expected: float, plan: Plan) -> str:
 
 
 def explain_norm(found: float, expected: float, plan: Plan) -> str:
-    """Why a norm over right gradients is wrong."""
+    """Explain a wrong norm over correct gradients."""
     factor = found / expected if expected else math.inf
     degrees = {"tp": plan.dims.tp, "dp": plan.dims.dp, "cp": plan.dims.cp, "pp": plan.dims.pp}
     exact = [axis for axis, n in degrees.items() if n > 1 and abs(factor - math.sqrt(n)) <= SAME * factor]
@@ -201,18 +204,21 @@ def explain_norm(found: float, expected: float, plan: Plan) -> str:
     most = [axis for axis, n in degrees.items() if n > 1 and 1 < factor < math.sqrt(n)]
     if most:
         return f"{said} the right one: some parameters count once for each rank of {' or '.join(most)}"
-    return f"{said} the right one: parameters are left out of it"
+    return f"{said} the right one: parameters are missing in it"
 
 
 def pattern_of(names: Sequence[str], most: int = 3) -> str:
-    """``layers.*.q_norm.weight`` for the names of all blocks; the first few patterns."""
+    """Return ``layers.*.q_norm.weight`` for the names of all blocks; the first few patterns."""
     patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
     more = f" and {len(patterns) - most} more" if len(patterns) > most else ""
     return ", ".join(patterns[:most]) + more
 
 
 def _suspects(plan: Plan) -> list[str]:
-    """The forward is right and no factor explains the gradient: what of the plan changes a backward."""
+    """List options that change a backward.
+
+    For a correct forward, where no factor explains the gradient.
+    """
     named = []
     if plan.dims.pp > 1:
         frees = (
@@ -242,7 +248,7 @@ def _missing(names: Sequence[str], reference: Gradients) -> str:
 
 
 def _shared_factor(wrong: Sequence[Difference], reference: Gradients) -> float | None:
-    """One factor over nearly all elements that have a gradient."""
+    """Return one factor of nearly all elements that have a gradient, if there is one."""
     whole = sum(g.numel() for g in reference.values() if g is not None and bool(g.count_nonzero()))
     factors = [d.factor for d in wrong if d.factor is not None]
     if not factors or not whole:
@@ -260,7 +266,7 @@ def _unsummed(
     dims: ParallelDims,
     tolerance: float,
 ) -> tuple[list[str], list[Difference]]:
-    """Parameters whose parts on the ranks of one axis make the whole, by axis; and those left over."""
+    """Find parameters whose shards along one axis add up to the full gradient; and the rest."""
     if not parts:
         return [], list(wrong)
     by_axis: dict[tuple[str, str], list[str]] = {}
@@ -274,7 +280,7 @@ def _unsummed(
     lines = []
     for (along, how), names in by_axis.items():
         many = f" ({len(names)} parameters)" if len(names) > 1 else ""
-        holds = "each stage holds a part of it" if along == "pp" else "each rank holds a part of it"
+        holds = "each stage has a part of it" if along == "pp" else "each rank has a part of it"
         if how == "averaged":
             holds = "each rank has that of its own samples or tokens alone"
         lines.append(f"the gradient of {pattern_of(names)}{many} is not {how} over {along}: {holds}")
@@ -310,7 +316,7 @@ def _weights(
     contributions: Mapping[tuple[int, int], Gradients],
     tokens: Mapping[tuple[int, int], int],
 ) -> str:
-    """How the micro batches are weighted in ``found``, where it is a weighted sum of theirs; empty where it is not."""
+    """Describe the micro batches' weights in ``found``; empty where it is not a weighted sum."""
     names = [d.name for d in wrong if found.get(d.name) is not None]
     keys = [key for key in contributions if tokens[key]]
     if not names or not keys:
@@ -326,7 +332,7 @@ def _weights(
     if float((matrix @ solved - target).norm()) > 1e-6 * float(target.norm()):
         return ""
     total = sum(tokens[key] for key in keys)
-    weight = {key: float(value) * total for key, value in zip(keys, solved, strict=True)}  # 1 where it is right
+    weight = {key: float(value) * total for key, value in zip(keys, solved, strict=True)}  # 1 where it is correct
     return _name_weights(weight, {key: tokens[key] for key in keys}, total)
 
 
@@ -363,7 +369,7 @@ def _constant(values: Iterable[float]) -> bool:
 
 
 def _partial_factors(wrong: Sequence[Difference], plan: Plan) -> list[str]:
-    """Factors that only some parameters have, each with their names."""
+    """List factors of only some parameters, each with their names."""
     groups: dict[float, list[str]] = {}
     for difference in wrong:
         if difference.factor is not None:
@@ -378,7 +384,7 @@ def _partial_factors(wrong: Sequence[Difference], plan: Plan) -> list[str]:
 def _rows(
     wrong: Sequence[Difference], reference: Gradients, found: Gradients, setting: CauseContext, tolerance: float
 ) -> list[str]:
-    """Which rows of a tensor differ, and whether they hold what belongs to others; the first parameters only."""
+    """Describe the differing rows of the first parameters, and whether they belong elsewhere."""
     lines = []
     for difference in wrong[:MOST_PARAMETERS]:
         expected, seen = reference[difference.name], found.get(difference.name)
@@ -413,7 +419,7 @@ def _row_text(rows: Sequence[int], whole: int) -> str:
 
 
 def _moved(bad: Sequence[int], expected: torch.Tensor, seen: torch.Tensor, bound: float) -> str:
-    """Whether the rows that differ are rows of the reference from other places."""
+    """Describe whether the differing rows are rows of the reference from other positions."""
     if not bad or expected.ndim < 2 or len(bad) > 512:
         return ""
     index = torch.tensor(bad)
@@ -422,7 +428,7 @@ def _moved(bad: Sequence[int], expected: torch.Tensor, seen: torch.Tensor, bound
     if bool((nearest.values > bound).any()):
         return ""
     source = index[nearest.indices]
-    return f"; rows from {bad[0]} on hold what belongs to rows from {int(source[0])} on: they are in the wrong place"
+    return f"; rows from {bad[0]} on contain what belongs to rows from {int(source[0])} on: they are in the wrong place"
 
 
 def _heads(bad: Sequence[int], rows: int, setting: CauseContext) -> str:
@@ -430,11 +436,11 @@ def _heads(bad: Sequence[int], rows: int, setting: CauseContext) -> str:
     if not bad or not heads or not size or rows != heads * size:
         return ""
     hit = sorted({row // size for row in bad})
-    return f" (key/value heads {', '.join(map(str, hit))} of {heads}: is the split over ranks one of whole heads?)"
+    return f" (key/value heads {', '.join(map(str, hit))} of {heads}: does the split over ranks keep heads complete?)"
 
 
 def summary_factor(difference: Difference, reference: torch.Tensor | None, found: torch.Tensor | None) -> float | None:
-    """The factor that fits best, also where it does not explain all elements; ``None`` where there is none."""
+    """Return the best-fitting factor, even if it does not explain all elements; else ``None``."""
     if difference.factor is not None or reference is None or found is None or reference.shape != found.shape:
         return difference.factor
     return factor_of(reference, found, within=math.inf)

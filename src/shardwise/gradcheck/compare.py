@@ -1,6 +1,6 @@
-"""The same-gradient contract as plain functions: one process's gradients against those that a strategy gave.
+"""Compare the gradients of one process with those of a strategy: plain functions.
 
-`compare` measures, parameter by parameter. `shardwise.gradcheck.causes` says what explains a difference.
+`compare` measures, parameter by parameter. `shardwise.gradcheck.causes` explains differences.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 TOLERANCE = 1e-9
-FLOOR = 1e-5  # of the largest gradient of the model: what is below is compared with that, not with its own rounding
+FLOOR = 1e-5  # of the model's largest gradient: smaller ones are compared with that, not with their own rounding
 
 Gradients = Mapping[str, torch.Tensor | None]
-"""Whole gradients in float64 by parameter name, in the model's order; ``None`` where there is none."""
+"""Full gradients in float64 by parameter name, in the model's order; ``None`` where there is none."""
 
 
 class Difference(BaseModel):
-    """One parameter. ``factor`` is what the reference is to be multiplied by where one number explains all elements.
+    """Difference of one parameter, with the ``factor`` if one number explains all elements.
 
-    ``error`` is the largest difference of an element over the largest element of the reference; infinite where a
-    gradient is missing.
+    It is the number by which the reference is multiplied to give the found gradient. ``error`` is the largest
+    difference of an element over the largest element of the reference; infinite where a gradient is missing.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -33,7 +33,7 @@ class Difference(BaseModel):
 
 
 class GradientVerdict(BaseModel):
-    """What became of one strategy. ``first`` is the first parameter, in the model's order, that differs."""
+    """Verdict on one strategy; ``first`` is the first differing parameter in the model's order."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
@@ -48,7 +48,7 @@ class GradientVerdict(BaseModel):
 
 
 def compare(reference: Gradients, found: Gradients) -> list[Difference]:
-    """Every parameter of ``reference`` that is a key of ``found``, in the reference's order."""
+    """Compare every parameter of ``reference`` that is a key of ``found``, in its order."""
     floor = FLOOR * max((float(g.abs().max()) for g in reference.values() if g is not None and g.numel()), default=0.0)
     return [_difference(name, whole, found[name], floor) for name, whole in reference.items() if name in found]
 
@@ -71,7 +71,7 @@ def _difference(name: str, expected: torch.Tensor | None, found: torch.Tensor | 
 
 
 def factor_of(expected: torch.Tensor, found: torch.Tensor, within: float = 1e-6) -> float | None:
-    """The number that ``found`` is ``expected`` times, where there is one; ``None`` where there is none."""
+    """Return the factor f with ``found`` = f · ``expected``; ``None`` where there is none."""
     power = float((expected * expected).sum())
     if power == 0.0:
         return None
@@ -88,7 +88,7 @@ def judge(
     clipped_error: float,
     tolerance: float,
 ) -> GradientVerdict:
-    """Put together what was measured; ``norm`` and ``loss`` are the one found and the one expected."""
+    """Combine the measurements into a verdict; ``norm`` and ``loss`` are (found, expected)."""
     norm_error, loss_error = max(_relative(*norm), clipped_error), _relative(*loss)
     wrong = [d for d in differences if not d.error <= tolerance]
     return GradientVerdict(

@@ -1,4 +1,4 @@
-"""One step of one strategy against one process: measured on every rank, explained on rank 0."""
+"""Compare one step of a strategy with one process on every rank; explain it on rank 0."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from shardwise.gradcheck.reference import References
 from shardwise.gradcheck.views import GradientRecorder, all_parts, error_table, whole_weights
 from shardwise.train.session import Session
 
-CLIPPED = 0.5  # of the norm: what gradients are clipped to
+CLIPPED = 0.5  # of the norm: the clipping threshold
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A verdict, and on rank 0 what explains it where it is no."""
+    """Verdict, and on rank 0 its explanation where it is negative."""
 
     verdict: GradientVerdict
     told: tuple[str, ...] = ()
 
 
 class Judge:
-    """Compares what a prepared session holds with one process's model. Every method is collective.
+    """Compare a prepared session with one process's model. Every method is collective.
 
     Args:
         make: the small model with the weights that rank 0 has.
         session: prepared.
         references: gradients of one process.
-        heads: key/value heads of the model and their size; 0 where not known.
+        heads: key-value heads of the model and their size; 0 where not known.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Judge:
         self.setting = CauseContext(session.plan, *heads)
 
     def weights(self) -> tuple[str, ...]:
-        """Whether every rank's view of the weights is the model's own; what is in the wrong place where it is not."""
+        """Check every rank's weights against the model's; return those in the wrong place."""
         expected = {name: p.detach() for name, p in self.make().named_parameters()}
         parts, worst = self._seen(expected, whole_weights(self.session.module), 0.0)
         if max(float(row.max()) for row in worst) <= 0.0 or not self.session.ranks.is_main:
@@ -54,7 +54,7 @@ class Judge:
     def step(
         self, watch: GradientRecorder, expected: Reference, batches: Mapping[Key, Batch], *, norm: float, loss: float
     ) -> Judged:
-        """The gradients before and after clipping, the norm and the loss of a step."""
+        """Compare the gradients before and after clipping, the norm and the loss of a step."""
         names, tolerance = list(expected.gradients), self.references.tolerance
         scale = min(1.0, CLIPPED * expected.norm / (expected.norm + 1e-6))
         scaled = {n: None if g is None else g * scale for n, g in expected.gradients.items()}
@@ -126,6 +126,6 @@ class Judge:
 
     @staticmethod
     def _furthest(expected: Gradients, parts: list[Gradients], table: list[torch.Tensor]) -> Gradients:
-        """Of each parameter the view of the rank that is furthest off."""
+        """Return for each parameter the view of the rank with the largest error."""
         worst = torch.stack(table).max(0).indices.tolist()
         return {name: parts[worst[i]].get(name) for i, name in enumerate(expected)}

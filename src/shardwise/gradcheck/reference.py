@@ -1,7 +1,7 @@
-"""One process's gradients, computed in a process that is no rank and read by all; and how well they can be known.
+"""Reference gradients of one process, computed outside of any group, with their noise.
 
-A model may ask how many ranks there are. Computed among them, the reference would make the mistake that it is there to
-find; so it is computed before there is a group, and reaches the ranks as files.
+A model may ask for the world size. Computed among ranks, the reference could contain the error that it should find; so
+it is computed before there is a group, and passed to the ranks as files.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardwise.gradcheck.compare import TOLERANCE, compare
 from shardwise.plan.plan import Plan
 from shardwise.train.loss import token_loss_sum
 
-NOISY = 1e-6  # of plain PyTorch's own gradient, computed in two ways: above, there is nothing to compare with
+NOISY = 1e-6  # of plain PyTorch's own gradient, computed in two ways: above it there is no valid reference
 _NOISE = "noise.json"
-_NO_GROUP = "process group"  # in what torch raises where a group is asked for and there is none
+_NO_GROUP = "process group"  # in torch's error where a group is needed and missing
 
 
 Result = TypeVar("Result")
 
 
 def write_references(make: Callable[[], nn.Module], data: Data, plans: Sequence[Plan], folder: Path) -> None:
-    """Compute the references of all global batches of ``plans`` into ``folder``; to be called outside of any group.
+    """Compute the references of all global batches of ``plans`` into ``folder``.
 
-    A model that cannot run without a group is computed in a group of one.
+    To be called outside of any group. A model that cannot run without a group is computed in a group of one.
 
     Raises:
         ModelError: the model raised something.
@@ -62,7 +62,7 @@ def _computed(make: Callable[[], nn.Module], batches: Mapping[Key, Batch]) -> Re
 
 
 def _alone(compute: Callable[[], Result]) -> Result:
-    """What a model computes where there is no other rank."""
+    """Run a model where there is no other rank."""
     try:
         return compute()
     except ShardwiseError:
@@ -84,14 +84,14 @@ def _name(plan: Plan, step: int, batches: Mapping[Key, Batch]) -> str:
 
 
 def _noise(make: Callable[[], nn.Module], batches: Mapping[Key, Batch]) -> float:
-    """How far the gradient of the batch at once is from that of its samples one by one."""
+    """Return the difference between the batch's gradient at once and sample by sample."""
     whole = reference(make(), batches).gradients
     apart = reference(make(), batches, one_by_one=True).gradients
     return max((d.error for d in compare(whole, apart)), default=0.0)
 
 
 class References:
-    """One process's gradients, as `write_references` left them in ``folder``."""
+    """References that `write_references` left in ``folder``."""
 
     def __init__(self, make: Callable[[], nn.Module], folder: Path) -> None:
         self._folder = folder
@@ -101,7 +101,7 @@ class References:
         self._trained = {n: p.is_complex() for n, p in make().named_parameters() if p.requires_grad}
 
     def of(self, plan: Plan, step: int, batches: Mapping[Key, Batch]) -> Reference:
-        """The reference of one global batch.
+        """Return the reference of one global batch.
 
         Raises:
             ModelError: one process does not reproduce its own gradient, so there is nothing to compare with.
@@ -144,12 +144,13 @@ class _OwnCalls(TorchDispatchMode):
 
 
 def refuse_own_collectives(model: nn.Module, batch: Batch) -> None:
-    """Let the bare model compute one batch on every rank at once, and see whether it talks to the others. Collective.
+    """Check that the bare model does not communicate, by one batch on every rank at once.
 
-    Ranks do not have the same number of micro batches in every step, and a model that talks would wait for ever.
+    Collective. Ranks do not have the same number of micro batches in every step, and a model that communicates would
+    hang.
 
     Raises:
-        ModelError: it does.
+        ModelError: it communicates.
     """
     with _OwnCalls() as watch:
         token_loss_sum(model(batch[0]), batch[1]).backward()

@@ -1,4 +1,4 @@
-"""One strategy after the other on live ranks: two steps each, gradients against one process, and the receipts."""
+"""Verify strategies in turn on live ranks: two steps each, gradients, and receipts."""
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ from shardwise.train.optimizer import build_optimizer, workload_of
 from shardwise.train.session import Session
 
 SEED = 20_011
-MOST_LINES = 4  # of a receipt that are told
+MOST_LINES = 4  # number of receipt lines reported
 
 
 class StrategyResult(BaseModel):
-    """What became of one strategy. ``reason`` says why it was not run; ``explanations`` why it does not verify."""
+    """Result of one strategy.
+
+    ``reason`` is why it was not run; ``explanations`` why it failed.
+    """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
@@ -58,13 +61,13 @@ class StrategyResult(BaseModel):
 
     @classmethod
     def refused(cls, strategy: str, ranks: int, reason: str, plan: Plan | None = None) -> StrategyResult:
-        """A strategy that cannot be, and why."""
+        """Build the result of an impossible strategy."""
         dims = plan.dims.model_dump() if plan is not None else {}
         return cls(strategy=strategy, ranks=ranks, dims=dims, status="refused", reason=reason)
 
 
 class VerifyTask(BaseModel):
-    """What the ranks of one world are to verify. ``results`` gets one `StrategyResult` a line, as each is done.
+    """Task of one world; ``results`` gets one `StrategyResult` per line, as each is done.
 
     ``references`` is the folder with the gradients of one process.
     """
@@ -81,7 +84,7 @@ class VerifyTask(BaseModel):
 
     @cached_property
     def factory(self) -> Callable[[], nn.Module]:
-        """The user's model as it is."""
+        """Return the user's model unchanged."""
         return model_factory(self._short, open_corpus(self.corpus).vocab_size)
 
     @property
@@ -89,12 +92,12 @@ class VerifyTask(BaseModel):
         return self.config.model_copy(update={"data": self.config.data.model_copy(update={"seq_len": self.seq_len})})
 
     def model(self, seed: int = SEED) -> nn.Module:
-        """The small model, in float64."""
+        """Build the small model, in float64."""
         return build_small(self.factory, self.shrunk.recipe, seed)
 
     @cached_property
     def data(self) -> Data:
-        """Short samples of the config's data, in the run's own order."""
+        """Return short samples of the config's data, in the run's own order."""
         corpus, table = open_corpus(self.corpus), self._short.data
         samples = samples_for(corpus.train, table, corpus.separator)
         small = self.shrunk.vocab_size
@@ -105,7 +108,7 @@ class VerifyTask(BaseModel):
 def verify_all(
     task: VerifyTask, ranks: Ranks, told: Callable[[StrategyResult], None] | None = None
 ) -> list[StrategyResult]:
-    """Every plan of ``task`` in turn, on all ranks of a world; what the rows say is rank 0's, which ``told`` gets."""
+    """Verify every plan of ``task`` on all ranks; ``told`` gets rank 0's results."""
     references = References(task.model, task.references)
     rows = []
     for plan in task.plans:
@@ -120,7 +123,7 @@ def verify_all(
 
 
 def _verify(task: VerifyTask, plan: Plan, ranks: Ranks, references: References) -> StrategyResult:
-    torch.manual_seed(SEED + ranks.rank)  # a rank's own luck must not matter
+    torch.manual_seed(SEED + ranks.rank)  # a rank's own random state must not matter
     session = Session(ranks=dataclasses.replace(ranks, owns_group=False, owns_control=False), planner=lambda m, o: plan)
     problem, failed = "", False
     found: list[Judged] = []
@@ -131,7 +134,7 @@ def _verify(task: VerifyTask, plan: Plan, ranks: Ranks, references: References) 
         problem, failed = str(error), isinstance(error, TrainingError)
     finally:
         session.close()
-    problems = [text for text in gather_text(problem, ranks) if text]  # what is refused is refused on every rank
+    problems = [text for text in gather_text(problem, ranks) if text]  # a rejection is the same on every rank
     facts: dict[str, Any] = {"strategy": plan.strategy, "ranks": ranks.world_size, "dims": plan.dims.model_dump()}
     if problems and failed:
         return StrategyResult(**facts, status="failed", explanations=(problems[0],))
@@ -145,7 +148,7 @@ def _verify(task: VerifyTask, plan: Plan, ranks: Ranks, references: References) 
 
 
 def false_lines(receipt: Receipt) -> list[str]:
-    """What a receipt found false, the first lines of it."""
+    """Return the first lines of a receipt that are false."""
     wrong = [line for line in receipt.lines if line.ok is False]
     shown = [f"{receipt.title}: {line.name}: planned {line.planned}, found {line.found}" for line in wrong[:MOST_LINES]]
     return [
@@ -155,7 +158,7 @@ def false_lines(receipt: Receipt) -> list[str]:
 
 
 def _together(verdicts: Sequence[GradientVerdict]) -> GradientVerdict:
-    """The worse of the steps."""
+    """Return the worse of the steps' verdicts."""
     worst = max(verdicts, key=lambda v: (not v.ok, v.error))
     return worst.model_copy(update={"norm_error": max(v.norm_error for v in verdicts)})
 
@@ -191,7 +194,7 @@ def _run(
         result = step.update(optimizer, clip_norm=expected.norm * CLIPPED)
         judged = judge.step(watch, expected, batches, norm=result.grad_norm or 0.0, loss=result.loss)
         found.append(judged if judged.verdict.ok else Judged(judged.verdict, (*misplaced, *judged.told)))
-        with torch.no_grad():  # each step is of the same weights
+        with torch.no_grad():  # each step starts from the same weights
             for parameter, weight in zip(session.module.parameters(), weights, strict=True):
                 _local(parameter).copy_(weight)
     receipts = {"effects": effects.receipt, "fit": fit.receipt}
@@ -210,7 +213,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Quiet:
-    """A probe whose receipt is collected, where alone it would end the run."""
+    """Probe whose receipt is collected instead of ending the run."""
 
     def __init__(self, probe: Any) -> None:
         self._probe = probe

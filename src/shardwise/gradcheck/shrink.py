@@ -1,8 +1,8 @@
-"""The user's own model, small: fewer blocks and narrower, with the same wiring.
+"""Shrink the user's model: fewer blocks and smaller widths, with the same wiring.
 
-A transformers model is built anew from its own configuration with smaller numbers. Of any other model only blocks are
-taken out, as sizes of a factory cannot be guessed. Each change is kept only if the model still runs and its structure
-is the same: the modules and parameter names of each kind of block, what lies outside the blocks, what is tied.
+A transformers model is rebuilt from its configuration with smaller sizes. Any other model only loses blocks, as sizes
+of a factory cannot be guessed. A change is kept only if the model still runs and its structure is unchanged: the
+modules and parameter names of each kind of block, those outside the blocks, and ties.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Structure = tuple[Any, ...]
 
 
 class Recipe(BaseModel):
-    """How the small model is built on any rank, as data.
+    """Build recipe of the small model for any rank, as data.
 
     ``classes`` are ``package.module:Name`` of a transformers model and its configuration; empty for a factory's model,
-    of which ``keep`` says for each list of blocks which ones stay. ``frozen`` are parameters of the small model.
+    of which ``keep`` lists the remaining blocks of each container. ``frozen`` are parameters of the small model.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,10 +46,10 @@ class Recipe(BaseModel):
 
 
 class Shrunk(BaseModel):
-    """What was made of a model. ``changes`` and ``kept`` are for people; ``kept`` says what could not be shrunk, why.
+    """Shrunk model, with ``changes`` and ``kept`` (what could not shrink, and why) for people.
 
-    ``vocab_size`` is how many token ids the small model takes, ``None`` for all that the data has. ``heads`` are its
-    key/value heads and their size, 0 where that is not known.
+    ``vocab_size`` is the number of token ids, ``None`` for all of the data. ``heads`` are the key-value heads and their
+    size, 0 where unknown.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -65,7 +65,7 @@ class Shrunk(BaseModel):
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The blocks of one container: its name, its children's names, and what kind each one is."""
+    """Blocks of one container: its name, its children's names, and their kinds."""
 
     container: str
     names: tuple[str, ...]
@@ -73,10 +73,10 @@ class _Blocks:
 
 
 def shrink(factory: Callable[[], nn.Module], need: ShrinkLimits) -> Shrunk:
-    """Make the model of ``factory`` as small as `ShrinkLimits` allows. No weights are made.
+    """Shrink the model of ``factory`` as far as `ShrinkLimits` allows, without creating weights.
 
     Raises:
-        ModelError: it does not run on token ids even as it is.
+        ModelError: it does not run on token ids even unchanged.
     """
     whole = build(factory, 0, real=False)
     was = sum(p.numel() for p in whole.parameters())
@@ -87,13 +87,13 @@ def shrink(factory: Callable[[], nn.Module], need: ShrinkLimits) -> Shrunk:
 
 
 def with_fewer_blocks(factory: Callable[[], nn.Module], blocks: int, seq_len: int) -> nn.Module:
-    """The model in its own widths, of not many more than ``blocks`` blocks; parameters are on the meta device."""
+    """Build the model with its own widths and about ``blocks`` blocks, on the meta device."""
     recipe = shrink(factory, ShrinkLimits(blocks=blocks, seq_len=seq_len, only_blocks=True)).recipe
     return build(lambda: _construct(factory, recipe), 0, real=False)
 
 
 def build_small(factory: Callable[[], nn.Module], recipe: Recipe, seed: int) -> nn.Module:
-    """The small model in float64 with random weights of a seed, nothing left as a constant, and without dropout."""
+    """Build the small model: float64, random weights of a seed, no constants, no dropout."""
     module = build(lambda: _construct(factory, recipe), 0, real=False)
     _empty_parameters(module)
     module = module.to(torch.float64)
@@ -112,7 +112,7 @@ def build_small(factory: Callable[[], nn.Module], recipe: Recipe, seed: int) -> 
 
 
 def no_dropout(module: nn.Module) -> list[str]:
-    """Set every dropout to 0, in modules and in plain attributes; returns what was above 0."""
+    """Set every dropout to 0, in modules and in plain attributes; return those above 0."""
     found = []
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -128,7 +128,10 @@ def no_dropout(module: nn.Module) -> list[str]:
 
 
 def structure(module: nn.Module) -> Structure:
-    """What must stay: the kinds of blocks in each list, parameters and modules outside, and ties (numbers left out)."""
+    """Return the structure to preserve.
+
+    The kinds of blocks in each list, parameters and modules outside, and ties (without numbers).
+    """
     spec = read_model(module)
     lists = {item.container: frozenset(item.kinds) for item in _block_lists(module)}
     outside = frozenset(_plain(p.name) for p in spec.parameters if p.block is None)
@@ -157,7 +160,7 @@ def _block_lists(module: nn.Module) -> list[_Blocks]:
 
 
 def chosen(kinds: list[Any], need: int) -> list[int]:
-    """Which blocks stay: the first and the last of each kind, and as many more, evenly spread, as are needed."""
+    """Choose the remaining blocks: first and last of each kind, and evenly spaced ones."""
     places: dict[Any, list[int]] = {}
     for place, kind in enumerate(kinds):
         places.setdefault(kind, []).append(place)
@@ -171,7 +174,7 @@ def chosen(kinds: list[Any], need: int) -> list[int]:
 
 
 def _rebuilds(module: nn.Module) -> bool:
-    """True for a transformers model, whose class makes it from its configuration."""
+    """Return True for a transformers model, whose class builds it from its configuration."""
     if type(module).__module__.split(".")[0] != "transformers":
         return False
     from transformers import PreTrainedModel
@@ -203,7 +206,7 @@ def _imported(path: str) -> Any:
 
 
 def _cut(module: nn.Module, container: str, names: tuple[str, ...]) -> None:
-    """Leave only the named children in a list of blocks, numbered anew."""
+    """Remove all but the named children from a list of blocks, and renumber them."""
     held = module.get_submodule(container) if container else module
     numbered = isinstance(held, nn.ModuleList | nn.Sequential)
     stays = [(str(i) if numbered else name, held.get_submodule(name)) for i, name in enumerate(names)]
@@ -212,7 +215,7 @@ def _cut(module: nn.Module, container: str, names: tuple[str, ...]) -> None:
 
 
 def _empty_parameters(module: nn.Module) -> None:
-    """Memory for parameters on the meta device; buffers are real already and hold values that no weight has."""
+    """Allocate meta parameters with unique values; buffers are real already."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -279,7 +282,7 @@ def _nothing() -> nn.Module:
 def _frozen(
     small: nn.Module, original: dict[str, nn.Parameter], lists: list[_Blocks], taken: list[int]
 ) -> tuple[str, ...]:
-    """Parameters of the small model that are frozen in the block that they stand for."""
+    """Return the small model's parameters that are frozen in the corresponding original block."""
     found = []
     for name, _ in small.named_parameters():
         source = name
@@ -294,7 +297,7 @@ def _frozen(
 
 def _dropout_text(dropped: list[str]) -> str:
     more = f" and {len(dropped) - 1} more" if len(dropped) > 1 else ""
-    return f"dropout 0 instead of {dropped[0]}{more}: random masks are no gradient to compare"
+    return f"dropout 0 instead of {dropped[0]}{more}: random masks make gradients incomparable"
 
 
 def _vocab(module: nn.Module) -> int | None:
@@ -315,7 +318,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 def _shrink_module(
     factory: Callable[[], nn.Module], whole: nn.Module, lists: list[_Blocks], need: ShrinkLimits, was: int
 ) -> Shrunk:
-    """Take blocks out of each list where the model still runs without them."""
+    """Remove blocks from each list where the model still runs without them."""
     wanted = structure(whole)
     keep: dict[str, tuple[str, ...]] = {}
     changes: list[str] = []
@@ -332,7 +335,7 @@ def _shrink_module(
         else:
             keep = attempt
             changes.append(f"{len(taken)} of {len(item.names)} blocks of '{item.container}'")
-    kept.append("widths stay: a factory does not say which of its arguments are sizes; give smaller model.kwargs")
+    kept.append("widths are unchanged: which arguments of a factory are sizes is not known; give smaller model.kwargs")
     small = build(lambda: _construct(factory, Recipe(keep=keep)), 0, real=False)
     dropped = no_dropout(small)
     changes += [_dropout_text(dropped)] if dropped else []
@@ -352,10 +355,10 @@ def _problem(
     factory: Callable[[], nn.Module] = _nothing,
     idle: frozenset[str] | None = None,
 ) -> str:
-    """Why this is no smaller version of the model; empty where it is one."""
+    """Return why the result is not a smaller version of the model; empty where it is."""
     try:
         module = build(lambda: _construct(factory, recipe), 0, real=False)
-    except Exception as error:  # configurations and classes check themselves, each in its own way
+    except Exception as error:  # configurations and classes validate themselves, each in its own way
         return f"without them it cannot be built ({_brief(error)})"
     if structure(module) != wanted:
         return "without them it has another structure"
@@ -368,7 +371,10 @@ def _problem(
 
 
 def _fake_run(recipe: Recipe, factory: Callable[[], nn.Module], seq_len: int) -> tuple[str, frozenset[str]]:
-    """Forward and backward under fake tensors: what went wrong, and the parameters that got no gradient."""
+    """Run forward and backward on fake tensors; return the error and the unused parameters.
+
+    Unused ones got no gradient.
+    """
     module = build(lambda: _construct(factory, recipe), 0, real=False)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
@@ -383,7 +389,7 @@ def _fake_run(recipe: Recipe, factory: Callable[[], nn.Module], seq_len: int) ->
             found = torch.autograd.grad(logits.sum(), list(trained.values()), allow_unused=True)
             idle = [name for name, gradient in zip(trained, found, strict=True) if gradient is None]
             return "", frozenset(_plain(name) for name in idle)
-        except Exception as error:  # whatever the user's forward raises
+        except Exception as error:  # any exception of the user's forward
             return _brief(error), frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Smaller numbers for a transformers configuration, in steps that can be tried one after the other."""
+"""Smaller values for a transformers configuration, in steps tried one after the other."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Chooser = Callable[[list[Any], int], list[int]]
 
 @dataclass(frozen=True)
 class ShrinkLimits:
-    """What the small model must still allow.
+    """Limits of the small model.
 
-    ``blocks`` at least; ``cuts`` are the (tp, cp) degrees that will be asked of it; ``seq_len`` its samples, and
-    ``own_seq_len`` those of the model as it is; ``vocab_size`` the token ids of the data. With ``only_blocks`` all
-    other sizes stay the model's own.
+    ``blocks`` is a minimum; ``cuts`` are the (tp, cp) degrees to support; ``seq_len`` is the length of its samples, and
+    ``own_seq_len`` that of the original model; ``vocab_size`` the token ids of the data. With ``only_blocks`` all other
+    sizes are unchanged.
     """
 
     blocks: int = 2
@@ -41,7 +41,7 @@ class ShrinkLimits:
 
     @property
     def granule(self) -> int:
-        """What widths that are cut are a multiple of."""
+        """Divisor of all sharded widths."""
         return math.lcm(8, *(tp * cp for tp, cp in self.cuts))
 
 
@@ -55,7 +55,7 @@ class Attempt:
     blocks: list[int] | None = None
 
     def apply(self, document: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``document`` with the new values."""
+        """Return a copy of ``document`` with the new values."""
         if not self.section:
             return {**document, **self.values}
         return {**document, self.section: {**document[self.section], **self.values}}
@@ -63,7 +63,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Proposal:
-    """One thing to make smaller, and the ways to try, in order."""
+    """Change to make, and the attempts in order."""
 
     what: str
     attempts: list[Attempt] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Proposal:
 def smaller(
     configuration: Any, document: dict[str, Any], kinds: list[Any], need: ShrinkLimits, chooser: Chooser
 ) -> Iterator[Proposal]:
-    """What can be proposed for this configuration: blocks, widths, vocabulary, positions."""
+    """Yield the proposals for this configuration: blocks, widths, vocabulary, positions."""
     section = "text_config" if isinstance(document.get("text_config"), dict) else ""
     text = configuration.text_config if section else configuration
     reader = _Reader(text, document[section] if section else document, section)
@@ -84,23 +84,23 @@ def smaller(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads a configuration by the names that transformers knows, and says under which key each is stored."""
+    """Reader of a configuration by transformers' names, with the key that stores each."""
 
     configuration: Any
     document: dict[str, Any]
     section: str
 
     def key(self, name: str) -> str:
-        """The key that holds ``name`` in the document."""
+        """Return the key of ``name`` in the document."""
         return str(getattr(type(self.configuration), "attribute_map", {}).get(name, name))
 
     def number(self, name: str) -> int | None:
-        """A whole number of the configuration, ``None`` where it has none of that name."""
+        """Return an integer of the configuration, ``None`` where it has none of that name."""
         value = self.document.get(self.key(name))
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def attempt(self, values: dict[str, Any], blocks: list[int] | None = None) -> Attempt:
-        """New values, told with the old ones."""
+        """Build an attempt, described with old and new values."""
         changed = {key: value for key, value in values.items() if self.document.get(key) != value}
         said = tuple(
             f"{key} {value} instead of {self.document[key]}"
@@ -129,10 +129,10 @@ def _blocks(reader: _Reader, kinds: list[Any], need: ShrinkLimits, chooser: Choo
 
 
 def heads_for(heads: int, key_values: int, cuts: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """The fewest heads and key/value heads of the same ratio that can be cut wherever the model's own can.
+    """Return the fewest heads and key-value heads with the same ratio and divisibility.
 
-    At least two key/value heads if the model has two, and two for each rank of tp where it has so many: so a wrong
-    split is seen.
+    At least two key-value heads if the model has two, and two per tensor-parallel rank where it has as many: so a wrong
+    split is detected.
     """
     if heads % key_values:
         return heads, key_values
@@ -154,7 +154,7 @@ def heads_for(heads: int, key_values: int, cuts: tuple[tuple[int, int], ...]) ->
 
 
 def _widths(reader: _Reader, need: ShrinkLimits) -> Proposal:
-    """Heads, their size, and the widths that go with them, in the model's own proportions."""
+    """Propose heads, their size, and matching widths, in the model's proportions."""
     proposal = Proposal("the widths")
     heads, hidden = reader.number("num_attention_heads"), reader.number("hidden_size")
     if not heads or not hidden:
@@ -198,7 +198,7 @@ def _near(value: float, granule: int) -> int:
 
 
 def _vocab(reader: _Reader, need: ShrinkLimits) -> Proposal:
-    """A small vocabulary with the same remainder, so that it can be cut where the model's own can."""
+    """Propose a small vocabulary with the same remainder, and so the same divisibility."""
     proposal = Proposal("the vocabulary")
     size = reader.number("vocab_size")
     if size is None or size <= 2 * VOCAB:
@@ -221,7 +221,7 @@ def _vocab(reader: _Reader, need: ShrinkLimits) -> Proposal:
 
 
 def _positions(reader: _Reader, need: ShrinkLimits) -> Proposal:
-    """Places, and a sliding window that bites if it does at the length of the model's own samples."""
+    """Propose positions, and a sliding window that is active if it is in the original."""
     proposal = Proposal("positions and windows")
     values: dict[str, Any] = {}
     longest = reader.number("max_position_embeddings")

@@ -1,4 +1,4 @@
-"""What each rank sees of the whole model: gradients and weights by the user's names, and how ranks compare notes."""
+"""Each rank's view of the full model, by the user's names, and comparison between ranks."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from shardwise.train.step import Step
 
 
 class GradientRecorder:
-    """Keeps this rank's view of the whole gradients, before and after clipping."""
+    """Recorder of this rank's view of the full gradients, before and after clipping."""
 
     def __init__(self) -> None:
         self.raw: Gradients = {}
         self.clipped: Gradients = {}
 
     def on_prepared(self, session: Session) -> None:
-        """Nothing yet."""
+        """Nothing to record."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Nothing yet."""
+        """Nothing to record."""
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Reduced, normalised, not yet clipped."""
+        """Record reduced, normalised, unclipped gradients."""
         self.raw = whole_gradients(session.module)
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Clipped."""
+        """Record clipped gradients."""
         self.clipped = whole_gradients(session.module)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """Nothing to keep."""
+        """Nothing to record."""
 
 
 def whole_gradients(module: nn.Module) -> Gradients:
-    """Every trained parameter's gradient as this rank sees the whole of it, by the user's names. Collective.
+    """Return this rank's view of every trained parameter's full gradient. Collective.
 
-    What is a part still (of a sum over tensor-parallel ranks) stays this rank's part: adding it up is the session's
-    work, not that of whoever looks.
+    By the user's names. A partial gradient (of a sum over tensor-parallel ranks) stays partial: summing it is the
+    session's task.
+
     """
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in _named(module):
@@ -57,7 +58,7 @@ def whole_gradients(module: nn.Module) -> Gradients:
 
 
 def whole_weights(module: nn.Module) -> Gradients:
-    """Every parameter as this rank sees the whole of it, by the user's names. Collective."""
+    """Return this rank's view of every full parameter, by the user's names. Collective."""
     return {name: _whole(parameter) for name, parameter in _named(module)}
 
 
@@ -81,7 +82,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def error_table(names: list[str], mine: Sequence[Difference], extra: float, ranks: Ranks) -> list[torch.Tensor]:
-    """Each rank's error of each parameter, -1 for one that it does not hold; then ``extra``. Collective."""
+    """Gather each rank's error of each parameter (-1: not local), then ``extra``. Collective."""
     held = {d.name: d.error for d in mine}
     row = torch.tensor([*(held.get(name, -1.0) for name in names), extra], dtype=torch.float64)
     if ranks.world_size == 1:
@@ -92,7 +93,7 @@ def error_table(names: list[str], mine: Sequence[Difference], extra: float, rank
 
 
 def all_parts(names: list[str], mine: Gradients, ranks: Ranks) -> list[Gradients]:
-    """Each rank's view of every gradient, on every rank."""
+    """Gather each rank's view of every gradient, on every rank."""
     held = {name: g for name in names if (g := mine.get(name)) is not None}
     texts = gather_text(json.dumps({name: list(g.shape) for name, g in held.items()}), ranks)
     parts: list[Gradients] = []

@@ -1,4 +1,4 @@
-"""Profiles of models: parameters, blocks and operations, from a name, a configuration or a live module.
+"""Profiles of models (parameters, blocks, operations) from names, configurations or modules.
 
-No `torch.distributed` here, and nothing about how a model is spread.
+No `torch.distributed` here, and nothing about sharding.
 """

@@ -1,4 +1,4 @@
-"""`Architecture`: what a transformer's configuration says about its shape; how a Hugging Face config is read."""
+"""`Architecture`: shape of a transformer, read from its Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwise.errors import ModelError
 class Architecture(BaseModel):
     """A decoder or encoder of equal blocks.
 
-    ``positions`` says what position information costs: ``learned`` is a table of ``max_seq_len`` rows, ``rope`` rotates
+    ``positions`` selects the position encoding: ``learned`` is a table of ``max_seq_len`` rows, ``rope`` rotates
     queries and keys, ``alibi`` and ``none`` have no weights. ``qk_norm`` is a norm of each head or of the whole
     projection. ``block_norms`` counts the norms of one block (2, 4 with norms after the sublayers, 1 where attention
     and MLP run in parallel from one norm). ``position_offset`` counts rows that a learned table has besides its
     positions (two of OPT's, token types of BERT's). ``embedding_norm`` is a norm right after the embedding;
     ``head_transform`` is BERT's: a linear layer and a norm in front of the output projection. An image family (``vit``)
     has ``max_seq_len`` patches and class token together, patches of 16 x 16 pixels of three colours, and classes in
-    ``vocab``. ``experts`` above 0 is a mixture of experts, which is not planned.
+    ``vocab``. ``experts`` above 0 is a mixture of experts, which cannot be planned.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,7 +59,9 @@ class Architecture(BaseModel):
 
 
 def parameter_count(a: Architecture) -> int:
-    """Elements of all parameters, tied ones once; what transformers' causal (BERT: masked, ViT: classifying) model has.
+    """Count the elements of all parameters, tied ones once.
+
+    As in transformers' causal (BERT: masked, ViT: classification) model.
 
     Raises:
         ModelError: a mixture of experts, whose parameters are not described here.
@@ -85,7 +87,7 @@ def parameter_count(a: Architecture) -> int:
     return first + blocks + head + (0 if a.tied else a.vocab * h) + (a.vocab if a.head_bias else 0)
 
 
-# Where a fact stands in a config.json; the first key that is there counts, also with null.
+# Keys of each fact in a config.json; the first key present counts, also with null.
 _KEYS: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -104,7 +106,7 @@ _FFN_KEY = {
     "falcon": "ffn_hidden_size",
     "opt": "ffn_dim",
 }
-_FIXED_FFN = ("mpt", "bloom")  # four times the width, whatever the config says
+_FIXED_FFN = ("mpt", "bloom")  # four times the width, whatever the config states
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -121,7 +123,7 @@ def _defaults(
     head_dim: int | None = None,
     **own: object,
 ) -> dict[str, object]:
-    """What a family's config means by a key that is left out."""
+    """Return the defaults of a family for missing keys."""
     facts: dict[str, object] = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab}
     return facts | {"positions": positions, "tied": tied, "kv_heads": kv_heads, "head_dim": head_dim} | own
 
@@ -217,7 +219,10 @@ def _bert(get: Get) -> dict[str, object]:
 
 
 def _roberta(get: Get) -> dict[str, object]:
-    """Positions start behind the padding's index, so that a table of 514 rows is good for 512."""
+    """Defaults of RoBERTa.
+
+    Positions start after the padding index, so a table of 514 rows serves 512 positions.
+    """
     rows, padding, types = get("positions"), get("pad_token_id"), get("type_vocab_size")
     kept = padding + 1 if isinstance(padding, int) else 0
     total = rows if isinstance(rows, int) else 0
@@ -280,14 +285,14 @@ _TRAITS: dict[str, Callable[[Get], dict[str, object]]] = {
 
 
 def architecture_from_config(config: Mapping[str, object], name: str = "", source: str = "") -> Architecture | None:
-    """What a Hugging Face ``config.json`` says; ``None`` where its ``model_type`` is not known here, or asks for a
-    variant that an `Architecture` cannot describe.
+    """Read a Hugging Face ``config.json``; ``None`` for unknown families and variants.
 
-    A key that is left out has the default of transformers' configuration class. Of a model for several modes (Gemma 3)
-    the text part is taken. Any family with experts is understood as far as ``experts`` goes.
+    That is, where its ``model_type`` is unknown or asks for a variant that an `Architecture` cannot describe. A missing
+    key has the default of transformers' configuration class. Of a multimodal model (Gemma 3) the text part is used. For
+    a family with experts, only ``experts`` is reliable.
 
     Raises:
-        ModelError: sizes that are no whole numbers above 0, or do not go together, all at once.
+        ModelError: sizes that are not positive integers, or are inconsistent; lists all of them.
     """
     family = str(config.get("model_type", ""))
     text = config.get("text_config")
@@ -320,7 +325,7 @@ def architecture_from_config(config: Mapping[str, object], name: str = "", sourc
 
 
 def _variant(family: str, config: Mapping[str, object]) -> bool:
-    """Options that change the parameters in a way that an `Architecture` has no field for."""
+    """Return whether options change the parameters in a way without an `Architecture` field."""
     if family == "opt":
         return config.get("word_embed_proj_dim", config.get("hidden_size", 768)) != config.get("hidden_size", 768)
     if family == "stablelm":
@@ -332,7 +337,7 @@ def _variant(family: str, config: Mapping[str, object]) -> bool:
 
 
 def _checked(facts: dict[str, object]) -> Architecture:
-    """Fill in what follows from the rest, and refuse what cannot be."""
+    """Derive the remaining fields, and reject invalid values."""
     name, problems = facts["name"], []
     sizes: dict[str, int] = {}
     for key in ("layers", "hidden", "heads", "vocab", "kv_heads", "head_dim", "ffn", "max_seq_len"):
@@ -343,7 +348,7 @@ def _checked(facts: dict[str, object]) -> Architecture:
             sizes[key] = value
         else:
             keys = " or ".join(_KEYS.get("positions" if key == "max_seq_len" else key, (key,)))
-            problems.append(f"model '{name}': {keys} is {value!r}, it must be a whole number above 0")
+            problems.append(f"model '{name}': {keys} is {value!r}, it must be a positive integer")
     if problems:
         raise ModelError(*problems)
     heads = sizes["heads"]

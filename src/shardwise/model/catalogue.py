@@ -1,8 +1,8 @@
-"""Public architectures by name: configuration facts of ``catalogue.csv``, each with where it was read.
+"""Catalogue of public architectures: the rows of ``catalogue.csv``, each with its source.
 
 The file's columns are the keys of a Hugging Face config by their plain names; ``options`` are further keys of it,
 ``key=value`` with JSON values, separated by semicolons. ``parameters`` is the total that the source publishes, where
-one was found; what is counted here must equal it. Weights are never looked at.
+one was found; the count of this package must equal it. Weights are never read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from shardwise.errors import did_you_mean
 from shardwise.model.architecture import Architecture, architecture_from_config
 
-CONVNETS = ("resnet-50",)  # known by name, but no `Architecture`: `shardwise.model.convnet` has them
+CONVNETS = ("resnet-50",)  # known by name, but not an `Architecture`: see `shardwise.model.convnet`
 
-# What a name may have more or less of without meaning another shape.
+# Parts of a name that do not change the shape.
 _NOISE = frozenset({"meta", "instruct", "chat", "it", "pt", "hf", "base", "deduped", "uncased", "4k", "8k", "128k"})
 _NUMBERS = {
     "layers": "num_hidden_layers",
@@ -33,7 +33,7 @@ _NUMBERS = {
 
 
 def find_architecture(name: str) -> Architecture | None:
-    """The architecture that ``name`` means; ``None`` where it is unknown or a convolutional net (`CONVNETS`).
+    """Find the architecture called ``name``; ``None`` if unknown or one of `CONVNETS`.
 
     Case, dashes, an organisation in front (``meta-llama/``) and words such as ``-instruct`` or ``-hf`` do not matter.
     """
@@ -43,22 +43,22 @@ def find_architecture(name: str) -> Architecture | None:
 
 
 def find_convnet(name: str) -> str | None:
-    """The one of `CONVNETS` that ``name`` means."""
+    """Find the member of `CONVNETS` called ``name``."""
     return next((net for net in CONVNETS if _plain(net) == _plain(name)), None)
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """All names, in the order of the file, for messages and completion."""
+    """List all names in the order of the file, for messages and completion."""
     return (*(row["name"] for row in _rows()), *CONVNETS)
 
 
 def published_parameters(name: str) -> int | None:
-    """The total that the source publishes for a name of `catalogue_names`; ``None`` where none was found."""
+    """Return the published number of parameters of a catalogue name; ``None`` if not found."""
     return next((int(row["parameters"]) for row in _rows() if row["name"] == name and row["parameters"]), None)
 
 
 def unknown_model_message(name: str) -> str:
-    """What to tell a user whose model is not in the catalogue: the nearest one, and the other ways to give a model."""
+    """Format the message for an unknown model: the nearest name, and other ways to give a model."""
     hint = did_you_mean(name.lower().rsplit("/", 1)[-1], catalogue_names())
     return (
         f"model '{name}' is not in the catalogue{hint}; give one of its names ({', '.join(catalogue_names()[:4])}, …), "
@@ -67,7 +67,10 @@ def unknown_model_message(name: str) -> str:
 
 
 def _plain(name: str, *, quiet: bool = False) -> str:
-    """``name`` without organisation, case and separators; ``quiet`` also drops words and dates that do not count."""
+    """Normalize ``name``: no organisation, case or separators.
+
+    ``quiet`` also drops words and dates without effect on the shape.
+    """
     words = re.split(r"[^a-z0-9.]+", name.lower().rsplit("/", 1)[-1])
     if quiet:
         words = [word for word in words if word not in _NOISE and not re.fullmatch(r"\d{4}", word)]
@@ -82,7 +85,7 @@ def _rows() -> tuple[dict[str, str], ...]:
 
 @lru_cache(maxsize=1)
 def _spellings() -> dict[str, str]:
-    """Every way to write a name, as `_plain` gives it; what is written in full comes before what leaves words out."""
+    """Map every normalized spelling to its name; full spellings come first."""
     found: dict[str, str] = {}
     names = [(row["name"], [row["name"], *filter(None, row["aliases"].split(";"))]) for row in _rows()]
     for quiet in (False, True):

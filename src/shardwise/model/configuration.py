@@ -1,4 +1,4 @@
-"""A model's ``config.json``: read as data, and refused by name where what it asks for could never be built."""
+"""Read a model's ``config.json`` as data; reject sizes that could never be built."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MOST_LAYERS = 4096
 MOST_EXPERTS = 4096
 MOST_HEADS = 2**16
 MOST_POSITIONS = 2**27
-MOST_LABELS = 2**20  # transformers writes a name for each
+MOST_LABELS = 2**20  # transformers creates a name for each
 MOST_WIDE = 2**31 - 1
 
 
 def read_configuration(file: Path, where: str) -> dict[str, Any]:
-    """The keys of ``file``; ``where`` begins each message, such as ``model 'x'``.
+    """Read the keys of ``file``; ``where`` prefixes each message, such as ``model 'x'``.
 
     Raises:
-        ModelError: it cannot be read, or is no configuration; or its counts are beyond what a model has.
+        ModelError: it cannot be read, or is not a configuration; or its counts are unrealistically large.
     """
     try:
         keys = read_json(file)
@@ -45,7 +45,7 @@ def read_configuration(file: Path, where: str) -> dict[str, Any]:
 
 
 def _counts(keys: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, int, int]]:
-    """Whole numbers that are looped over or allocated, and the most of each; those of parts of a model, too."""
+    """Yield integers that are looped over or allocated, with their limits, also of submodels."""
     for key, value in keys.items():
         if isinstance(value, dict) and key.endswith("_config"):
             yield from _counts(value, f"{prefix}{key}.")

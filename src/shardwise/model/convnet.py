@@ -1,8 +1,8 @@
-"""Profiles of residual convolutional networks, counted from their description; ResNet-50 is one.
+"""Profiles of residual convolutional networks from their description, such as ResNet-50.
 
 A sample is one image. Counted: convolutions as implicit GEMMs, batch norms over fp32 statistics, in-place ReLU and
-in-place residual sums, as the usual implementation runs them. Left out: the norms' running statistics (buffers, 8
-bytes a channel), and cuDNN's workspace, which depends on the algorithm it picks.
+in-place residual sums, as the usual implementation runs them. Not counted: the norms' running statistics (buffers, 8
+bytes a channel), and cuDNN's workspace, which depends on its algorithm.
 
 Source of the ResNet-50 description: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385,
 table 1, with the stride in the 3×3 convolution (the variant of 25,557,032 parameters).
@@ -20,7 +20,7 @@ EXPANSION = 4  # a bottleneck's output channels over its width
 
 @dataclass(frozen=True, slots=True)
 class ConvNet:
-    """A residual network of bottlenecks: ``stages`` holds (width, blocks, stride of the first) of each stage."""
+    """Residual network of bottlenecks: (width, blocks, stride of the first) of each stage."""
 
     name: str
     stages: tuple[tuple[int, int, int], ...]
@@ -38,7 +38,10 @@ CONVNETS = {net.name: net for net in (RESNET_50,)}
 
 
 def convnet_profile(net: ConvNet, image: int | None = None) -> ModelProfile:
-    """Count ``net`` over square images of ``image`` pixels. Consecutive equal blocks are one unit."""
+    """Count ``net`` over square images of ``image`` pixels.
+
+    Consecutive equal blocks are one unit.
+    """
     side = image or net.image
     units = [_stem(net, side)]
     side, width = -(-side // 4), net.stem
@@ -54,16 +57,19 @@ def convnet_profile(net: ConvNet, image: int | None = None) -> ModelProfile:
 
 
 def conv(name: str, channels: int, out: int, kernel: int, side_in: int, side_out: int, *, saved: int) -> Op:
-    """A square convolution without groups as implicit GEMM; ``saved`` is its input, where nobody kept it before."""
+    """Square ungrouped convolution as implicit GEMM.
+
+    ``saved`` is its input, if not saved before.
+    """
     m, k = side_out**2, channels * kernel**2
     moved = channels * side_in**2 + k * out + m * out
     return Op(name, "conv", m, k, out, flops=2.0 * m * k * out, moved=moved, saved=saved, weight=True)
 
 
 def _batch_norm(name: str, elements: int, channels: int) -> Op:
-    """Keeps its input and two statistics a channel; reads the input twice, for the statistics and to normalise.
+    """Batch norm: saves its input and two statistics a channel.
 
-    A second small kernel counts the batches.
+    Reads the input twice, for the statistics and to normalise. A second small kernel counts the batches.
     """
     return Op(
         name,
@@ -83,7 +89,10 @@ def _conv_weights(name: str, channels: int, out: int, kernel: int) -> tuple[Weig
 
 
 def _stem(net: ConvNet, side: int) -> Unit:
-    """7×7 convolution of stride 2, norm, ReLU, 3×3 max pool of stride 2 with an index (8 bytes) per output."""
+    """Stem: 7×7 convolution of stride 2, norm, ReLU, 3×3 max pool of stride 2.
+
+    The pool saves an index (8 bytes) per output.
+    """
     half, quarter = -(-side // 2), -(-side // 4)
     out, pooled = half**2 * net.stem, quarter**2 * net.stem
     ops = (
@@ -96,10 +105,10 @@ def _stem(net: ConvNet, side: int) -> Unit:
 
 
 def _bottleneck(name: str, channels: int, width: int, side: int, stride: int) -> Unit:
-    """1×1, 3×3 and 1×1 convolution, each with a norm; a 1×1 shortcut where the shape changes.
+    """Bottleneck: 1×1, 3×3 and 1×1 convolution, each with a norm.
 
-    The block's input counts as kept here, by its first convolution; its output by the next block. A norm keeps its
-    input, and ReLU its output, which is the next convolution's input.
+    A 1×1 shortcut where the shape changes. The block's input counts as saved here, by its first convolution; its output
+    by the next block. A norm saves its input, and ReLU its output, which is the next convolution's input.
     """
     small, out = -(-side // stride), width * EXPANSION
     mid_in, mid, end = side**2 * width, small**2 * width, small**2 * out
@@ -129,7 +138,10 @@ def _bottleneck(name: str, channels: int, width: int, side: int, stride: int) ->
 
 
 def _classifier(net: ConvNet, width: int, side: int) -> Unit:
-    """Average pool, linear layer, loss. The pool keeps its input, which is the last block's output."""
+    """Average pool, linear layer, loss.
+
+    The pool saves its input, which is the last block's output.
+    """
     whole = side**2 * width
     ops = (
         pointwise("pool", whole + width, saved=whole),

@@ -1,4 +1,4 @@
-"""`ModelSpec`: the facts of a model that a plan needs, parameter by parameter. `read.read_model` reads them."""
+"""`ModelSpec`: per-parameter facts of a model for planning, read by `read.read_model`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ParameterSpec(BaseModel):
-    """One parameter: its first name, every other name it has (tied), its shape and whether it is trained."""
+    """Parameter: first name, other (tied) names, shape, and whether it is trained."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -27,12 +27,12 @@ class ParameterSpec(BaseModel):
         return count
 
     def gathered_itemsize(self, precision: str) -> int:
-        """Bytes of an element where the parameter is gathered to be computed with: packed ones stay as they are."""
+        """Return the bytes per element when gathered for compute; quantized ones are unchanged."""
         return self.itemsize if precision == "fp32" or self.dtype == "uint8" else itemsize_of(precision)
 
 
 class ModelSpec(BaseModel):
-    """What a plan needs to know of a model."""
+    """Facts of a model that a plan needs."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,10 +52,13 @@ class ModelSpec(BaseModel):
 
     @property
     def tied(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names that are one parameter."""
+        """Groups of names that share one parameter."""
         return tuple((p.name, *p.aliases) for p in self.parameters if p.aliases)
 
 
 def itemsize_of(precision: str) -> int:
-    """Bytes of one element in ``fp32``, ``bf16``, ``fp16``, or ``fp8`` (whose weights and activations stay bf16)."""
+    """Return the bytes of an element in ``fp32``, ``bf16``, ``fp16``, or ``fp8``.
+
+    The weights and activations of ``fp8`` stay bf16.
+    """
     return 4 if precision == "fp32" else 2

@@ -1,8 +1,8 @@
-"""How what a model computes flows through its linear layers: one forward, in which those give random numbers.
+"""Trace data flow through linear layers, by one forward in which they return random numbers.
 
-Everything between the linear layers (norms, attention, reshapes, activations) runs for real, in float64, on one short
-sample; the linear layers and the embeddings themselves do not, so no weight is needed and a large model takes as little
-as a small one. Autograd then says, exactly, which numbers depend on which. Nothing of the module changes.
+Everything between the linear layers (norms, attention, reshapes, activations) is computed, in float64, on one short
+sample; the linear layers and the embeddings are not, so no weights are needed and a large model takes as little memory
+as a small one. Autograd then gives the exact dependencies. The module is not changed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.utils import _pytree
 
 from shardwise.model.read import clean_name
 
-SMALL = 1 << 20  # a parameter of three dims or more (experts) of more elements than this is given no values
-LARGE = 1 << 25  # and one of two, such as a table of positions or a bias of attention
+SMALL = 1 << 20  # a parameter of three dims or more (experts) with more elements than this gets no values
+LARGE = 1 << 25  # the limit for two dims, such as a table of positions or a bias of attention
 LENGTH = 8
-OFFSETS = 65521  # where in a pool of random numbers those of one tensor begin
+OFFSETS = 65521  # offset of a tensor in a pool of random numbers
 
 Handler = Callable[["Product", torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer or an embedding of the model: its name, what goes in (rows of a lookup) and what comes out."""
+    """Linear layer or embedding: its name, input size (rows of a lookup) and output size."""
 
     name: str
     is_lookup: bool
@@ -46,7 +46,7 @@ class Product:
 
 @dataclass(eq=False)
 class Call:
-    """One time that a product ran: what went in, what came out (a leaf of autograd's graph)."""
+    """Call of a product: its input, and its output (a leaf of autograd's graph)."""
 
     product: Product
     value: torch.Tensor
@@ -56,7 +56,7 @@ class Call:
 
 @dataclass
 class Attention:
-    """What one attention was given: heads of queries, of keys and values, and the width of one."""
+    """Attention call: query heads, key-value heads, and head dim."""
 
     heads: int
     kv_heads: int
@@ -65,10 +65,10 @@ class Attention:
 
 @dataclass(eq=False)
 class BlockRun:
-    """What one block was called with, what it gave, and what happened in between.
+    """Call of a block: arguments, result, and the calls inside it.
 
-    Of a block that is as an earlier one, only that one's name is kept (``like``). ``repeated``: it ran twice or more;
-    ``follows``: it was given the very hidden states that the block before it gave.
+    A block equal to an earlier one stores only that one's name (``like``). ``repeated``: it ran more than once;
+    ``follows``: its input is the output of the previous block.
     """
 
     name: str
@@ -86,7 +86,7 @@ class BlockRun:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A ``Linear`` that computes as such, or transformers' ``Conv1D`` (a linear layer with its weight turned)."""
+    """Return whether it is a ``Linear`` or transformers' ``Conv1D`` (transposed weight)."""
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     weight, nf = module._parameters.get("weight"), getattr(module, "nf", None)
@@ -94,7 +94,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def products(module: nn.Module) -> dict[str, Product]:
-    """Linear layers and embeddings by name."""
+    """Return linear layers and embeddings by name."""
     found = {}
     for path, part in module.named_modules():
         name, weight = clean_name(path), part._parameters.get("weight")
@@ -111,12 +111,12 @@ def products(module: nn.Module) -> dict[str, Product]:
 
 
 class Flow:
-    """A module whose products give random numbers, for as long as the ``with`` lasts.
+    """Module whose products return random numbers, for the duration of the ``with``.
 
-    ``parameters`` are those that are no product's, by name; the small ones are random, and leaves of autograd's graph.
-    ``passed`` are blocks (first) that give another one (second) more than hidden states with a gradient. ``calls`` are
-    the products outside the blocks, ``runs`` the blocks. ``lent`` are modules (second) whose parameters
-    another one's forward (first) computes with.
+    ``parameters`` are those outside of products, by name; the small ones are random, and leaves of autograd's graph.
+    ``passed`` are blocks (first) that pass another one (second) more than hidden states with a gradient. ``calls`` are
+    the products outside the blocks, ``runs`` the blocks. ``lent`` are modules (second) whose parameters are used by
+    another module's forward (first).
     """
 
     def __init__(self, module: nn.Module, blocks: tuple[str, ...], dtype: torch.dtype = torch.float64) -> None:
@@ -153,9 +153,9 @@ class Flow:
         self._stack.close()
 
     def given(self, product: Product, shape: torch.Size, count: int) -> torch.Tensor:
-        """What a product gives the ``count``-th time: random numbers, the same whenever they are asked for.
+        """Return the output of a product's ``count``-th call: random numbers, reproducible.
 
-        The first half of a sequence is positive, so that no activation function is at its dead end everywhere.
+        The first half of a sequence is positive, so that no activation function is zero everywhere.
         """
         found = self.numbers(f"{product.name}:{count}", shape).clone()
         if found.ndim > 1:
@@ -164,7 +164,7 @@ class Flow:
         return found
 
     def numbers(self, key: str, shape: torch.Size) -> torch.Tensor:
-        """Random numbers that belong to ``key``; not to be written to."""
+        """Return the random numbers of ``key``; not to be written to."""
         size = shape.numel()
         if self._pool.numel() < size + OFFSETS:
             generator = torch.Generator().manual_seed(0)
@@ -173,18 +173,18 @@ class Flow:
         return self._pool[first : first + size].view(shape)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The whole forward; fills ``calls`` and ``runs``."""
+        """Run the full forward; fills ``calls`` and ``runs``."""
         self.counts.clear()
         with _Quiet(self):
             return self.module(*args, **kwargs)
 
     @property
     def last(self) -> torch.Tensor | None:
-        """The hidden states that the last block has given."""
+        """Return the hidden states of the last block."""
         return self._previous
 
     def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], narrowed: dict[str, tuple[int, int]]) -> Any:
-        """The whole forward once more, with products that give only some of their columns, from and to."""
+        """Rerun the full forward with products limited to column ranges (from, to)."""
         self.recording, self.narrowed = False, narrowed
         try:
             return self.run(args, kwargs)
@@ -192,7 +192,7 @@ class Flow:
             self.recording, self.narrowed = True, {}
 
     def run_block(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Any:
-        """One block again, its products answered by ``handler``."""
+        """Rerun one block with its products computed by ``handler``."""
         self.counts.clear()
         self.handler = handler
         try:
@@ -202,24 +202,24 @@ class Flow:
             self.handler = None
 
     def note_reads(self, given: tuple[Any, ...]) -> None:
-        """Note parameters among ``given`` that are another module's than the one that runs."""
+        """Record parameters among ``given`` that belong to another module than the running one."""
         for value in given:
             owner = self.owners.get(id(value)) if isinstance(value, nn.Parameter) else None
             if owner is not None and self.running and self.running[-1] not in owner.split("|"):
                 self.lent.add((self.running[-1], owner.split("|")[0]))
 
     def submodule(self, name: str) -> nn.Module:
-        """The module of this (clean) name."""
+        """Return the submodule of this (clean) name."""
         found: nn.Module = next(part for path, part in self.module.named_modules() if clean_name(path) == name)
         return found
 
     def paths_of_products(self, block: str) -> set[str]:
-        """Names, relative to the block, of its linear layers and embeddings."""
+        """Return the names, relative to the block, of its linear layers and embeddings."""
         prefix = f"{block}."
         return {p.name.removeprefix(prefix) for p in self.products.values() if p.name.startswith(prefix)}
 
     def product(self, product: Product, value: torch.Tensor) -> torch.Tensor:
-        """What stands in for a product's forward."""
+        """Replace a product's forward."""
         if self.handler is not None:
             return self.handler(product, value)
         count = self.counts.get(product.name, 0)
@@ -240,7 +240,7 @@ class Flow:
 
 
 class _Quiet(TorchFunctionMode):
-    """Inside, dropout does nothing, and attentions are noted."""
+    """Context that disables dropout and records attentions."""
 
     def __init__(self, flow: Flow | None) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class _Quiet(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _swapped(flow: Flow) -> Iterator[None]:
-    """Inside, the module has stand-ins for its tensors and its products, and hooks; all is put back."""
+    """Replace the module's tensors and products and add hooks; restores everything."""
     undo: list[Callable[[], None]] = []
     made: dict[int, Any] = {}
 
@@ -328,7 +328,7 @@ def _stand_in(flow: Flow, name: str, parameter: nn.Parameter, *, is_product: boo
     if not is_product and parameter.numel() <= (SMALL if parameter.ndim > 2 else LARGE):
         found = 1.0 + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         return nn.Parameter(found.to(flow.dtype))
-    shape = parameter.shape  # rows that overlap: the shape, and different rows, without the memory
+    shape = parameter.shape  # expanded rows: the right shape and distinct rows, without the memory
     strides = [*itertools.accumulate([7] * (len(shape) - 1), lambda above, step: above * step + step), 1]
     strides = [*reversed(strides[:-1]), 1] if len(shape) > 1 else [1]
     size = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
@@ -337,7 +337,7 @@ def _stand_in(flow: Flow, name: str, parameter: nn.Parameter, *, is_product: boo
 
 
 def _like_buffer(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    narrow = value.dtype in (torch.bfloat16, torch.float16)  # what is wider was meant to be as it is
+    narrow = value.dtype in (torch.bfloat16, torch.float16)  # anything wider is left unchanged
     if value.device.type == "meta":
         if value.dtype in (torch.int64, torch.int32) and value.ndim:  # positions, most likely
             return torch.arange(value.shape[-1], dtype=value.dtype).expand(value.shape).clone()
@@ -370,7 +370,7 @@ def _before(flow: Flow, name: str) -> Callable[..., Any]:
         hidden = value.detach().clone().requires_grad_()
         args, kwargs = put(place, hidden, args, kwargs)
         flow.block = BlockRun(name, args, kwargs, place, hidden, follows=value is flow._previous)
-        # a block may work in place on what it is given; it gets a tensor that is no leaf
+        # a block may modify its input in place: it gets a non-leaf tensor
         return put(place, hidden.clone(), args, kwargs)
 
     return hook
@@ -409,13 +409,13 @@ def _end(flow: Flow, name: str) -> Callable[..., Any]:
 
 
 def main_output(output: Any, hidden: torch.Tensor) -> torch.Tensor | None:
-    """The hidden states among what a block gives."""
+    """Return the hidden states from a block's output."""
     leaves = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return next((leaf for leaf in leaves if leaf.shape == hidden.shape), None)
 
 
 def _signature(module: nn.Module, run: BlockRun) -> Any:
-    """What makes two blocks the same, as far as cutting them goes."""
+    """Return the facts that make two blocks equal for sharding."""
     facts: list[Any] = [run.place, tuple(run.hidden.shape), sorted(run.kwargs)]
     for path, part in module.named_modules():
         own = {k: _fact(v) for k, v in vars(part).items() if not _is_index(k)}
@@ -431,7 +431,7 @@ def _signature(module: nn.Module, run: BlockRun) -> Any:
 
 
 def _fact(value: Any) -> str:
-    """What is plain about an attribute: numbers and texts, the name of a function, the kind of anything else."""
+    """Describe an attribute: numbers, texts, function names, or the type of anything else."""
     if value is None or isinstance(value, int | bool | str | float | torch.dtype | torch.device):
         return repr(value)
     if isinstance(value, tuple | list) and len(value) < 100:
@@ -463,7 +463,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tu
 def put(
     place: tuple[str, int | str], value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with ``value`` at ``place``."""
+    """Replace the argument at ``place`` by ``value``."""
     if place[0] == "args":
         index = int(place[1])
         return (*args[:index], value, *args[index + 1 :]), kwargs
@@ -473,7 +473,7 @@ def put(
 def short_sample(
     sample: Any, multiple: int, dtype: torch.dtype = torch.float64
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a forward that is like ``sample`` and short: one sample of so many tokens that ``multiple`` divides.
+    """Shorten ``sample``: one sample, with a number of tokens divisible by ``multiple``.
 
     Token ids [1, length] where ``sample`` is ``None``. Inputs that are not tokens keep all sizes but the first.
     """

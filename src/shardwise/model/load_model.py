@@ -1,6 +1,6 @@
-"""The profile of what a user calls a model: a catalogue name, a configuration, or a function that builds one.
+"""Load a model's profile: from a catalogue name, a configuration, or a factory function.
 
-Names and known configurations need no torch. Nothing is downloaded, and no code is run but the user's own function.
+Names and known configurations need no torch. Nothing is downloaded, and only the user's own function is run.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from shardwise.model.profile import ModelProfile
 from shardwise.model.transformer import IMAGE_FAMILIES, PATCH, profile_of
 
 MOST_PIXELS = 2**16  # of a side
-# how configurations of mixtures of experts say how many there are
+# keys of the number of experts
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 
 def load_profile(
     model: str, *, seq_len: int | None = None, image: int | None = None, compiled: bool = False, traced: bool = False
 ) -> ModelProfile:
-    """The profile of ``model`` over samples of ``seq_len`` tokens, or images of ``image`` pixels a side.
+    """Return the profile of ``model``.
+
+    Over samples of ``seq_len`` tokens, or images of ``image`` pixels a side.
 
     Args:
         model: a name of the catalogue; a ``config.json`` or a folder with one; ``package.module:factory`` or
             ``file.py:factory``, where the factory takes no arguments and returns a module.
         seq_len: tokens of a sample; needed wherever the model reads tokens.
         image: pixels of a side, where the model reads images; ``None`` is the model's own size.
-        compiled: blocks run under ``torch.compile`` (changes what they keep; not looked at in a traced module).
-        traced: count a configuration as transformers' own module runs it, which keeps more than the same blocks of
-            fused norms and rotations; tensor parallel cannot be costed then.
+        compiled: blocks run under ``torch.compile`` (changes what they save; ignored for a traced module).
+        traced: count a configuration as transformers' own module runs it, which saves more than blocks with fused norms
+            and rotations; tensor parallel cannot be costed then.
 
     Raises:
-        ModelError: there is no such model, or it cannot be counted; says what to give instead.
+        ModelError: there is no such model, or it cannot be counted; names the alternatives.
     """
     if seq_len is not None and seq_len < 1:
         raise ModelError(f"sequence length {seq_len} must be 1 or more")
@@ -75,7 +77,7 @@ def _from_name(model: str, seq_len: int | None, image: int | None, compiled: boo
 
 
 def _sized(architecture: Architecture, image: int | None) -> Architecture:
-    """A vision transformer over images of another size has another table of positions."""
+    """Resize a vision transformer's table of positions to another image size."""
     if image is None or architecture.family not in IMAGE_FAMILIES:
         return architecture
     return architecture.model_copy(update={"max_seq_len": (image // PATCH) ** 2 + 1})
@@ -165,14 +167,14 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
     found = next(((auto, inputs) for mapping, auto, inputs in choices if type(facts) in mapping), None)
     if found is None:
         raise ModelError(
-            f"model '{name}': model_type '{facts.model_type}' reads neither tokens nor images as far as transformers "
-            "says; give package.module:factory of a module with a method example_inputs()"
+            f"model '{name}': model_type '{facts.model_type}' reads neither tokens nor images according to "
+            "transformers; give package.module:factory of a module with a method example_inputs()"
         )
     auto, inputs = found
     images = isinstance(inputs, dict) and "pixel_values" in inputs
     if images and pixels is None:
         raise ModelError(
-            f"model '{name}': image_size {side!r:.40} and num_channels {colours!r:.40} must be whole numbers from 1 to "
+            f"model '{name}': image_size {side!r:.40} and num_channels {colours!r:.40} must be integers from 1 to "
             f"{MOST_PIXELS}; repair the configuration"
         )
     if ids is None and not images:
@@ -188,7 +190,7 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
 
 
 def _position_notes(module: Any, facts: Any, name: str, seq_len: int | None) -> tuple[str, ...]:
-    """Refuse a length beyond a learned table, which shows as an embedding about as long as the positions."""
+    """Reject a length beyond a learned table: an embedding about as long as the positions."""
     longest = getattr(facts, "max_position_embeddings", None)
     if seq_len is None or not isinstance(longest, int) or seq_len <= longest:
         return ()
@@ -232,9 +234,9 @@ def _from_factory(model: str, seq_len: int | None) -> ModelProfile:
 
 @contextlib.contextmanager
 def _own_code(model: str) -> Iterator[None]:
-    """The user's code runs: what it prints goes to stderr, since stdout may be a document's; it cannot end the program.
+    """Run the user's code: its output goes to stderr, and it cannot end the program.
 
-    Left out: what compiled code writes to the file descriptor.
+    Stdout may be a document. Not redirected: what compiled code writes to the file descriptor.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -250,13 +252,13 @@ def _named_module(name: str, model: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ModelError(f"model '{model}' is neither package.module:factory nor file.py:factory")
     here = str(Path.cwd())
-    if here not in sys.path:  # the installed command does not look where the user stands
+    if here not in sys.path:  # the installed command does not search the working directory
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"model '{model}': no module named '{error.name}'; install it or run from the folder that holds it"
+            f"model '{model}': no module named '{error.name}'; install it or run from the folder that contains it"
         ) from None
     except Exception as error:
         raise ModelError(f"model '{model}': importing it raised {_said(error)}; repair the module") from error
@@ -270,7 +272,7 @@ def _file_module(file: Path, model: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ModelError(f"model '{model}': '{file}' cannot be imported; give a .py file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up
+    sys.modules[name] = module  # dataclasses and the like look up their module
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -1,18 +1,18 @@
-"""LoRA and QLoRA: a profile with a frozen base and trainable low-rank adapters beside its linear layers.
+"""LoRA and QLoRA profiles: a frozen base with trainable adapters at its linear layers.
 
 An adapter of rank r beside a linear layer of k inputs and n outputs has A [r, k] and B [n, r], adds x·Aᵀ·Bᵀ to the
-layer's output and is held in fp32. Sources: LoRA, arXiv:2106.09685, section 4; QLoRA, arXiv:2305.14314, sections 2–3:
+layer's output and is stored in fp32. Sources: LoRA, arXiv:2106.09685, section 4; QLoRA, arXiv:2305.14314, sections 2–3:
 NF4 takes 4 bits a weight and a scale for each block of 64, in fp32 (4.5 bits) or, with double quantisation, in 8 bits
 with an fp32 scale for each 256 of them: 4.127 bits (4 + 8/64 + 32/(64·256)).
 
-A quantised weight is unpacked to compute width while its layer runs, forward and backward: that does not grow with the
-samples, so it is no op's ``temporary``; `unpacked_elements` says how much it is.
+A quantized weight is dequantized to the compute dtype while its layer runs, forward and backward: that does not grow
+with the samples, so it is not an op's ``temporary``; `unpacked_elements` is its size.
 
-Dropout in front of an adapter keeps a copy of the input that is the adapter's own and a mask: a byte an element on a
-GPU, where it is one kernel, and a number as wide as the input on a CPU.
-DoRA (arXiv:2402.09353) adds a trained magnitude for each output and keeps the results of base and adapter for its
-gradient. Left out: what DoRA makes to take the norm of W + BA (a weight or two, whatever the samples), bnb's tables of
-16 and 256 numbers, paged optimizer states, the scale factor (folded into B's product).
+Dropout in front of an adapter saves its own copy of the input and a mask: a byte per element on a GPU, where it is one
+kernel, and an element of the input's dtype on a CPU. DoRA (arXiv:2402.09353) adds a trained magnitude for each output
+and saves the results of base and adapter for its gradient. Not counted: DoRA's temporaries for the norm of W + BA (a
+weight or two, whatever the samples), bnb's tables of 16 and 256 numbers, paged optimizer states, the scale factor
+(folded into B's product).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ATTENTION = ("q", "k", "v", "qkv", "o")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What of the adapters decides bytes and seconds; the defaults are this package's own.
+    """Adapter facts that determine bytes and seconds; defaults are those of this package.
 
     ``targets`` are roles, ends of module names (``q_proj``) or names of ops (``q``); empty means all linear layers.
-    ``base_bytes`` an element of the frozen base that is not quantised, ``adapter_bytes`` of the adapters. The others
-    say what a program does: ``copies_inputs``, each adapter casts its input and keeps the copy (autocast over fp32
-    adapters); ``mask_bytes``, what dropout keeps of an element; ``keeps_inputs``, quantised layers keep theirs
+    ``base_bytes`` are the bytes per element of the unquantized frozen base, ``adapter_bytes`` of the adapters. The
+    others describe a program: ``copies_inputs``, each adapter casts its input and saves the copy (autocast over fp32
+    adapters); ``mask_bytes``, saved by dropout per element; ``keeps_inputs``, quantized layers save theirs
     (bitsandbytes before 0.43.2, see its change log).
     """
 
@@ -57,7 +57,7 @@ class AdapterFacts:
 
     @property
     def packed_bytes(self) -> float:
-        """Bytes of a quantised weight."""
+        """Bytes of a quantized weight."""
         return NF4_BYTES if self.double_quant else NF4_PLAIN_BYTES
 
 
@@ -69,14 +69,15 @@ def with_adapters(
     *,
     facts: AdapterFacts | None = None,
 ) -> ModelProfile:
-    """``profile`` with its base frozen and adapters of ``rank`` at the linear layers of its blocks.
+    """Freeze the base of ``profile`` and add adapters of ``rank`` to its blocks' linear layers.
 
     ``adapter`` is ``lora`` or ``qlora``, or anything with such a word as its ``.adapter``; ``none`` changes nothing.
-    ``targets`` are as in `AdapterFacts`; ``None`` means all that have a weight of their own. ``facts`` takes the place
-    of ``rank`` and ``targets``.
+    ``targets`` are as in `AdapterFacts`; ``None`` means all with an untied weight. ``facts`` replaces ``rank`` and
+    ``targets``.
+
 
     Raises:
-        PlanError: an adapter, rank or target that cannot be.
+        PlanError: an invalid adapter, rank or target.
     """
     kind = str(getattr(adapter, "adapter", adapter))
     if kind == "none":
@@ -95,7 +96,7 @@ def with_adapters(
         for name in wrong
     ]
     if not known:
-        problems.append(f"model '{profile.name}' has no linear layers in repeated blocks for adapters to stand beside")
+        problems.append(f"model '{profile.name}' has no linear layers in repeated blocks for adapters")
     if problems:
         raise PlanError(*problems)
     units, began = [], False
@@ -107,12 +108,12 @@ def with_adapters(
 
 
 def unpacked_elements(unit: Unit) -> int:
-    """Elements of the largest weight that is unpacked while its layer runs; 0 where nothing is quantised."""
+    """Elements of the largest weight that is dequantized while its layer runs; 0 if none."""
     return max((w.num_elements for w in unit.weights if w.itemsize < 1), default=0)
 
 
 def _chosen(profile: ModelProfile, targets: tuple[str, ...]) -> tuple[set[str], list[str]]:
-    """Names of the ops that get an adapter, and the targets that are none of roles, ends of names and ops."""
+    """Return the ops that get an adapter, and the targets that match no role, name or op."""
     chosen: set[str] = set()
     found: set[str] = set()
     wanted = targets or ("all-linear",)
@@ -131,7 +132,10 @@ def _end(unit: Unit, index: int) -> str:
 
 
 def _linears(unit: Unit) -> dict[str, int]:
-    """Matmuls with a weight of their own, by name: the index of the weight. Weights and matmuls come in one order."""
+    """Map matmuls with their own weight to its index.
+
+    Weights and matmuls come in one order.
+    """
     weights = [index for index, weight in enumerate(unit.weights) if len(weight.shape) == 2]
     found: dict[str, int] = {}
     for op in unit.ops:
@@ -145,9 +149,9 @@ def _linears(unit: Unit) -> dict[str, int]:
 
 
 def _frozen(unit: Unit, facts: AdapterFacts, *, backward: bool) -> Unit:
-    """Base weights without gradients. Inputs that only a weight gradient needs are not kept.
+    """Freeze a unit: no weight gradients, and inputs needed only for them are not saved.
 
-    Without ``backward`` nothing in front of the unit trains, and nothing at all is kept of it.
+    Without ``backward`` nothing before the unit trains, and nothing is saved.
     """
     weights = tuple(replace(w, itemsize=facts.base_bytes, trainable=False) for w in unit.weights)
     ops = tuple(_without_gradient(op, backward=backward) for op in unit.ops)
@@ -163,14 +167,16 @@ def _without_gradient(op: Op, *, backward: bool) -> Op:
 
 
 def _adapted(unit: Unit, kind: str, facts: AdapterFacts, chosen: Collection[str]) -> Unit:
-    """A block with adapters. An input is kept where an adapter reads it; readers of one input share one storage,
-    unless each adapter has a copy of its own.
+    """Add adapters to a block.
+
+    An input is saved where an adapter reads it; readers of one input share one storage, unless each adapter has its own
+    copy.
     """
     owned = _linears(unit)
     own = facts.dropout or facts.copies_inputs
     base, added = _base(unit, kind, facts, owned), list[Weight]()
     ops: list[Op] = []
-    pending = 0  # an input that linear layers without an adapter have read and not kept
+    pending = 0  # an input of linear layers without an adapter, not saved by them
     for before, op in zip((None, *unit.ops), unit.ops, strict=False):
         if op.name not in owned:
             ops.append(replace(op, weight=op.weight and op.kind == "matmul"))
@@ -192,7 +198,7 @@ def _adapted(unit: Unit, kind: str, facts: AdapterFacts, chosen: Collection[str]
 
 
 def _base(unit: Unit, kind: str, facts: AdapterFacts, owned: dict[str, int]) -> list[Weight]:
-    """A block's own weights, frozen; with ``qlora`` its linear layers' are packed."""
+    """Freeze a block's own weights; with ``qlora`` its linear layers' are quantized."""
     quantised = set(owned.values()) if kind == "qlora" else set()
     packed = facts.packed_bytes
     return [
@@ -204,7 +210,7 @@ def _base(unit: Unit, kind: str, facts: AdapterFacts, owned: dict[str, int]) -> 
 
 
 def _adapter_weights(weight: Weight, op: Op, facts: AdapterFacts) -> list[Weight]:
-    """A and B; tensor parallel cuts the one whose side of the layer it cuts."""
+    """Return A and B; tensor parallel shards the one on the layer's sharded side."""
     stem, size = weight.name.removesuffix(".weight"), facts.adapter_bytes
     column = 0 if op.cut == "column" else None
     found = [
@@ -217,9 +223,10 @@ def _adapter_weights(weight: Weight, op: Op, facts: AdapterFacts) -> list[Weight
 
 
 def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
-    """The two small products and the sum. B's product keeps A's; the sum keeps nothing, but with DoRA both sides.
+    """Return the two small products and the sum.
 
-    An adapter's own copy of its input is kept by A's product, dropout's mask by the dropout.
+    B's product saves A's; the sum saves nothing, but with DoRA both operands. An adapter's own copy of its input is
+    saved by A's product, dropout's mask by the dropout.
     """
     inner: Cut = "row" if op.cut == "row" else "none"
     outer: Cut = "column" if op.cut == "column" else "none"

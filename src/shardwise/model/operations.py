@@ -1,20 +1,20 @@
-"""The operations that profiles are made of: how one is counted, whichever way the model became known.
+"""Operations of profiles, and the rules by which all profiles count them.
 
-Counting rules that every profile of this package keeps:
+Counting rules of every profile:
 
 - ``moved`` of a norm, pointwise, embedding or loss op is what its eager kernels read and write. Of a convolution it is
   its input, weight and output, because an implicit GEMM reads each input element once. Of a matmul and an attention it
-  is 0: their shapes say it.
-- ``temporary`` is what the op allocates and nobody keeps for backward, its output included, where that output is not
-  kept either. It may be gone after the next op.
+  is 0: it follows from their shapes.
+- ``temporary`` is what the op allocates and does not save for backward, including its output if that is not
+  saved either. It may be gone after the next op.
 - In the op named ``loss``: ``temporary`` is the logits at compute width, ``temporary_fp32`` their copy in fp32 (there
   is none where compute is fp32 already), and ``saved_fp32`` the log-probabilities that cross-entropy keeps. Backward
-  holds these, the fp32 gradient of the log-probabilities and the fp32 gradient of the logits together (three times
-  ``saved_fp32``; four where somebody still holds the fp32 logits), then casts the last to compute width.
+  needs these, the fp32 gradient of the log-probabilities and the fp32 gradient of the logits together (three times
+  ``saved_fp32``; four while the fp32 logits are still referenced), then casts the last to compute width.
 - Floating-point operations are those of matmuls, convolutions and attention; the others are bound by memory.
 - A norm keeps its input at compute width, which is what a model in bf16 does (FSDP2). Under autocast with fp32 weights
   (DDP, ZeRO-1) the stream between sublayers is fp32: there the ``saved`` of ops of kind ``norm`` takes 4 bytes, and
-  `autocast_copies` are kept besides.
+  `autocast_copies` are saved in addition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from shardwise.model.profile import Cut, Op
 
 
 def matmul(name: str, m: int, k: int, n: int, cut: Cut = "none", *, saved: int = 0, temporary: int = 0) -> Op:
-    """A linear layer over ``m`` rows, bias in the epilogue. ``saved`` is its input, where no op before keeps that."""
+    """Linear layer over ``m`` rows with a fused bias.
+
+    ``saved`` is its input, if not saved before.
+    """
     flops = 2.0 * m * k * n
     return Op(name, "matmul", m, k, n, flops=flops, saved=saved, temporary=temporary, cut=cut, weight=True)
 
@@ -46,7 +49,7 @@ def pointwise(name: str, moved: int, cut: Cut = "none", *, saved: int = 0, tempo
 
 
 def attention(name: str, rows: int, heads: int, kv_heads: int, head_dim: int, *, causal: bool, saved: int) -> Op:
-    """Flash attention: no matrix of rows × rows; keeps the logsumexp of each row and head in fp32."""
+    """Flash attention: no rows × rows matrix; saves the fp32 logsumexp of each row and head."""
     flops = 4.0 * heads * head_dim * rows * rows * (0.5 if causal else 1.0)
     return Op(
         name,
@@ -64,9 +67,10 @@ def attention(name: str, rows: int, heads: int, kv_heads: int, head_dim: int, *,
 
 
 def cross_entropy(rows: int, classes: int, cut: Cut = "none") -> Op:
-    """Upcast, log-softmax and negative log-likelihood of ``rows`` × ``classes`` logits; see the module's docstring.
+    """Cross-entropy of ``rows`` × ``classes`` logits: upcast, log-softmax, NLL.
 
-    Labels are 8 bytes each. Moved: the cast reads narrow and writes fp32, log-softmax reads twice and writes once.
+    See the module's docstring. Labels are 8 bytes each. Moved: the cast reads low precision and writes fp32,
+    log-softmax reads twice and writes once.
     """
     logits = rows * classes
     return Op(
@@ -84,10 +88,10 @@ def cross_entropy(rows: int, classes: int, cut: Cut = "none") -> Op:
 
 
 def autocast_copies(ops: Iterable[Op]) -> int:
-    """Elements at compute width that autocast keeps more of a unit than a model in bf16 does.
+    """Elements that a unit saves under autocast in addition to a bf16 model.
 
-    Under autocast a norm's output is fp32, and every linear layer that reads it keeps a narrow copy of its own:
-    autocast remembers casts of weights only. Queries, keys and values are three copies instead of one.
+    In the compute dtype. Under autocast a norm's output is fp32, and every linear layer that reads it saves its own
+    low-precision copy: autocast caches casts of weights only. Queries, keys and values are three copies instead of one.
     """
     extra, reader = 0, None
     before = None
@@ -101,9 +105,10 @@ def autocast_copies(ops: Iterable[Op]) -> int:
 
 
 def mark_selective(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """Mark what selective recompute keeps of one block: attentions, and the 1st, 3rd, 5th … matmul in call order.
+    """Mark the ops whose outputs selective recompute saves.
 
-    The rule of ``parallel.recompute``; batched matmuls count, convolutions do not.
+    These are attentions, and the 1st, 3rd, 5th … matmul of a block in call order. The rule of ``parallel.recompute``;
+    batched matmuls count, convolutions do not.
     """
     marked, seen = [], 0
     for op in ops:

@@ -1,8 +1,8 @@
-"""`ModelProfile`: a model as a short list of units, each with its weights and its operations.
+"""`ModelProfile`: a model as a short list of units, with their weights and operations.
 
-What the cost model needs and nothing else: shapes, floating-point operations, elements moved and elements kept for
-backward. Sizes are per sample of ``seq_len`` tokens (or per sample, where samples are no sequences), forward only,
-on one device; how a plan divides or repeats them is the cost model's business. No torch is needed to hold one.
+The inputs of the cost model: shapes, floating-point operations, elements moved and elements saved for backward. Sizes
+are per sample of ``seq_len`` tokens (or per sample, where samples are not sequences), forward only, on one device; the
+cost model applies the sharding and repetition of a plan. No torch is needed.
 
 Elements at the *compute width* take the bytes of the plan's precision (2 in bf16, 4 in fp32); those named ``fp32`` take
 4 bytes always; those named ``bytes`` are bytes.
@@ -21,14 +21,14 @@ UnitKind = Literal["embedding", "block", "head", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of a unit. ``tp_dim`` is the dim that tensor parallel cuts, ``None`` where it is replicated."""
+    """Parameter of a unit; ``tp_dim`` is its dim sharded by tensor parallel, or ``None``."""
 
     name: str
     shape: tuple[int, ...]
-    itemsize: float = 4.0  # at rest; 4-bit storage with double quantisation has 0.516
+    itemsize: float = 4.0  # in storage; 4-bit with double quantization has 0.516
     trainable: bool = True
     tp_dim: int | None = None
-    scales: float = 0.0  # of ``itemsize``, what no sharding divides: the scales of 4-bit blocks
+    scales: float = 0.0  # of ``itemsize``, the unsharded part: the scales of 4-bit blocks
 
     @property
     def num_elements(self) -> int:
@@ -38,13 +38,13 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation of a unit's forward, or several small ones that always come together.
+    """Operation of a unit's forward, or several small ones that always occur together.
 
     ``m``, ``k``, ``n`` are a matmul's rows per sample, contraction and columns (a convolution's as implicit GEMM);
     an attention has ``heads``, ``kv_heads``, ``head_dim`` and its rows in ``m``. ``flops`` counts a multiply-add as two
     and a causal attention as the half that is computed. ``moved`` is what a memory-bound kernel reads and writes.
-    ``saved`` is kept for backward, each storage counted at the first op that keeps it. ``temporary`` lives only while
-    the op runs forward. ``cut`` says how tensor parallel divides it: ``column`` divides ``n``, ``row`` divides ``k``,
+    ``saved`` is kept for backward, each storage counted at the first op that saves it. ``temporary`` lives only while
+    the op runs forward. ``cut`` is how tensor parallel shards it: ``column`` divides ``n``, ``row`` divides ``k``,
     ``heads`` divides the heads, ``vocab`` divides the vocabulary, ``sequence`` divides the rows (sequence parallel),
     ``none`` repeats it on every rank.
     """
@@ -68,17 +68,17 @@ class Op:
     temporary: int = 0
     temporary_fp32: int = 0
     cut: Cut = "none"
-    fusible: bool = False  # torch.compile merges it with its neighbours
-    kept_by_selective: bool = False  # selective recompute keeps its output instead of computing it again
+    fusible: bool = False  # torch.compile fuses it with its neighbours
+    kept_by_selective: bool = False  # selective recompute saves its output instead of recomputing it
     weight: bool = False  # backward also computes a weight gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece that runs as a whole, ``count`` times one after the other: a block, the embedding, the head.
+    """Unit executed ``count`` times in a row: a block, the embedding, the head.
 
-    ``input_elements`` per sample at compute width is what full recompute keeps of it, and what crosses a pipeline cut
-    in front of it. A unit of kind ``block`` is one of the repeated blocks: a unit of sharding and of recompute.
+    ``input_elements`` per sample at compute width is what full recompute saves of it, and what a pipeline sends if
+    a stage begins with it. A unit of kind ``block`` is one of the repeated blocks: a unit of sharding and of recompute.
     """
 
     name: str
@@ -87,28 +87,30 @@ class Unit:
     ops: tuple[Op, ...]
     input_elements: int
     count: int = 1
-    autocast_ops: tuple[Op, ...] = ()  # as it runs under autocast, weights and stream in fp32; empty where not known
+    autocast_ops: tuple[Op, ...] = ()  # under autocast, weights and stream in fp32; empty where not known
 
     @property
     def num_elements(self) -> int:
-        """Elements of the weights of one of the ``count``."""
+        """Elements of the weights of one repetition."""
         return sum(w.num_elements for w in self.weights)
 
     @property
     def num_trainable(self) -> int:
-        """Elements that get a gradient, of one of the ``count``."""
+        """Elements that get a gradient, of one repetition."""
         return sum(w.num_elements for w in self.weights if w.trainable)
 
     @property
     def flops(self) -> float:
-        """Forward floating-point operations per sample, of one of the ``count``."""
+        """Forward floating-point operations per sample, of one repetition."""
         return sum(op.flops for op in self.ops)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """A model in order of execution. ``tied`` names weights ``(kept, alias)``: a head that is the embedding has no
-    weight of its own, but its op is there. ``unknown`` says what could not be found out, for people.
+    """Model as units in order of execution.
+
+    ``tied`` names weights ``(kept, alias)``: a head tied to the embedding has no weight of its own, but its op is
+    listed. ``unknown`` describes for people what could not be determined.
     """
 
     name: str
@@ -141,5 +143,5 @@ class ModelProfile:
 
     @property
     def flops(self) -> float:
-        """Forward floating-point operations of one sample, causal attention counted as the half that is computed."""
+        """Forward floating-point operations of one sample; causal attention counts half."""
         return sum(unit.flops * unit.count for unit in self.units)

@@ -1,6 +1,6 @@
-"""Read a `ModelSpec` off a module by its structure alone; no class names, no weights needed.
+"""Read a `ModelSpec` from a module's structure; needs no class names and no weights.
 
-The module may live on the meta device. Nothing here changes it.
+The module may be on the meta device. It is not changed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from shardwise.model.facts import ModelSpec, ParameterSpec
 
 CHECKPOINT_WRAPPER_PART = "_checkpoint_wrapped_module."
 COMPILED_PART = "_orig_mod."
-STAGE = "_stage_"  # a pipeline stage is a child of this name and its number, and holds the model under the user's names
+STAGE = (
+    "_stage_"  # a pipeline stage is a child of this name and its number, and contains the model under the user's names
+)
 _STAGE_PART = re.compile(rf"^{STAGE}\d+\.?")
-_BASE_PART = "base_layer."  # where peft keeps the layer that an adapter stands beside
+_BASE_PART = "base_layer."  # peft's name of an adapted layer
 _ADAPTER_PART = re.compile(r"(\.lora_(?:A|B|magnitude_vector))\.default\b")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what recompute, ``torch.compile``, adapters and pipeline stages add to it."""
+    """Remove the parts of a parameter's name that wrappers add.
+
+    These are recompute, ``torch.compile``, adapters and pipeline stages.
+    """
     name = name.replace(CHECKPOINT_WRAPPER_PART, "").replace(COMPILED_PART, "").replace(_BASE_PART, "")
     name = _ADAPTER_PART.sub(r"\1", name) if ".lora_" in name else name
     return _STAGE_PART.sub("", name) if name.startswith(STAGE) else name
@@ -69,10 +74,12 @@ def read_model(module: nn.Module) -> ModelSpec:
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Refuse lazy modules (``LazyLinear``) that have not seen an input: nobody knows their shapes.
+    """Reject lazy modules (``LazyLinear``) that have not seen an input.
+
+    Their shapes are unknown.
 
     Raises:
-        ModelError: up to three of their parameters and buffers by name.
+        ModelError: there are some; names up to three of their parameters and buffers.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     late = [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]
@@ -85,13 +92,13 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def find_blocks(module: nn.Module) -> list[str]:
-    """Names of the repeated blocks: the units of sharding and of recompute.
+    """Return the names of the repeated blocks: the units of sharding and of recompute.
 
     A block is a child of a list-like container (``ModuleList``, ``ModuleDict``, ``Sequential``) that has at
-    least one sibling of the same type, holds parameters and has children of its own. Where a model has no such
+    least one sibling of the same type, has parameters and children. Where a model has no such
     child (a plain stack of ``Linear``), repeated leaves with parameters count instead. The outermost container
-    wins: blocks are not looked for inside blocks. A block that shares a parameter with anything outside itself is
-    left out, because sharding it alone would untie the two.
+    wins: blocks inside blocks are not searched. A block that shares a parameter with another module is excluded,
+    because sharding it alone would untie the two.
     """
     found = list(_repeated(module, "", composite=True)) or list(_repeated(module, "", composite=False))
     uses: dict[int, int] = defaultdict(int)
@@ -118,7 +125,7 @@ def _repeated(module: nn.Module, prefix: str, *, composite: bool) -> Iterator[st
         kinds: dict[type, list[str]] = defaultdict(list)
         for name, child in children.items():
             is_composite = any(True for _ in child.children())
-            runs = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # a list of lists is no list of blocks
+            runs = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # a list of lists is not a list of blocks
             if runs and is_composite == composite and any(True for _ in child.parameters()):
                 kinds[_inner_type(child)].append(name)
         chosen = {name for names in kinds.values() if len(names) > 1 for name in names}
@@ -131,13 +138,13 @@ def _repeated(module: nn.Module, prefix: str, *, composite: bool) -> Iterator[st
 
 
 def _inner_type(module: nn.Module) -> type:
-    """The type of a block, looking through a recompute wrapper."""
+    """Return the type of a block inside a recompute wrapper."""
     inner = getattr(module, CHECKPOINT_WRAPPER_PART.rstrip("."), module)
     return type(inner)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,11 +1,11 @@
-"""The profile of any ``nn.Module``: one forward under fake tensors, every operation counted as it runs.
+"""Trace the profile of any ``nn.Module`` by one forward on fake tensors.
 
-The forward runs in bf16 as a module of bf16 weights does (FSDP2), so that what it casts up to fp32 shows as fp32; a
-module that does not run so is traced in fp32. No memory is taken, no weight is needed, nothing of the module changes.
+The forward runs in bf16 as a module of bf16 weights does (FSDP2), so that upcasts appear as fp32; a module that fails
+in bf16 is traced in fp32. It takes no memory, needs no weights, and does not change the module.
 
-Left out: what backward allocates (the cost model knows), buffers at rest, and the loss, unless it is the module's own
-output: cross-entropy over the outputs is put in its place. ``heads`` are told only where it could be followed how
-tensor parallel would cut the blocks.
+Not counted: allocations of backward (part of the cost model), buffers, and the loss, unless it is the module's own
+output: cross-entropy over the outputs replaces it. ``heads`` are set only where the tensor-parallel sharding of the
+blocks could be derived.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def trace_module(
     device: Literal["cpu", "cuda"] = "cuda",
     under_autocast: bool = False,
 ) -> ModelProfile:
-    """Trace a module, or what a factory builds, over one sample.
+    """Trace a module, or the result of a factory, over one sample.
 
     Args:
-        precision: what it computes in: a module in fp32 casts nothing up, and keeps no such copies.
-        device: whose kernels.
-        under_autocast: run it once more in bf16 under autocast, as whole weights are, into ``Unit.autocast_ops``.
+        precision: compute dtype: a module in fp32 has no upcasts and saves no such copies.
+        device: device whose kernels are counted.
+        under_autocast: trace it also in bf16 under autocast, as with replicated weights, into ``Unit.autocast_ops``.
         seq_len: tokens of a sample; the module is called with integer ids [1, seq_len].
-        vocab_size: where the outputs are no logits, what the profile says of the vocabulary.
-        inputs: what to call the module with instead: a tensor, a tuple of positional or a dict of named arguments.
+        vocab_size: vocabulary size of the profile, where the outputs are not logits.
+        inputs: inputs of the module instead: a tensor, a tuple of positional or a dict of named arguments.
             Sizes are divided by the first tensor's dim 0. A module may have a method ``example_inputs()`` that
             returns the same.
 
     Raises:
-        ModelError: the factory fails, what to call the module with is not known, or it does not run on fake tensors.
+        ModelError: the factory fails, the module's inputs are not known, or it does not run on fake tensors.
     """
     label = name or getattr(module, "__name__", None) or type(module).__name__
     built = module if isinstance(module, nn.Module) else build_on_meta(module, label)
@@ -83,7 +83,9 @@ def trace_module(
                 raise ModelError(_reason(error, label)) from error
         else:
             return _with_autocast(found, run) if under_autocast else found
-        note = f"'{label}' does not run in bf16 ({first}); traced in fp32, so what it keeps in fp32 is not told apart"
+        note = (
+            f"'{label}' does not run in bf16 ({first}); traced in fp32, so tensors saved in fp32 are not distinguished"
+        )
         try:
             return _traced(run, torch.float32, (note,))
         except Exception as error:
@@ -94,12 +96,12 @@ def trace_module(
 
 
 def build_on_meta(factory: Callable[[], Any], label: str) -> nn.Module:
-    """Call ``factory`` once, every parameter on the meta device as soon as it is registered; buffers are real.
+    """Call ``factory`` with all parameters on the meta device; buffers are real.
 
     Raises:
-        ModelError: it raises, or returns no module.
+        ModelError: it raises, or does not return a module.
     """
-    made = WeakIdKeyDictionary()  # one that is registered under two names must stay one
+    made = WeakIdKeyDictionary()  # a parameter registered under two names must stay one
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.device.type == "meta" or type(parameter) is not nn.Parameter:
@@ -134,7 +136,7 @@ def build_on_meta(factory: Callable[[], Any], label: str) -> nn.Module:
 def _arguments(
     module: nn.Module, seq_len: int | None, inputs: Any, label: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments of the forward."""
+    """Return positional and named arguments of the forward."""
     if inputs is None and hasattr(module, EXAMPLE):
         try:
             inputs = getattr(module, EXAMPLE)()
@@ -166,7 +168,7 @@ def _is_ids(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is traced, and as which device runs it."""
+    """Inputs of a trace: module, arguments and device."""
 
     module: nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -176,10 +178,13 @@ class _Run:
 
 
 def _with_autocast(profile: ModelProfile, run: _Run) -> ModelProfile:
-    """Every unit with what it runs under autocast besides; as it was, where that run fails or looks otherwise."""
+    """Add the autocast ops to every unit.
+
+    Unchanged where that run fails or has another structure.
+    """
     try:
         under = _traced(run, torch.bfloat16, autocasts=True)
-    except Exception:  # the rule for what is not known stands in for it
+    except Exception:  # the cost model's default rule replaces it
         return profile
     pairs = [[unit for unit in found.units for _ in range(unit.count)] for found in (profile, under)]
     plain, cast = ([(unit.kind, [w.name for w in unit.weights]) for unit in units] for units in pairs)
@@ -190,7 +195,7 @@ def _with_autocast(profile: ModelProfile, run: _Run) -> ModelProfile:
 
 
 def _merged(units: Iterable[Unit]) -> list[Unit]:
-    """Equal blocks that follow each other as one."""
+    """Merge consecutive equal blocks."""
     merged: list[Unit] = []
     for unit in units:
         if merged and unit.kind == "block" and replace(merged[-1], count=1) == unit:
@@ -201,7 +206,7 @@ def _merged(units: Iterable[Unit]) -> list[Unit]:
 
 
 def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, autocasts: bool = False) -> ModelProfile:
-    """Under autocast weights and inputs are fp32, as under DDP."""
+    """Trace the module; under autocast weights and inputs are fp32, as under DDP."""
     module, label, vocab_size, arguments = run.module, run.label, run.vocab_size, run.arguments
     stored = torch.float32 if autocasts else compute
     widths = {n: p.element_size() for n, p in module.named_parameters(remove_duplicate=False)}
@@ -253,17 +258,20 @@ def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, aut
 
 
 def _fake_like(tensor: torch.Tensor, compute: torch.dtype | None) -> torch.Tensor:
-    """Under a fake mode: a tensor of the same shape and strides; floating ones in ``compute`` where that is given."""
+    """Create a fake tensor of the same shape and strides.
+
+    Floating-point ones are in ``compute``, if given.
+    """
     dtype = compute if compute is not None and tensor.is_floating_point() else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
 
 
 @contextlib.contextmanager
 def _fake_state(module: nn.Module, compute: torch.dtype) -> Iterator[tuple[dict[int, str], set[int], set[int]]]:
-    """Inside, the module's parameters, buffers and tensor attributes are fake; ties are kept, and all is put back.
+    """Replace parameters, buffers and tensor attributes by fake ones; restores them.
 
-    Parameters are in ``compute``; buffers keep their dtype, as FSDP2 leaves them. Gives the parameters' storages with
-    their names, those of the trainable ones, and those of the rest.
+    Ties are kept. Parameters are in ``compute``; buffers keep their dtype, as FSDP2 leaves them. Yields the parameters'
+    storages with their names, those of the trainable ones, and those of the rest.
     """
     made: dict[int, torch.Tensor] = {}
     own: dict[int, str] = {}
@@ -296,7 +304,7 @@ def _fake_state(module: nn.Module, compute: torch.dtype) -> Iterator[tuple[dict[
 
 @contextlib.contextmanager
 def _borders(module: nn.Module, blocks: list[str], recorder: OperationRecorder) -> Iterator[None]:
-    """Hooks that tell the recorder where a block begins and ends."""
+    """Add hooks that report block boundaries to the recorder."""
     depth = 0
 
     def before(name: str) -> Callable[..., None]:
@@ -329,10 +337,10 @@ def _borders(module: nn.Module, blocks: list[str], recorder: OperationRecorder) 
 
 @contextlib.contextmanager
 def _one_sequence() -> Iterator[None]:
-    """Inside, transformers takes a row for one sequence.
+    """Make transformers treat a row as one sequence, inside the context.
 
-    It looks at the values of position indices for that; fake ones have none, and then it builds a mask to be safe,
-    which a real run with plain rows does not.
+    It inspects the values of position indices for that; fake ones have none, so it would build a mask, which a real run
+    with plain rows does not.
     """
     masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
     before = getattr(masks, name, None)
@@ -351,7 +359,7 @@ def _floats(tree: Any) -> list[torch.Tensor]:
 
 
 def _output(outputs: Any) -> torch.Tensor | None:
-    """The module's main output: itself, its ``logits``, or its first floating tensor."""
+    """Return the module's main output: itself, its ``logits``, or its first float tensor."""
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, torch.Tensor):
         return logits
@@ -362,7 +370,7 @@ def _output(outputs: Any) -> torch.Tensor | None:
 def _loss(
     result: torch.Tensor | None, samples: int, given: list[torch.Tensor], vocab_size: int | None
 ) -> tuple[Op | None, int | None]:
-    """What stands for the loss, and the classes it is over; none where the output is a loss already."""
+    """Return the loss op and its number of classes; none where the output is a loss already."""
     if result is None or result.ndim == 0 or result.numel() <= samples:
         return None, None
     elements = result.numel() // samples
@@ -385,7 +393,7 @@ def _units(
     widths: dict[str, int],
     dims: dict[str, int],
 ) -> list[Unit]:
-    """Units in order of execution; equal ones that follow each other are merged."""
+    """Build units in order of execution; consecutive equal ones are merged."""
     parameters = {clean_name(n): p for n, p in module.named_parameters()}
     members = {clean_name(block): _names_under(module, block, parameters) for block in blocks}
     inside = {name: block for block, names in members.items() for name in names}
@@ -397,7 +405,7 @@ def _units(
         prefix = f"{segment.block}." if segment.block is not None else ""
         wanted = members[segment.block] if segment.block is not None else segment.parameters
         wanted = [n for n in wanted if n not in placed and (segment.block is not None or n not in inside)]
-        if index == len(runs) - 1:  # what no operation has read
+        if index == len(runs) - 1:  # read by no operation
             wanted += [n for n in parameters if n not in placed and n not in wanted and inside.get(n) not in ran]
         placed |= set(wanted)
         weights = tuple(_weight(n.removeprefix(prefix), parameters[n], widths[n], dims.get(n)) for n in wanted)
@@ -416,7 +424,7 @@ def _units(
 
 
 def _heads(units: list[Unit], config: Any) -> tuple[int | None, int | None]:
-    """Of the first attention; where that is written out in small steps, what the module's configuration says."""
+    """Return the heads of the first attention; of the config, if attention is not fused."""
     found = next((op for unit in units for op in unit.ops if op.kind == "attention"), None)
     if found is not None:
         return found.heads, found.kv_heads
@@ -451,7 +459,7 @@ def _tied(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def _one_line(error: Exception) -> str:
-    """What was raised, on one line, and where in code that is not a library's."""
+    """Format an exception on one line, with its location outside of libraries."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if len(text) > 240:
         text = f"{text[:237]}..."
@@ -463,7 +471,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _reason(error: Exception, label: str) -> str:
-    """Why a module cannot be traced, and what to do about it."""
+    """Explain why a module cannot be traced, and the fix."""
     func = getattr(error, "func", None)
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         where = _one_line(error).partition(" at ")[2]

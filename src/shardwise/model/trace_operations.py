@@ -1,8 +1,8 @@
-"""Record what a forward runs under fake tensors: every operation, with its size and what it keeps for backward.
+"""Record the operations of a forward on fake tensors, with sizes and saved tensors.
 
-Works on any device that fake tensors can stand for. What CUDA does otherwise than the CPU is put right here: a norm's
-statistics are fp32, ``rms_norm`` is one kernel that keeps its input and rstd, ``dropout`` is one that keeps a mask of
-bytes, attention with dropout stays fused.
+Works on any device that fake tensors support. Differences of CUDA from the CPU are corrected: a norm's statistics are
+fp32, ``rms_norm`` is one kernel that saves its input and rstd, ``dropout`` is one that saves a mask of bytes, attention
+with dropout stays fused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ UNCOUNTED = {"empty", "empty_like", "empty_strided", "new_empty", "scalar_tensor
 
 @dataclass(slots=True)
 class OperationSizes:
-    """Elements at compute width, elements in fp32, and bytes of everything else."""
+    """Sizes: elements in the compute dtype, elements in fp32, and bytes of everything else."""
 
     narrow: int = 0
     fp32: int = 0
     other_bytes: int = 0
 
     def add(self, dtype: torch.dtype, elements: int, compute: torch.dtype) -> None:
-        """Count ``elements`` of ``dtype``, where ``compute`` is the width that the trace computes in."""
+        """Count ``elements`` of ``dtype``; ``compute`` is the compute dtype of the trace."""
         if dtype == compute:
             self.narrow += elements
         elif dtype == torch.float32:
@@ -53,7 +53,7 @@ class OperationSizes:
 
 @dataclass(slots=True)
 class Recorded:
-    """One operation as it ran. ``outputs`` are its new storages: key, dtype and elements."""
+    """Recorded operation; ``outputs`` are its new storages: key, dtype and elements."""
 
     name: str
     kind: OpKind
@@ -62,7 +62,7 @@ class Recorded:
     saved: OperationSizes = field(default_factory=OperationSizes)
     outputs: list[tuple[int, torch.dtype, int]] = field(default_factory=list)
     fusible: bool = False
-    reads: set[int] = field(default_factory=set)  # storages, those of parameters too
+    reads: set[int] = field(default_factory=set)  # storages, also those of parameters
     writes: set[int] = field(default_factory=set)
     biases: tuple[int, ...] = ()
     cut: Cut = "none"
@@ -70,7 +70,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Segment:
-    """What runs between two borders: a block (``block`` is its name), or what lies between blocks."""
+    """Operations between two boundaries: those of a block (named ``block``), or between blocks."""
 
     block: str | None
     ops: list[Recorded] = field(default_factory=list)
@@ -80,13 +80,16 @@ class Segment:
     parameters: list[str] = field(default_factory=list)
     late: OperationSizes = field(
         default_factory=OperationSizes
-    )  # made here, first kept by a later segment that shares it
+    )  # created here, first saved by a later segment that shares it
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts into ``segments``. ``own`` maps the storage of each parameter to its name, ``trainable`` are those of them
-    that get a gradient, ``outside`` are storages that are nobody's to count: buffers and inputs. Under autocast the
-    narrow copy of a parameter is that parameter: the cost model counts it with the weights."""
+    """Recorder that counts into ``segments``.
+
+    ``own`` maps the storage of each parameter to its name, ``trainable`` are those of them that get a gradient,
+    ``outside`` are storages that are not counted: buffers and inputs. Under autocast the low-precision copy of a
+    parameter is that parameter: the cost model counts it with the weights.
+    """
 
     def __init__(
         self,
@@ -101,32 +104,32 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.own, self.trainable, self.outside, self.compute = own, trainable, outside, compute
         self.segments = [Segment(None)]
         self.kept: set[int] = set()
-        self.crossed: set[int] = set()  # storages that one segment hands to the next
+        self.crossed: set[int] = set()  # storages passed between segments
         self.rms = False
         self.autocasts = autocasts
-        self._made: dict[int, int] = {}  # storage -> index of the segment that made it
-        self._alive: list[torch.UntypedStorage] = []  # so that no key is used twice
+        self._made: dict[int, int] = {}  # storage -> index of the segment that created it
+        self._alive: list[torch.UntypedStorage] = []  # keeps keys unique
         self._statistics: dict[int, bool] = {}  # storage of a norm's statistics -> whether CUDA has it at all
-        self._waiting: list[tuple[torch.dtype, int]] = []  # kept inputs of the op that comes next
+        self._waiting: list[tuple[torch.dtype, int]] = []  # saved inputs of the next op
         self._used: set[str] = set()
         self._entered: set[int] = set()
 
     def begin(self, block: str | None, inputs: Sequence[torch.Tensor] = ()) -> None:
-        """A border: what follows belongs to ``block``, or to no block."""
+        """Start a segment: the following operations belong to ``block``, or to none."""
         self._flush()
         segment = Segment(block, width=inputs[0].shape[-1] if inputs and inputs[0].ndim == 3 else None)
         for tensor in inputs:
             key = storage_key(tensor)
             segment.inputs.add(key)
             self.crossed.add(key)
-            if key not in self._entered:  # an encoder's output enters every block of a decoder and is kept once
+            if key not in self._entered:  # an encoder's output enters every block of a decoder and is saved once
                 segment.input_elements += tensor.numel()
             if block is not None:
                 self._entered.add(key)
         self.segments.append(segment)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The hook for tensors that autograd saves: each storage once, parameters and inputs of the model never."""
+        """Hook for tensors saved by autograd: each storage once, never parameters and inputs."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.kept or key in self.own or key in self.outside:
@@ -145,7 +148,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         last = current.ops[-1] if current.ops else None
         result = last is not None and (last.name in KEEP_RESULT or last.kind == "attention")
-        if last is not None and last.kind == "norm":  # its statistics; its output is kept by what reads that
+        if last is not None and last.kind == "norm":  # its statistics; its output is saved by its readers
             result = key in self._statistics
         if last is not None and result and any(key == other for other, _, _ in last.outputs):
             last.saved.add(dtype, elements, self.compute)
@@ -154,7 +157,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def finish(self) -> list[Segment]:
-        """The segments, complete."""
+        """Return the completed segments."""
         self._flush()
         return self.segments
 
@@ -251,7 +254,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return facts | {"weight": True}  # both operands get a gradient
 
     def _recurrent(self, inputs: list[torch.Tensor], out: torch.Tensor) -> dict[str, Any]:
-        """All steps of a recurrent layer as one matmul with all its weights."""
+        """Count all steps of a recurrent layer as one matmul with all its weights."""
         weights = [t for t in inputs if storage_key(t) in self.own and t.ndim > 1]
         m, n = out.numel() // out.shape[-1], sum(t.shape[0] for t in weights)
         k = max((t.shape[1] for t in weights), default=0)
@@ -264,7 +267,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies the memory behind a tensor, while it lives."""
+    """Return the identity of a tensor's storage, valid while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -273,7 +276,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> dict[str, Any]:
-    """As implicit GEMM; a transposed one spreads each input position over a kernel of outputs."""
+    """Count a convolution as implicit GEMM.
+
+    A transposed one maps each input position to a kernel of outputs.
+    """
     image, weight = args[0], args[1]
     kernel = math.prod(weight.shape[2:])
     if len(args) > 6 and args[6] is True:
@@ -299,7 +305,7 @@ def _attention(args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Puts in place of functions that are composed on the CPU what CUDA has one kernel for."""
+    """Replace functions that are composite on the CPU by CUDA's single kernels."""
 
     def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()
@@ -320,7 +326,7 @@ class AsOnCuda(TorchFunctionMode):
             if chance and given.get("training", given.get("train", True)):
                 return torch.native_dropout(given["input"], chance, True)[0]
         if func is torch.nn.functional.multi_head_attention_forward and len(args) > 10:
-            args = (*args[:10], 0.0, *args[11:])  # what it calls is not seen here
+            args = (*args[:10], 0.0, *args[11:])  # the operations that it calls are hidden here
         if func is torch.nn.functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
@@ -330,10 +336,10 @@ class AsOnCuda(TorchFunctionMode):
 def operations(
     segment: Segment, kept: set[int], own: dict[int, str], prefix: str, samples: int, compute: torch.dtype
 ) -> list[Op]:
-    """A segment's operations per sample, pointwise ones that follow each other as one.
+    """Return a segment's operations per sample; consecutive pointwise ones are merged.
 
-    ``kept`` storages are no temporaries; ``own`` gives the name of the parameter behind a storage, told here without
-    ``prefix``.
+    ``kept`` storages are not temporaries; ``own`` maps a storage to its parameter's name, here without ``prefix``.
+
     """
     ops: list[Op] = []
     run: list[Recorded] = []
@@ -364,7 +370,7 @@ def _temporary(recorded: Recorded, kept: set[int], compute: torch.dtype) -> Oper
 
 
 def _merged(run: list[Recorded], kept: set[int], samples: int, compute: torch.dtype) -> Op:
-    """A run of pointwise ops: two that follow each other hold their results together."""
+    """Merge a run of pointwise ops; two consecutive ones have their results in memory together."""
     each = [_temporary(recorded, kept, compute) for recorded in run]
     most = max(
         (

@@ -1,9 +1,9 @@
-"""How tensor parallel would cut a traced block: followed through its operations, not guessed from names.
+"""Derive the tensor-parallel sharding of a traced block from its operations, not from names.
 
-The stream between blocks is whole on every rank. A linear layer that reads something whole is cut by columns, and its
-result is cut; one that reads something cut is cut by rows, and its result is whole again. Attention, and everything
-elementwise in between, takes what is cut as it is. Where a cut and a whole tensor meet, or a block would hand on
-something cut, the rule does not hold, and nothing is said about the model.
+The stream between blocks is replicated. A linear layer with a replicated input is sharded by columns, and its result is
+sharded; one with a sharded input is sharded by rows, and its result is replicated. Attention and elementwise operations
+keep the sharding. Where a sharded and a replicated tensor meet, or a block would return a sharded tensor, the rule
+fails, and the model gets no sharding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ State = Literal["whole", "cut"]
 
 
 def mark_cuts(segments: Sequence[Segment]) -> bool:
-    """Note in the operations of ``segments`` how each is cut; ``False``, and nothing noted, where the rule fails.
+    """Mark how operations of ``segments`` are sharded; ``False``, and no marks, on failure.
 
-    Outside the blocks the first embedding and linear layers are cut by the vocabulary, all else by the rows.
+    Outside the blocks the first embedding and linear layers are sharded by the vocabulary, all else by the rows.
     """
     first = next((op for segment in segments for op in segment.ops if op.kind == "embedding"), None)
     found: list[list[Cut]] = []
@@ -36,7 +36,7 @@ def mark_cuts(segments: Sequence[Segment]) -> bool:
 
 
 def weight_dims(segments: Sequence[Segment]) -> dict[int, int]:
-    """Storage of a parameter -> the dim that is cut; those that stay whole are left out."""
+    """Map the storage of each sharded parameter to its sharded dim."""
     dims: dict[int, int] = {}
     for segment in segments:
         for op in segment.ops:
@@ -64,7 +64,7 @@ def _block_cuts(segment: Segment, leaves: set[int]) -> list[Cut] | None:
         if len(read) > 1:
             return None
         before = next(iter(read), None)
-        if before is None:  # made of constants
+        if before is None:  # computed from constants
             if "owner" in op.facts:
                 return None
             cuts.append("none")

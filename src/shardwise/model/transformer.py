@@ -1,10 +1,10 @@
-"""The profile of a transformer, counted from its configuration alone; no torch, microseconds per model.
+"""Profile of a transformer from its configuration alone; no torch, microseconds per model.
 
-What is counted is the program that native PyTorch runs for such blocks: fused norms, rotary embedding in fp32,
-flash attention that takes fewer key-value heads as they are, linear layers, an activation, dropout 0. See
+It counts native PyTorch's operations for such blocks: fused norms, rotary embedding in fp32,
+flash attention with native grouped-query heads, linear layers, an activation, dropout 0. See
 `shardwise.model.operations` for the counting rules. Checked against traces of hand-written modules of the same form.
 
-Left out: buffers (rotary tables, masks), position indices, attention sinks, the scale factors some families put on
+Not counted: buffers (rotary tables, masks), position indices, attention sinks, the scale factors some families put on
 embeddings and residuals.
 """
 
@@ -19,18 +19,19 @@ from shardwise.model.profile import Cut, ModelProfile, Op, Unit, Weight
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 IMAGE_FAMILIES = ("vit",)
-PATCH = 16  # pixels of a patch's side where a vision transformer's table of positions is known only
+PATCH = 16  # patch size in pixels, where only the table of positions is known
 
 
 def profile_of(architecture: Architecture, seq_len: int | None, *, compiled: bool = False) -> ModelProfile:
-    """Count ``architecture`` over samples of ``seq_len`` tokens; an image family has its own length (one image).
+    """Count ``architecture`` over samples of ``seq_len`` tokens.
 
-    ``compiled`` counts what is kept where each block runs under ``torch.compile``: its min-cut partitioner computes the
-    activation of a gated MLP and sums of norms again, and a fused rotary embedding makes no fp32 copies. Launches and
-    moved elements stay those of the eager ops; ``fusible`` says which of them merge.
+    An image family has its own length (one image). ``compiled`` counts what is saved where each block runs under
+    ``torch.compile``: its min-cut partitioner recomputes the activation of a gated MLP and sums of norms, and a fused
+    rotary embedding makes no fp32 copies. Launches and moved elements stay those of the eager ops; ``fusible`` marks
+    those that are fused.
 
     Raises:
-        ModelError: experts, no length or one beyond a learned table of positions.
+        ModelError: experts, a missing length, or one beyond a learned table of positions.
     """
     a = architecture
     image = a.family in IMAGE_FAMILIES
@@ -118,7 +119,10 @@ def _block_weights(a: Architecture) -> tuple[Weight, ...]:
 
 
 def _norm(a: Architecture, name: str, rows: int, width: int, *, saved: int | None = None) -> Op:
-    """Keeps its input (``saved`` elements where not all of it is new) and per row rstd, a layer norm the mean too."""
+    """Norm: saves its input (``saved``: the elements not saved before) and rstd per row.
+
+    A layer norm also saves the mean.
+    """
     elements = rows * width
     return Op(
         name,
@@ -132,7 +136,10 @@ def _norm(a: Architecture, name: str, rows: int, width: int, *, saved: int | Non
 
 
 def _block_ops(a: Architecture, rows: int, compiled: bool) -> list[Op]:
-    """In call order. A block's input counts as kept by its first norm, or by what else reads it first."""
+    """Return a block's ops in call order.
+
+    A block's input counts as saved by its first norm, or by its first other reader.
+    """
     h = rows * a.hidden
     before = [_norm(a, "attention_norm", rows, a.hidden)] if a.block_norms else []
     ops = before + _attention_ops(a, rows, compiled, own_input=True)
@@ -143,7 +150,7 @@ def _block_ops(a: Architecture, rows: int, compiled: bool) -> list[Op]:
         ops += _mlp_ops(a, rows, compiled, saved=h if a.block_norms > 1 else 0)
         return [*ops, pointwise("residual", 6 * h, "sequence", temporary=h, launches=2)]
     ops.append(pointwise("attention_residual", 3 * h, "sequence"))
-    again = compiled and a.block_norms == 4  # this norm's input is computed again from what both norms before keep
+    again = compiled and a.block_norms == 4  # this norm's input is recomputed from what both earlier norms save
     ops += [_norm(a, "mlp_norm", rows, a.hidden, saved=0 if again else h)] if a.block_norms > 1 else []
     ops += _mlp_ops(a, rows, compiled, saved=h)
     if a.block_norms == 4:
@@ -152,13 +159,13 @@ def _block_ops(a: Architecture, rows: int, compiled: bool) -> list[Op]:
 
 
 def _attention_ops(a: Architecture, rows: int, compiled: bool, *, own_input: bool) -> list[Op]:
-    """Projections, norms of heads, rotary embedding, attention, output projection.
+    """Attention ops: projections, head norms, rotary embedding, attention, output projection.
 
-    A fused projection's output is one storage: whichever of its views is kept keeps it whole.
+    A fused projection's output is one storage: saving any of its views saves all of it.
     """
     q, kv, h = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden
     rope, normed, fused = a.positions == "rope", a.qk_norm != "none", a.fused_qkv
-    raw_goes = rope and not normed and not fused  # nobody keeps what rotation has replaced
+    raw_goes = rope and not normed and not fused  # the input of the rotation is not saved
     taken = rows * h if own_input else 0
     if fused:
         ops = [matmul("qkv", rows, h, q + 2 * kv, "column", saved=taken)]
@@ -190,7 +197,10 @@ def _attention_ops(a: Architecture, rows: int, compiled: bool, *, own_input: boo
 
 
 def _mlp_ops(a: Architecture, rows: int, compiled: bool, *, saved: int) -> list[Op]:
-    """``saved`` is the input, where attention has not kept it. The activation keeps its input, the product both."""
+    """MLP ops; ``saved`` is the input, unless attention saved it.
+
+    The activation saves its input, the product both operands.
+    """
     h, wide = a.hidden, rows * a.ffn
     down = matmul("down", rows, a.ffn, h, "row", saved=wide, temporary=0 if a.block_norms == 4 else rows * h)
     if not a.gated:
@@ -224,7 +234,7 @@ def _embedding(a: Architecture, rows: int) -> Unit:
 
 
 def _patches(a: Architecture, rows: int) -> Unit:
-    """A convolution of stride 16 over an RGB image, a class token in front, learned positions added."""
+    """Patch embedding: stride-16 convolution of an RGB image, class token, learned positions."""
     patches, k = rows - 1, 3 * PATCH * PATCH
     weights = (
         Weight("class_token", (1, 1, a.hidden)),
@@ -251,7 +261,10 @@ def _patches(a: Architecture, rows: int) -> Unit:
 
 
 def _head(a: Architecture, rows: int, *, image: bool) -> Unit:
-    """Final norm, output projection, loss. An image has one row: its class token."""
+    """Final norm, output projection, loss.
+
+    An image has one row: its class token.
+    """
     used = 1 if image else rows
     weights = list(_norm_weights(a, "norm")) if a.final_norm else []
     ops = [_norm(a, "final_norm", rows, a.hidden)] if a.final_norm else []

@@ -1,8 +1,8 @@
-"""How a model's forward goes through its blocks: what comes before, what after, and what passes between them.
+"""Trace a forward between blocks: parts before, after, and the tensors passed between them.
 
-A pipeline stage runs the model's own forward and computes only its own blocks, so one thing must hold: nothing but one
-tensor, the hidden state, goes from block to block, and what is computed before the first block with the help of
-parameters reaches the rest of the model through the first block alone. One forward under fake tensors tells.
+A pipeline stage runs the model's own forward and computes only its own blocks, so one condition must hold: only one
+tensor, the hidden state, passes from block to block, and anything computed from parameters before the first block
+reaches the rest of the model through the first block alone. One forward on fake tensors checks it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardwise.model.read import clean_name, in_layer
 
 SAMPLE_LENGTH = 16
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-_BEFORE, _AFTER = -1, -2  # where an operation takes place, beside the number of a block
+_BEFORE, _AFTER = -1, -2  # position of an operation, besides the number of a block
 _ATEN = torch.ops.aten
-_SHAPE_ONLY = {  # take a tensor for its shape, dtype and device, not for its values
+_SHAPE_ONLY = {  # use a tensor's shape, dtype and device, not its values
     *(_ATEN.zeros_like, _ATEN.ones_like, _ATEN.empty_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
     *(_ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_empty, _ATEN.new_full, _ATEN.new_empty_strided),
 }
@@ -39,7 +39,7 @@ _SHAPE_ONLY = {  # take a tensor for its shape, dtype and device, not for its va
 
 @dataclass(frozen=True)
 class BlockCall:
-    """How a block is called: where the hidden state is among its arguments, and in what form it comes back.
+    """Call of a block: position of the hidden state among its arguments, and form of its output.
 
     ``argument`` is a position or a keyword; ``returns`` is the length of the tuple whose first element is the hidden
     state, 0 where the block returns it alone.
@@ -51,9 +51,9 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Facts of one forward under fake tensors. Parameters have the names of their places, tied ones each of theirs.
+    """Facts of one forward on fake tensors; parameters by module path, tied ones once per path.
 
-    ``before`` and ``after`` are parameters outside of the blocks, by when they are used. ``block_flops``,
+    ``before`` and ``after`` are parameters used before and after the blocks. ``block_flops``,
     ``before_flops`` and ``after_flops`` are forward floating-point operations of one micro batch of the sample.
     """
 
@@ -66,28 +66,29 @@ class Wiring:
 
 
 def read_wiring(module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None, length: int | None = None) -> Wiring:
-    """Run ``module`` once under fake tensors and note how it goes through its blocks. Nothing is changed.
+    """Run ``module`` once on fake tensors and trace its blocks; the module is not changed.
 
-    ``sample`` is what the model takes for one micro batch; token ids [1, ``length`` or 16] if left out. ``pp`` is the
-    degree that is asked for, for messages.
+    ``sample`` is one micro batch of inputs; token ids [1, ``length`` or 16] by default. ``pp`` is the requested degree,
+    for messages.
+
 
     Raises:
-        ModelError: the model cannot be cut between its blocks; everything that is in the way.
+        ModelError: the model cannot be split between its blocks; lists all obstacles.
     """
     where = f"+pp{pp}"
     if len(spec.blocks) < 2:
         raise ModelError(
-            f"{where} cuts a model between its repeated blocks (two or more children of one type in a ModuleList, "
+            f"{where} splits a model between its repeated blocks (two or more children of one type in a ModuleList, "
             f"ModuleDict or Sequential), and this one has {len(spec.blocks) or 'none'}; use a strategy without +pp"
         )
     if spec.batch_norms:
         raise ModelError(
             f"{where}: batch norm ('{spec.batch_norms[0]}' and {len(spec.batch_norms) - 1} more) computes its "
-            "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is cut; use "
+            "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is split; use "
             "group norm or layer norm, or a strategy without +pp"
         )
     watch, error = _look(module, spec, sample, length or SAMPLE_LENGTH, None)
-    if error is not None and not watch.problems:  # some operations have no shape rule but for bf16
+    if error is not None and not watch.problems:  # some operations have no shape rule except for bf16
         second, failed = _look(module, spec, sample, length or SAMPLE_LENGTH, torch.bfloat16)
         watch, error = (second, None) if failed is None else (watch, error)
     if error is not None and not watch.problems:
@@ -106,10 +107,13 @@ def read_wiring(module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None,
 def _look(
     module: nn.Module, spec: ModelSpec, sample: Any, length: int, dtype: torch.dtype | None
 ) -> tuple[_Watch, Exception | None]:
-    """What one forward shows, and what it raised; floating-point tensors are ``dtype`` unless that is ``None``."""
+    """Trace one forward; return its record and its exception.
+
+    Floating-point tensors are ``dtype`` unless that is ``None``.
+    """
     watch, mode = _Watch(spec.blocks), FakeTensorMode(allow_non_fake_inputs=True)
     was = _TORCH_LOG.disabled
-    _TORCH_LOG.disabled = True  # it prints the traceback of what is caught here
+    _TORCH_LOG.disabled = True  # it prints the traceback of exceptions caught here
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
             warnings.simplefilter("ignore")
@@ -117,7 +121,7 @@ def _look(
                 args, kwargs = _arguments(sample, length, dtype)
                 with torch.no_grad(), watch:
                     module(*args, **kwargs)
-    except Exception as error:  # whatever the model raises there
+    except Exception as error:  # any exception of the model
         return watch, error
     finally:
         _TORCH_LOG.disabled = was
@@ -138,20 +142,20 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor comes from: the block that computed it, or the parameter that it depends on before the blocks."""
+    """Origin of a tensor: the block that computed it, or its parameter before the blocks."""
 
     block: int
     parameter: str = ""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of the forward, and the calls of blocks through its hooks."""
+    """Dispatch mode that sees every operation of the forward; hooks report calls of blocks."""
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.blocks = blocks
         self.problems: list[str] = []
-        self.slots: Any = WeakIdKeyDictionary()  # fake parameter -> name of its place
+        self.slots: Any = WeakIdKeyDictionary()  # fake parameter -> its path
         self.origins: Any = WeakIdKeyDictionary()  # tensor -> _Origin
         self.uses: dict[str, set[int]] = {}
         self.flops: dict[int, float] = {}
@@ -179,16 +183,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def place(self) -> int:
-        """The block that runs, or before or after all of them; between two blocks it is the one that was last."""
+        """The running block, or before or after all of them; between two blocks the last one."""
         return _AFTER if not self.inside and len(self.done) == len(self.blocks) else self.now
 
     @property
     def between(self) -> bool:
-        """True where some blocks have run, others have not, and none is running."""
+        """Return True where some blocks have run, others have not, and none is running."""
         return not self.inside and 0 < len(self.done) < len(self.blocks)
 
     def _see(self, operation: str, tensor: torch.Tensor) -> _Origin | None:
-        """Note what an operation takes; returns where its result comes from, if that is not where it runs."""
+        """Record an operation's input; return its result's origin if not the current place."""
         slot = self.slots.get(tensor)
         if slot is not None:
             self.uses.setdefault(slot, set()).add(self.place)
@@ -221,7 +225,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A block is about to run."""
+        """Record the start of a block."""
         name = self.blocks[index]
         if self.inside:
             self.problems.append(f"block '{name}' runs inside block '{self.blocks[self.now]}'")
@@ -243,7 +247,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now, self.inside = index, True
 
     def leave(self, index: int, found: Any) -> None:
-        """A block has run."""
+        """Record the end of a block."""
         first = found[0] if isinstance(found, tuple | list) and found else found
         if not isinstance(first, torch.Tensor) or isinstance(found, list):
             self.problems.append(
@@ -261,7 +265,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside = False
 
     def finish(self) -> None:
-        """The forward is over: what can be said only now."""
+        """Add the problems that are known only after the forward."""
         idle = [name for index, name in enumerate(self.blocks) if index not in self.done]
         if idle and not self.problems:
             more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
@@ -285,7 +289,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.problems.append(f"'{slot}' is a parameter of {owner} and used by {user}, too")
 
     def wiring(self) -> Wiring:
-        """What was found, of a forward without problems."""
+        """Return the record of a forward without problems."""
         calls = {
             self.blocks[index]: BlockCall(0 if call.argument is None else call.argument, call.returns)
             for index, call in self.done.items()
@@ -302,7 +306,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _faked(module: nn.Module, watch: _Watch, dtype: torch.dtype | None) -> Iterator[None]:
-    """Fake parameters, one for each place (of tied ones, too, to tell the places apart), and buffers, on the CPU."""
+    """Replace parameters and buffers by fake ones on the CPU.
+
+    One for each path, also of tied parameters, to distinguish them.
+    """
     held = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     names = {id(part): name for name, part in module.named_modules()}
     try:
@@ -324,7 +331,7 @@ def _faked(module: nn.Module, watch: _Watch, dtype: torch.dtype | None) -> Itera
 
 @contextlib.contextmanager
 def _hooked(module: nn.Module, watch: _Watch) -> Iterator[None]:
-    """Hooks on every block, taken off again."""
+    """Add hooks to every block; removes them."""
     handles: list[RemovableHandle] = []
     named = {clean_name(name): part for name, part in module.named_modules()}
 
@@ -348,7 +355,7 @@ def _hooked(module: nn.Module, watch: _Watch) -> Iterator[None]:
 
 
 def _arguments(sample: Any, length: int, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fake arguments of the model for one micro batch."""
+    """Build fake arguments of the model for one micro batch."""
     if sample is None:
         sample = torch.zeros(1, length, dtype=torch.int64)
     fake = _pytree.tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, dtype), sample)

@@ -1,1 +1,1 @@
-"""The decision as data: strategy, degrees, options and the workload. Nothing here computes or predicts."""
+"""Plan data: strategy, degrees, options and workload. Nothing here computes or predicts."""

@@ -1,4 +1,4 @@
-"""A plan in DeepSpeed's words: the configuration for ``deepspeed.initialize``. DeepSpeed itself is not needed here."""
+"""DeepSpeed configuration of a plan, for ``deepspeed.initialize``; needs no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,34 +15,39 @@ Place = Literal["device", "cpu", "nvme"]
 REDUCE_BUCKET = 50_000_000  # elements that DeepSpeed reduces together: 200 MB in fp32 (its own default is 2 GB)
 GATHER_BUCKET = 50_000_000  # elements that ZeRO-1 and 2 gather together after the update
 PREFETCH_BUCKET = 50_000_000  # elements that ZeRO-3 gathers ahead: DeepSpeed's own default
-NVME_TILE = 100_000_000  # elements of the optimizer that are in host memory at once: fp32 weight, gradient, 2 states
-NVME_BUFFERS = 5  # parameters on their way from or to the drive
-NVME_BUFFER = 100_000_000  # elements of each, where the largest parameter is not told: DeepSpeed's own default
-NVME_LEAST = 1 << 20  # bytes on a rank from which DeepSpeed swaps a parameter, or a tile of the optimizer, at all
+NVME_TILE = 100_000_000  # elements of the optimizer in host memory at once: fp32 weight, gradient, 2 states
+NVME_BUFFERS = 5  # parameters in transit from or to the drive
+NVME_BUFFER = 100_000_000  # elements of each, where the largest parameter is unknown: DeepSpeed's own default
+NVME_LEAST = 1 << 20  # minimum bytes on a rank for DeepSpeed to swap a parameter, or a tile of the optimizer
 STAGES = {"zero1": 1, "zero2": 2, "fsdp": 3}
 
 
 def zero_stage(plan: Plan) -> int:
-    """ZeRO's number for the strategy: 1, 2 or 3.
+    """Return ZeRO's stage of the strategy: 1, 2 or 3.
 
     Raises:
         PlanError: DeepSpeed has no such stage.
     """
     stage = STAGES.get(plan.parsed.base)
     if stage is None:
-        raise PlanError(f"strategy '{plan.strategy}' is no ZeRO stage; DeepSpeed runs zero1, zero2 and fsdp (ZeRO-3)")
+        raise PlanError(
+            f"strategy '{plan.strategy}' is not a ZeRO stage; DeepSpeed runs zero1, zero2 and fsdp (ZeRO-3)"
+        )
     return stage
 
 
 def optimizer_place(plan: Plan) -> Place:
-    """Where fp32 weights and optimizer state rest."""
+    """Return the storage of fp32 weights and optimizer state."""
     if plan.parsed.nvme:
         return "nvme"
     return "cpu" if plan.parsed.offload else "device"
 
 
 def parameter_place(plan: Plan) -> Place:
-    """Where the parameters that compute rest: ``+offload+nvme`` has them in host memory, and the rest on the drive."""
+    """Return the storage of the compute parameters.
+
+    Host memory with ``+offload+nvme``, else the drive.
+    """
     if zero_stage(plan) < 3:
         return "device"
     if plan.parsed.offload:
@@ -53,12 +58,11 @@ def parameter_place(plan: Plan) -> Place:
 def deepspeed_config(
     plan: Plan, *, clip_norm: float | None = None, largest_parameter: int | None = None
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize(config=...)`` takes for ``plan``.
+    """Build the ``config`` argument of ``deepspeed.initialize`` for ``plan``.
 
-    Nothing that changes a number is left to a default of DeepSpeed's: the clipping (which is 1.0 if it is left out) is
-    ``clip_norm``, or off, and gradients are summed and reduced in fp32 whatever computes. The optimizer is not in it:
-    it is the user's own. Under ``bf16`` DeepSpeed casts the weights that compute, and keeps fp32 ones with the
-    optimizer.
+    No setting that affects results is left to DeepSpeed's defaults: clipping (1.0 by default) is ``clip_norm``, or off,
+    and gradients are accumulated and reduced in fp32 for every compute dtype. The user's optimizer is not part of it.
+    Under ``bf16`` DeepSpeed casts the compute weights, and keeps fp32 ones with the optimizer.
 
     Args:
         plan: its strategy is ``zero1``, ``zero2`` or ``fsdp`` (ZeRO-3), under either engine.
@@ -66,7 +70,7 @@ def deepspeed_config(
         largest_parameter: elements of the largest parameter, which sizes the buffers between NVMe and memory.
 
     Raises:
-        PlanError: the strategy is no ZeRO stage, or it needs NVMe and the plan does not say where that is.
+        PlanError: the strategy is not a ZeRO stage, or it needs NVMe and the plan has no path to it.
     """
     stage, micro = zero_stage(plan), plan.micro_batch or 1
     zero: dict[str, Any] = {
@@ -81,7 +85,7 @@ def deepspeed_config(
     else:
         zero |= {
             "stage3_prefetch_bucket_size": PREFETCH_BUCKET,
-            "stage3_param_persistence_threshold": 0,  # small parameters are cut, too
+            "stage3_param_persistence_threshold": 0,  # small parameters are sharded, too
             "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
         }
     zero |= _offloading(plan, largest_parameter)
@@ -106,29 +110,33 @@ def deepspeed_config(
 
 @dataclass(frozen=True)
 class Swapped:
-    """What a rank swaps: elements of parameters, and of the optimizer's fp32 weights (its states have as many)."""
+    """Swapped elements of a rank: parameters, and fp32 weights (each state has as many)."""
 
     parameters: int
     stepped: int
 
     def num_bytes(self, plan: Plan, states: int) -> int:
-        """Bytes at rest on the drive, with ``states`` fp32 tensors of the optimizer beside each fp32 weight."""
+        """Bytes on the drive, with ``states`` fp32 tensors of the optimizer for each fp32 weight."""
         width = 4 if plan.precision == "fp32" else 2
         return self.parameters * width + self.stepped * 4 * (1 + states)
 
     def moved_bytes(self, plan: Plan, states: int) -> tuple[int, int]:
-        """Bytes written and read in a step without accumulation: weights are read forward and backward and written by
-        the update, the optimizer's are read and written by it. Gradients stay in host memory."""
+        """Bytes written and read in a step without accumulation.
+
+        Weights are read forward and backward and written by the update, the optimizer's are read and written by it.
+        Gradients stay in host memory.
+        """
         weights = self.parameters * (4 if plan.precision == "fp32" else 2)
         optimizer = self.stepped * 4 * (1 + states)
         return weights + optimizer, 2 * weights + optimizer
 
 
 def swapped(plan: Plan, parameters: Iterable[int], groups: Sequence[Iterable[int]]) -> Swapped:
-    """What a rank swaps under ZeRO-3 ``+nvme``: DeepSpeed leaves in memory what is smaller than `NVME_LEAST`.
+    """Count a rank's swapped elements under ZeRO-3 ``+nvme``.
 
-    ``parameters`` are the elements of each parameter of the model, ``groups`` those of the trained ones in each of the
-    optimizer's groups. As `stage3._create_fp16_sub_groups` and the swappers of DeepSpeed 0.19 have it.
+    DeepSpeed keeps anything smaller than `NVME_LEAST` in memory. ``parameters`` are the elements of each parameter of
+    the model, ``groups`` those of the trained ones in each of the optimizer's groups. Source:
+    `stage3._create_fp16_sub_groups` and the swappers of DeepSpeed 0.19.
     """
     ranks, width = plan.dims.dp, 4 if plan.precision == "fp32" else 2
     shares = [math.ceil(number / ranks) for number in parameters]
@@ -145,12 +153,12 @@ def swapped(plan: Plan, parameters: Iterable[int], groups: Sequence[Iterable[int
 
 
 def _offloading(plan: Plan, largest_parameter: int | None) -> dict[str, Any]:
-    """The tables that say where optimizer state and parameters rest; none for what stays on the device."""
+    """Build the offload tables of optimizer state and parameters; empty for the device."""
     pinned = plan.device == "cuda"
     state, weights = optimizer_place(plan), parameter_place(plan)
     if "nvme" in (state, weights) and not plan.nvme_path:
         raise PlanError(
-            f"strategy '{plan.strategy}' swaps to NVMe and the plan does not say where: set parallel.nvme_path to a "
+            f"strategy '{plan.strategy}' swaps to NVMe and the plan has no path: set parallel.nvme_path to a "
             "folder on the drive"
         )
     tables: dict[str, Any] = {}

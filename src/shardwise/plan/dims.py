@@ -1,4 +1,4 @@
-"""`ParallelDims`: how many ranks each mesh axis has, and that the axes multiply to the world."""
+"""`ParallelDims`: number of ranks on each mesh axis; their product is the world size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class MeshCoord:
-    """Where a rank stands on each axis, from 0. ``dp`` counts over both data-parallel axes."""
+    """Position of a rank on each axis, from 0.
+
+    ``dp`` counts over both data-parallel axes.
+    """
 
     pp: int
     dp: int
@@ -35,7 +38,7 @@ class ParallelDims(BaseModel):
 
     @property
     def dp(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks with different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -49,7 +52,10 @@ class ParallelDims(BaseModel):
         return self.tp * self.pp * self.cp > 1
 
     def place(self, rank: int) -> MeshCoord:
-        """Where global rank ``rank`` stands: axes in the order of ``AXES``, the last one fastest."""
+        """Return the position of global rank ``rank``.
+
+        Axes are in the order of ``AXES``, the last one fastest.
+        """
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)
@@ -68,9 +74,9 @@ def dims_for(
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
 ) -> ParallelDims:
-    """The degrees of ``strategy`` on ``world_size`` ranks.
+    """Return the degrees of ``strategy`` on ``world_size`` ranks.
 
-    ``tp``, ``pp`` and ``cp`` are the strategy's own; what is left of the world is data parallel. Plain strategies use
+    ``tp``, ``pp`` and ``cp`` are the strategy's own; the remaining ranks are data parallel. Plain strategies use
     one data-parallel axis. ``hsdp`` shards inside a node and replicates across nodes; on one node it replicates twice
     where the number is even. Given degrees are kept and checked.
 

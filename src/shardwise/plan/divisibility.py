@@ -1,7 +1,7 @@
-"""What a model's numbers allow of ``+tp``, ``+cp`` and ``+pp``: rules of plain numbers, each with what would work.
+"""Divisibility rules of ``+tp``, ``+cp`` and ``+pp``, each with values that would work.
 
-The planner refuses by them before anything runs. Live modules are looked at once more (``parallel``), which sees what
-numbers do not: how a projection is fused, what a forward does to tokens, what is not spread at all.
+The planner rejects plans by them before anything runs. Live modules are checked separately (``parallel``) for facts
+beyond sizes: fused projections, operations on tokens, unsharded parts.
 """
 
 from __future__ import annotations
@@ -11,46 +11,49 @@ from collections.abc import Collection
 
 
 def kv_repeats(kv_heads: int, degree: int) -> int:
-    """How often each key-value head is repeated so that the heads divide by ``degree``: the smallest number."""
+    """Return the smallest repetition of key-value heads that is divisible by ``degree``."""
     return degree // math.gcd(kv_heads, degree)
 
 
 def tensor_fits(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether each of ``tp`` ranks gets whole heads, and its queries their keys (shared where these are fewer)."""
+    """Return whether each of ``tp`` ranks gets complete heads, and its queries their keys."""
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
 def context_fits(heads: int, kv_heads: int, tp: int, cp: int) -> bool:
-    """Whether the heads of one of ``tp`` ranks can be exchanged for tokens among ``cp``."""
+    """Return whether the heads of one of ``tp`` ranks can be exchanged for tokens among ``cp``."""
     local, keys = heads // tp, max(1, kv_heads // tp)
     return heads % tp == 0 and local % cp == 0 and local % (keys * kv_repeats(keys, cp)) == 0
 
 
 def tensor_problem(heads: int, kv_heads: int, tp: int, widths: Collection[int] = ()) -> str:
-    """What is wrong with ``tp``, and what works; empty if nothing. ``widths`` are inputs of layers cut by rows."""
+    """Explain why ``tp`` is invalid, with valid values; empty if it is valid.
+
+    ``widths`` are the inputs of row-sharded layers.
+    """
     wrong = [width for width in widths if width % tp]
     if tensor_fits(heads, kv_heads, tp) and not wrong:
         return ""
     what = f"{heads} heads" if heads % tp else f"{kv_heads} key-value heads"
     if tensor_fits(heads, kv_heads, tp):
-        what = f"the {wrong[0]} inputs of a layer that is cut by rows"
+        what = f"the {wrong[0]} inputs of a row-parallel layer"
     works = [n for n in range(2, heads + 1) if tensor_fits(heads, kv_heads, n) and not any(w % n for w in widths)]
     fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +tp out"
     return f"tp {tp} does not divide {what}; {fix}"
 
 
 def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
-    """What is wrong with ``cp`` beside ``tp``, and what works; empty if nothing."""
+    """Explain why ``cp`` with ``tp`` is invalid, with valid values; empty if it is valid."""
     if heads % tp or context_fits(heads, kv_heads, tp, cp):
         return ""
     works = [n for n in range(2, heads // tp + 1) if context_fits(heads, kv_heads, tp, n)]
     fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +cp out"
     each = f" of a rank ({heads} over tp {tp})" if tp > 1 else ""
-    return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with whole heads; {fix}"
+    return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with complete heads; {fix}"
 
 
 def length_problem(seq_len: int, tp: int, cp: int) -> str:
-    """What is wrong with a length that ``cp`` cuts, and ``tp`` under sequence parallel; empty if nothing."""
+    """Explain why ``cp`` (or ``tp`` with sequence parallel) cannot divide the length; else empty."""
     step = tp * cp
     if step == 1 or seq_len % step == 0:
         return ""
@@ -59,4 +62,4 @@ def length_problem(seq_len: int, tp: int, cp: int) -> str:
     below, above = seq_len // step * step, (seq_len // step + 1) * step
     nearest = f"{below} or {above}" if below else str(above)
     fix = f"use {nearest}" + (", or turn sequence_parallel off" if tp > 1 and cp == 1 else "")
-    return f"{whole} cuts samples along their length, which is {seq_len}; {fix}"
+    return f"{whole} shards samples along their length, which is {seq_len}; {fix}"

@@ -1,4 +1,4 @@
-"""`AdapterOptions`: which adapters a plan with ``+lora`` or ``+qlora`` trains, and how its base is packed."""
+"""`AdapterOptions`: adapters of ``+lora`` or ``+qlora``, and the quantization of their base."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 ROLES = ("all-linear", "attention", "mlp")
-"""What ``targets`` may name beside modules: linear layers of the blocks, all or by what they are for."""
+"""Roles allowed in ``targets``, besides module names: all linear layers of the blocks, or those of one part."""
 QuantType = Literal["nf4", "fp4"]
 
 
 class AdapterOptions(BaseModel):
-    """Low-rank adapters as peft has them: a layer's output gains x·Aᵀ·Bᵀ·s, with A [rank, inputs], B [outputs, rank].
+    """Low-rank adapters as in peft: a layer's output gains x·Aᵀ·Bᵀ·s.
 
-    The scale s is ``alpha / rank``, or ``alpha / √rank`` with ``rslora`` (arXiv:2312.03732). ``dora`` trains the norm
-    of each row apart from its direction (arXiv:2402.09353). ``targets`` are roles (``all-linear``, ``attention``,
-    ``mlp``) or ends of module names (``q_proj``). ``quant_type`` and ``double_quant`` say how ``+qlora`` packs the
-    weights of the blocks' linear layers: 4 bits in blocks of 64 (arXiv:2305.14314).
+    A is [rank, inputs], B [outputs, rank]. The scale s is ``alpha / rank``, or ``alpha / √rank`` with ``rslora``
+    (arXiv:2312.03732). ``dora`` trains the norm of each row apart from its direction (arXiv:2402.09353). ``targets``
+    are roles (``all-linear``, ``attention``, ``mlp``) or ends of module names (``q_proj``). ``quant_type`` and
+    ``double_quant`` are how ``+qlora`` quantizes the weights of the blocks' linear layers: 4 bits in blocks of 64
+    (arXiv:2305.14314).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,5 +34,5 @@ class AdapterOptions(BaseModel):
 
     @property
     def scale(self) -> float:
-        """What B·A·x is multiplied by."""
+        """Factor of B·A·x."""
         return float(self.alpha / (self.rank**0.5 if self.rslora else self.rank))

@@ -1,6 +1,6 @@
 """`ParallelOptions` and `StepOptions`: each option of a plan, declared once.
 
-A declaration says the type, the default, the help text, what the option needs to have an effect, the key of the config
+A declaration has the type, the default, the help text, the requirements of the option, the key of the config
 file that sets it and the line of the receipt that shows it. The ``[parallel]`` table, `Plan`, the pins of a search and
 the receipts read the declaration.
 """
@@ -24,11 +24,11 @@ SHARDED_PARAMETERS: Requirement = "sharded parameters (zero2, fsdp, hsdp)"
 
 @dataclass(frozen=True)
 class OptionSpec:
-    """What is known of an option beside its type, default and help.
+    """Facts of an option besides its type, default and help.
 
-    ``requires`` is what a strategy must have for the option to do something, ``receipt`` the line that shows it in the
-    effects receipt, ``config`` the key of a config file (``parallel.NAME`` if left out), and ``computes`` is false for
-    what changes where tensors lie and not what is computed: left out of a plan's fingerprint.
+    ``requires`` is what a strategy must have for the option to have an effect, ``receipt`` the line that shows it in
+    the effects receipt, ``config`` the key of a config file (``parallel.NAME`` by default), and ``computes`` is false
+    for an option that changes the placement of tensors and not the result: it is not part of a plan's fingerprint.
     """
 
     receipt: str
@@ -38,7 +38,7 @@ class OptionSpec:
 
 
 class ParallelOptions(BaseModel):
-    """How the axes of a strategy are run: the options of ``[parallel]``."""
+    """Options of ``[parallel]``: how the axes of a strategy are run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,19 +71,22 @@ class ParallelOptions(BaseModel):
     )
 
     def options_for(self, strategy: Strategy) -> dict[str, Any]:
-        """The options that have an effect under a strategy, by name; virtual stages as the schedule needs them."""
+        """Return the options with an effect under a strategy, by name.
+
+        Virtual stages are as the schedule needs them.
+        """
         found = {name: getattr(self, name) for name in ParallelOptions.model_fields if has_effect(name, strategy)}
         return found | ({"virtual_stages": self.stages_per_rank} if "virtual_stages" in found else {})
 
     @property
     def stages_per_rank(self) -> int:
-        """``virtual_stages``, or what the schedule needs where they are left out."""
+        """``virtual_stages``, or the schedule's default."""
         given = "virtual_stages" in self.model_fields_set
         return self.virtual_stages if given else stages_of(self.pipeline_schedule)
 
 
 class StepOptions(BaseModel):
-    """How a step's gradients and loss are computed: options that other tables of a config file set, or the search."""
+    """Options of a step's gradients and loss, set by other config tables or by the search."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -99,7 +102,7 @@ class StepOptions(BaseModel):
 
 
 def stages_of(schedule: PipelineSchedule) -> int:
-    """Pipeline stages of a rank that a schedule needs at least."""
+    """Return the minimum number of pipeline stages per rank of a schedule."""
     return 1 if schedule in ("gpipe", "1f1b") else 2
 
 
@@ -122,7 +125,7 @@ CONFIG_KEYS: dict[str, str] = {
 
 
 def has_effect(name: str, strategy: Strategy) -> bool:
-    """Whether an option does something under a strategy."""
+    """Return whether an option has an effect under a strategy."""
     match OPTION_SPECS[name].requires:
         case "+tp":
             return strategy.tp > 1
@@ -137,7 +140,7 @@ def has_effect(name: str, strategy: Strategy) -> bool:
 
 
 def without_effect(given: Iterable[str], strategy: Strategy) -> list[str]:
-    """One line for each option of ``given`` that does nothing under a strategy."""
+    """Return one line for each option of ``given`` without effect under a strategy."""
     return [
         f"'{name}' does nothing without {OPTION_SPECS[name].requires}; remove it"
         for name in given
@@ -146,10 +149,10 @@ def without_effect(given: Iterable[str], strategy: Strategy) -> list[str]:
 
 
 def changed(values: Mapping[str, Any]) -> list[str]:
-    """The options among ``values`` that differ from their defaults."""
+    """Return the options among ``values`` that differ from their defaults."""
     return [name for name, default in OPTION_DEFAULTS.items() if values.get(name, default) != default]
 
 
 def option_field(name: str, *, default: Any = ...) -> Any:
-    """The field of a config table that sets an option: its default, or another one there, and its help."""
+    """Build the config field of an option: its help, and its default or another one."""
     return Field(OPTION_DEFAULTS[name] if default is ... else default, description=_DECLARED[name][0].description)

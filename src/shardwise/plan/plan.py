@@ -1,4 +1,4 @@
-"""`Plan`: the decision, frozen, with a fingerprint. The only thing that crosses a process border."""
+"""`Plan`: the frozen decision with a fingerprint; the only object passed between processes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NO_EFFECT = "gradient_sync = 'every' has no effect; remove it"
 
 
 class Plan(StepOptions, ParallelOptions):
-    """How one global batch is computed: the strategy, the degrees, the batch split, the precision, the options.
+    """Decision how one global batch is computed.
 
-    ``micro_batch`` and ``global_batch`` count samples; ``seq_len`` counts tokens (``None`` where samples are
-    not sequences). `ParallelOptions` and `StepOptions` declare the options. ``reason`` says why this plan was
-    chosen: like ``nvme_path`` it is not part of the fingerprint.
+    The strategy, the degrees, the batch split, the precision, the options. ``micro_batch`` and ``global_batch`` count
+    samples; ``seq_len`` counts tokens (``None`` where samples are not sequences). `ParallelOptions` and `StepOptions`
+    declare the options. ``reason`` is why this plan was chosen: like ``nvme_path`` it is not part of the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class Plan(StepOptions, ParallelOptions):
 
     @property
     def parsed(self) -> Strategy:
-        """The strategy string, read."""
+        """Parsed strategy."""
         return parse_strategy(self.strategy)
 
     @property
@@ -65,21 +65,23 @@ class Plan(StepOptions, ParallelOptions):
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits over everything that changes what is computed."""
+        """Sixteen hex digits over everything that changes the computation."""
         unseen = {name for name, spec in OPTION_SPECS.items() if not spec.computes}
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", *unseen})
-        facts["strategy"] = str(self.parsed)  # zero3 and fsdp are one thing
-        later = OPTION_DEFAULTS | {"adapter": None}  # than the first plans: left out where they are as those were run
+        facts["strategy"] = str(self.parsed)  # zero3 and fsdp are equivalent
+        later = OPTION_DEFAULTS | {
+            "adapter": None
+        }  # options newer than the first plans: omitted at the values that those plans ran with
         facts = {key: value for key, value in facts.items() if key not in later or value != later[key]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def syncs_every_micro_batch(self) -> bool:
-        """True where gradients are reduced, and kept as shards, after every micro batch of several."""
+        """Return True where sharded gradients are reduced after every micro batch of several."""
         return self.gradient_sync == "every" and self.grad_accum > 1 and self.parsed.shards_parameters
 
     def batch_equation(self) -> str:
-        """``global batch 16 = micro batch 4 × accumulation 2 × dp 2``, with tokens where they are known."""
+        """Format ``global batch 16 = micro batch 4 × accumulation 2 × dp 2``, with tokens if known."""
         left = "?" if self.global_batch is None else str(self.global_batch)
         micro = "the loader's" if self.micro_batch is None else str(self.micro_batch)
         text = f"global batch {left} = micro batch {micro} × accumulation {self.grad_accum} × dp {self.dims.dp}"
@@ -88,13 +90,13 @@ class Plan(StepOptions, ParallelOptions):
         return text
 
     def to_toml(self) -> str:
-        """The plan as a TOML document; `read_plan` reads it back."""
+        """Serialize as a TOML document; `read_plan` reads it."""
         import tomli_w
 
         return tomli_w.dumps(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     def to_json(self) -> str:
-        """The plan as one line of JSON."""
+        """Serialize as one line of JSON."""
         return self.model_dump_json(by_alias=True)
 
 
@@ -102,7 +104,7 @@ def read_plan(path: Path) -> Plan:
     """Read a plan from a TOML or JSON file.
 
     Raises:
-        PlanError: the file is missing, is not TOML or JSON, or holds something that is no plan.
+        PlanError: the file is missing, is not TOML or JSON, or does not contain a plan.
     """
     try:
         data = read_json(path) if path.suffix == ".json" else read_toml(path)
@@ -111,7 +113,7 @@ def read_plan(path: Path) -> Plan:
     except ValueError as error:
         raise PlanError(f"plan '{path}' is not readable: {error}") from None
     if isinstance(data, dict):
-        data.pop("question", None)  # what ``shardwise plan`` was asked, kept beside its answer for ``explain``
+        data.pop("question", None)  # the request of ``shardwise plan``, stored beside its answer for ``explain``
     problems: list[str] = []
     try:
         if isinstance(data, dict) and isinstance(data.get("strategy"), str):
@@ -129,7 +131,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def runnable(plan: Plan) -> Plan:
-    """``plan`` itself.
+    """Return ``plan`` if this version can run it.
 
     Raises:
         PlanError: this version plans it but does not run it, or it contradicts itself.
@@ -143,7 +145,7 @@ def runnable(plan: Plan) -> Plan:
 
 
 def axis_problems(plan: Plan) -> list[str]:
-    """One line for each degree and option of a plan that does not go with its strategy."""
+    """Return one line for each degree and option that does not match the plan's strategy."""
     strategy, dims = plan.parsed, plan.dims
     wrong = [
         f"{strategy} has {axis} {getattr(strategy, axis)}, but dims say {axis} {getattr(dims, axis)}"
@@ -168,20 +170,20 @@ def axis_problems(plan: Plan) -> list[str]:
 
 
 def chunk_problems(plan: Plan) -> list[str]:
-    """Why the loss cannot be computed in chunks, where it is asked to."""
+    """Return why the requested chunked loss is not possible."""
     strategy, dims, asked = plan.parsed, plan.dims, f"loss_chunks {plan.loss_chunks}"
     fix = "set loss_chunks to 1, or use ddp, zero1, zero2, fsdp or hsdp"
     if strategy.engine != "torch":
         return [f"{asked} is not for {strategy}, whose engine runs the head by itself; {fix}"]
     if max(strategy.tp, dims.tp) > 1:
-        return [f"{asked}: under {strategy} the head is cut, and loss_parallel cuts the logits with it; {fix}"]
+        return [f"{asked}: under {strategy} the head is sharded, and loss_parallel shards the logits with it; {fix}"]
     if max(strategy.pp, dims.pp) > 1:
         return [f"{asked}: under {strategy} the last stage must return its logits; {fix}"]
     return []
 
 
 def engine_problems(plan: Plan) -> list[str]:
-    """What DeepSpeed does by itself, or not at all, and a plan asks for otherwise."""
+    """Return requests that DeepSpeed handles itself, or does not support."""
     strategy, wrong = plan.parsed, []
     if plan.precision == "fp16":
         wrong.append(f"{strategy} with precision fp16 can be planned but is not run by this version; use bf16")
@@ -197,7 +199,7 @@ def engine_problems(plan: Plan) -> list[str]:
 
 
 def in_backward_problems(plan: Plan) -> list[str]:
-    """Why the optimizer cannot step each parameter during the backward, where it is asked to."""
+    """Return why the optimizer cannot step parameters during the backward, where requested."""
     strategy, dims, asked = plan.parsed, plan.dims, "optimizer_in_backward"
     wrong = []
     if plan.grad_accum > 1:
@@ -209,14 +211,14 @@ def in_backward_problems(plan: Plan) -> list[str]:
     elif dims.tp * dims.pp > 1 or strategy.tp * strategy.pp > 1:
         wrong.append(f"{asked}: under {strategy} gradients are final only after the backward; use zero2, fsdp or hsdp")
     elif strategy.base == "zero1":
-        wrong.append(f"{asked}: under zero1 ranks send each other whole parameters after the step; use zero2 or fsdp")
+        wrong.append(f"{asked}: under zero1 ranks send each other full parameters after the step; use zero2 or fsdp")
     elif not strategy.shards_parameters and dims.dp * dims.cp > 1:
         wrong.append(f"{asked}: under {strategy} ranks reduce gradients in buckets, later; use zero2, fsdp or hsdp")
     return wrong
 
 
 def plan_problems(error: ValidationError) -> list[str]:
-    """One line for each thing that is wrong in a plan document."""
+    """Return one line for each problem in a plan document."""
     lines = []
     for item in error.errors():
         *above, name = [str(part) for part in item["loc"]] or ["the document"]
@@ -234,12 +236,12 @@ def plan_problems(error: ValidationError) -> list[str]:
 def split_batch(
     dp: int, *, global_batch: int | None, micro_batch: int | None, grad_accum: int | None
 ) -> tuple[int, int]:
-    """Solve ``global = micro × accumulation × dp`` for what is not given; returns (micro, accumulation).
+    """Solve ``global = micro × accumulation × dp``; return (micro, accumulation).
 
-    With only a global batch the micro batch is the whole share of a rank. With nothing given it is one sample.
+    With only a global batch the micro batch is a rank's full share. By default it is one sample.
 
     Raises:
-        PlanError: no whole numbers solve it; the message names the nearest global batches that do.
+        PlanError: no integers solve it; the message names the nearest global batches that do.
     """
     if global_batch is None:
         return micro_batch or 1, grad_accum or 1

@@ -1,4 +1,4 @@
-"""How many blocks each pipeline stage gets: contiguous, so that the dearest stage costs as little as it can."""
+"""Assign contiguous blocks to pipeline stages with the least maximum cost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 def balanced_stages(blocks: Sequence[float], before: float, after: float, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, one at least.
+    """Return the number of blocks of each stage, at least one.
 
-    ``blocks`` are costs in any one unit (floating-point operations of a forward), ``before`` that of what the first
-    stage computes besides (the embedding) and ``after`` that of the last one's (the head). Of the cuts whose dearest
-    stage costs least, the one with the most even sum of squares; of equal ones that with more blocks in front.
+    ``blocks`` are costs in any one unit (floating-point operations of a forward), ``before`` the extra cost of the
+    first stage (the embedding) and ``after`` that of the last one (the head). Among the splits with the least maximum
+    cost, it takes the one with the smallest sum of squares; among equal ones that with more blocks in the first stages.
 
     Raises:
         ValueError: fewer blocks than stages.
@@ -44,7 +44,7 @@ def balanced_stages(blocks: Sequence[float], before: float, after: float, stages
 
 
 def _better(one: tuple[float, float, tuple[int, ...]], other: tuple[float, float, tuple[int, ...]]) -> bool:
-    """Whether ``one`` is the better cut; costs that differ in the last digits are equal."""
+    """Return whether ``one`` is the better split, up to rounding."""
     for a, b in zip(one[:2], other[:2], strict=True):
         if abs(a - b) > 1e-9 * max(abs(a), abs(b)):
             return a < b
@@ -52,10 +52,10 @@ def _better(one: tuple[float, float, tuple[int, ...]], other: tuple[float, float
 
 
 def even_stages(number: int, block: float, before: float, after: float, stages: int) -> tuple[int, ...]:
-    """`balanced_stages` of ``number`` blocks that cost ``block`` each, in microseconds.
+    """Return `balanced_stages` of ``number`` blocks of equal cost ``block``, in microseconds.
 
-    Each further block goes to the stage that costs least so far, the first of equal ones: of all ways to deal out equal
-    pieces this is the one with the least maximum and the most even sum of squares.
+    Each block is assigned to the least expensive stage so far, the first of equal ones: this gives the least maximum
+    and the smallest sum of squares.
 
     Raises:
         ValueError: fewer blocks than stages.

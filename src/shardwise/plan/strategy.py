@@ -1,10 +1,10 @@
-"""The strategy grammar: one string for every way to spread a model, the same for every engine.
+"""Strategy grammar: one string for every parallelization, the same for every engine.
 
 ``ddp``, ``zero1``, ``zero2``, ``fsdp`` and ``hsdp``, each with any of ``+tp2``, ``+pp4``, ``+cp2``, ``+offload``,
 ``+nvme``, ``+lora`` and ``+qlora``; ``deepspeed-zero1``, ``-zero2`` and ``-zero3`` are the same plans on DeepSpeed;
 ``auto`` lets the search choose. ``zero3`` and the FSDP1 names are understood and written as ``fsdp``.
 
-Every string of the grammar can be planned. What this version can also run is said by `not_runnable`.
+Every string of the grammar can be planned. `not_runnable` lists the words that this version cannot run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEGREES = ("tp", "pp", "cp")
 
 
 class Strategy(BaseModel):
-    """A parsed strategy string; ``str()`` gives the normal form back. ``tp``, ``pp`` and ``cp`` are degrees."""
+    """Parsed strategy string with degrees ``tp``, ``pp``, ``cp``; ``str()`` normalizes it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -59,38 +59,38 @@ class Strategy(BaseModel):
 
     @property
     def shards_parameters(self) -> bool:
-        """True where the data-parallel ranks shard parameters (FSDP2 underneath)."""
+        """Return True where the data-parallel ranks shard parameters (FSDP2)."""
         return self.base in SHARDED
 
     @property
     def reshards_after_forward(self) -> bool:
-        """True where a block's parameters are freed between its forward and its backward."""
+        """Return True where a block's parameters are freed between its forward and its backward."""
         return self.base in ("fsdp", "hsdp")
 
     @property
     def not_runnable(self) -> tuple[str, ...]:
-        """The words of this strategy that this version plans and costs but does not run; empty if it runs."""
+        """Words of this strategy that this version plans but does not run; empty if it runs."""
         words = [f"+{self.adapter} with {other}" for other in self._beside_adapters] if self.adapter != "none" else []
         if self.engine == "deepspeed":
             words += [f"deepspeed with +{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
-        if self.base == "zero1":  # PyTorch's ZeroRedundancyOptimizer holds plain tensors that all its ranks share
+        if self.base == "zero1":  # PyTorch's ZeroRedundancyOptimizer needs plain tensors that all its ranks have
             words += [f"zero1 with +{name}{getattr(self, name)}" for name in ("tp", "pp") if getattr(self, name) > 1]
         return tuple(words)
 
     @property
     def _beside_adapters(self) -> list[str]:
-        """What a model with adapters is not run with by this version."""
+        """Return the words that this version does not run with adapters."""
         words = [f"+{name}{getattr(self, name)}" for name in ("tp", "pp") if getattr(self, name) > 1]
         return [*words, "deepspeed"] if self.engine == "deepspeed" else words
 
     @property
     def splits_model(self) -> bool:
-        """True where ranks share the work on one sample: any of ``+tp``, ``+pp``, ``+cp``."""
+        """Return True where ranks share the work on one sample: any of ``+tp``, ``+pp``, ``+cp``."""
         return self.tp * self.pp * self.cp > 1
 
 
 def runnable_strategy(text: str) -> Strategy:
-    """`parse_strategy` for a strategy that is to be run.
+    """Parse a strategy that is to be run.
 
     Raises:
         PlanError: it is not in the grammar, or this version only plans it.
@@ -106,12 +106,12 @@ def runnable_strategy(text: str) -> Strategy:
     return strategy
 
 
-@functools.cache  # a plan asks for its own in every step
+@functools.cache  # a plan requests its own in every step
 def parse_strategy(text: str) -> Strategy:
-    """Read ``fsdp+tp2+offload`` and the like.
+    """Parse a strategy such as ``fsdp+tp2+offload``.
 
     Raises:
-        PlanError: every word that is not in the grammar, each with the nearest one that is.
+        PlanError: there are unknown words; names each of them with the nearest known one.
     """
     words = [word.strip().lower() for word in text.split("+")]
     problems: list[str] = []
@@ -137,7 +137,7 @@ def parse_strategy(text: str) -> Strategy:
     elif not problems and torch_offload and base not in SHARDED:
         problems.append(
             f"strategy '{text}': PyTorch can offload only sharded parameters (FSDP2's CPUOffloadPolicy), "
-            f"and {base} keeps whole ones; use zero2+offload or fsdp+offload"
+            f"and {base} keeps unsharded ones; use zero2+offload or fsdp+offload"
         )
     if problems:
         raise PlanError(*problems)
@@ -149,7 +149,7 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _read_word(word: str, degrees: dict[str, int], flags: set[str]) -> str:
-    """Note one ``+word``; returns what is wrong with it, empty if nothing."""
+    """Parse one ``+word``; return its problem, empty if there is none."""
     name = word.rstrip("0123456789")
     number = word.removeprefix(name)
     if word in FLAGS:
@@ -164,4 +164,4 @@ def _read_word(word: str, degrees: dict[str, int], flags: set[str]) -> str:
     if name in DEGREES:
         return f"'+{word}' needs a degree of 1 or more; write +{name}2"
     known = [*FLAGS, *(f"{degree}2" for degree in DEGREES)]
-    return f"'+{word}' is no option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"
+    return f"'+{word}' is not an option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"

@@ -1,4 +1,4 @@
-"""`Workload`: what is to be computed, whatever the plan: batch, length, optimizer, and what was pinned."""
+"""`Workload`: batch, length, optimizer and pinned facts, independent of the plan."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Workload(BaseModel):
     ``None`` where it was not measured. ``parameter_groups`` are the names that the optimizer steps, group by group;
     ``None`` means every trainable parameter in one group.
 
-    ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled`` says that
-    blocks run under ``torch.compile``; ``fused_loss`` that the loss never widens the logits to fp32 (a compiled one,
-    flash-attn's, Liger's). ``framework_overhead`` counts what surrounds the program: the device's context,
-    communicator buffers, and the host time between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters,
-    where it has some (`shardwise.model.lora.AdapterFacts`).
+    ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled``: blocks
+    run under ``torch.compile``; ``fused_loss``: the loss never upcasts the logits to fp32 (a compiled one,
+    flash-attn's, Liger's). ``framework_overhead`` counts the device's context, communicator buffers, and the host time
+    between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters, where it has some
+    (`shardwise.model.lora.AdapterFacts`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

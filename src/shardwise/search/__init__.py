@@ -1,1 +1,1 @@
-"""Choose a plan: enumerate the strategies, cost them, rank them, and explain each rejection."""
+"""Choose a plan: enumerate the strategies, estimate costs, rank, and explain each rejection."""

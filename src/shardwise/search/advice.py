@@ -1,8 +1,8 @@
-"""What would fit where nothing does: each way that works, with its bytes, and its time where that is known.
+"""Alternatives where no plan fits: each one with its bytes, and its time where known.
 
-The order is that of simplicity: first what leaves the training as it is (chunks of the loss, the optimizer within the
-backward), then another optimizer with less state, then the host's memory and its drive, then another training
-(adapters only), then other devices. A time stands beside that of ``ddp`` on such devices with memory without limit.
+Simple ones come first: those that leave the training unchanged (chunked loss, optimizer in backward), then an optimizer
+with less state, then host memory and drive offload, then another training (adapters only), then other devices. Times
+are compared with ``ddp`` on such devices with unlimited memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SHORTEST = 256
 CHUNKS = 8  # of the loss, where it is proposed
 STATES = {"adamw8bit": 2, "adafactor": 0}  # tensors of the weight's shape
 
-Command = Callable[[Mapping[str, str | None]], str]  # the question's own command with these options in it
+Command = Callable[[Mapping[str, str | None]], str]  # the request's own command with these options
 
 
 @dataclass
 class _Ways:
-    """What the ways share: the question, the seconds without a limit of memory, how a command is written.
+    """Shared inputs of the alternatives: request, unlimited-memory step time, command format.
 
-    ``kept`` is the first way that leaves the optimizer as it is.
+    ``kept`` is the first alternative that leaves the optimizer unchanged.
     """
 
     question: Question
@@ -48,13 +48,13 @@ class _Ways:
     kept: Candidate | None = None
 
     def told(self, candidate: Candidate, options: Mapping[str, str | None]) -> str:
-        """A candidate with its bytes, its time and the command that plans it."""
+        """Format a candidate with its bytes, its time and the command that plans it."""
         text = _told(candidate, self.question.cluster)
         if candidate.time is not None:
             text += f"; {seconds_text(candidate.time.step_s)} a step"
             if self.limitless_s:
                 text += f", {candidate.time.step_s / self.limitless_s:.2g} × that of ddp with memory without limit"
-            text += "" if candidate.hours is None else f", {candidate.hours:,.0f} hours in all"
+            text += "" if candidate.hours is None else f", {candidate.hours:,.0f} hours total"
         elif candidate.plan.parsed.nvme and self.question.cluster.nvme_bytes_per_s is None:
             text += "; its time is unknown (nvme_bytes_per_s of a cluster file)"
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
@@ -74,13 +74,14 @@ def search_and_advise(
     only_runnable: bool = False,
     command: Callable[[Mapping[str, str | None]], str] | None = None,
 ) -> SearchResult:
-    """`search`, and where nothing fits, what would.
+    """Run `search`, and where nothing fits, add alternatives that do.
 
-    ``shorter`` makes the profile at another length; ``command`` writes the command line of a way that is proposed, from
-    the options that make it.
+    ``shorter`` builds the profile at another length; ``command`` formats the command line of an alternative from its
+    options.
+
 
     Raises:
-        PlanError: what is pinned cannot be laid out, or the global batch goes with no strategy.
+        PlanError: the pinned values have no layout, or the global batch matches no strategy.
     """
     found = search(profile, workload, cluster, pins, costs=costs, rates=rates, only_runnable=only_runnable)
     if found.recommended is not None:
@@ -95,7 +96,7 @@ def advice(
     shorter: Callable[[int], ModelProfile] | None,
     command: Command | None = None,
 ) -> tuple[str, ...]:
-    """Ways to make it fit, in words, the simplest first; ``command`` writes the command line of one."""
+    """Describe alternatives that fit, simplest first; ``command`` formats a command line."""
     lines: list[str] = []
     nearest = min(candidates, key=lambda c: c.memory.device_bytes, default=None)
     if nearest is not None and question.usable is not None:
@@ -117,7 +118,7 @@ def advice(
 
 
 def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
-    """The question's facts with ``changes``; the profile as it was before adapters changed it."""
+    """Return the request with ``changes``; its profile is the one without adapters."""
     facts: dict[str, Any] = {
         "profile": question.plain or question.profile,
         "workload": question.workload,
@@ -130,7 +131,7 @@ def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _fit(question: Question, **changes: object) -> Candidate | None:
-    """The simplest plan that fits the changed question."""
+    """Return the simplest plan that fits the changed request."""
     try:
         return simplest_fit(ask(**_asked(question, changes)))
     except PlanError:
@@ -138,7 +139,7 @@ def _fit(question: Question, **changes: object) -> Candidate | None:
 
 
 def _best(question: Question, **changes: object) -> Candidate | None:
-    """The best way to run the simplest strategy that fits the changed question."""
+    """Return the best variant of the simplest strategy that fits the changed request."""
     found = _fit(question, **changes)
     if found is None or not question.timed:
         return found
@@ -149,7 +150,7 @@ def _best(question: Question, **changes: object) -> Candidate | None:
 
 
 def _limitless_s(question: Question) -> float | None:
-    """Seconds of ``ddp`` with no adapters on these devices, had they memory without limit; ``None`` if unknown."""
+    """Seconds of ``ddp`` without adapters on these devices with unlimited memory, if known."""
     if not question.timed:
         return None
     roomy = question.cluster.model_copy(update={"device_memory_bytes": None})
@@ -171,7 +172,7 @@ def _told(candidate: Candidate, cluster: ClusterSpec) -> str:
 
 
 def _same_optimizer(ways: _Ways) -> Iterator[str]:
-    """The same numbers, made in another order."""
+    """Propose the same results, computed in another order."""
     for name, options, flags in _orders(ways.question):
         pins = ways.question.pins.model_copy(update={"options": {**ways.question.pins.options, **options}})
         if found := _best(ways.question, pins=pins):
@@ -184,7 +185,7 @@ _Order = tuple[str, dict[str, object], dict[str, str | None]]  # name, options o
 
 
 def _orders(question: Question) -> Iterator[_Order]:
-    """The loss in chunks, the optimizer in the backward, both."""
+    """Yield chunked loss, optimizer in backward, and both."""
     given, found = question.pins.options, list[_Order]()
     if question.profile.vocab_size and not question.workload.fused_loss and given.get("loss_chunks", 1) == 1:
         found.append((f"the loss in {CHUNKS} chunks", {"loss_chunks": CHUNKS}, {"--loss-chunks": str(CHUNKS)}))
@@ -198,7 +199,10 @@ def _orders(question: Question) -> Iterator[_Order]:
 
 
 def _other_optimizer(ways: _Ways) -> Iterator[str]:
-    """Less state: other updates than AdamW's, so other numbers; said where it spares a more complex strategy."""
+    """Propose optimizers with less state than AdamW, where they avoid a more complex strategy.
+
+    Their updates differ, and so do the results.
+    """
     question = ways.question
     limit = (9,) if ways.kept is None else complexity(ways.kept.plan.parsed)
     if question.workload.optimizer != "adamw":
@@ -217,7 +221,7 @@ def _other_optimizer(ways: _Ways) -> Iterator[str]:
 
 
 def _off_device(ways: _Ways) -> Iterator[str]:
-    """Host memory, and where that is not enough, its drive."""
+    """Propose host memory, and where that is not enough, its drive."""
     question, strategy = ways.question, ways.question.pins.strategy
     if question.cluster.device == "cpu" or (strategy is not None and strategy.nvme):
         return
@@ -236,7 +240,10 @@ def _off_device(ways: _Ways) -> Iterator[str]:
 
 
 def _adapters(ways: _Ways) -> Iterator[str]:
-    """Fine-tuning adapters only: another thing is trained, so this is advice and never chosen."""
+    """Propose to fine-tune adapters only.
+
+    This trains another model, so it is advice and never chosen.
+    """
     question, strategy = ways.question, ways.question.pins.strategy
     had = "none" if strategy is None else strategy.adapter
     words = {"lora": "adapters (LoRA)", "qlora": "adapters on 4-bit weights (QLoRA)"}
@@ -252,7 +259,7 @@ def _adapters(ways: _Ways) -> Iterator[str]:
 
 
 def _unpin(question: Question) -> Iterator[str]:
-    """What is pinned, left free one by one."""
+    """Propose to free each pinned value, one at a time."""
     pins = question.pins
     smaller = [n for n in reversed(divisors(pins.micro_batch or 1)) if n < (pins.micro_batch or 1)]
     for micro in smaller:
@@ -271,7 +278,7 @@ def _unpin(question: Question) -> Iterator[str]:
 
 
 def _other_gpu(question: Question) -> Iterator[str]:
-    """The GPU of the table with the least memory that is enough, as many of them."""
+    """Propose the GPU of the table with the least sufficient memory, in the same number."""
     cluster = question.cluster
     if cluster.device != "cuda":
         return
@@ -302,7 +309,10 @@ def _shorter(question: Question, shorter: Callable[[int], ModelProfile]) -> Iter
 
 
 def _more_devices(question: Question) -> Iterator[str]:
-    """More of the same devices: fill the node first, then double the nodes, then look between the last two."""
+    """Propose more of the same devices.
+
+    Fill the node first, then double the nodes, then bisect between the last two.
+    """
     cluster, previous = question.cluster, question.cluster.nodes
     typical = cluster.gpu.devices_per_node if cluster.gpu else None
     if typical and cluster.nodes == 1 and cluster.devices_per_node < typical:
@@ -328,7 +338,7 @@ def _more_devices(question: Question) -> Iterator[str]:
 
 
 def _fit_with_batch(question: Question, cluster: ClusterSpec) -> Candidate | None:
-    """On more devices; where the global batch has no sample for each, with one that has."""
+    """Find a fit on more devices, if needed with a global batch that has a sample for each."""
     found = _fit(question, cluster=cluster)
     if found is not None or question.workload.global_batch is None:
         return found

@@ -1,6 +1,6 @@
-"""What else a step could be, and what that is predicted to need: for those who ask whether a plan pays for too much.
+"""Alternatives of a plan with predicted bytes and seconds, for the diagnosis of a run.
 
-The same global batch on the same ranks, with one thing changed. Bytes and seconds are those of the planner's own model.
+The same global batch on the same ranks, with one change. Bytes and seconds are those of the planner's cost model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Change = Literal["micro batch", "recompute", "strategy", "schedule"]
 
 
 class Alternative(BaseModel):
-    """The same step under another plan: the bytes it needs, whether they fit, and its predicted seconds.
+    """Same step under another plan: required bytes, whether they fit, and predicted seconds.
 
-    ``memory_from`` says how the bytes were got. ``step_s`` and ``now_s``, the plan's own, are predicted by one model:
+    ``memory_from`` is the source of the bytes. ``step_s`` and ``now_s``, the plan's own, are predicted by one model:
     only their ratio means something.
     """
 
@@ -42,17 +42,17 @@ class Alternative(BaseModel):
 
     @property
     def gain(self) -> float | None:
-        """Share of a step that it is predicted to win; negative where it loses."""
+        """Predicted gain as a share of a step; negative where it is slower."""
         return None if self.step_s is None or not self.now_s else 1 - self.step_s / self.now_s
 
 
 def alternatives(
     profile: ModelProfile, workload: Workload, cluster: ClusterSpec, plan: Plan
 ) -> tuple[Alternative, ...]:
-    """What a plan could have been with one thing changed, each with its bytes and seconds; a handful, in milliseconds.
+    """Return a few alternatives with one change, each with its bytes and seconds.
 
-    Larger micro batches with less accumulation; less recompute; no sharding; gradients kept whole until the last micro
-    batch.
+    Takes milliseconds. Larger micro batches with less accumulation; less recompute; no sharding; gradients kept
+    unsharded until the last micro batch.
     """
     now = _cost(profile, workload, cluster, plan)
     now_s = None if now is None or now.time is None else now.time.step_s
@@ -75,7 +75,7 @@ def alternatives(
 
 
 def changes(plan: Plan) -> list[tuple[Change, Plan]]:
-    """Each plan with one thing changed that another one of the same global batch could have."""
+    """Return plans of the same global batch with one change."""
     found: list[tuple[Change, Plan]] = []
     if plan.micro_batch is not None and plan.dims.pp == 1:
         for times in (2, 4, 8):
@@ -94,7 +94,7 @@ def changes(plan: Plan) -> list[tuple[Change, Plan]]:
 
 
 def _whole(plan: Plan) -> Plan | None:
-    """The plan as ``ddp``, each rank with all of the state; nothing where it is, or where more than dp is asked for."""
+    """Return the plan as ``ddp``; nothing if it already is, or uses other axes."""
     parsed = plan.parsed
     if parsed.base == "ddp" or str(parsed) != parsed.base or plan.dims.splits_model or plan.optimizer_in_backward:
         return None  # ddp reduces in buckets, too late to step in the backward
@@ -103,7 +103,7 @@ def _whole(plan: Plan) -> Plan | None:
 
 
 def _cost(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, plan: Plan) -> Candidate | None:
-    """A plan's costs; nothing where it cannot be costed: then it is no alternative."""
+    """Estimate a plan's costs; ``None`` where impossible."""
     pins = Pins(strategy=plan.parsed, precision=plan.precision)
     try:
         return cost_of(ask(profile, with_plan(workload, plan), cluster, pins), plan)

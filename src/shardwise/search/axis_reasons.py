@@ -1,4 +1,4 @@
-"""What the axes that cut a model are there for: what would be without them, and what each of them costs, in figures."""
+"""Explain the model-parallel axes of a plan: costs with and without them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardwise.units import bytes_text, seconds_text
 
 
 def axes_text(plan: Plan) -> str:
-    """``tp 2 × pp 4``."""
+    """Format ``tp 2 × pp 4``."""
     degrees = {axis: getattr(plan.dims, axis) for axis in DEGREES}
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
 
 
 def purposes(question: Question, best: Candidate, others: Sequence[Candidate]) -> list[str]:
-    """Why ``best`` has the axes it has, the most important first; empty where it has none.
+    """Return why ``best`` has its axes, most important first; empty where it has none.
 
-    ``others`` are the candidates of the same question; those without such axes say what would be.
+    ``others`` are the candidates of the same request; those without such axes serve as comparison.
     """
     if not best.plan.dims.splits_model:
         return []
@@ -31,7 +31,7 @@ def purposes(question: Question, best: Candidate, others: Sequence[Candidate]) -
 
 
 def _without(question: Question, best: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
-    """What the best plan without the axes would be."""
+    """Describe the best plan without the axes."""
     plan, batch, world = best.plan, question.workload.global_batch, question.cluster.world_size
     shown = axes_text(plan)
     if batch is not None and batch < world:
@@ -61,7 +61,7 @@ def _without(question: Question, best: Candidate, others: Sequence[Candidate]) -
 
 
 def _each(question: Question, best: Candidate) -> Iterator[str]:
-    """Where each axis lies and what it costs a step."""
+    """Describe where each axis is placed and its cost per step."""
     plan, cluster = best.plan, question.cluster
     dims, sent = plan.dims, sent_bytes(question.profile, plan)
     if dims.tp > 1:
@@ -73,7 +73,7 @@ def _each(question: Question, best: Candidate) -> Iterator[str]:
         yield f"tp {dims.tp} {where}: each device sends {bytes_text(sent['tp'])} a step{_waits(best, 'exposed_tp_s')}"
     if dims.cp > 1:
         length = plan.seq_len or question.profile.seq_len
-        tokens = "" if length is None else f"{length // dims.cp} of a sample's {length} tokens lie on a rank, "
+        tokens = "" if length is None else f"{length // dims.cp} of a sample's {length} tokens are on a rank, "
         where = traffic_text("cp", plan, cluster)
         yield (
             f"cp {dims.cp}: {tokens}attention exchanges them for heads, {bytes_text(sent['cp'])} a step {where}"

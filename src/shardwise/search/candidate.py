@@ -1,4 +1,4 @@
-"""`Candidate` and `Pins`: a plan with its costs, and the parts of the choice that the user has fixed."""
+"""`Candidate` and `Pins`: a plan with its costs, and the values that the user has fixed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shardwise.plan.strategy import Strategy
 
 
 class Pins(BaseModel):
-    """What the user has fixed. A pinned part is costed as given, fitting or not; ``None`` is free.
+    """Values fixed by the user; ``None`` is free.
 
-    ``options`` are fields of `Plan` that say how its axes are run (``sequence_parallel``, ``pipeline_schedule``, …).
+    A pinned value is evaluated as given, even if it does not fit. ``options`` are fields of `Plan` for its axes (
+    ``sequence_parallel``, ``pipeline_schedule``, …).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,9 +32,9 @@ class Pins(BaseModel):
 
 
 class Candidate(BaseModel):
-    """A plan and what it is predicted to cost. ``reason`` says why it is not the recommended one, with the arithmetic.
+    """Plan with predicted costs; ``reason`` explains with numbers why it is not recommended.
 
-    ``fits`` is ``None`` where the device's memory or the candidate's is not known. ``tie`` says that its time is not
+    ``fits`` is ``None`` where the device's memory or the candidate's is not known. ``tie``: its time is not
     distinguishable from the recommended plan's.
     """
 

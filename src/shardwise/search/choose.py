@@ -1,8 +1,7 @@
-"""Choose the plan of a run on this machine; every plan that was passed over keeps its reason.
+"""Choose the plan of a run on this machine; every rejected plan keeps its reason.
 
-`choose_profiled` is the planner's search among what this version runs. `choose` is for loops of one's own, where
-neither batch nor length is known before the first step, and for models that cannot be traced: the simplest plan whose
-known bytes fit.
+`choose_profiled` is the planner's search among runnable plans. `choose` is for custom loops, where neither batch nor
+length is known before the first step, and for models that cannot be traced: the simplest plan whose known bytes fit.
 """
 
 from __future__ import annotations
@@ -30,15 +29,17 @@ from shardwise.search.search import USABLE_IF_UNKNOWN, cost_of, rank
 from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
-USABLE = 0.9  # of device memory: the rest is the framework's, the communicator's and fragmentation
+USABLE = 0.9  # of device memory: the rest is for the framework, the communicator and fragmentation
 
 
-Cutter = Callable[[Plan], Parts | None]  # raises ModelError or PlanError where the live module does not allow the plan
+Cutter = Callable[
+    [Plan], Parts | None
+]  # raises ModelError or PlanError where the live module does not support the plan
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, what it is predicted to hold, and why the simpler ones were passed over."""
+    """Chosen plan, its predicted memory, and the reasons against simpler ones."""
 
     plan: Plan
     estimate: Estimate
@@ -49,10 +50,10 @@ class Choice:
 def check_degrees(
     strategy: str, cluster: ClusterSpec, *, dp_replicate: int | None = None, dp_shard: int | None = None
 ) -> None:
-    """Whether the strategy, or with ``auto`` any strategy, has these degrees on this cluster; needs no model.
+    """Check that the strategy, or with ``auto`` any strategy, has these degrees; needs no model.
 
     Raises:
-        PlanError: it has not.
+        PlanError: it does not have them.
     """
     refused = []
     for name in SIMPLEST_FIRST if strategy == "auto" else (strategy,):
@@ -93,11 +94,11 @@ def choose(
 
     A named strategy is kept, fitting or not. ``auto`` takes the first of `SIMPLEST_FIRST` whose known bytes stay
     under 90 % of the device's memory (60 % where saved activations are unknown); unknown memory counts as enough.
-    ``cut`` looks at the live module under a named strategy that cuts it.
+    ``cut`` checks the live module under a named strategy that shards it.
 
     Raises:
-        PlanError: the strategy and the degrees do not go with the world size.
-        ModelError: the live module does not allow the strategy that was asked for.
+        PlanError: the strategy and the degrees do not match the world size.
+        ModelError: the live module does not support the requested strategy.
         DoesNotFit: ``auto`` found none; the message has every candidate with its bytes.
     """
     check_degrees(strategy, cluster, dp_replicate=dp_replicate, dp_shard=dp_shard)
@@ -146,15 +147,16 @@ def choose_profiled(
     costs: Costs | None = None,
     cut: Cutter | None = None,
 ) -> Choice:
-    """The search's recommendation among the strategies that run; a pinned one is kept, fitting or not.
+    """Return the search's recommendation among runnable plans.
 
-    ``costs`` are those to choose by; what the choice says of itself is the cost model's own, uncorrected. ``cut`` looks
-    at the live module under a plan that cuts it: what it refuses is passed over, unless it was asked for by name.
+    A pinned one is kept, fitting or not. ``costs`` are used for the choice; its reported values are the cost model's
+    own, uncorrected. ``cut`` checks the live module under a plan that shards it: rejected plans are skipped, unless
+    requested by name.
 
     Raises:
-        PlanError: what is pinned cannot be laid out.
-        ModelError: the live module does not allow the strategy that was asked for.
-        DoesNotFit: nothing fits; the message has every candidate with its bytes, and what would fit.
+        PlanError: the pinned values have no layout.
+        ModelError: the live module does not support the requested strategy.
+        DoesNotFit: nothing fits; the message has every candidate with its bytes, and alternatives that fit.
     """
     result = search_and_advise(profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs)
     question = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
@@ -178,7 +180,10 @@ def choose_profiled(
 def _allowed(
     question: Question, result: SearchResult, cut: Cutter | None
 ) -> tuple[Candidate | None, Parts | None, list[tuple[str, str]]]:
-    """The best candidate that the live module allows, how it is cut, and those that it refused, with its words."""
+    """Return the best supported candidate, its placement, and the rejected ones.
+
+    The live module decides. Rejected ones come with their messages.
+    """
     refused: list[tuple[str, str]] = []
     ranked, chosen = list(result.candidates), result.recommended
     if question.pins.strategy is not None:
@@ -202,9 +207,9 @@ def _allowed(
 
 
 def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: Parts | None = None) -> Estimate:
-    """The candidate's estimate with parameters, gradients and optimizer state as the live module's own names say.
+    """Estimate the candidate with the live module's parameters, gradients and optimizer state.
 
-    A model that tensor or pipeline parallel cuts lies as ``parts`` says; without it, as the profile does.
+    Under tensor or pipeline parallel ``parts`` gives the placement; by default, the profile.
     """
     if parts is None and candidate.plan.dims.tp * candidate.plan.dims.pp > 1:
         return candidate.memory

@@ -1,4 +1,4 @@
-"""Adapters between a plan and the costs: a plan names `AdapterOptions`, the costs read a profile and a workload."""
+"""Convert a plan's `AdapterOptions` to the profile and workload that the cost model reads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardwise.search.candidate import Pins
 def adapted(
     profile: ModelProfile, strategy: Strategy, workload: Workload, precision: Precision, device: DeviceType = "cuda"
 ) -> ModelProfile:
-    """The profile with the workload's adapters as this package runs them.
+    """Return the profile with the workload's adapters as this package runs them.
 
-    The base rests in the type that is computed in. Whole fp32 adapters run under autocast, where each casts its input
-    and keeps the copy; sharded ones are gathered in the narrow type and share it.
+    The base is stored in the compute dtype. Replicated fp32 adapters run under autocast, where each casts its input and
+    saves the copy; sharded ones are gathered in low precision and share it.
     """
     from shardwise.model.lora import AdapterFacts, with_adapters
 
@@ -38,12 +38,12 @@ def adapted(
 
 
 def with_plan(workload: Workload, plan: Plan) -> Workload:
-    """The workload with the adapters of ``plan``, where it names some."""
+    """Return the workload with the adapters of ``plan``, where it names some."""
     return workload if plan.adapter is None else with_adapter(workload, plan.adapter)
 
 
 def with_adapter(workload: Workload, options: AdapterOptions) -> Workload:
-    """The workload with these adapters."""
+    """Return the workload with these adapters."""
     return workload.model_copy(
         update={
             "lora_rank": options.rank,
@@ -63,7 +63,7 @@ def _adapter_options(rank: int, targets: tuple[str, ...], dropout: float, dora: 
 
 
 def adapter_of(pins: Pins, workload: Workload) -> AdapterOptions:
-    """The adapters that are pinned, else the workload's."""
+    """Return the pinned adapters, else the workload's."""
     given = pins.options.get("adapter")
     if isinstance(given, AdapterOptions):
         return given

@@ -1,4 +1,7 @@
-"""Every layout of the strategy grammar on a cluster, and why each other one cannot be. Cheap: no cost is computed."""
+"""Enumerate all layouts of the strategy grammar on a cluster, with reasons for rejections.
+
+Cheap: no cost is computed.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-LEAST_TOKENS = 2048  # of one sample on a rank, below which context parallel is not tried unless it is pinned
-IMBALANCE = 1.1  # the longest pipeline stage over the mean, in blocks, above which a degree is not tried
+LEAST_TOKENS = 2048  # tokens of one sample on a rank, below which context parallel is not tried unless pinned
+IMBALANCE = 1.1  # longest pipeline stage over the mean, in blocks, above which a degree is not tried
 TENSOR_DEGREES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A strategy with its degrees, and the micro batches that solve the batch equation, smallest first.
+    """Strategy with its degrees and possible micro batches, smallest first.
 
     ``share`` is the samples of a global batch that one data-parallel rank computes.
     """
@@ -39,14 +42,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A strategy that cannot be laid out here, and why."""
+    """Strategy without a layout here, and the reason."""
 
     strategy: str
     reason: str
 
 
 def complexity(strategy: Strategy) -> tuple[int, ...]:
-    """The order of simplicity: model-parallel axes weigh most, then offload, then how much is sharded."""
+    """Return the sort key of simplicity: model-parallel axes first, then offload, then sharding."""
     degrees = (strategy.tp, strategy.pp, strategy.cp)
     axes = sum(degree > 1 for degree in degrees)
     swaps = strategy.offload + 2 * strategy.nvme
@@ -57,10 +60,10 @@ def complexity(strategy: Strategy) -> tuple[int, ...]:
 def layouts(
     profile: ModelProfile, workload: Workload, cluster: ClusterSpec, pins: Pins
 ) -> tuple[list[Layout], list[Refusal]]:
-    """All layouts, simplest first, and the refused strategies.
+    """Return all layouts, simplest first, and the rejected strategies.
 
     Raises:
-        PlanError: the pinned strategy cannot be laid out, or no strategy can with what is pinned.
+        PlanError: the pinned strategy has no layout, or no strategy has one with the pinned values.
     """
     if pins.strategy is not None:
         problems = misfits(pins.strategy, profile, workload, cluster)
@@ -94,10 +97,10 @@ def layouts(
 def with_options(
     found: list[Layout], pins: Pins, plan_of: Callable[[Layout], Plan]
 ) -> tuple[list[Layout], list[Refusal]]:
-    """The layouts whose plans may have the pinned options, and those that are refused for them.
+    """Return the layouts that support the pinned options, and the rejected ones.
 
     Raises:
-        PlanError: all are refused.
+        PlanError: all are rejected.
     """
     names = [name for name in changed(pins.options) if name in StepOptions.model_fields]
     allowed, refused = [], list[Refusal]()
@@ -113,7 +116,10 @@ def with_options(
 
 
 def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[Strategy]:
-    """Every strategy whose degrees go with the model and the cluster; adapters and DeepSpeed are left to pins."""
+    """Return every strategy whose degrees match model and cluster.
+
+    Adapters and DeepSpeed need a pin.
+    """
     world = cluster.world_size
     found = []
     length = workload.seq_len or profile.seq_len
@@ -136,7 +142,7 @@ def _strategy(base: Base, tp: int, pp: int, cp: int, offload: bool) -> Strategy:
 
 
 def pipeline_degrees(profile: ModelProfile, ranks: int) -> list[int]:
-    """Pipeline degrees worth a try: divisors of ``ranks`` that cut the blocks into nearly equal stages."""
+    """Return the divisors of ``ranks`` that split the blocks into nearly equal stages."""
     blocks = profile.num_blocks
     if blocks < 2:
         return [1]
@@ -155,7 +161,7 @@ def _context_degrees(seq_len: int | None, tp: int, ranks: int, profile: ModelPro
 
 
 def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[str]:
-    """What of ``strategy`` does not go with the model and the cluster, each with a fix; for pinned strategies."""
+    """Return the conflicts of a pinned ``strategy`` with model and cluster, each with a fix."""
     problems = [problem] if (problem := _tensor_problem(profile, strategy.tp)) else []
     blocks = profile.num_blocks
     if strategy.pp > max(blocks, 1):
@@ -189,7 +195,7 @@ def _tensor_problem(profile: ModelProfile, tp: int) -> str:
 
 
 def _misplaced(strategy: Strategy, profile: ModelProfile, cluster: ClusterSpec, pins: Pins) -> str:
-    """Why a free search does not try this strategy."""
+    """Return why a free search does not try this strategy."""
     dp = cluster.world_size // (strategy.tp * strategy.pp * strategy.cp)
     if dp == 1 and not strategy.offload and strategy.base not in ("ddp", "fsdp"):
         return "one data-parallel rank: nothing to shard"
@@ -202,7 +208,7 @@ def _misplaced(strategy: Strategy, profile: ModelProfile, cluster: ClusterSpec, 
 
 
 def _degrees(strategy: Strategy, cluster: ClusterSpec, pins: Pins) -> tuple[list[ParallelDims], str]:
-    """The possible degrees of a strategy; hybrid sharding has several."""
+    """Return the possible degrees of a strategy; hybrid sharding has several."""
     world = cluster.world_size
     given = {"dp_replicate": pins.dp_replicate, "dp_shard": pins.dp_shard}
     try:
@@ -219,7 +225,7 @@ def _degrees(strategy: Strategy, cluster: ClusterSpec, pins: Pins) -> tuple[list
 
 
 def split(dp: int, workload: Workload, pins: Pins) -> tuple[int, tuple[int, ...], str]:
-    """Samples of a rank, the micro batches that divide them, and why there is none, if so."""
+    """Return samples per rank, the micro batches that divide them, or why there are none."""
     batch = workload.global_batch
     if batch is None:
         share = (pins.micro_batch or 1) * (pins.grad_accum or 1)
@@ -241,7 +247,7 @@ def split(dp: int, workload: Workload, pins: Pins) -> tuple[int, tuple[int, ...]
             0,
             (),
             (
-                f"global batch {batch} is not {' × '.join(words)}{' × a whole number' if not pins.grad_accum else ''}; "
+                f"global batch {batch} is not {' × '.join(words)}{' × an integer' if not pins.grad_accum else ''}; "
                 f"use {_batches_near(batch or 0, unit, share, pins)}"
             ),
         )
@@ -249,7 +255,7 @@ def split(dp: int, workload: Workload, pins: Pins) -> tuple[int, tuple[int, ...]
 
 
 def _batches_near(batch: int, unit: int, share: int, pins: Pins) -> str:
-    """What the global batch could be, or the micro batch where it and the accumulation are pinned, in words."""
+    """Suggest a valid global batch, or a micro batch where it and the accumulation are pinned."""
     if not pins.micro_batch or not pins.grad_accum:
         return nearest_multiples(batch, unit)
     micro = f", or micro batch {share // pins.grad_accum}" if share % pins.grad_accum == 0 else ""
@@ -258,14 +264,14 @@ def _batches_near(batch: int, unit: int, share: int, pins: Pins) -> str:
 
 
 def nearest_multiples(number: int, unit: int) -> str:
-    """The multiples of ``unit`` on both sides of ``number``, in words."""
+    """Format the multiples of ``unit`` on both sides of ``number``."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, smallest first."""
+    """Return all divisors, smallest first."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 

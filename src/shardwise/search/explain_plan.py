@@ -1,4 +1,4 @@
-"""Why a plan is recommended and why each other one is not, with the arithmetic, in words."""
+"""Explain with numbers why a plan is recommended and each other one is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.units import bytes_text, count_text, seconds_text
 
 PARTS = {
     "compute_s": "computes longer",
-    "recompute_s": "computes blocks again",
+    "recompute_s": "recomputes blocks",
     "exposed_dp_s": "waits longer for data-parallel traffic",
     "exposed_tp_s": "waits longer for tensor-parallel traffic",
     "exposed_cp_s": "waits longer for context-parallel traffic",
@@ -36,7 +36,7 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits",
 def with_reasons(
     question: Question, ranked: Sequence[Candidate], chosen: int | None, considered: int
 ) -> list[Candidate]:
-    """The candidates, the recommended one with its reason in its plan, each other one with its own."""
+    """Add reasons to all candidates; the recommended one has its reason in its plan."""
     best = None if chosen is None else ranked[chosen]
     pinned = question.pins.strategy is not None
     told = []
@@ -70,18 +70,18 @@ def _verdict(question: Question, best: Candidate, ranked: Sequence[Candidate]) -
     if fastest is best:
         return f"the fastest of {len(fitting)} that fit: {speed}; {room}"
     gap = best.time.step_s / fastest.time.step_s - 1 if fastest.time else 0.0
-    close = f"within {gap:.1%} of its step time (less than the model can tell apart)"
+    close = f"within {gap:.1%} of its step time (less than the model's error)"
     return f"simpler than {fastest.plan.strategy}, and {close}: {speed}; {room}"
 
 
 def room_text(memory: Estimate, usable: int | None) -> str:
-    """``61.20 GiB of 77.60 GiB usable``."""
+    """Format ``61.20 GiB of 77.60 GiB usable``."""
     room = "device memory unknown" if usable is None else f"of {bytes_text(usable)} usable"
     return f"{bytes_text(memory.device_bytes)} {room}"
 
 
 def against(question: Question, candidate: Candidate, best: Candidate | None) -> str:
-    """Why ``candidate`` is not the recommended plan."""
+    """Explain why ``candidate`` is not the recommended plan."""
     if candidate.fits is False:
         return short_of_memory(candidate.memory, question.usable, question.cluster)
     if best is None:
@@ -96,12 +96,12 @@ def against(question: Question, candidate: Candidate, best: Candidate | None) ->
 
 
 def unknown_text(memory: Estimate) -> str:
-    """What an estimate leaves out, in words."""
+    """Describe the unknown parts of an estimate."""
     return f"unknown: {', '.join(memory.unknown)}" if memory.unknown else "device memory unknown"
 
 
 def short_of_memory(memory: Estimate, usable: int | None, cluster: ClusterSpec) -> str:
-    """``needs 91.20 GiB (parameters 26.10 GiB + ...), 77.60 GiB usable``; or the same of the host."""
+    """Format ``needs 91.20 GiB (parameters 26.10 GiB + ...), 77.60 GiB usable``; or of the host."""
     host = cluster.host_memory_bytes
     if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
         return f"needs {bytes_text(memory.host_bytes)} of host memory on a node, which has {bytes_text(host)}"
@@ -109,7 +109,10 @@ def short_of_memory(memory: Estimate, usable: int | None, cluster: ClusterSpec) 
 
 
 def parts_text(memory: Estimate) -> str:
-    """The categories that matter, largest first; each is its own maximum, so they may add up to more than the peak."""
+    """Format the relevant categories, largest first.
+
+    Each is its own maximum, so their sum may exceed the peak.
+    """
     found = {name: value for name in MEMORY_PARTS if (value := getattr(memory, name))}
     if memory.offloaded_bytes:
         found = {name: value for name, value in found.items() if name not in ("parameters", "gradients", "optimizer")}
@@ -118,7 +121,10 @@ def parts_text(memory: Estimate) -> str:
 
 
 def slower_text(question: Question, candidate: Candidate, best: Candidate) -> str:
-    """``18 % slower: waits longer for data-parallel traffic (2.1 s; 140 GiB sent over the network)``."""
+    """Format why a candidate is slower.
+
+    Such as ``18 % slower: waits longer for data-parallel traffic (2.1 s; 140 GiB sent over the network)``.
+    """
     time, reference = candidate.time, best.time
     assert time is not None and reference is not None
     gap = time.step_s / reference.step_s - 1
@@ -126,7 +132,7 @@ def slower_text(question: Question, candidate: Candidate, best: Candidate) -> st
     if _is_tie(candidate, best):
         side = "slower" if gap >= 0 else "faster"
         verdict = f"and {best.plan.strategy} is simpler" if simpler else f"and {best.plan.strategy} is predicted ahead"
-        return f"a tie ({abs(gap):.1%} {side}, less than the model can tell apart), {verdict}"
+        return f"a tie ({abs(gap):.1%} {side}, less than the model's error), {verdict}"
     if gap < 0:
         return faster_text(candidate, best, -gap)
     share = f"{gap:.0%}" if gap < 1 else f"{gap + 1:.1f}×"
@@ -140,12 +146,12 @@ def slower_text(question: Question, candidate: Candidate, best: Candidate) -> st
 
 
 def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
-    """Why a plan that is faster is not the one: it trains something else, or the other was asked for."""
+    """Explain why a faster plan is not chosen: another training, or another request."""
     start = f"{gap:.0%} faster"
     if candidate.plan.parsed.adapter != best.plan.parsed.adapter:
         words = {"none": "all weights", "lora": "adapters only", "qlora": "adapters on 4-bit weights only"}
         return f"{start}, but it trains {words[candidate.plan.parsed.adapter]}, which is another training; pin it"
-    return f"{start}, but {best.plan.strategy} is the plan that was kept; ask again without pins to get a faster one"
+    return f"{start}, but {best.plan.strategy} is the plan that was kept; plan without pins to get a faster one"
 
 
 def _traffic(question: Question, candidate: Candidate, part: str) -> str:
@@ -164,12 +170,12 @@ def _is_tie(candidate: Candidate, best: Candidate | None) -> bool:
 
 
 def _factors(text: str) -> str:
-    """In parentheses where there are several."""
+    """Parenthesize a sum."""
     return f"({text})" if "×" in text else text
 
 
 def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> list[tuple[str, int | None, str]]:
-    """Category, bytes, and the formula that says where they come from; the bytes are the estimate's."""
+    """Return category, bytes and the formula behind them; the bytes are the estimate's."""
     strategy, dims = plan.parsed, plan.dims
     cut = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
     shards = " × ".join(f"{name} {n}" for name, n in (("dp_shard", dims.dp_shard), ("cp", dims.cp)) if n > 1)
@@ -182,7 +188,7 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
     kept = {
         "none": "every operation's saved tensors",
-        "selective": "saved tensors, matrix products kept and the rest computed again",
+        "selective": "saved tensors, matrix products kept and the rest recomputed",
         "full": "the inputs of the blocks, and one block's saved tensors",
     }[plan.recompute]
     rows = f"micro batch {micro} × {plan.seq_len} tokens" if plan.seq_len else f"micro batch {micro}"
@@ -193,13 +199,13 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     in_flight = f" × up to {min(dims.pp, plan.grad_accum)} micro batches in flight" if dims.pp > 1 else ""
     stage = f"{blocks / dims.pp:g} blocks" if dims.pp > 1 else f"{blocks} blocks"
     if layout.replicates:
-        gathered = f"a block's {width}-byte weights, and its whole gradient on its way"
+        gathered = f"a block's {width}-byte weights, and its unsharded gradient in transit"
     elif not strategy.shards_parameters:
         gathered = f"autocast's {width}-byte weights" if width < 4 else "reduction buckets"
     elif strategy.reshards_after_forward:
-        gathered = f"gathered blocks of {width}-byte weights, and a block's whole gradient on its way"
+        gathered = f"gathered blocks of {width}-byte weights, and a block's unsharded gradient in transit"
     else:
-        gathered = f"all gathered {width}-byte weights, and a block's whole gradient on its way"
+        gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
         ("parameters", memory.parameters, f"{whole} × bytes at rest{cut}{ways}"),
         ("gradients", memory.gradients, f"{trained} trained × 4 B{cut}{ways}"),
@@ -213,5 +219,5 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
 
 
 def time_parts(time: StepTime) -> list[tuple[str, float]]:
-    """The parts of a step that are not zero, in the order of `StepTime`."""
+    """Return the non-zero parts of a step, in the order of `StepTime`."""
     return [(name.removesuffix("_s"), value) for name in PARTS if (value := getattr(time, name))]

@@ -1,7 +1,7 @@
-"""A first guess of time and memory in microseconds, to decide which plans are worth a full estimate. Never shown.
+"""Rough time and memory estimates to select plans for full ones. Never displayed.
 
-Left out on purpose: everything that does not change which plans are worth looking at. The order of the plans that are
-shown comes from `cost.time`, their fit from `cost.memory`.
+Effects that do not change the selection are ignored on purpose. The displayed order comes from `cost.time`, the fit
+from `cost.memory`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from shardwise.plan.traffic import weight_uses
 from shardwise.plan.workload import Workload
 from shardwise.search.enumerate import Layout
 
-EFFICIENCY = 0.6  # of the peak, where matrices are large
+EFFICIENCY = 0.6  # of the peak, for large matrices
 HALF_ROWS = 512  # rows at which a matrix product reaches half its rate
-NETWORK_BYTES_PER_S = 25e9  # a device's share of the network where it is not known
+NETWORK_BYTES_PER_S = 25e9  # bytes/s of network per device, where unknown
 LINK_BYTES_PER_S = 25e9
 HOST_LINK_BYTES_PER_S = 12e9
-LINK_SHARE = 0.7  # of a link's data-sheet rate that a collective reaches
+LINK_SHARE = 0.7  # share of a link's data-sheet rate that a collective reaches
 AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # of forward and backward
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a first guess needs of model, workload and cluster, worked out once."""
+    """Aggregates of model, workload and cluster for the rough estimate."""
 
     parameters: int
     trainable: int
@@ -45,7 +45,7 @@ class Totals:
 
 
 def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
-    """Add up what `guess_s` and `floor_bytes` need."""
+    """Compute the inputs of `guess_s` and `floor_bytes`."""
     gpu = cluster.gpu
     peak = (gpu.peak_flops.get(precision) or gpu.peak_flops.get("bf16")) if gpu else None
     link = (cluster.link.bytes_per_s if cluster.link else None) or LINK_BYTES_PER_S
@@ -73,7 +73,7 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
 
 
 def floor_bytes(totals: Totals, layout: Layout) -> float:
-    """Weights, gradients and optimizer state of an even share of the model: no rank that fits has less on average."""
+    """Lower bound of bytes per rank: weights, gradients and optimizer state, evenly sharded."""
     strategy, dims = layout.strategy, layout.dims
     if strategy.offload or strategy.nvme:
         return 0.0
@@ -85,7 +85,7 @@ def floor_bytes(totals: Totals, layout: Layout) -> float:
 
 
 def guess_s(totals: Totals, layout: Layout, micro: int, recompute: Recompute, *, every: bool = False) -> float:
-    """Seconds of a step, roughly: arithmetic at a rate that falls with small matrices, and traffic beside it."""
+    """Rough step time in seconds: arithmetic (slower for small matrices) and traffic."""
     strategy, dims = layout.strategy, layout.dims
     accum = layout.share // micro
     model_ranks = dims.tp * dims.pp * dims.cp
@@ -131,7 +131,8 @@ def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -
 
 
 def _rate(totals: Totals, ranks: int, inside: int) -> float:
-    """Bytes per second of a ring over ``ranks``, ``inside`` of them on a node: across nodes each brings its own share
-    of the network, as rings leave a node through all of its adapters.
+    """Bytes/s of a ring over ``ranks``, ``inside`` of them on a node.
+
+    Across nodes each rank adds its share of the network, as rings leave a node through all of its adapters.
     """
     return totals.link if ranks <= inside else min(totals.link, totals.network * inside)

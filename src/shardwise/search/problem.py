@@ -1,4 +1,4 @@
-"""The question of a search: model, workload, cluster, what is pinned, and the cost functions that answer it."""
+"""Search problem: model, workload, cluster, pinned values, and cost functions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from shardwise.cost.time.collective_time import Calibration
     from shardwise.cost.time.estimate_time import Rates
 
-SAID_TIE = 0.05  # plans this close are not told apart by the model
+SAID_TIE = 0.05  # relative times within the model's error
 USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The three cost functions; the tests give their own. ``links_known``: all links were measured, so none is asked
-    of the catalogue.
+    """Cost functions; tests replace them.
+
+    ``links_known``: all links were measured, so none is looked up in the catalogue.
     """
 
     estimate: Callable[[ModelProfile, Plan, Workload, ClusterSpec], Estimate]
@@ -38,7 +39,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and what is worked out of it once. ``usable`` is None where a device's memory is not known."""
+    """Search request with derived values; ``usable`` is None where a device's memory is unknown."""
 
     profile: ModelProfile
     workload: Workload
@@ -54,15 +55,15 @@ class Question:
 
 
 def usable_bytes(cluster: ClusterSpec) -> int | None:
-    """What of a device's memory a plan may take: 97 % of a GPU's, 90 % of a CPU rank's share of the host.
+    """Memory that a plan may use: 97 % of a GPU's, 90 % of a CPU rank's share of the host.
 
-    The estimate has the context and what the allocator reserves, so the margin is for the model's own error alone.
+    The estimate includes the context and the allocator's reserve, so the margin is for the model's own error alone.
     """
     return None if cluster.device_memory_bytes is None else int(cluster.device_memory_bytes * USABLE[cluster.device])
 
 
 def unknown_links(cluster: ClusterSpec) -> list[str]:
-    """What joins the devices and has no known speed, in words; every plan of the cluster sends over all of it."""
+    """Describe links of unknown speed; every plan of the cluster uses all of them."""
     asked = [
         ("link inside a node", cluster.link, cluster.devices_per_node),
         ("network", cluster.network, cluster.nodes),
@@ -71,7 +72,7 @@ def unknown_links(cluster: ClusterSpec) -> list[str]:
 
 
 def default_precision(cluster: ClusterSpec) -> Precision:
-    """bf16 on GPUs that have it, fp16 on those that have only that (Volta, Turing), fp32 on CPUs."""
+    """Return bf16 on GPUs that support it, fp16 on Volta and Turing, fp32 on CPUs."""
     if cluster.device == "cpu":
         return "fp32"
     peaks = cluster.gpu.peak_flops if cluster.gpu is not None else {}
@@ -79,7 +80,7 @@ def default_precision(cluster: ClusterSpec) -> Precision:
 
 
 def default_costs(rates: Rates | None = None, calibration: Calibration | None = None) -> Costs:
-    """The cost model of this package, with what was measured of the device and of the links."""
+    """Return this package's cost model with measured rates of the device and of the links."""
     from shardwise.cost.memory.estimate_memory import estimate, screen
     from shardwise.cost.time.estimate_time import step_time
 
@@ -102,10 +103,10 @@ def ask(
     rates: Rates | None = None,
     only_runnable: bool = False,
 ) -> Question:
-    """Put a question together; an adapter that is pinned changes the profile.
+    """Build a search request; a pinned adapter changes the profile.
 
     Raises:
-        PlanError: the adapter cannot be.
+        PlanError: the adapter is invalid.
     """
     precision, plain = pins.precision or default_precision(cluster), None
     if pins.options.get("adapter") is not None:

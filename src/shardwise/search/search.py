@@ -1,4 +1,4 @@
-"""Search: every plan of the grammar for a model on a cluster, the best first, each other one with its reason.
+"""Search every plan of the grammar for a model on a cluster: ranked, with reasons.
 
 Order: plans that fit, by predicted time; plans within a tie of the fastest are one class, and the simplest of them is
 recommended. Where no time is known, the simplest that fits is. A plan that does not fit comes last, with its bytes.
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 from shardwise.search.explain_plan import with_reasons
 from shardwise.search.problem import USABLE, Costs, Question, ask
 
-TIE = 0.02  # plans this close in predicted time are chosen between by simplicity
-PLAIN_TIE = 0.05  # and so are those that neither cut the model nor offload: what fits is not sharded for less than this
-USABLE_IF_UNKNOWN = 0.6  # where a category is not known
-SCREEN_SLACK = 1.03  # the screen may be this much above the estimate before a plan is dropped on its word
-HOPELESS = 1.1  # a layout whose smallest plan is this much above what the screen lets pass is not looked at further
-TIMED = 128  # layouts that are timed, the best guesses first
-MICROS = 3  # micro batches of a layout, for each recompute mode, that are looked at: the largest that pass
-OPTIONS = 8  # ways to run a layout that are timed, the best guesses first
-TRIES = 6  # full estimates of a strategy
-FULL = 20  # strategies that get a full estimate of memory, the fastest first
+TIE = 0.02  # relative difference in predicted time below which simplicity decides
+PLAIN_TIE = 0.05  # the same for plans without model-parallel axes and offload: simpler is kept within this
+USABLE_IF_UNKNOWN = 0.6  # where a category is unknown
+SCREEN_SLACK = 1.03  # a plan is dropped only if its lower bound exceeds the limit by this factor
+HOPELESS = 1.1  # a layout whose smallest plan exceeds that by this factor is not examined further
+TIMED = 128  # layouts that are timed, best rough estimates first
+MICROS = 3  # micro batches examined per layout and recompute mode: the largest that pass
+OPTIONS = 8  # options of a layout that are timed, best rough estimates first
+TRIES = 6  # full estimates per strategy
+FULL = 20  # strategies that get a full estimate of memory, fastest first
 SHOWN_UNFIT = 12
 HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a layout, with a first guess of its seconds."""
+    """Option of a layout, with a rough estimate of its seconds."""
 
     layout: Layout
     micro: int
@@ -60,7 +60,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A plan of a layout with its predicted time, ``None`` where it is not known."""
+    """Plan of a layout with its predicted time, ``None`` where unknown."""
 
     layout: Layout
     plan: Plan
@@ -68,7 +68,7 @@ class Timed:
 
     @property
     def step_s(self) -> float:
-        """Seconds, infinitely many where they are not known."""
+        """Predicted seconds, infinite where unknown."""
         return float("inf") if self.time is None else self.time.step_s
 
 
@@ -82,13 +82,14 @@ def search(
     rates: Rates | None = None,
     only_runnable: bool = False,
 ) -> SearchResult:
-    """All plans for ``profile`` on ``cluster``, best first; one for each strategy, in its best split and recompute.
+    """Search all plans for ``profile`` on ``cluster``, best first.
 
-    ``rates`` are this machine's measured ones; ``only_runnable`` leaves out what this version plans but does not run.
-    `shardwise.search.advice.search_and_advise` adds what would fit where nothing does.
+    One for each strategy, in its best split and recompute. ``rates`` are this machine's measured ones;
+    ``only_runnable`` excludes plans that this version does not run. `shardwise.search.advice.search_and_advise` adds
+    alternatives where nothing fits.
 
     Raises:
-        PlanError: what is pinned cannot be laid out, or the global batch goes with no strategy.
+        PlanError: the pinned values have no layout, or the global batch matches no strategy.
     """
     asked = pins or Pins()
     question = ask(profile, workload, cluster, asked, costs=costs, rates=rates, only_runnable=only_runnable)
@@ -102,7 +103,7 @@ def search(
 
 
 def laid_out(question: Question) -> tuple[list[Layout], list[Refusal]]:
-    """The layouts of a question, and what was refused.
+    """Return the layouts of a request, and the rejected ones.
 
     Raises:
         PlanError: there is no layout.
@@ -116,14 +117,14 @@ def laid_out(question: Question) -> tuple[list[Layout], list[Refusal]]:
 
 
 def recomputes(question: Question) -> tuple[Recompute, ...]:
-    """The recompute modes to try: the pinned one, or all where there are blocks to recompute."""
+    """Return the recompute modes to try: the pinned one, or all where there are blocks."""
     if question.pins.recompute is not None:
         return (question.pins.recompute,)
     return RECOMPUTES if question.profile.num_blocks else ("none",)
 
 
 def plan_for(question: Question, layout: Layout, micro: int, recompute: Recompute, sync: GradientSync = "last") -> Plan:
-    """The plan of one option."""
+    """Build the plan of one option."""
     return Plan(
         strategy=layout.name,
         dims=layout.dims,
@@ -140,22 +141,22 @@ def plan_for(question: Question, layout: Layout, micro: int, recompute: Recomput
 
 
 def axis_options(pins: Pins, strategy: Strategy) -> dict[str, Any]:
-    """How the axes that a plan has are run: as ``train`` does, or as is pinned."""
+    """Return the options of a plan's axes: pinned, or the defaults of ``train``."""
     wanted = {"loss_parallel": True} | {key: value for key, value in pins.options.items() if key != "adapter"}
     return {name: value for name, value in wanted.items() if has_effect(name, strategy)}
 
 
 def fitting_options(question: Question, layout: Layout) -> list[Option]:
-    """Pairs of micro batch and recompute that the screen lets pass, best guess first; empty if there is none.
+    """Return micro batch and recompute options that pass the lower bound, best first.
 
-    Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by halving, no
-    larger than with more recompute and no smaller than with gradients that are kept whole; smaller ones are kept too,
-    since they leave more micro batches to a pipeline. Without accumulation sharded gradients are reduced at once, which
-    may need less: that one is looked at by itself.
+    Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by bisection,
+    bounded above by more recompute and below by unsharded gradients; smaller ones are kept too, since they leave more
+    micro batches to a pipeline. Without accumulation sharded gradients are reduced at once, which may need less: that
+    case is examined separately.
     """
     options: list[Option] = []
     base = plan_for(question, layout, layout.micros[0], "none")
-    whole = layout.micros[-1]  # the rank's whole share
+    whole = layout.micros[-1]  # the rank's full share
     most = {sync: len(layout.micros) - 2 for sync in syncs(layout)}
     for recompute in reversed(recomputes(question)):
         least = -1
@@ -170,7 +171,7 @@ def fitting_options(question: Question, layout: Layout) -> list[Option]:
                 guess = guess_s(question.totals, layout, micro, recompute, every=sync == "every")
                 options.append(Option(layout, micro, recompute, sync, guess))
             if len(micros) and micros[-1] == whole:
-                break  # nothing is gained by more traffic
+                break  # more traffic has no benefit here
         if not options and _is_hopeless(question, layout):
             break
     return sorted(options, key=lambda option: option.guess)
@@ -184,9 +185,10 @@ def _is_hopeless(question: Question, layout: Layout) -> bool:
 
 
 def syncs(layout: Layout) -> tuple[GradientSync, ...]:
-    """When gradients are reduced: sharded strategies that accumulate may do it after every micro batch.
+    """Return when gradients are reduced.
 
-    A pipeline reduces them once, when all its micro batches are through.
+    Sharded strategies that accumulate may do it after every micro batch. A pipeline reduces them once, when all its
+    micro batches are through.
     """
     dims = layout.dims
     accumulates = layout.share > layout.micros[0] and layout.strategy.shards_parameters and dims.dp_shard * dims.cp > 1
@@ -205,7 +207,10 @@ def _screened(question: Question, layout: Layout, base: Plan, micro: int) -> int
 
 
 def _largest(question: Question, layout: Layout, base: Plan, low: int, high: int) -> int:
-    """Index, ``low`` to ``high``, of the largest micro batch that the screen lets pass; ``low`` if none above it."""
+    """Return the index of the largest micro batch that passes the lower bound; else ``low``.
+
+    From ``low`` to ``high``.
+    """
     while low < high:
         middle = (low + high + 1) // 2
         if _passes(question, layout, base, layout.micros[middle]):
@@ -216,14 +221,14 @@ def _largest(question: Question, layout: Layout, base: Plan, low: int, high: int
 
 
 def cost_of(question: Question, plan: Plan, estimate: Estimate | None = None) -> Candidate:
-    """A plan with its full costs."""
+    """Estimate the full costs of a plan."""
     memory = estimate or question.costs.estimate(question.profile, plan, question.workload, question.cluster)
     time = time_of(question, plan)
     return _priced(question, plan, memory, time)
 
 
 def time_of(question: Question, plan: Plan) -> StepTime | None:
-    """Predicted seconds; ``None`` where the speed of the device, or of a link that the plan uses, is not known."""
+    """Predict the seconds of a plan; ``None`` where the speed of a device or link is unknown."""
     if not question.timed:
         return None
     try:
@@ -233,7 +238,7 @@ def time_of(question: Question, plan: Plan) -> StepTime | None:
 
 
 def _priced(question: Question, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
-    """A candidate with its hours and dollars, and a note where it needs host memory of which nothing is known."""
+    """Build a candidate with hours and dollars, and a note if the host's memory is unknown."""
     cluster = question.cluster
     if memory.offloaded_bytes and memory.host_bytes and cluster.host_memory_bytes is None:
         note = f"needs {bytes_text(memory.host_bytes)} of host memory on a node, {HOST_UNKNOWN}"
@@ -246,7 +251,7 @@ def _priced(question: Question, plan: Plan, memory: Estimate, time: StepTime | N
 
 
 def fits(question: Question, memory: Estimate) -> bool | None:
-    """Whether an estimate is under what is usable; ``None`` where one of the two is not known.
+    """Return whether an estimate is within the usable memory; ``None`` where one is unknown.
 
     Offloaded bytes must also be under the host's memory; where that is not known, the candidate's notes say so.
     """
@@ -261,9 +266,9 @@ def fits(question: Question, memory: Estimate) -> bool | None:
 
 
 def _best_of_each(question: Question, found: Sequence[Layout]) -> list[Candidate]:
-    """For each strategy worth a look, the best of its layouts and options; others are left to the count.
+    """Return the best variant of each promising strategy; others are only counted.
 
-    The guess says which layouts are timed, the time which strategies get a full estimate of memory.
+    The rough estimate selects layouts to time, the time selects strategies for a full memory estimate.
     """
     fitting, unfit = _screen_all(question, found)
     by_name: dict[str, list[Timed]] = {}
@@ -288,10 +293,10 @@ def _best_of_each(question: Question, found: Sequence[Layout]) -> list[Candidate
 
 
 def _screen_all(question: Question, found: Sequence[Layout]) -> tuple[list[tuple[Layout, list[Option]]], list[Layout]]:
-    """The layouts that the screen lets pass with their options, best guess first, and those that do not fit.
+    """Return the layouts that pass the lower bound with their options, and those that do not.
 
-    Layouts are looked at in the order of the best they could do with memory without end; once `TIMED` of them are known
-    to be better than that, the rest is left out.
+    Layouts are examined in the order of their rough times with unlimited memory; once `TIMED` of them are known to be
+    better than that, the rest is skipped.
     """
     limit = None if question.usable is None else question.usable * SCREEN_SLACK
     small = [one for one in found if limit is None or floor_bytes(question.totals, one) <= limit]
@@ -315,20 +320,20 @@ def _screen_all(question: Question, found: Sequence[Layout]) -> tuple[list[tuple
 
 
 def _hope(question: Question, layout: Layout) -> float:
-    """A guess that no option of the layout is better than."""
+    """Return an optimistic rough time: no option of the layout is faster."""
     recompute = recomputes(question)[0]
     return min(guess_s(question.totals, layout, micro, recompute) for micro in layout.micros)
 
 
 def _timed(question: Question, options: Sequence[Option]) -> list[Timed]:
-    """The best guesses with their predicted times; all options, without times, where no speed is known."""
+    """Time the best options; all options, without times, where speeds are unknown."""
     kept = options[:OPTIONS] if question.timed else options
     plans = [plan_for(question, option.layout, option.micro, option.recompute, option.sync) for option in kept]
     return [Timed(option.layout, plan, time_of(question, plan)) for option, plan in zip(kept, plans, strict=True)]
 
 
 def _in_order(ways: list[Timed]) -> list[Timed]:
-    """The ways to run one strategy: those within a tie of the fastest by plainness, then the others by time."""
+    """Order the variants of one strategy: ties with the fastest by simplicity, others by time."""
     limit = min(way.step_s for way in ways) * (1 + TIE)
     return sorted(ways, key=lambda way: (0.0 if way.step_s <= limit else way.step_s, *_plainness(way.plan)))
 
@@ -338,9 +343,9 @@ def _rank_of(way: Timed) -> tuple[float, ...]:
 
 
 def _first_that_fits(question: Question, ways: Sequence[Timed], rest: Sequence[Option]) -> Candidate:
-    """The first way that fits by the full estimate; then the best guess of the rest; then the one that needs least.
+    """Return the first that fits by the full estimate, else the best rough one, else the smallest.
 
-    How far the screen was below the estimate of a plan says which others are not worth an estimate.
+    The gap between lower bound and estimate of one plan rules out others.
     """
     ratio, tries = 1.0, 0
     plans = [(way.plan, way.time) for way in ways]
@@ -358,8 +363,9 @@ def _first_that_fits(question: Question, ways: Sequence[Timed], rest: Sequence[O
 
 
 def smallest(question: Question, layout: Layout) -> Plan:
-    """The plan of a layout that needs least memory: the most recompute that is allowed, and the smallest micro batch,
-    reduced after each, or the largest, which accumulates no gradients.
+    """Return a layout's plan with least memory: most recompute, extreme micro batch.
+
+    The smallest micro batch, reduced after each, or the largest, which accumulates no gradients.
     """
     recompute = recomputes(question)[-1]
     ends = sorted({layout.micros[0], layout.micros[-1]})
@@ -373,12 +379,12 @@ def _is_plain(layout: Layout) -> bool:
 
 
 def _plainness(plan: Plan) -> tuple[float, ...]:
-    """Of one strategy: less recompute, then fewer micro batches, then gradients reduced once."""
+    """Return the sort key within a strategy: less recompute, fewer micro batches, one reduction."""
     return RECOMPUTES.index(plan.recompute), plan.grad_accum, plan.gradient_sync == "every"
 
 
 def _order(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    """What fits first; then by time; without times by simplicity."""
+    """Return the sort key: fitting plans first, then time, or simplicity without times."""
     verdict = {True: 0, None: 1, False: 2}[candidate.fits]
     simple = complexity(candidate.plan.parsed)
     if candidate.fits is False:
@@ -388,7 +394,7 @@ def _order(question: Question, candidate: Candidate) -> tuple[float, ...]:
 
 
 def rank(question: Question, candidates: Sequence[Candidate]) -> tuple[list[Candidate], int | None]:
-    """All candidates in order, and the index of the recommended one."""
+    """Return all candidates in order, and the index of the recommended one."""
     ordered = sorted(candidates, key=lambda candidate: _order(question, candidate))
     eligible = [c for c in ordered if _eligible(question, c)]
     if not eligible:
@@ -415,7 +421,7 @@ def _eligible(question: Question, candidate: Candidate) -> bool:
 
 
 def simplest_fit(question: Question) -> Candidate | None:
-    """The simplest plan that fits at all, in its smallest form; for advice, without times."""
+    """Return the simplest plan that fits at all, in its smallest form; for advice only."""
     plain = replace(question, timed=False)
     for layout in laid_out(question)[0]:
         if question.usable is not None and floor_bytes(question.totals, layout) > question.usable:

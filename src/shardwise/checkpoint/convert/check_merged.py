@@ -1,10 +1,9 @@
-"""The receipt of a merge: the folder as users load it gives what the base with its adapters beside it gives.
+"""Verify a LoRA merge: the merged folder gives the outputs of base plus adapters.
 
-Both compute in fp32 on the same fixed inputs. The one is loaded by transformers; the other is built as training built
-it, with peft's layers and, of a packed base, bitsandbytes' ones, so that no code of the merge is part of it. What may
-lie between them is rounding, and how much that is differs from model to model: the bound is measured on the merged
-model itself, by moving every weight as far as its dtype's rounding may. And every tensor is computed again and read
-back.
+Both compute in fp32 on the same fixed inputs. The merged folder is loaded by transformers. The reference is built as in
+training, with peft's layers and, for a quantized base, bitsandbytes' ones; it shares no code with the merge. The two
+may differ by rounding only, by an amount that depends on the model: the bound is measured on the merged model by
+perturbing every weight by its dtype's rounding. Also, every tensor is recomputed and read back.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from shardwise.plan.plan import Plan
 from shardwise.units import MIB
 
 ROOM = 8.0
-"""The bound over what one random draw of roundings moves the outputs by.
+"""Ratio of the bound to the change of the outputs under one random perturbation by rounding.
 
-Each weight is moved by its dtype's epsilon, up or down by chance, where rounding moves it by half of that at most; the
-rest is for sums that are taken in another order, which fp32 shows as much. Sound merges of the models in the tests come
-to 0.02 to 0.15 of the bound.
+Each weight is changed by its dtype's epsilon with a random sign; rounding changes it by at most half of that. The rest
+allows for another order of summation, which has a similar effect in fp32. Correct merges of the models in the tests
+reach 0.02 to 0.15 of the bound.
 """
 _PART = 8 * MIB
 _NAMED = 3
@@ -56,15 +55,16 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class MergeVerdict:
-    """Whether the merged model gives what base and adapters give; ``None`` where it could not be found out.
+    """Comparison of merged model and base plus adapters; ``None`` where it was impossible.
 
-    All in the units of the outputs (logits), each the largest over all of them, ``None`` where it was not measured.
+    All values are maxima over all outputs (logits), ``None`` where not measured.
 
     Attributes:
         difference: of the merged model from base with adapters.
-        bound: how much of it rounding explains.
+        bound: how much of it rounding can explain.
         effect: of base with adapters from the base alone.
-        from_packed: of the merged model from what was trained, the packed base, where it was merged onto the original.
+        from_packed: of the merged model from the trained model with the quantized base, where it was merged onto
+            the original.
     """
 
     verified: bool | None
@@ -76,7 +76,7 @@ class MergeVerdict:
 
 
 class NotMerged(ReceiptError):
-    """What was written is not the base with its adapters; carries the verdict."""
+    """The written model differs from the base with its adapters; carries the verdict."""
 
     def __init__(self, verdict: MergeVerdict) -> None:
         self.verdict = verdict
@@ -85,7 +85,7 @@ class NotMerged(ReceiptError):
 
 @dataclass(frozen=True)
 class Pieces:
-    """What was merged: the model, what it takes of its base, the adapters, and onto what (``original`` or not)."""
+    """Inputs of a merge: model, selected base tensors, adapters, and ``original`` base or not."""
 
     known: KnownModel
     base: Source
@@ -99,11 +99,11 @@ class Pieces:
 def check_merge(
     pieces: Pieces, merged: MergedSource, selection: Selection, place: Folder, progress: Progress
 ) -> MergeVerdict:
-    """Compare what was written to ``place`` with base and adapters: outputs of the models, then every tensor.
+    """Compare the output folder with base plus adapters: model outputs, then every tensor.
 
     Raises:
-        NotMerged: outputs differ by more than rounding, or a tensor is not what was computed.
-        CheckpointError: something cannot be read.
+        NotMerged: outputs differ by more than rounding, or a tensor differs from the computed one.
+        CheckpointError: a file cannot be read.
     """
     try:
         verdict = _compare(pieces, merged, selection, place, progress)
@@ -151,7 +151,10 @@ def _compare(
 def _of_folder(
     pieces: Pieces, merged: MergedSource, selection: Selection, place: Folder
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...], list[torch.Tensor]]:
-    """Outputs of the folder's model, the inputs, and the outputs with every weight moved by chance."""
+    """Compute the outputs of the merged folder, and those with randomly perturbed weights.
+
+    Returns outputs, inputs, perturbed outputs.
+    """
     stored = {item.name.removeprefix(MODEL): item.info.dtype for item in selection.items}
     wide = {name: torch.float32 if dtype.is_floating_point else dtype for name, dtype in stored.items()}
     module = as_users_load_it(place, "hf", pieces.known, wide, torch.float32)
@@ -178,12 +181,15 @@ def _of_folder(
 def _of_live(
     pieces: Pieces, kind: str, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs of the base with adapters beside its layers, as training has it but in fp32, and of the base alone."""
+    """Compute the outputs of base plus adapters in fp32, and of the base alone.
+
+    Uses training's layers.
+    """
     module = pieces.known.build(torch.float32, real=False)
     add_adapters(module, Plan(strategy=f"ddp+{kind}", adapter=pieces.saved.options))
     materialize(module, torch.device("cpu"), broadcast=False)
     if kind == "qlora":
-        for layer in packing_layers(module):  # packed from the dtype that the run computed in
+        for layer in packing_layers(module):  # quantized from the dtype that the run computed in
             dtype = DTYPES[pieces.saved.precision]
             layer.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
     _fill(module, pieces)
@@ -202,7 +208,7 @@ def _of_live(
 
 
 def _fill(module: nn.Module, pieces: Pieces) -> None:
-    """The base's tensors and the adapters', each in the dtype that it has in ``module``."""
+    """Fill the base's and the adapters' tensors, each in its dtype in ``module``."""
     origins = {item.name: item.origin for item in pieces.taken.items}
     transient = pieces.known.expected().transient
     seen: set[int] = set()
@@ -221,6 +227,6 @@ def _fill(module: nn.Module, pieces: Pieces) -> None:
 
 
 def _check_memory(selection: Selection) -> None:
-    """Of two models, one after the other; each is fp32, and one of its tensors is there twice."""
+    """Check the memory for two fp32 models in turn, plus a copy of one tensor."""
     sizes: Sequence[int] = [4 * item.info.whole.numel for item in selection.items]
     check_memory_for(sum(sizes) + max(sizes))

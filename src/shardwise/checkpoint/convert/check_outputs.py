@@ -1,7 +1,8 @@
-"""The receipt of a conversion: the model filled from the source and the model that users load give the same outputs.
+"""Verify a conversion by the outputs of source and target model, and by all tensors.
 
-Both read the same fixed inputs. The one is filled tensor by tensor through the readers that run nothing, the other as
-whoever uses the target does it. And every tensor is read back, since a forward pass does not touch each row of a table.
+Both models get the same fixed inputs. The source model is filled tensor by tensor through the safe readers, the target
+model with the target format's usual loader. Also, every tensor is read back, since a forward pass does not use each row
+of an embedding table.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ ROWS, TOKENS = 2, 32  # of the fixed inputs
 EXAMPLE = "example_inputs"
 UNVERIFIED = "not verified by a forward pass"
 _ALIGNED = 64
-SPARE = 512 * MIB  # for activations and the largest block on its way
+SPARE = 512 * MIB  # for activations and the largest block in transit
 _NAMED = 3
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class OutputVerdict:
-    """Whether source and target give the same; ``None`` where it could not be found out.
+    """Comparison of source and target; ``None`` where it was not possible.
 
     ``max_difference`` is the largest difference of the outputs of the target from those of the source in its own
-    dtype: 0.0 where nothing was cast.
+    dtype: 0.0 if no tensor was cast.
     """
 
     verified: bool | None
@@ -51,7 +52,7 @@ class OutputVerdict:
 
 
 class NotTheSame(ReceiptError):
-    """What was written is not what the source holds; carries the verdict."""
+    """The written tensors differ from the source; carries the verdict."""
 
     def __init__(self, verdict: OutputVerdict) -> None:
         self.verdict = verdict
@@ -59,19 +60,19 @@ class NotTheSame(ReceiptError):
 
 
 class CannotRun(Exception):
-    """The model does not run here, whatever its weights; the text says why."""
+    """The model cannot run on this machine, whatever its weights; the text gives the reason."""
 
 
 @torch.no_grad()
 def check_conversion(
     source: Source, selection: Selection, place: Folder, to: To, model: KnownModel | str, progress: Progress
 ) -> OutputVerdict:
-    """Compare what was written to ``place`` with ``source``: outputs of the model, then every tensor.
+    """Compare the converted checkpoint at ``place`` with ``source``: outputs, then every tensor.
 
-    ``model`` is a text where it is not known: why.
+    ``model`` is a text with the reason where the model is not known.
 
     Raises:
-        NotTheSame: outputs or tensors differ by more than the rounding that was asked for.
+        NotTheSame: outputs or tensors differ by more than the requested rounding.
         CheckpointError: one of them cannot be read.
     """
     verdict = OutputVerdict(None, None, f"{UNVERIFIED}: {model}")
@@ -137,7 +138,7 @@ def _compare_outputs(
 def as_users_load_it(
     place: Folder, to: To, known: KnownModel, dtypes: Mapping[str, torch.dtype], compute: torch.dtype | None = None
 ) -> nn.Module:
-    """The model filled from the target: by transformers, by `load_checkpoint`, or by `load_weights`.
+    """Build the target model: with transformers, `load_checkpoint`, or `load_weights`.
 
     ``dtypes`` are those of its tensors, by name; transformers goes by ``config.json`` unless ``compute`` is given.
     """
@@ -162,13 +163,13 @@ def as_users_load_it(
         else:
             load_weights(module, place)
     for tensor in tensors_of(module).values():
-        if tensor.data_ptr() % _ALIGNED:  # mapped files lie anywhere, and kernels round as the memory lies
+        if tensor.data_ptr() % _ALIGNED:  # memory-mapped files have any alignment, and kernels round depending on it
             tensor.data = tensor.data.clone()
     return module
 
 
 def widest(dtypes: Any) -> torch.dtype:
-    """The dtype that holds all the values of these floating-point dtypes; fp32 where there are none."""
+    """Return the dtype that represents all values of these floating-point dtypes; fp32 for none."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     found = floating[0] if floating else torch.float32
     for dtype in floating[1:]:
@@ -177,7 +178,7 @@ def widest(dtypes: Any) -> torch.dtype:
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by every name."""
+    """Return parameters and persistent buffers by every name."""
     return {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
 
 
@@ -188,7 +189,7 @@ def _set_dtypes(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _fill(module: nn.Module, source: Source, selection: Selection, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Fill a model from the source, block by block, each cast to what ``dtypes`` says."""
+    """Fill a model from the source, block by block, cast to ``dtypes``."""
     _set_dtypes(module, dtypes)
     state = tensors_of(module)
     block, threads = pace(source)
@@ -204,10 +205,10 @@ def _fill(module: nn.Module, source: Source, selection: Selection, dtypes: Mappi
 
 
 def fixed_inputs(module: nn.Module) -> Any:
-    """What to call the model with: its own example, or fixed tokens or pixels.
+    """Return the model's inputs: its own example, or fixed tokens or pixels.
 
     Raises:
-        CannotRun: nobody knows.
+        CannotRun: the inputs are not known.
     """
     if callable(getattr(module, EXAMPLE, None)):
         try:
@@ -232,7 +233,7 @@ def fixed_inputs(module: nn.Module) -> Any:
 
 
 def _real(inputs: Any) -> Any:
-    """The same with values: fixed ones for tensors on the meta device."""
+    """Replace meta tensors by fixed values."""
     if isinstance(inputs, Mapping):
         return {name: _real(value) for name, value in inputs.items()}
     if isinstance(inputs, tuple | list):
@@ -244,7 +245,7 @@ def _real(inputs: Any) -> Any:
 
 
 def outputs_of(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    """Every floating-point tensor that the model returns; logits only, where it says which they are.
+    """Return every floating-point output tensor of the model; only the logits, where marked.
 
     Raises:
         CannotRun: the forward pass raises, or returns none.
@@ -277,7 +278,7 @@ def _floats(found: Any) -> list[torch.Tensor]:
 
 
 def apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """The largest difference; infinite where there are NaNs or other shapes."""
+    """Return the largest difference; infinite for NaNs or different shapes."""
     worst = 0.0
     for one, other in zip(ones, others, strict=True):
         if one.shape != other.shape:
@@ -294,10 +295,10 @@ def _check_memory(source: Source, selection: Selection) -> None:
 
 
 def check_memory_for(num_bytes: int) -> None:
-    """Is there room for models of so many bytes?
+    """Check that there is memory for models of ``num_bytes``.
 
     Raises:
-        CannotRun: there is not.
+        CannotRun: there is not enough.
     """
     needed, free = num_bytes + SPARE, free_memory()
     if needed > free:
@@ -305,7 +306,7 @@ def check_memory_for(num_bytes: int) -> None:
 
 
 def free_memory() -> int:
-    """Bytes of host memory that this process may still take: of the machine's, and of its control group's."""
+    """Return the host memory that this process may still use, limited by its control group."""
     import psutil
 
     free = int(psutil.virtual_memory().available)

@@ -1,7 +1,7 @@
-"""Write any tool's checkpoint anew, block by block: as a folder of Hugging Face or peft, or as one of Shardwise.
+"""Convert a checkpoint, block by block, to a Hugging Face, peft or Shardwise folder.
 
-Memory is needed for a few blocks, whatever the size of the tensors. On a disk everything is made in a folder beside
-the target, which gets the target's name by one rename when all is written and checked.
+Memory is needed for a few blocks, whatever the size of the tensors. On a disk everything is written to a folder beside
+the target, which is renamed to the target when all is written and checked.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 class Progress(Protocol):
-    """Is told how far the work is; from several threads."""
+    """Progress callback; called from several threads."""
 
     def begin(self, what: str, num_bytes: int) -> None:
-        """Something new begins, of so many bytes."""
+        """Start a new phase of ``num_bytes``."""
 
     def tick(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Report ``num_bytes`` more as done."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What lies beside the weights.
+    """Files and metadata beside the weights.
 
     Attributes:
         config: ``config.json`` of a Hugging Face folder, ``adapter_config.json`` of peft's.
@@ -82,7 +82,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class Written:
-    """What was made: where (of Shardwise, the one checkpoint), in how many files, and bytes of tensors."""
+    """Converted output: its path (for Shardwise, the checkpoint's), number of files and bytes."""
 
     place: Folder
     files: int
@@ -91,7 +91,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Deviation:
-    """A tensor that is not as it should be: by how much, in values and against the largest value of the tensor."""
+    """Difference of a tensor: in values, and relative to the tensor's largest value."""
 
     name: str
     difference: float
@@ -100,7 +100,7 @@ class Deviation:
 
 @dataclass
 class _File:
-    """A file to be written: of each tensor in it the item and the box."""
+    """Output file: for each tensor in it the item and the box."""
 
     name: str
     pieces: list[tuple[TargetTensor, Box]] = field(default_factory=list)
@@ -119,13 +119,13 @@ def convert(
 ) -> tuple[Written, Result]:
     """Write ``selection`` of ``source`` to ``target``, which must not exist or be empty.
 
-    ``check`` is called with the folder of what was written, before (on a disk) that gets its name; what it raises
-    undoes everything, and what it returns is returned.
+    ``check`` is called with the written folder, on a disk before its final rename; an exception removes everything, and
+    its result is returned.
 
     Raises:
-        UserError: the target is taken, may not be written to, or a value does not fit into the dtype asked for.
-        ModelError: tensors that the model ties hold different values in the source.
-        CheckpointError: the source is damaged, or the target cannot be written (no room).
+        UserError: the target is taken, may not be written to, or a value does not fit into the requested dtype.
+        ModelError: tensors that the model ties have different values in the source.
+        CheckpointError: the source is damaged, or the target cannot be written (no space).
     """
     target = target.resolve() if isinstance(target, Path) else target
     refuse_taken(target)
@@ -144,10 +144,10 @@ def convert(
 
 
 def row_boxes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` bytes (or one element) that follow each other in memory and make up the whole."""
+    """Yield consecutive boxes of at most ``limit`` bytes (or one element) that cover the tensor."""
     if not math.prod(shape):
         return
-    inner = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]  # bytes of one index of an axis
+    inner = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]  # bytes per index of an axis
     if not shape:
         yield Box((), ())
         return
@@ -161,13 +161,13 @@ def row_boxes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box
 
 
 def pace(*sources: Source) -> tuple[int, int]:
-    """Bytes of a block, and threads, to read these with; a source may say that it wants fewer threads."""
+    """Return bytes per block and number of threads for reading; a source may limit its threads."""
     block, threads = REMOTE if any("://" in source.place for source in sources) else LOCAL
     return block, min(int(getattr(source, "threads", threads)) for source in sources)
 
 
 def read_back(source: Source, selection: Selection, written: Source, progress: Progress) -> list[Deviation]:
-    """Compare every tensor that was written with the source's, bit by bit; those that differ, worst first."""
+    """Compare every written tensor with the source's, bit by bit; list differences, worst first."""
     found: list[Deviation] = []
     lost = [item.name for item in selection.items if item.name not in written.tensors]
     if lost:
@@ -202,10 +202,10 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def refuse_taken(target: Folder) -> None:
-    """Nothing is ever written over.
+    """Reject an existing target; nothing is ever overwritten.
 
     Raises:
-        UserError: there is something at ``target`` already.
+        UserError: ``target`` already exists.
     """
     if target.is_file():
         raise UserError(f"'{target}' is a file; give a folder that does not exist yet")
@@ -229,15 +229,15 @@ def _check_ties(source: Source, selection: Selection) -> None:
         for box in row_boxes(info.shape, info.dtype.itemsize, pace(source)[0]):
             if not _same_bits(source.read(f"{MODEL}{one}", box), source.read(f"{MODEL}{other}", box)):
                 raise ModelError(
-                    f"{one} and {other} are one tensor in the model and hold different values in '{source.place}'; "
-                    "give a model where they are apart (tie_word_embeddings: false); nothing was written"
+                    f"{one} and {other} are one tensor in the model but have different values in '{source.place}'; "
+                    "give a model that does not tie them (tie_word_embeddings: false); nothing was written"
                 )
 
 
 def _dealt(selection: Selection, limit: int, to: To) -> list[_File]:
-    """Tensors into files of at most ``limit`` bytes, in order; a larger tensor is cut, or alone where it cannot be.
+    """Assign tensors to files of at most ``limit`` bytes, in order.
 
-    Of adapters there is one file.
+    A larger tensor is split, or alone in its file where that is impossible. Of adapters there is one file.
     """
     if to == "peft":
         return [_File(ADAPTER_FILE, [(item, item.info.whole) for item in selection.items])]
@@ -267,14 +267,14 @@ def _dealt(selection: Selection, limit: int, to: To) -> list[_File]:
 
 @contextlib.contextmanager
 def _working_folder(target: Folder, needed: int) -> Iterator[Folder]:
-    """A folder that becomes ``target`` at the end, or is removed where that is not reached."""
+    """Create a folder that becomes ``target`` at the end, or is removed on an error."""
     working = target.with_name(f".tmp-{target.name}") if isinstance(target, Path) else target
     lock: FolderLock | None = None
     try:
         working.mkdir(parents=True, exist_ok=True)
         if isinstance(working, Path):
             lock = FolderLock(working)
-            for stale in working.iterdir():  # of a conversion that was killed
+            for stale in working.iterdir():  # from a conversion that was killed
                 if stale.name != LOCK:
                     remove_folder(stale) if stale.is_dir() else stale.unlink()
         yield working
@@ -320,7 +320,7 @@ def _write_hugging_face(
         write_small(folder / other.name, other.read_bytes())
     if extras.config is not None:
         write_small(folder / config, _json(extras.config))
-    if len(files) > 1:  # last: without it a folder of shards is nothing
+    if len(files) > 1:  # last: without it a folder of shards is not a checkpoint
         index = {"metadata": {"total_parameters": numel, "total_size": size}, "weight_map": places}
         write_small(folder / INDEX, _json(index))
     return folder
@@ -356,7 +356,7 @@ def _write_own(
 def _write_file(
     source: Source, file: _File, path: Folder, progress: Progress, metadata: Mapping[str, str], strip: str
 ) -> dict[tuple[str, Box], str]:
-    """Write one safetensors file and return the hashes; the names in it lack ``strip``."""
+    """Write one safetensors file and return the hashes; removes ``strip`` from its names."""
     pieces = {item.name.removeprefix(strip): (item, box) for item, box in file.pieces}
     entries = {key: (CODES[item.info.dtype], box.lengths) for key, (item, box) in pieces.items()}
     hashes: dict[tuple[str, Box], str] = {}
@@ -371,7 +371,7 @@ def _write_file(
 
 
 def _blocks(source: Source, item: TargetTensor, box: Box, progress: Progress) -> Iterator[torch.Tensor]:
-    """The elements of ``box`` as they will be stored, a block at a time."""
+    """Yield the elements of ``box`` as stored, a block at a time."""
     widest = max(item.info.dtype.itemsize, source.tensors[item.origin].dtype.itemsize)
     for part in row_boxes(box.lengths, widest, pace(source)[0]):
         offsets = tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True))
@@ -391,7 +391,7 @@ def _manifest(
     source: Source, selection: Selection, tensors: dict[str, TensorEntry], model: dict[str, Any] | None
 ) -> Manifest:
     own = source.manifest if isinstance(source, OwnSource) else None
-    whole = any(not item.name.startswith(MODEL) for item in selection.items)  # a run can go on from it
+    whole = any(not item.name.startswith(MODEL) for item in selection.items)  # a run can resume from it
     return Manifest(
         step=source.step or 0,
         plan=own.plan if own else {},

@@ -1,6 +1,6 @@
-"""The model that a checkpoint belongs to: from a Hugging Face configuration or the user's own factory.
+"""Find the model of a checkpoint: from a Hugging Face configuration or a custom factory.
 
-Nothing is downloaded, no code of a model's folder is run, and no function is called because a file names it.
+Nothing is downloaded, no code of a model folder is run, and no function is called because a file names it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ GIVE = "give --model"
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that can be built.
+    """Model that can be built.
 
     Attributes:
         label: as the user wrote it, or where it was found.
         entry: how it is built, for `Manifest.model`.
-        make: builds it with weights of any values; what it computes in is the argument, where it can be told.
+        make: builds it with arbitrary weights; the argument is the compute dtype, where it can be chosen.
         auto: the class of transformers that loads it from a folder; ``None`` for a factory.
-        folder: where ``config.json`` was found; ``None`` where it was in no folder.
+        folder: where ``config.json`` was found; ``None`` where there is no folder.
     """
 
     label: str
@@ -48,11 +48,11 @@ class KnownModel:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """What ``config.json`` says; ``None`` for a factory."""
+        """Contents of ``config.json``; ``None`` for a factory."""
         return self.entry.get("config")
 
     def build(self, dtype: torch.dtype = torch.float32, *, real: bool = True) -> nn.Module:
-        """The model in evaluation mode with uninitialised weights, or with its parameters on the meta device.
+        """Build the model in evaluation mode, uninitialized or with parameters on the meta device.
 
         Raises:
             ModelError: building it fails.
@@ -75,7 +75,7 @@ class KnownModel:
         return module.eval()
 
     def expected(self) -> Expected:
-        """The names that it has."""
+        """Return the tensor names of the model."""
         module = self.build(real=False)
         first: dict[int, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -102,20 +102,20 @@ class KnownModel:
 
 
 def _is_translated(module: Any) -> bool:
-    """Whether transformers gives the tensors of this model's files other names or shapes (experts, mostly)."""
+    """Return whether transformers renames or reshapes this model's tensors (mostly experts)."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         return bool(get_model_conversion_mapping(module, add_legacy=False))
-    except (ImportError, AttributeError, TypeError):  # another version, which has it elsewhere or not at all
+    except (ImportError, AttributeError, TypeError):  # another version, where it is elsewhere or missing
         return False
 
 
 def find_model(text: str | None, source: Source) -> KnownModel | str:
-    """The model that ``--model`` names, or that ``source`` itself tells of; else why it is not known.
+    """Find the model that ``--model`` or ``source`` names; else return why it is not known.
 
     Raises:
-        UserError: what ``--model`` names is no model that can be built.
+        UserError: ``--model`` does not name a model that can be built.
     """
     if text is not None:
         return _named(text, source)
@@ -135,7 +135,7 @@ def _of_manifest(entry: Mapping[str, Any], source: OwnSource) -> KnownModel | st
     if entry.get("kind") == "factory":
         factory = entry.get("factory")
         return f"the checkpoint names '{factory}', and nothing is run because a file names it; {GIVE} {factory}"
-    return f"the checkpoint describes its model in a way that this version does not know; {GIVE}"
+    return f"the checkpoint describes its model in a way that this version does not support; {GIVE}"
 
 
 def _named(text: str, source: Source) -> KnownModel:
@@ -168,7 +168,7 @@ def _factory(text: str, source: Source) -> KnownModel:
 
 
 def _transformers(keys: dict[str, Any], label: str, folder: Folder | None) -> KnownModel:
-    """A model of transformers by its configuration; which of its heads it has, the configuration says too."""
+    """Build a transformers model from its configuration, which also selects its head."""
     kind = keys.get("model_type")
     if "auto_map" in keys:
         raise ModelError(
@@ -176,7 +176,9 @@ def _transformers(keys: dict[str, Any], label: str, folder: Folder | None) -> Kn
             "model that transformers has, or package.module:factory"
         )
     if "quantization_config" in keys:
-        raise ModelError(f"model '{label}' is quantized, and its packed weights are not known here; use unpacked ones")
+        raise ModelError(
+            f"model '{label}' is quantized, and its quantized weights are not supported; use unquantized ones"
+        )
     try:
         import transformers
         from transformers.utils import logging

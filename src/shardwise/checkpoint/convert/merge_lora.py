@@ -1,7 +1,7 @@
-"""Adapters merged into the weights of their base, a block of rows at a time: W + s·B·A, as a `Source`.
+"""Merge LoRA adapters into their base, a block of rows at a time: W + s·B·A, as a `Source`.
 
-LoRA's layer computes x·Wᵀ + s·(x·Aᵀ)·Bᵀ (arXiv:2106.09685), which is x·(W + s·B·A)ᵀ: without dropout the two are the
-same but for rounding. DoRA's is m·(W + s·B·A)/‖W + s·B·A‖, the norm of each output's weights (arXiv:2402.09353).
+LoRA's layer computes x·Wᵀ + s·(x·Aᵀ)·Bᵀ (arXiv:2106.09685), which is x·(W + s·B·A)ᵀ: without dropout the two are equal
+up to rounding. DoRA's is m·(W + s·B·A)/‖W + s·B·A‖, the norm of each output's weights (arXiv:2402.09353).
 Every value is computed in float64 and rounded once, to the dtype it is stored in.
 """
 
@@ -27,22 +27,22 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.units import MIB
 
 BLOCK = 4 * MIB
-"""Bytes of a block of rows in float64; the blocks lie the same whoever reads, so that sums round the same."""
+"""Bytes per block of rows in float64. Block boundaries are the same for every reader, so that sums round the same."""
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector.weight"
 
 
 @dataclass(frozen=True)
 class SavedAdapters:
-    """What a checkpoint of adapters says of itself.
+    """Description of the adapters in a checkpoint.
 
     Attributes:
         kind: ``lora`` or ``qlora``.
         options: rank, scale and the like.
         targets: the layers that have an adapter.
-        base: where the base was read from; ``None`` where it was drawn.
-        digest: of the base that was read (`weights.base_digest`); ``None`` where it was drawn.
-        seed: that the base was drawn with; ``None`` where it was read.
-        precision: what the run computed in (``fp32``, ``bf16``, ``fp16``).
+        base: where the base was read from; ``None`` for a randomly initialized base.
+        digest: of the base that was read (`weights.base_digest`); ``None`` for a randomly initialized base.
+        seed: that initialized the base; ``None`` where it was read.
+        precision: compute dtype of the run (``fp32``, ``bf16``, ``fp16``).
     """
 
     kind: str
@@ -54,29 +54,31 @@ class SavedAdapters:
     precision: str
 
     def names(self, layer: str) -> list[str]:
-        """The tensors of the adapter beside ``layer``, as a manifest has them."""
+        """Return the adapter tensors of ``layer``, as named in a manifest."""
         parts = [A, B, MAGNITUDE] if self.options.dora else [A, B]
         return [f"{MODEL}{layer}.{part}" for part in parts]
 
 
 def holds_adapters(source: Source) -> bool:
-    """Whether this is a checkpoint of Shardwise's that holds adapters only."""
+    """Return whether this is a Shardwise checkpoint with adapters only."""
     if not isinstance(source, OwnSource):
         return False
     return "adapter" in (source.manifest.model or {}) or bool(source.manifest.plan.get("adapter"))
 
 
 def saved_adapters(source: Source) -> SavedAdapters:
-    """What ``source`` holds. A loop of the user's own says nothing of its base; its plan and tensors say the rest.
+    """Read the adapters' description from ``source``.
+
+    A custom loop records nothing about its base; plan and tensors give the rest.
 
     Raises:
-        UserError: it is no checkpoint of adapters, or one that this version does not know.
+        UserError: it is not a checkpoint of adapters, or one that this version does not know.
         ModelError: tensors of an adapter are missing, or there are others.
     """
     if not isinstance(source, OwnSource) or not holds_adapters(source):
         raise UserError(
-            f"'{source.place}' ({source.kind}) holds no adapters of a run with +lora or +qlora; give the run, or a "
-            "checkpoint of it; whole weights are turned into other formats by: shardwise checkpoint convert"
+            f"'{source.place}' ({source.kind}) contains no adapters of a run with +lora or +qlora; give the run, or a "
+            "checkpoint of it; full weights are converted to other formats by: shardwise checkpoint convert"
         )
     plan, facts = source.manifest.plan, source.manifest.model or {}
     base: dict[str, Any] = facts.get("base") or {}
@@ -97,7 +99,7 @@ def saved_adapters(source: Source) -> SavedAdapters:
         )
     except (KeyError, TypeError, ValidationError, PlanError) as error:
         raise UserError(
-            f"'{source.place}': its adapters are described in a way that this version does not know "
+            f"'{source.place}': its adapters are described in a way that this version does not support "
             f"({' '.join(str(error).split()):.120}); use the version that wrote it"
         ) from None
     wanted = {name for layer in found.targets for name in found.names(layer)}
@@ -115,14 +117,14 @@ def saved_adapters(source: Source) -> SavedAdapters:
 
 
 class MergedSource:
-    """A base with adapters merged in, under the names of the model; a `Source`.
+    """Base with adapters merged in, under the names of the model; a `Source`.
 
-    Holds one block of rows, A and B of one layer, and, of a packed base, one layer's weight beside it.
+    Keeps one block of rows, A and B of one layer, and for a quantized base one layer's weight in memory.
 
     Attributes:
-        threads: how many may read at once to any use: one, so that only one layer is held.
+        threads: useful number of reading threads: one, so that only one layer is in memory.
         merged: names of the weights that have an adapter.
-        unpacked: names of the weights that are what the packed ones compute with.
+        unpacked: names of the weights that were dequantized.
     """
 
     threads = 1
@@ -138,14 +140,14 @@ class MergedSource:
         packed: Collection[str],
         dtype: torch.dtype | None,
     ) -> None:
-        """``selection`` is what the model takes of ``base``, by its own names.
+        """Open the base and match it with the adapters.
 
-        ``transposed`` are layers whose weight is stored [inputs, outputs]; ``packed`` are those that count as their
-        4-bit weights unpacked again; ``dtype`` is what these and the merged weights are stored in, else what the base
-        has.
+        ``selection`` maps the model's names to tensors of ``base``. ``transposed`` are layers whose weight is stored
+        [inputs, outputs]; ``packed`` are those whose dequantized 4-bit weights are used; ``dtype`` is the stored dtype
+        of these and of the merged weights, else that of the base.
 
         Raises:
-            ModelError: layers are not in the base, or shapes do not go together; all of them.
+            ModelError: layers are not in the base, or shapes do not match; lists all of them.
         """
         self.kind = "base with adapters"
         self.place = f"{base.place} + {adapters.place}"
@@ -178,14 +180,14 @@ class MergedSource:
         """See `Source.read`.
 
         Raises:
-            UserError: a merged value is larger than its dtype can hold.
-            ModelError: a weight cannot be packed here.
+            UserError: a merged value overflows its dtype.
+            ModelError: a weight cannot be quantized on this machine.
         """
         if name not in self._changed:
             return self._base.read(self._origins[name], box)
         with self._lock:
             if self._layer is None or self._layer.name != name:
-                self._layer = None  # let go of one before the next is made
+                self._layer = None  # free one before the next is created
                 self._layer = self._layer_of(name)
             found = self._layer.rows(box)
             made = found.to(self.tensors[name].dtype)
@@ -198,7 +200,7 @@ class MergedSource:
         return made
 
     def _tied_to(self, name: str) -> list[str]:
-        """The other names of a weight that the model has in several places."""
+        """Return the other names of a tied weight."""
         stored = self.aliases.get(name, name)
         return [other for other in (stored, *(a for a, n in self.aliases.items() if n == stored)) if other != name]
 
@@ -213,7 +215,7 @@ class MergedSource:
             try:
                 weight = packed_and_unpacked(whole, options.double_quant, options.quant_type)
             except ModelError as error:
-                raise ModelError(f"{layer} cannot be packed here ({error}); merge with --onto original") from None
+                raise ModelError(f"{layer} cannot be quantized here ({error}); merge with --onto original") from None
             del whole
         parts: list[torch.Tensor] = []
         if name in self.merged:
@@ -252,9 +254,9 @@ class MergedSource:
 
 
 class _Layer:
-    """One weight, computed in blocks of whole rows, the last of which is kept.
+    """Merged weight, computed in blocks of rows; caches the last block.
 
-    ``parts`` are A [rank, inputs], B [outputs, rank] and DoRA's magnitudes [outputs], in float64; none where the layer
+    ``parts`` are A [rank, inputs], B [outputs, rank] and DoRA's magnitudes [outputs], in float64; empty where the layer
     has no adapter. A weight that is ``transposed`` is [inputs, outputs].
     """
 
@@ -281,7 +283,7 @@ class _Layer:
         self._factor = self._factors(parts[2]) if len(parts) > 2 else None
 
     def rows(self, box: Box) -> torch.Tensor:
-        """The elements of ``box``, in float64."""
+        """Return the elements of ``box``, in float64."""
         found = torch.empty(box.lengths, dtype=torch.float64)
         start, stop = box.offsets[0], box.offsets[0] + box.lengths[0]
         columns = slice(box.offsets[1], box.offsets[1] + box.lengths[1])
@@ -302,7 +304,7 @@ class _Layer:
         return self._kept[1]
 
     def _added(self, index: int) -> tuple[int, torch.Tensor]:
-        """The first row of a block, and W + s·B·A there."""
+        """Compute W + s·B·A for a block of rows; returns the first row, too."""
         first = index * self._height
         count = min(self._height, self._shape[0] - first)
         if self._weight is None:
@@ -315,7 +317,7 @@ class _Layer:
         return first, found
 
     def _factors(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """m over the norm of each output's weights."""
+        """Compute DoRA's factors: m over the norm of each output's weights."""
         squares = torch.zeros_like(magnitudes)
         for index in range(-(-self._shape[0] // self._height)):
             first, found = self._added(index)

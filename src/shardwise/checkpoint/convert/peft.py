@@ -36,11 +36,11 @@ from shardwise.parallel.lora.adapters import add_adapters
 from shardwise.parallel.materialize import build
 from shardwise.plan.plan import Plan
 
-_WRAPPED = "base_model.model."  # what peft's wrapper puts before the names of the model
+_WRAPPED = "base_model.model."  # prefix that peft's wrapper adds to the model's names
 
 
 def peft_selection(source: OwnSource, saved: SavedAdapters, dtype: torch.dtype | None) -> Selection:
-    """The adapters under peft's names, in ``dtype`` or as they are."""
+    """Select the adapters under peft's names, in ``dtype`` or unchanged."""
     items = []
     for name in (name for layer in saved.targets for name in saved.names(layer)):
         info = source.tensors[name]
@@ -52,7 +52,10 @@ def peft_selection(source: OwnSource, saved: SavedAdapters, dtype: torch.dtype |
 
 
 def peft_config(saved: SavedAdapters, *, transposed: bool, causal: bool) -> dict[str, Any]:
-    """``adapter_config.json``: ``transposed`` where layers store [inputs, outputs], ``causal`` of a language model."""
+    """Build ``adapter_config.json``.
+
+    ``transposed`` where layers store [inputs, outputs], ``causal`` for a language model.
+    """
     options = saved.options
     return {
         "peft_type": "LORA",

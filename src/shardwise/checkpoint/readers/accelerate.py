@@ -1,4 +1,4 @@
-"""Folders of Accelerate's ``save_state``: FSDP's, sharded or whole, and those of one process or DDP."""
+"""Read folders of Accelerate's ``save_state``: FSDP (sharded or full), single process, DDP."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ _SHOWN = 4
 
 
 class AccelerateSource:
-    """A folder of ``Accelerator.save_state``, or of ``save_fsdp_model`` and ``save_fsdp_optimizer``, as a `Source`."""
+    """Folder of Accelerate's ``save_state``, as a `Source`.
+
+    Or of ``save_fsdp_model`` and ``save_fsdp_optimizer``.
+    """
 
     def __init__(self, path: Folder) -> None:
-        """Find the parts and read what describes them.
+        """Find the parts and read their metadata.
 
         Raises:
-            CheckpointError: the weights are missing, damaged, or saved in a way that nobody but the same ranks can
-                read; or something asks to run code.
+            CheckpointError: the weights are missing, damaged, or readable only by the same ranks; or a file asks to
+                run code.
         """
         self.place = str(path)
         names = {item.name for item in path.iterdir()} if path.is_dir() else set()
@@ -53,7 +56,7 @@ class AccelerateSource:
         cleaned = clean_names(theirs)
         self._theirs = {f"model/{ours}": f"model/{name}" for ours, name in zip(cleaned, theirs, strict=True)}
         if len(self._theirs) != len(theirs):
-            raise CheckpointError(f"'{path}': two tensors have one name when what wrapping adds is left out")
+            raise CheckpointError(f"'{path}': two tensors have the same name without wrapper prefixes")
         ours = {name: known for known, name in self._theirs.items()}
         tensors = {known: self._weights.tensors[name] for known, name in self._theirs.items()}
         self.aliases: Mapping[str, str] = {
@@ -115,7 +118,7 @@ class AccelerateSource:
 
 
 class _OptimizerFile:
-    """One ``optimizer.bin``: FSDP's with names, or an optimizer's own ``state_dict`` with numbers."""
+    """One ``optimizer.bin``: FSDP's with names, or a plain ``state_dict`` with numbers."""
 
     def __init__(self, path: Folder) -> None:
         self._file = TorchFile(path)
@@ -163,7 +166,7 @@ class _OptimizerFile:
 
 
 def _leaves(value: Any, where: Path) -> Iterator[tuple[Path, Any]]:
-    """The values in dicts, and in lists of dicts or tensors, each with its path."""
+    """Yield the values in dicts, and in lists of dicts or tensors, each with its path."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, (*where, str(key)))
@@ -175,7 +178,7 @@ def _leaves(value: Any, where: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _left_over(names: set[str]) -> list[str]:
-    """What else lies there and is not carried over."""
+    """Describe the files that are not converted."""
     state, second = sorted(filter(_STATE.fullmatch, names)), sorted(filter(_SECOND.fullmatch, names))
     ranks = sorted(filter(_OF_RANK.fullmatch, names))
     notes = []

@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoints: a folder of ``.metadata`` and ``.distcp`` files, saved by any mesh of ranks."""
+"""Read PyTorch DCP folders (``.metadata`` and ``.distcp``), saved by any mesh of ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from shardwise.checkpoint.readers.torch_file import TorchFile
 from shardwise.checkpoint.storage.local_storage import Folder, RangeReader
 from shardwise.errors import CheckpointError
 
-LIGHTNING = "meta.pt"  # where Lightning and Fabric put what is no tensor
-PIECE = 1 << 25  # bytes that are read at once where they cannot be the result themselves
-_RUN = 1 << 20  # bytes of small values that are read at once
-_SMALL = 1 << 26  # bytes of a value that is no tensor
+LIGHTNING = "meta.pt"  # key of Lightning's and Fabric's non-tensor values
+PIECE = 1 << 25  # bytes per read through a buffer
+_RUN = 1 << 20  # bytes of small values read at once
+_SMALL = 1 << 26  # bytes of a non-tensor value
 
 
 class DcpSource:
-    """A folder of ``torch.distributed.checkpoint.save``, as a `Source`.
+    """Folder of ``torch.distributed.checkpoint.save``, as a `Source`.
 
-    Weights are found under the keys that programs commonly save them under (``model``, ``app.model``, ``state_dict``)
-    or flat; optimizer state where it is kept by parameter name, as ``get_state_dict`` makes it.
+    Weights are found under common keys (``model``, ``app.model``, ``state_dict``)
+    or flat; optimizer state where it is stored by parameter name, as by ``get_state_dict``.
     """
 
     def __init__(self, path: Folder) -> None:
         """Read the metadata, and the hyperparameters of the optimizers.
 
         Raises:
-            CheckpointError: files are missing or damaged, tensors have holes, or something asks to run code.
+            CheckpointError: files are missing or damaged, tensors have holes, or a file asks to run code.
         """
         self.folder = path
         self.place = str(path)
@@ -61,7 +61,7 @@ class DcpSource:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Files are only open while they are read."""
+        """Do nothing: files are only open while they are read."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """See `Source.read`."""
@@ -86,7 +86,7 @@ class DcpSource:
         return _Piece(self.folder / place.file, key, item.info, chunk, place)
 
     def _value(self, key: str) -> Any:
-        """A value that is no tensor, or the number in a tensor of one element."""
+        """Return a non-tensor value, or the number in a tensor of one element."""
         item = self._contents.tensors.get(key)
         if item is None:
             return self._small.read(key)
@@ -99,15 +99,15 @@ class DcpSource:
             return piece.read(chunk).item()
 
     def _count(self, key: str) -> int | None:
-        """A number of steps; ``None`` for what cannot be one."""
+        """Return a number of steps; ``None`` for an invalid one."""
         item = self._contents.tensors.get(key)
         return None if item is not None and math.prod(item.info.shape) != 1 else whole_number(self._value(key))
 
     def _step(self, found: Found) -> int | None:
-        """The steps that were counted by the program, else by the optimizer."""
+        """Return the program's step count, else the optimizer's."""
         if found.step_key is not None:
             step = self._count(found.step_key)
-            found.notes += [f"'{found.step_key}' is no count of steps and is not carried over"] * (step is None)
+            found.notes += [f"'{found.step_key}' is not a step count and is not carried over"] * (step is None)
             return step
         if (self.folder / LIGHTNING).is_file():
             step = self._lightning_step(found.notes)
@@ -117,7 +117,7 @@ class DcpSource:
         return next((step for step in counted if step is not None), None)
 
     def _lightning_step(self, notes: list[str]) -> int | None:
-        """``global_step`` of the file that Lightning puts beside; nothing else of it is needed."""
+        """Return ``global_step`` of Lightning's extra file; the rest of it is not needed."""
         try:
             with TorchFile(self.folder / LIGHTNING) as file:
                 content = file.content
@@ -129,7 +129,7 @@ class DcpSource:
 
 
 def pieces(box: Box, itemsize: int, most: int = PIECE) -> Iterator[Box]:
-    """A box in boxes of at most ``most`` bytes, cut along the first dimensions."""
+    """Split a box into boxes of at most ``most`` bytes, along the first dimensions."""
     dim = next((d for d, length in enumerate(box.lengths) if length > 1), None)
     if dim is None or box.numel * itemsize <= most:
         yield box
@@ -142,7 +142,10 @@ def pieces(box: Box, itemsize: int, most: int = PIECE) -> Iterator[Box]:
 
 
 class _Piece:
-    """One box of a tensor, opened; a context manager. What goes wrong names the tensor too."""
+    """One opened box of a tensor; a context manager.
+
+    Its errors name the tensor, too.
+    """
 
     def __init__(self, path: Folder, key: str, info: TensorInfo, chunk: Box, place: ByteRange) -> None:
         self._key = printable(key)
@@ -168,7 +171,7 @@ class _Piece:
         self._file.close()
 
     def read(self, part: Box) -> torch.Tensor:
-        """Elements that are in this box; ``part`` counts in the whole tensor."""
+        """Read elements of this box; ``part`` is in global coordinates."""
         begins = tuple(a - b for a, b in zip(part.offsets, self._chunk.offsets, strict=True))
         try:
             return self._file.read(self._stored, Box(begins, part.lengths))
@@ -177,7 +180,10 @@ class _Piece:
 
 
 class _SmallValues:
-    """Values that are no tensors. Thousands of them lie side by side, and most are the same: read and parsed once."""
+    """Non-tensor values, read in batches.
+
+    There are thousands, adjacent and mostly equal: each is read and parsed once.
+    """
 
     def __init__(self, folder: Folder, places: Mapping[str, ByteRange]) -> None:
         self._folder = folder
@@ -188,19 +194,19 @@ class _SmallValues:
         for spans in self._order.values():
             spans.sort()
         self._parsed: dict[bytes, Any] = {}
-        self._runs: dict[str, tuple[int, bytes]] = {}  # of each file the first byte and the bytes that were read last
+        self._runs: dict[str, tuple[int, bytes]] = {}  # per file the first byte and the latest bytes read
         self._lock = threading.Lock()
 
     def read(self, key: str) -> Any:
-        """The value.
+        """Return the value.
 
         Raises:
-            CheckpointError: it is damaged, very large, or asks to run something.
+            CheckpointError: it is damaged, very large, or asks to run code.
         """
         place = self._places[key]
         path = self._folder / place.file
         if place.length > _SMALL:
-            what = f"{place.length} bytes in '{path}' are no option of an optimizer"
+            what = f"{place.length} bytes in '{path}' are not an option of an optimizer"
             raise CheckpointError(f"{printable(key)}: {what}; {FIX}")
         with self._lock:
             data = self._bytes(path, key, place)
@@ -229,7 +235,7 @@ class _SmallValues:
         return run[place.begin - begin : place.begin - begin + place.length]
 
     def _end_of_run(self, place: ByteRange) -> int:
-        """Where the values end that lie behind this one without a gap."""
+        """Return the end of the contiguous run of values from this one."""
         spans = self._order[place.file]
         end = place.begin + place.length
         for number in range(bisect_left(spans, (place.begin, place.length)) + 1, len(spans)):
@@ -241,6 +247,6 @@ class _SmallValues:
 
 
 def whole_number(value: Any) -> int | None:
-    """A count of steps, ``None`` for what cannot be one."""
+    """Return a count of steps; ``None`` for an invalid one."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if number and 0 <= value < 1 << 62 and int(value) == value else None

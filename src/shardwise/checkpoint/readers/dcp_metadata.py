@@ -1,4 +1,7 @@
-"""What the ``.metadata`` of a PyTorch DCP folder says: which boxes of each tensor lie where. Nothing of it is run."""
+"""Read the ``.metadata`` of a PyTorch DCP folder: the location of each tensor's boxes.
+
+No code in it is run.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from shardwise.checkpoint.storage.local_storage import Folder, read_small
 from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"
-LARGEST = 1 << 30  # bytes of it
-FIX = "copy the whole folder again, or take an earlier checkpoint"
-_OF_RANK = re.compile(r"__\d+\.metadata")  # what ranks write that save without talking to one another
+LARGEST = 1 << 30  # its size in bytes
+FIX = "copy the complete folder again, or take an earlier checkpoint"
+_OF_RANK = re.compile(r"__\d+\.metadata")  # written by ranks that save without communication
 _PLAIN_LAYOUT = "torch.strided"
 
 Path = tuple[str | int, ...]
@@ -40,7 +43,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor: what it is, and its boxes, which cover it exactly once; none for one without elements."""
+    """Tensor with its boxes, which cover it exactly once; none for one without elements."""
 
     info: TensorInfo
     chunks: tuple[tuple[Box, ByteRange], ...]
@@ -48,7 +51,7 @@ class DcpTensor:
 
 @dataclass
 class Contents:
-    """Everything in the folder by its flat key: tensors, other values, and the path of each in the saved dict."""
+    """All entries by flat key: tensors, other values, and the path of each in the saved dict."""
 
     tensors: dict[str, DcpTensor] = field(default_factory=dict)
     values: dict[str, ByteRange] = field(default_factory=dict)
@@ -56,7 +59,7 @@ class Contents:
 
 
 def read_contents(folder: Folder) -> Contents:
-    """Read ``.metadata``, or one ``__N.metadata`` of every rank where ranks saved on their own.
+    """Read ``.metadata``, or one ``__N.metadata`` per rank where ranks saved independently.
 
     Raises:
         CheckpointError: it is missing, damaged or asks for code; a file it names is not there; the boxes of a tensor
@@ -66,8 +69,8 @@ def read_contents(folder: Folder) -> Contents:
     files = [METADATA] if METADATA in names else sorted(filter(_OF_RANK.fullmatch, names))
     if not files:
         raise CheckpointError(
-            f"'{folder}' has no {METADATA}: it is no DCP folder, or the save broke off, for that file is written last; "
-            "take an earlier checkpoint"
+            f"'{folder}' has no {METADATA}: it is not a DCP folder, or the save was interrupted, as that file is "
+            "written last; take an earlier checkpoint"
         )
     found = Contents()
     chunks: dict[str, dict[Box, ByteRange]] = {}
@@ -87,7 +90,7 @@ def read_contents(folder: Folder) -> Contents:
 
 
 def _take(metadata: Any, found: Contents, chunks: dict[str, dict[Box, ByteRange]]) -> None:
-    """Add what one metadata file says to ``found``; ``chunks`` are the boxes seen so far, by key."""
+    """Add one metadata file to ``found``; ``chunks`` are the boxes so far, by key."""
     state = _state(metadata, "Metadata")
     places: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
     for index, info in _mapping(state["storage_data"]).items():
@@ -117,7 +120,7 @@ def _take(metadata: Any, found: Contents, chunks: dict[str, dict[Box, ByteRange]
 
 
 def _check(folder: Folder, found: Contents, names: set[str]) -> None:
-    """Refuse what cannot be read whole."""
+    """Reject incomplete contents."""
     missing: dict[str, str] = {}
     problems: list[str] = []
     for key, item in found.tensors.items():
@@ -140,7 +143,10 @@ def _check(folder: Folder, found: Contents, names: set[str]) -> None:
 
 
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Why ``boxes`` (none of them empty) do not cover a tensor of ``shape`` exactly once; empty where they do."""
+    """Return why ``boxes`` do not cover a tensor exactly once; empty where they do.
+
+    No box is empty.
+    """
     whole = math.prod(shape)
     for box in boxes:
         if not len(box.offsets) == len(box.lengths) == len(shape):
@@ -151,11 +157,11 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     if pair is not None:
         return f"the pieces at {list(pair[0].offsets)} and {list(pair[1].offsets)} overlap"
     held = sum(box.numel for box in boxes)
-    return f"the pieces hold {held} of {whole} elements" if held != whole else ""
+    return f"the pieces contain {held} of {whole} elements" if held != whole else ""
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The elements that are in both boxes, ``None`` where there are none."""
+    """Return the intersection of both boxes, ``None`` where there is none."""
     begins = tuple(map(max, a.offsets, b.offsets))
     ends = (min(p + n, q + m) for p, n, q, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))
     lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -163,7 +169,10 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that overlap. One sweep along the dimension that is cut most, with those it is in at a time."""
+    """Find two overlapping boxes.
+
+    One sweep along the dimension with the most boundaries.
+    """
     dims = range(len(boxes[0].offsets))
     if not dims:
         return boxes[0], boxes[1]
@@ -182,7 +191,7 @@ def _overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 def _place(told: Mapping[str, Any]) -> ByteRange:
     name = _text(told["relative_path"])
     if name != PurePosixPath(name).name or name in ("", ".", ".."):
-        raise ValueError(f"'{name}' is no plain file name")
+        raise ValueError(f"'{name}' is not a plain file name")
     transforms = told.get("transform_descriptors")
     if transforms:
         raise CheckpointError(
@@ -194,7 +203,7 @@ def _place(told: Mapping[str, Any]) -> ByteRange:
 
 
 def _dtype(properties: Any, key: str) -> torch.dtype:
-    """The dtype in a `TensorProperties`: a tuple that begins with dtype and layout, or a dict in older versions."""
+    """Read the dtype of a `TensorProperties`, a tuple (dtype, layout, …) or an old version's dict."""
     state = properties.state
     dtype, layout = (state["dtype"], state.get("layout")) if isinstance(state, dict) else state[:2]
     if not isinstance(dtype, torch.dtype):
@@ -208,12 +217,12 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
 
 
 def _kind(value: Any) -> str:
-    """``Metadata`` for a record of that class, whichever module it was in."""
+    """Return ``Metadata`` for a record of that class, whatever its module."""
     return value.name.rsplit(".", 1)[-1] if isinstance(value, InertRecord) else type(value).__name__
 
 
 def _state(value: Any, kind: str) -> Mapping[str, Any]:
-    """The attributes of a record of class ``kind``."""
+    """Return the attributes of a record of class ``kind``."""
     if _kind(value) != kind or not isinstance(value.state, dict):
         raise TypeError(f"a {_kind(value)} where a {kind} belongs")
     return value.state
@@ -233,12 +242,12 @@ def _text(value: Any) -> str:
 
 def _path(value: Any) -> Path:
     if not isinstance(value, tuple | list) or not value or not all(isinstance(part, str | int) for part in value):
-        raise TypeError(f"{value!r:.40} is no path in a state dict")
+        raise TypeError(f"{value!r:.40} is not a path in a state dict")
     return tuple(value)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """A tuple of numbers from 0 up, also where it was a ``torch.Size``."""
+    """Read a tuple of non-negative numbers, or a ``torch.Size``."""
     if isinstance(value, InertRecord):
         value = value.args[0] if value.args else ()
     parts: Iterable[Any] = value if isinstance(value, tuple | list | torch.Size) else (None,)

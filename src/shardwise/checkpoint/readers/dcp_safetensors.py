@@ -1,6 +1,6 @@
-"""PyTorch DCP folders in safetensors: each rank's pieces, with their offsets in the files' metadata.
+"""Read PyTorch DCP folders in safetensors: each rank's shards, with offsets in the metadata.
 
-That is what ``HuggingFaceStorageWriter(save_distributed=True)`` leaves where nobody has consolidated it.
+``HuggingFaceStorageWriter(save_distributed=True)`` writes them; this reads them without consolidation.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from shardwise.checkpoint.shard_files import ShardReader
 from shardwise.checkpoint.storage.local_storage import Folder, RangeReader
 from shardwise.errors import CheckpointError
 
-PIECES = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # how that writer names its files
+PIECES = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # that writer's file names
 _OFFSETS = "DCP_SHARDING_INFO"
 _FIX = "copy or save the folder again, with the files of all ranks"
 
 
 class DcpSafetensorsSource:
-    """A folder of `PIECES`, as a `Source`."""
+    """Folder of `PIECES`, as a `Source`."""
 
     def __init__(self, path: Folder) -> None:
         """Read the headers of all files.
 
         Raises:
-            CheckpointError: a header is damaged, says nothing of offsets, or the pieces do not make up the tensors.
+            CheckpointError: a header is damaged, has no offsets, or the shards do not cover the tensors.
         """
         self.kind = "PyTorch DCP folder of safetensors"
         self.place = str(path)
@@ -42,7 +42,7 @@ class DcpSafetensorsSource:
         self.optimizer: Mapping[str, Any] | None = None
         self.step: int | None = None
         self.notes: Sequence[str] = (
-            "the files do not say how many ranks wrote them; only the shapes show that the last ones are not missing",
+            "the files do not record how many ranks wrote them; only the shapes show that none is missing",
         )
         self._folder = path
         self._reader = ShardReader(path, _FIX)
@@ -79,7 +79,7 @@ class DcpSafetensorsSource:
                 dtypes[key].add(stored.dtype)
                 if all(stored.shape):
                     shard = Shard(file=file, key=key, offsets=tuple(begin), lengths=stored.shape, hash="")
-                    pieces[key].setdefault(shard.offsets, shard)  # copies of one piece are of replicas
+                    pieces[key].setdefault(shard.offsets, shard)  # duplicates come from replicas
         entries, problems = {}, []
         for key, kinds in dtypes.items():
             shards = tuple(pieces[key].values())
@@ -92,18 +92,18 @@ class DcpSafetensorsSource:
                 why = why.removeprefix("Value error, ")
                 problems.append(f"{key}: {why}")
         if problems:
-            raise CheckpointError(f"'{self.place}' does not hold all of its tensors: {short_list(problems)}; {_FIX}")
+            raise CheckpointError(f"'{self.place}' does not contain all of its tensors: {short_list(problems)}; {_FIX}")
         return entries
 
     def _offsets(self, file: str) -> dict[str, Any]:
         try:
-            with RangeReader(self._folder / file) as reader:  # the header, which `entries` has found to be one
+            with RangeReader(self._folder / file) as reader:  # the header, validated by `entries`
                 header = json.loads(reader.read(8, int.from_bytes(reader.read(0, 8), "little")))
             found = json.loads(header["__metadata__"][_OFFSETS])
             if not isinstance(found, dict) or not all(isinstance(item, dict) for item in found.values()):
-                raise ValueError("it is no table")
+                raise ValueError("it is not a table")
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
-                f"'{self.place}/{file}' does not say where its pieces belong ({_OFFSETS}: {error}); {_FIX}"
+                f"'{self.place}/{file}' does not give the offsets of its shards ({_OFFSETS}: {error}); {_FIX}"
             ) from None
         return found

@@ -1,7 +1,7 @@
-"""DeepSpeed's checkpoint folders (ZeRO stages 0 to 3), read without DeepSpeed and without gathering anything.
+"""Read DeepSpeed checkpoints (ZeRO stages 0 to 3) without DeepSpeed and without gathering.
 
 The model's file has names and shapes, buffers, and weights in the training dtype; each rank's file of optimizer state
-has its partitions of the fp32 masters and of the optimizer's state, see `deepspeed_zero`. Weights come out as the
+has its partitions of the fp32 masters and of the optimizer's state, see `deepspeed_zero`. Weights are read from the
 masters, where there are any.
 """
 
@@ -48,10 +48,10 @@ from shardwise.checkpoint.readers.torch_file import TorchFile
 from shardwise.checkpoint.storage.local_storage import Folder, is_local
 from shardwise.errors import CheckpointError
 
-_AT_ONCE = 16  # files behind a URL that are opened at the same time
-_SAMPLE = 1024  # elements that are compared to find out which master belongs to which weight
+_AT_ONCE = 16  # files behind a URL that are open at the same time
+_SAMPLE = 1024  # elements compared to match masters with weights
 _SHOWN = 20  # names in a note
-_LIGHTNINGS = "_forward_module."  # what its older versions put before every name
+_LIGHTNINGS = "_forward_module."  # prefix of its older versions
 _EXTRA_STATE = "_extra_state"
 _KNOWN_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
@@ -64,7 +64,7 @@ _T = TypeVar("_T")
 
 
 class _Whole:
-    """A tensor that lies in one piece in one file, or is held here."""
+    """Tensor stored contiguously in one file, or in memory."""
 
     def __init__(self, file: TorchFile, stored: StoredTensor | torch.Tensor) -> None:
         self.info = TensorInfo(stored.dtype, tuple(stored.shape))
@@ -78,7 +78,9 @@ class _Whole:
 
 
 class DeepSpeedSource:
-    """A folder that DeepSpeed's ``save_checkpoint`` wrote (with ``latest``, or one tag's folder) as a `Source`.
+    """Folder of DeepSpeed's ``save_checkpoint``, as a `Source`.
+
+    Either with ``latest``, or one tag's folder.
 
     Attributes:
         folder: the tag's folder, where the files are.
@@ -86,11 +88,11 @@ class DeepSpeedSource:
     """
 
     def __init__(self, path: Folder) -> None:
-        """Open every rank's file and read what is not tensors.
+        """Open every rank's file and read everything except tensors.
 
         Raises:
-            UserError: there is no such checkpoint here, or one of a kind that cannot be read; says which.
-            CheckpointError: a file is missing or damaged, asks to run something, or is of another checkpoint.
+            UserError: there is no such checkpoint, or it is of an unsupported kind, which the message names.
+            CheckpointError: a file is missing or damaged, asks to run code, or belongs to another checkpoint.
         """
         self.place = str(path)
         self.folder = tagged_folder(path)
@@ -105,7 +107,7 @@ class DeepSpeedSource:
         self._files = ExitStack()
         try:
             self._read_all(names)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:  # damaged, or made by hand
+        except (TypeError, ValueError, AttributeError, LookupError) as error:  # damaged, or written by hand
             self._files.close()
             raise CheckpointError(f"'{self.folder}' is not as DeepSpeed writes it ({error}); {AGAIN}") from None
         except BaseException:
@@ -169,7 +171,7 @@ class DeepSpeedSource:
             return list(pool.map(do, names))
 
     def _optimizer_files(self, state: Mapping[str, Any], names: Sequence[str], needed: bool) -> list[str]:
-        """Every rank's file of optimizer state, in the order of the ranks; none where the optimizer is not sharded."""
+        """Return the optimizer files in rank order; none where the optimizer is not sharded."""
         found = optimizer_files(names)
         if len(found) > 1:
             both = short_list([min(files.values()) for files in found.values()])
@@ -183,7 +185,7 @@ class DeepSpeedSource:
         return all_ranks(self.folder, form, world, list(there.values()))
 
     def _name_all(self, names: Iterable[Any]) -> None:
-        """Make the table of our names for the names in the files."""
+        """Map Shardwise's names to those in the files."""
         raw = list(dict.fromkeys(map(str, names)))
         whole = all(name.startswith(_LIGHTNINGS) for name in raw)
         cleaned = clean_names([name.removeprefix(_LIGHTNINGS) for name in raw] if whole else raw)
@@ -205,12 +207,12 @@ class DeepSpeedSource:
             for name, shape in parameters.items():
                 tensor = flat_tensor(shape, spans[name], files)
                 if tensor is None:
-                    raise CheckpointError(f"{name}: the ranks of '{self.folder}' hold it in different dtypes; {AGAIN}")
+                    raise CheckpointError(f"{name}: the ranks of '{self.folder}' store it in different dtypes; {AGAIN}")
                 found[name] = tensor
         return found
 
     def _weights(self, state: Mapping[str, Any], masters: Mapping[str, Flat]) -> None:
-        """The masters, and as they are stored: buffers, and parameters without a master."""
+        """Register the masters, and stored buffers and parameters without a master."""
         cut = self.stage == 3  # where the model's file has no weights
         module = {name: value for name, value in state["module"].items() if isinstance(value, StoredTensor)}
         shared = _shared(state, module, masters, cut)
@@ -222,7 +224,7 @@ class DeepSpeedSource:
             if name in shared:
                 self.aliases[f"model/{self._name[name]}"] = f"model/{self._name.get(shared[name], shared[name])}"
             elif name in masters or (cut and name in frozen):
-                continue  # what is here is a copy of lower precision, or nothing
+                continue  # the stored one is a low-precision copy, or empty
             elif name.endswith(_EXTRA_STATE):
                 extra.append(name)
             elif cut and stored.shape == (0,) and name not in _list(state.get("buffer_names")):
@@ -235,14 +237,14 @@ class DeepSpeedSource:
             self.notes.append(f"extra state of modules is not carried over: {short_list(extra)}")
 
     def _frozen_parts(self, frozen: Shapes, models: Sequence[str]) -> None:
-        """Stage 3 cuts frozen parameters into equal parts too, each in its rank's model file."""
+        """Register frozen parameters, which stage 3 shards evenly into the ranks' model files."""
         files = [self._model, *self._each(models[1:], self._open)]
         for name, shape in frozen.items():
             parts = [(file, (file.content.get("frozen_param_fragments") or {}).get(name)) for file in files]
             tensor = flat_tensor(shape, spans_of_parts(0, 0, math.prod(shape), len(files)), parts)
             if tensor is None or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
                 raise CheckpointError(
-                    f"{name}: the ranks of '{self.folder}' do not hold equal parts of it as floating-point numbers "
+                    f"{name}: the ranks of '{self.folder}' do not store equal parts of it as floating-point numbers "
                     f"(quantised, or swapped to NVMe); {GATHER}"
                 )
             self._put(f"model/{self._name[name]}", tensor)
@@ -281,7 +283,7 @@ class DeepSpeedSource:
         spans: Sequence[PartitionRange],
         files: Sequence[tuple[TorchFile, Any]],
     ) -> None:
-        """One parameter's part of one state of a flat partition."""
+        """Register one parameter's range in one state of a flat partition."""
         file, value = files[0]
         if not isinstance(value, StoredTensor) or not value.shape:
             self._number(name, key, file, value)
@@ -293,7 +295,7 @@ class DeepSpeedSource:
             self._tensor_of_state(name, key, value, tensor)
 
     def _number(self, name: str, key: str, file: TorchFile, value: Any) -> None:
-        """State that all parameters of a partition share."""
+        """Register state shared by all parameters of a partition."""
         if isinstance(value, StoredTensor):
             self._tensor_of_state(name, key, value, _Whole(file, value))
         elif isinstance(value, int | float) and key == "step":
@@ -301,7 +303,7 @@ class DeepSpeedSource:
         elif isinstance(value, bool | int | float | str):
             self._scalars.setdefault(self._name[name], {})[key] = value
         elif value is not None:
-            self._note_once(f"the optimizer's '{key}' is no tensor and no number, and is not carried over")
+            self._note_once(f"the optimizer's '{key}' is neither a tensor nor a number, and is not carried over")
 
     def _tensor_of_state(self, name: str, key: str, value: StoredTensor, tensor: Flat | _Whole) -> None:
         if "/" in key or (value.shape and not value.dtype.is_floating_point):
@@ -329,7 +331,7 @@ class DeepSpeedSource:
     def _finish(
         self, state: Mapping[str, Any], file: TorchFile, saved: Sequence[Mapping[str, Any]], members: list[list[str]]
     ) -> None:
-        """Put together what is no tensor."""
+        """Register the non-tensor state."""
         options = [self._options(file, group) for group in saved]
         name = _class_name(options, state)
         if not name:
@@ -341,24 +343,24 @@ class DeepSpeedSource:
         self.optimizer = {"name": name, "groups": groups, "state": self._scalars}
 
     def _options(self, file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's hyperparameters as JSON."""
+        """Convert a group's hyperparameters to JSON."""
         found: dict[str, Any] = {}
         for key, value in group.items():
             number = read_number(file, value)
             if key in _NO_OPTIONS:
                 continue
             if number is None and not _is_json(value):
-                self._note_once(f"the optimizer's option '{key}' is no number or text, and is not carried over")
+                self._note_once(f"the optimizer's option '{key}' is neither a number nor text, and is not carried over")
             elif isinstance(value, StoredTensor):
                 found[str(key)] = number
             else:
                 found[str(key)] = list(value) if isinstance(value, tuple) else value
         return found
 
-    # stage 0, which keeps state by number
+    # stage 0, which stores state by number
 
     def _stage_0(self, state: Mapping[str, Any]) -> None:
-        """Find the names: the optimizer has them, or the fp32 masters of 16-bit weights show which is which."""
+        """Find the parameter names in the optimizer, or by matching fp32 masters with weights."""
         saved = state.get("optimizer")
         if not isinstance(saved, dict):
             return
@@ -373,7 +375,7 @@ class DeepSpeedSource:
         if names is None or _lengths(names) != _lengths(numbers) or not set().union(*names) <= set(self._name):
             also = " and the fp32 masters are" if masters or "fp32_groups_flat" in saved else " is"
             self.notes.append(
-                f"the optimizer's state{also} kept by number, and which parameter is which is not said: not carried "
+                f"the optimizer's state{also} stored by number, without parameter names: not carried "
                 "over; build the optimizer of model.named_parameters(), or save with ZeRO stage 1, to keep it"
             )
             return
@@ -387,9 +389,9 @@ class DeepSpeedSource:
         self._finish(state, self._model, groups, names)
 
     def _names_by_value(self, masters: list[list[Any]], state: Mapping[str, Any]) -> list[list[str]] | None:
-        """Which weights the masters belong to: groups are in the model's order, and rounded they are the weights.
+        """Match masters with weights, assuming the model's order and equality after rounding.
 
-        ``None`` where that leaves a doubt.
+        ``None`` where that is ambiguous.
         """
         buffers = _list(state.get("buffer_names"))
         rest = [iter(group) for group in masters]
@@ -400,7 +402,7 @@ class DeepSpeedSource:
                 continue
             fits = [index for index, head in enumerate(heads) if self._is_rounded(head, stored)]
             if not fits and not stored.numel:
-                continue  # DeepSpeed leaves empty parameters out
+                continue  # DeepSpeed omits empty parameters
             if len(fits) != 1:
                 return None
             found[fits[0]].append(name)
@@ -408,14 +410,14 @@ class DeepSpeedSource:
         return found if not any(heads) else None
 
     def _is_rounded(self, master: Any, stored: StoredTensor) -> bool:
-        """Whether the first elements of ``stored`` are those of ``master``, in a shorter dtype."""
+        """Return whether the first elements of ``stored`` are ``master`` rounded."""
         if not isinstance(master, StoredTensor) or master.shape != stored.shape:
             return False
         lengths = (*(min(n, 1) for n in stored.shape[:-1]), *(min(n, _SAMPLE) for n in stored.shape[-1:]))
         box = Box((0,) * len(lengths), lengths)
         return torch.equal(self._model.read(master, box).to(stored.dtype), self._model.read(stored, box))
 
-    # what is said aloud
+    # notes
 
     def _note_once(self, note: str) -> None:
         if note not in self.notes:
@@ -444,10 +446,10 @@ class DeepSpeedSource:
 def _shared(
     state: Mapping[str, Any], module: Mapping[str, StoredTensor], masters: Mapping[str, Any], cut: bool
 ) -> dict[str, str]:
-    """Other names of tied parameters, by what the file says and by which tensors are the same bytes.
+    """Find the other names of tied parameters, from the file's record and equal storage.
 
-    ``cut`` is whether tensors are empty because their values are elsewhere. Empty parameters are said to be tied to
-    one another, and are not.
+    ``cut``: tensors are empty because their values are elsewhere. The file marks empty parameters as tied to one
+    another, which they are not.
     """
     said = state.get("shared_params") or {}
     owner: dict[StoredTensor, str] = {module[name]: name for name in module if name in masters}
@@ -462,7 +464,7 @@ def _shared(
 
 
 def _class_name(options: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> str:
-    """The optimizer's class, as its options or the configuration tell it; empty where they do not."""
+    """Return the optimizer's class from its options or the configuration; empty where unknown."""
     keys = set().union(*options) if options else set()
     if "decoupled_weight_decay" in keys:
         return "AdamW" if all(group.get("decoupled_weight_decay") for group in options) else "Adam"
@@ -491,7 +493,7 @@ def _lengths(groups: Iterable[Sequence[Any]]) -> list[int]:
 
 
 def _count(value: Any) -> int | None:
-    """A number of things, also where it is a member of an enumeration; ``None`` where it is none."""
+    """Return a count, also from an enumeration member; ``None`` for anything else."""
     number = value.args[0] if isinstance(value, InertRecord) and value.args else value
     return number if type(number) is int and number >= 0 else None
 

@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint is made of, and which kinds of it are refused, by name and with what to do."""
+"""List the files of a DeepSpeed checkpoint, and reject unsupported kinds with a fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.errors import CheckpointError, UserError
 
 LATEST = "latest"
 AGAIN = "copy the folder again, or take another checkpoint"
-GATHER = "save the whole weights with the script that trained them (model.state_dict()), and give those"
+GATHER = "save the full weights with the script that trained them (model.state_dict()), and give those"
 _MAX_RANKS = 1 << 16
 _MODEL = re.compile(r"(zero_pp_rank_(\d+)_)?mp_rank_0+_model_states\.pt")
 _OPTIMIZER = re.compile(r"(\w*)zero_pp_rank_(\d+)_mp_rank_0+_optim_states\.pt")
@@ -22,16 +22,16 @@ _OTHER_RANKS = r".*mp_rank_(?!0+_)\d+_\w+_states\.pt"
 _LAYERS = r"layer_\d+(-model_\d+)?-model_states\.pt"
 _EXPERTS = r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*_optim_states\.pt"
 _SWAPPED = (
-    "its optimizer state lies in swap files of NVMe offload; load it with offload_optimizer.device 'cpu' and save again"
+    "its optimizer state is in swap files of NVMe offload; load it with offload_optimizer.device 'cpu' and save again"
 )
 
 
 def tagged_folder(path: Folder) -> Folder:
-    """The folder with the files: ``path``, or the one in it that ``latest`` names.
+    """Return the folder with the files: ``path``, or the one in it that ``latest`` names.
 
     Raises:
-        UserError: neither is there.
-        CheckpointError: ``latest`` names what is not there.
+        UserError: neither exists.
+        CheckpointError: ``latest`` names a missing folder.
     """
     names = sorted(item.name for item in path.iterdir()) if path.is_dir() else []
     if any(name.endswith(("_model_states.pt", "-model_states.pt", "_optim_states.pt")) for name in names):
@@ -42,7 +42,7 @@ def tagged_folder(path: Folder) -> Folder:
         except OSError as error:
             raise CheckpointError(f"'{path / LATEST}' cannot be read: {error.strerror or error}; {AGAIN}") from None
         if not tag or tag.startswith("/") or ".." in PurePosixPath(tag).parts:
-            raise CheckpointError(f"'{path / LATEST}' names '{tag}', which is no folder beside it")
+            raise CheckpointError(f"'{path / LATEST}' names '{tag}', which is not a folder beside it")
         if (path / tag).is_dir():
             return path / tag
         raise CheckpointError(f"'{path / LATEST}' names '{tag}', which is not there; give another folder by its path")
@@ -50,7 +50,7 @@ def tagged_folder(path: Folder) -> Folder:
     if tags:
         raise UserError(f"'{path}' has no '{LATEST}'; give one of {', '.join(map(repr, tags[:8]))} in it")
     raise UserError(
-        f"'{path}' holds no checkpoint of DeepSpeed; give the folder with '{LATEST}', or a global_step folder"
+        f"'{path}' contains no DeepSpeed checkpoint; give the folder with '{LATEST}', or a global_step folder"
     )
 
 
@@ -61,7 +61,7 @@ def refuse(folder: Folder, problems: Sequence[str]) -> None:
 
 
 def unread_kinds(names: Sequence[str]) -> list[str]:
-    """Why it cannot be read, as far as the names of the files show."""
+    """Return why it cannot be read, judged by the file names."""
 
     def first(pattern: str) -> str | None:
         return next((name for name in names if re.fullmatch(pattern, name)), None)
@@ -74,31 +74,35 @@ def unread_kinds(names: Sequence[str]) -> list[str]:
     if name := first(_EXPERTS):
         problems.append(f"it has experts in files of their own ('{name}'); {GATHER}")
     if not problems and (name := first(_OTHER_RANKS)):
-        problems.append(f"it is of tensor-parallel ranks ('{name}'), and how their parts fit is not said; {GATHER}")
+        problems.append(
+            f"it is of tensor-parallel ranks ('{name}'), and how their shards fit together is not recorded; {GATHER}"
+        )
     if "offloaded_tensors" in names:
         problems.append(_SWAPPED)
     return problems
 
 
 def unread_layouts(state: Mapping[str, Any]) -> list[str]:
-    """Why it cannot be read, as far as the model's file says."""
+    """Return why it cannot be read, judged by the model's file."""
     problems: list[str] = []
     dims = state.get("checkpoint_parallel_dimensions")
     degrees = [state.get("mp_world_size"), *(dims.values() if isinstance(dims, dict) else ())]
     if any(isinstance(degree, int) and degree > 1 for degree in degrees):
-        problems.append(f"it is of tensor-parallel or pipeline ranks, and how their parts fit is not said; {GATHER}")
+        problems.append(
+            f"it is of tensor-parallel or pipeline ranks, and how their shards fit together is not recorded; {GATHER}"
+        )
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
         problems.append(f"it has experts that are spread over ranks; {GATHER}")
     group = option(state, "zero_optimization", "mics_shard_size")
     if isinstance(group, int) and group > 0:
-        problems.append(f"MiCS (mics_shard_size {group}) cuts tensors within groups of ranks; {GATHER}")
+        problems.append(f"MiCS (mics_shard_size {group}) shards tensors within groups of ranks; {GATHER}")
     if option(state, "zero_optimization", "offload_optimizer", "device") == "nvme":
         problems.append(_SWAPPED)
     return problems
 
 
 def option(state: Mapping[str, Any], *keys: str) -> Any:
-    """An entry of the configuration that the run had; ``None`` where it had none."""
+    """Return an entry of the run's configuration; ``None`` where it had none."""
     value: Any = state.get("ds_config")
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
@@ -106,10 +110,10 @@ def option(state: Mapping[str, Any], *keys: str) -> Any:
 
 
 def model_files(folder: Folder, names: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether it is of stage 3, which has a model file for each rank, and the model files in the order of the ranks.
+    """Return whether it is of stage 3 (one model file per rank), and its model files by rank.
 
     Raises:
-        CheckpointError: there is none, or it has both forms.
+        CheckpointError: there is no model file, or both forms exist.
     """
     found = {match[2] and int(match[2]): name for name in names if (match := _MODEL.fullmatch(name))}
     ranks = sorted(rank for rank in found if rank is not None)
@@ -120,7 +124,7 @@ def model_files(folder: Folder, names: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def optimizer_files(names: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Files of optimizer state by rank, for each text that their names begin with (``bf16_`` or nothing)."""
+    """Return the optimizer files by rank, for each prefix (``bf16_`` or empty)."""
     found: dict[str, dict[int, str]] = {}
     for name in names:
         if match := _OPTIMIZER.fullmatch(name):
@@ -129,13 +133,13 @@ def optimizer_files(names: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def all_ranks(folder: Folder, form: str, world: int, there: Sequence[str]) -> list[str]:
-    """The names of all ranks' files; ``form`` has the place for the rank's number.
+    """Return the names of all ranks' files; ``form`` contains the placeholder of the rank.
 
     Raises:
-        CheckpointError: files are missing, or there are more than ranks; names them.
+        CheckpointError: files are missing, or there are more files than ranks; names them.
     """
     if world > _MAX_RANKS:
-        raise CheckpointError(f"'{folder}' says that it was saved by {world} ranks, which cannot be; {AGAIN}")
+        raise CheckpointError(f"'{folder}' claims that it was saved by {world} ranks, which cannot be; {AGAIN}")
     wanted = [form.format(rank) for rank in range(world)]
     missing = [name for name in wanted if name not in there]
     extra = [name for name in there if name not in wanted]
@@ -152,5 +156,5 @@ def all_ranks(folder: Folder, form: str, world: int, there: Sequence[str]) -> li
 
 
 def is_read(name: str) -> bool:
-    """Whether a file of this name is among those that are read."""
+    """Return whether a file of this name is read."""
     return bool(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))

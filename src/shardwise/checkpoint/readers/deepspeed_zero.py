@@ -1,11 +1,11 @@
-"""Where the elements of a tensor lie in the flat partitions of DeepSpeed's ZeRO, and how a box of it is read.
+"""Locate tensors in the flat partitions of DeepSpeed's ZeRO, and read boxes of them.
 
-Stages 1 and 2 put the parameters of a group one after the other and cut the whole into one partition per rank; the
-padding is at the end. Stage 3 cuts each parameter by itself: every rank has an equal part of it, the last of them
-padded, and a partition is one rank's parts one after the other. Optimizer state has the form of the partitions.
+Stages 1 and 2 concatenate the parameters of a group and split the result into one partition per rank, with the padding
+at the end. Stage 3 shards each parameter separately: every rank has an equal part of it, the last of them padded, and a
+partition concatenates one rank's parts. Optimizer state is laid out as the partitions.
 
-Every rank also notes where parameters lie in its partitions (``param_slice_mappings``). That is not used: DeepSpeed
-0.19.8 notes other places than the true ones where ``round_robin_gradients`` is on.
+Every rank also records the offsets of parameters in its partitions (``param_slice_mappings``). They are not used:
+DeepSpeed 0.19.8 records wrong offsets with ``round_robin_gradients``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """``length`` elements of partition ``flat`` of ``rank``, from element ``begin`` on."""
+    """Range of ``length`` elements from ``begin`` in partition ``flat`` of ``rank``."""
 
     rank: int
     flat: int
@@ -40,7 +40,7 @@ class PartitionRange:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """``length`` elements of a 1-d stored tensor, from element ``begin`` on."""
+    """Range of ``length`` elements from ``begin`` in a 1-d stored tensor."""
 
     file: TorchFile
     stored: StoredTensor
@@ -50,7 +50,7 @@ class TensorRange:
 
 @dataclass(frozen=True)
 class Flat:
-    """A tensor whose elements, row after row, are those of ``runs``, one after the other."""
+    """Tensor whose elements, row after row, are the concatenated ``runs``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,11 +58,14 @@ class Flat:
 
     @property
     def info(self) -> TensorInfo:
-        """What it is for whoever reads it."""
+        """Dtype and shape."""
         return TensorInfo(self.dtype, self.shape)
 
     def read(self, box: Box) -> torch.Tensor:
-        """See `Source.read`; where the box is cut along a later dimension, whole rows are read, some at a time."""
+        """See `Source.read`.
+
+        If the box is split along a later dimension, full rows are read, some at a time.
+        """
         found = torch.empty(box.lengths, dtype=self.dtype)
         if found.numel() == 0:
             return found
@@ -80,7 +83,7 @@ class Flat:
         return found
 
     def _fill(self, target: torch.Tensor, begin: int) -> None:
-        """Put the elements from ``begin`` on into the whole of ``target``, a piece of at most `CHUNK` at a time."""
+        """Copy the elements from ``begin`` into ``target``, at most `CHUNK` at a time."""
         place, end = 0, begin + target.numel()
         step = CHUNK // self.dtype.itemsize
         for run in self.runs:
@@ -94,7 +97,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Partition:
-    """What one rank's file of optimizer state holds.
+    """Contents of one rank's optimizer file.
 
     ``masters`` and ``states`` have an entry for each flat partition, ``groups`` one for each parameter group: its
     options (empty where the file has none) and how many flat partitions belong to it. ``step`` counts the optimizer's
@@ -110,24 +113,24 @@ class Partition:
 
 
 def read_partition(file: TorchFile, name: str) -> Partition:
-    """Take apart the content of an ``…_optim_states.pt``.
+    """Parse the content of an ``…_optim_states.pt``.
 
     Raises:
-        CheckpointError: it is not what DeepSpeed writes.
+        CheckpointError: it is not in DeepSpeed's format.
     """
     content = file.content.get("optimizer_state_dict") if isinstance(file.content, dict) else None
     if not isinstance(content, dict):
-        raise CheckpointError(f"'{name}' holds no 'optimizer_state_dict'; DeepSpeed did not write it")
+        raise CheckpointError(f"'{name}' has no 'optimizer_state_dict'; DeepSpeed did not write it")
     masters = content.get("fp32_flat_groups", content.get("single_partition_of_fp32_groups"))
     if not isinstance(masters, list) or not all(map(is_flat, masters)):
-        raise CheckpointError(f"'{name}' holds no flat fp32 weights; it was written by a DeepSpeed that is too old")
+        raise CheckpointError(f"'{name}' has no flat fp32 weights; it was written by a DeepSpeed that is too old")
     states, groups = _base(content, name, len(masters))
     step = read_number(file, states[0].get("step")) if states else None
     return Partition(file, name, tuple(masters), states, groups, step)
 
 
 def read_number(file: TorchFile, value: Any) -> float | int | None:
-    """A number, or the one in a stored tensor of one element; ``None`` where it is neither."""
+    """Return a number, or that of a one-element tensor; ``None`` for anything else."""
     if isinstance(value, StoredTensor) and value.numel == 1:
         number: float | int = file.read(value, Box((0,) * len(value.shape), value.shape)).item()
         return number
@@ -135,14 +138,17 @@ def read_number(file: TorchFile, value: Any) -> float | int | None:
 
 
 def is_flat(value: Any) -> bool:
-    """Whether it is a stored tensor of one dimension, its elements side by side."""
+    """Return whether it is a contiguous stored tensor of one dimension."""
     return isinstance(value, StoredTensor) and len(value.shape) == 1 and (value.stride == (1,) or value.shape[0] < 2)
 
 
 def _base(
     content: Mapping[str, Any], name: str, flats: int
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[tuple[Mapping[str, Any], int], ...]]:
-    """State by flat partition, and the groups. Older versions count steps by group and not in the state."""
+    """Return the state by flat partition, and the groups.
+
+    Older versions count steps by group and not in the state.
+    """
     base = content.get("base_optimizer_state", content.get("optimizer_state_dict"))
     if isinstance(base, list) and len(base) == flats and all(isinstance(state, dict) for state in base):
         steps = [content.get("base_optimizer_state_step")] * flats
@@ -163,12 +169,12 @@ def _base(
 def spans_of(
     stage: int, shapes: Sequence[Shapes], paddings: Sequence[Sequence[int]] | None, partitions: Sequence[Partition]
 ) -> dict[str, list[PartitionRange]]:
-    """Where each parameter's elements lie; ``shapes`` has the parameters of each flat partition in order.
+    """Locate each parameter's elements; ``shapes`` are in the order of each flat partition.
 
-    ``paddings`` has the elements left free behind each parameter (stages 1 and 2).
+    ``paddings`` are the unused elements after each parameter (stages 1 and 2).
 
     Raises:
-        CheckpointError: the partitions are not of the length that the shapes ask for,
+        CheckpointError: the lengths of the partitions do not match the shapes,
     """
     for partition in partitions:
         if len(partition.masters) != len(shapes):
@@ -199,7 +205,7 @@ def _cut_as_one(
         or uneven
         or not 0 <= sum(lengths) - total < ALIGNMENT * len(partitions)
     ):
-        raise _wrong_length(flat, partitions, f"{total} together, cut evenly,")
+        raise _wrong_length(flat, partitions, f"{total} together, split evenly,")
     starts = [lengths[0] * rank for rank in range(len(partitions))]
     found: dict[str, list[PartitionRange]] = {}
     place = 0
@@ -230,7 +236,7 @@ def _cut_by_parameter(
 
 
 def spans_of_parts(flat: int, begin: int, numel: int, world: int) -> list[PartitionRange]:
-    """The equal parts of one parameter, which begin at the same place on every rank; the padding is left out."""
+    """Split one parameter into equal parts at one offset on every rank, without padding."""
     part = -(-numel // world)
     held = [(rank, min(part, numel - rank * part)) for rank in range(world)]
     return [PartitionRange(rank, flat, begin, length) for rank, length in held if length > 0]
@@ -248,9 +254,9 @@ def _wrong_length(flat: int, partitions: Sequence[Partition], needed: str) -> Ch
 def flat_tensor(
     shape: tuple[int, ...], spans: Sequence[PartitionRange], files: Sequence[tuple[TorchFile, Any]]
 ) -> Flat | None:
-    """A tensor made of ``spans``, given each rank's file and stored partition; ``None`` where one is no partition.
+    """Build a tensor of ``spans`` from each rank's partition; ``None`` if one is not flat.
 
-    A partition may be longer than the spans reach (padding).
+    A partition may be longer than the spans (padding).
     """
     dtype = getattr(files[0][1], "dtype", None)
     if sum(span.length for span in spans) != math.prod(shape):

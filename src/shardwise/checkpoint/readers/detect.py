@@ -1,4 +1,4 @@
-"""Which tool's checkpoint lies at a place, found out by what lies there; nothing but names and first bytes is read."""
+"""Detect which tool wrote a checkpoint, from file names and first bytes only."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class _Here:
-    """A folder's path and the names in it."""
+    """Path of a folder and the names in it."""
 
     path: Folder
     names: frozenset[str]
 
     def has(self, *names: str) -> bool:
-        """Whether any of these is here."""
+        """Return whether any of these names exists."""
         return any(name in self.names for name in names)
 
     def ends(self, *ends: str) -> bool:
-        """Whether any name here ends so."""
+        """Return whether any name has this suffix."""
         return any(name.endswith(ends) for name in self.names)
 
 
 def open_source(place: str | Folder) -> Source:
-    """Open the checkpoint at ``place`` (a path or URL of a file or folder), whichever tool wrote it.
+    """Open a checkpoint of any tool.
+
+    ``place`` is a path or URL of a file or folder.
 
     Raises:
-        UserError: there is nothing, or nothing that is known; names what is there and what would be accepted.
-        CheckpointError: it is one, and cannot be read.
+        UserError: there is nothing, or no known format; names what was found and what is accepted.
+        CheckpointError: it is a checkpoint, but cannot be read.
     """
     path = folder_of(place)
     try:
@@ -142,7 +144,7 @@ def _in_words(here: _Here) -> str:
     steps = [name for name in names if _STEP.fullmatch(name) or name.startswith(("checkpoint-", "epoch", "step"))]
     inner = f"; is it one of those inside, such as '{here.path / max(steps)}'?" if steps else ""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"'{here.path}' holds {_listed(names[:_SHOWN])}{more}, which is no checkpoint that is known{inner}"
+    return f"'{here.path}' holds {_listed(names[:_SHOWN])}{more}, which is not a known checkpoint format{inner}"
 
 
 def _listed(names: Iterable[str]) -> str:

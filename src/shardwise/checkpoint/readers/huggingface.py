@@ -1,4 +1,4 @@
-"""Hugging Face weights: one safetensors file, a folder with one, or a folder with shards and their index."""
+"""Read Hugging Face weights: a safetensors file, or a folder of one or of indexed shards."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FIX = "download or export the weights again"
 
 
 class HuggingFaceSource:
-    """A safetensors file, an ``….index.json``, or a folder with either, as a `Source`.
+    """Safetensors file, ``….index.json``, or folder with either, as a `Source`.
 
     Attributes:
-        config: what ``config.json`` beside the weights says; ``None`` where there is none.
+        config: contents of ``config.json`` beside the weights; ``None`` where there is none.
         folder: where the files are.
     """
 
@@ -81,7 +81,7 @@ class HuggingFaceSource:
         return self._reader.read(shard, box)
 
     def _find(self, index: str | None, notes: list[str]) -> dict[str, list[str]]:
-        """The files of a folder with the keys to take from each."""
+        """Map the files of a folder to the keys to read from each."""
         names = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
         there = [name for name in names if name.endswith(".safetensors")]
         indices = [name for name in names if name.endswith(".safetensors.index.json")]
@@ -133,14 +133,14 @@ class HuggingFaceSource:
 
 
 def _all_parts(folder: Folder, parts: list[re.Match[str]], notes: list[str]) -> list[str]:
-    """Every file of a set without an index, where the names say that it is complete."""
+    """List every file of a set without an index, if its names show that it is complete."""
     stem, number = parts[0][1], int(parts[0][3])
     wanted = [f"{stem}-{part + 1:05d}-of-{number:05d}.safetensors" for part in range(number)]
     there = {part[0] for part in parts}
     if there != set(wanted):
         missing = [name for name in wanted if name not in there] or sorted(there - set(wanted))
         raise CheckpointError(
-            f"'{folder}' has no {INDEX}, and not one whole set of files: {short_list(missing)}; {_FIX}"
+            f"'{folder}' has no {INDEX}, and not one complete set of files: {short_list(missing)}; {_FIX}"
         )
     notes.append(f"there is no {INDEX}; the {number} files were taken as their names say")
     return wanted
@@ -151,7 +151,7 @@ def _is_plain(name: Any) -> bool:
 
 
 def _document(path: Folder) -> dict[str, Any] | None:
-    """A JSON object; ``None`` where there is no such file."""
+    """Read a JSON object; ``None`` where there is no such file."""
     if not path.is_file():
         return None
     try:

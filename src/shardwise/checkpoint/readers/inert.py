@@ -1,7 +1,7 @@
-"""What the names in another tool's object stream may stand for: values of our own that do nothing.
+"""Inert stand-ins for names in a pickle stream: plain values and pure builders.
 
-A stream names functions and classes, and asks for calls. Here is the whole list of names that are known, each with
-a function of ours that builds a plain value. Nothing else is looked up anywhere, so nothing else can run.
+A stream names functions and classes, and asks for calls. This is the complete list of known names, each with a function
+of this module that builds a plain value. Nothing else is looked up, so nothing else can run.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-FREE_ELEMENTS = 1 << 24  # an expanded tensor may be that much larger than its storage
+FREE_ELEMENTS = 1 << 24  # an expanded tensor may be this much larger than its storage
 KEY_PARTS = 256  # of a key that is a tuple; more would make hashing slow
 Known = Any
 
 
 class Unreadable(ValueError):
-    """A value that is understood and cannot be taken over; the text says why and what to do."""
+    """Value that is understood but not supported; the text gives the reason and the fix."""
 
 
 @dataclass(eq=False)
 class InertRecord:
-    """The inert stand-in for an instance of a class that only holds data.
+    """Inert stand-in for an instance of a data class.
 
-    ``name`` is the class, ``args`` and ``kwargs`` what it was made with, ``state`` what was set afterwards (a dict
-    of attributes as a rule), ``items`` the members where it is a kind of list, dict or set.
+    ``name`` is the class, ``args`` and ``kwargs`` its constructor's arguments, ``state`` what was set afterwards
+    (usually a dict of attributes), ``items`` the members of a kind of list, dict or set.
     """
 
     name: str
@@ -39,7 +39,7 @@ class InertRecord:
     items: Any = None
 
     def get(self, attribute: str, default: Any = None) -> Any:
-        """An attribute that the stream set, or ``default``."""
+        """Return an attribute that the stream set, or ``default``."""
         if isinstance(self.state, dict):
             return self.state.get(attribute, default)
         if isinstance(self.state, tuple) and len(self.state) == 2:  # plain attributes, and those in slots
@@ -51,7 +51,7 @@ class InertRecord:
 
 @dataclass(frozen=True)
 class Maker:
-    """A name that stands for a call; ``make`` is what is done instead, ``None`` where the name is only mentioned."""
+    """Replacement of a call: ``make`` builds the value; ``None`` if the name is only mentioned."""
 
     name: str
     make: Callable[..., Any] | None = None
@@ -66,7 +66,7 @@ class StorageKind:
 
 @dataclass(frozen=True)
 class StoredStorage:
-    """Bytes in a torch file, by their key."""
+    """Storage in a torch file, by its key."""
 
     key: str
     dtype: torch.dtype | None
@@ -76,7 +76,7 @@ class StoredStorage:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a torch file: ``offset`` and ``stride`` count elements in the storage called ``key``."""
+    """Tensor in a torch file: ``offset`` and ``stride`` count elements in the storage ``key``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """The element of the storage behind the last one that belongs to the tensor."""
+        """End of the tensor in its storage, in elements (exclusive)."""
         if self.numel == 0:
             return 0
         steps = sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
@@ -100,7 +100,7 @@ class StoredTensor:
 
 
 def check_key(key: Any) -> Any:
-    """``key`` itself, where it may be a key of a dict or a member of a set.
+    """Return ``key`` if it is a valid key of a dict or member of a set.
 
     Raises:
         Unreadable: it cannot be hashed, or not in bounded time.
@@ -140,7 +140,7 @@ def _listed(items: Any = (), _limit: Any = None, /) -> list[Any]:
 
 def _walkable(items: Any) -> Iterable[Any]:
     if not isinstance(items, list | tuple | set | frozenset | dict):
-        raise TypeError(f"a {type(items).__name__} is no list")
+        raise TypeError(f"a {type(items).__name__} is not a list")
     return items
 
 
@@ -157,7 +157,7 @@ def _as_size(items: Any = (), /) -> tuple[int, ...]:
 
 
 def _as_bytes(value: Any = b"", encoding: Any = "latin1", /) -> bytes:
-    """How old streams spell bytes: text, and latin1 to encode it with."""
+    """Decode bytes as old streams store them: text with latin1 as its encoding."""
     if isinstance(value, str) and encoding in ("latin1", "latin-1"):
         return value.encode("latin1")
     if isinstance(value, bytes | bytearray):
@@ -184,7 +184,7 @@ def _windows(*parts: str) -> str:
 
 
 def _reconstruct(kind: Any, base: Any, state: Any, /) -> InertRecord:
-    """How the two oldest protocols make an instance."""
+    """Build an instance as the two oldest protocols do."""
     record = _instance(kind)
     if not isinstance(base, Maker) or (base.name, state) != ("builtins.object", None):
         raise Unreadable(f"a {record.name} that is made from something else than an object")
@@ -194,17 +194,17 @@ def _reconstruct(kind: Any, base: Any, state: Any, /) -> InertRecord:
 def _instance(kind: Any) -> InertRecord:
     if isinstance(kind, Maker) and kind.make is not None and isinstance(record := kind.make(), InertRecord):
         return record
-    raise Unreadable("an instance of what is no known class of data")
+    raise Unreadable("an instance of an unknown data class")
 
 
 def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
     if len(values) > _MAX_DIMENSIONS or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
-        raise Unreadable("the shape, strides or place of a tensor are no whole numbers that can be")
+        raise Unreadable("the shape, strides or offset of a tensor are not valid integers")
     return values
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_ignored: Any) -> StoredTensor:
-    """What follows the stride (gradients wanted, hooks) does not matter to who wants the values."""
+    """Build a tensor, ignoring the arguments after the stride (requires_grad, hooks)."""
     metadata = _ignored[2] if len(_ignored) > 2 else None
     dtype = storage.dtype if isinstance(storage, StoredStorage) else None
     if dtype is None:
@@ -248,7 +248,7 @@ def _same(value: Any, *_ignored: Any) -> Any:
 
 
 def _of_type(function: Any, kind: Any, args: Any, _state: Any = None, /) -> Any:
-    """A tensor subclass: only torch's own, which hold nothing more."""
+    """Build a tensor subclass; only torch's own, which have no extra data."""
     if not isinstance(kind, Maker) or kind.name not in _TENSOR_CLASSES:
         return _subclass(kind)
     if (
@@ -256,7 +256,7 @@ def _of_type(function: Any, kind: Any, args: Any, _state: Any = None, /) -> Any:
         or function.make is None
         or not function.name.startswith("torch._utils._rebuild_")
     ):
-        raise Unreadable(f"a tensor that is made by {_title(function)}, which is no function that makes tensors")
+        raise Unreadable(f"a tensor that is made by {_title(function)}, which is not a function that creates tensors")
     return function.make(*args)
 
 
@@ -282,7 +282,7 @@ _NUMBERS |= {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 
 
 def _numpy_scalar(dtype: Any, data: Any = None, /) -> Any:
-    """A number of numpy as Python's own; one of another dtype stays a record of dtype and bytes."""
+    """Convert a numpy scalar to a Python number; other dtypes stay a record of dtype and bytes."""
     if not isinstance(dtype, InertRecord) or dtype.name != "numpy.dtype":
         raise TypeError("a numpy scalar without a numpy dtype")
     letter = _NUMBERS.get(dtype.args[0]) if dtype.args and isinstance(dtype.args[0], str) else None
@@ -299,7 +299,7 @@ def _numpy_array(kind: Any = None, *args: Any) -> InertRecord:
 
 
 def _numpy_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, /) -> InertRecord:
-    """An array as the newest protocol has it, in the form that the others have."""
+    """Build an array of the newest protocol, in the form of the older ones."""
     return InertRecord("numpy.ndarray", (), {}, (1, shape, dtype, order == "F", data))
 
 
@@ -310,7 +310,7 @@ def _record(name: str) -> Maker:
     return Maker(name, make)
 
 
-# classes of which nothing but the attributes matters, by module
+# classes of which only the attributes matter, by module
 _DATA_CLASSES = {
     "torch": "device",
     "argparse": "Namespace",
@@ -347,7 +347,7 @@ _DATA_CLASSES = {
     "transformers.trainer_utils": "IntervalStrategy SchedulerType HubStrategy SaveStrategy EvaluationStrategy",
     "transformers.training_args": "OptimizerNames",
 }
-_NAMED_ONLY = {  # classes that are mentioned, as the default of a dict or the type of a tensor, and never made
+_NAMED_ONLY = {  # classes that are mentioned (default of a dict, type of a tensor) but never instantiated
     "builtins": "list dict int float str bool tuple object NoneType",
     "torch": "Tensor",
     "torch.nn.parameter": "Parameter Buffer",
@@ -434,7 +434,10 @@ _TABLE = _table()
 
 
 def look_up(module: str, name: str) -> Known | None:
-    """What ``module.name`` stands for; ``None`` where it is not in the table. Nothing is imported."""
+    """Return the stand-in of ``module.name``; ``None`` if unknown.
+
+    Nothing is imported.
+    """
     module = _OLD_NAMES.get(module, module)
     if module == "builtins":
         name = _OLD_BUILTINS.get(name, name)

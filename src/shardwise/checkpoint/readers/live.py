@@ -1,4 +1,4 @@
-"""The tensors of a module in memory, as every checkpoint's: for weights that are in no file."""
+"""Read the tensors of a module in memory as a `Source`, for weights without a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREFIX = "model/"
 
 
 class LiveSource:
-    """Parameters and persistent buffers of a plain module on the CPU, as a `Source`; ``place`` is what it is called."""
+    """Parameters and persistent buffers of a plain CPU module, as a `Source` named ``place``."""
 
     def __init__(self, module: nn.Module, place: str) -> None:
         self.kind = "model in memory"

@@ -1,4 +1,4 @@
-"""What every checkpoint looks like to whoever reads it, whichever tool wrote it."""
+"""Common interface of all checkpoint readers, whichever tool wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardwise.checkpoint.shard_files import ShardReader, overlaps
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The dtype and the whole shape of a stored tensor."""
+    """Dtype and global shape of a stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def whole(self) -> Box:
-        """All of it."""
+        """Box of the full tensor."""
         return Box((0,) * len(self.shape), self.shape)
 
     @property
@@ -37,29 +37,31 @@ class Source(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it is, in words (``PyTorch DCP folder``)."""
+        """Readable name of the format (``PyTorch DCP folder``)."""
         ...
 
     @property
     def place(self) -> str:
-        """Where it is, as the user wrote it."""
+        """Location, as the user wrote it."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Names as in Shardwise's own manifests: ``model/<fqn>`` for weights and buffers, ``optimizer/<fqn>/<key>``
-        (``exp_avg``, ``exp_avg_sq``, ``step``) for state that is kept by name.
+        """Tensors by name, as in Shardwise's own manifests.
+
+        ``model/<fqn>`` for weights and buffers, ``optimizer/<fqn>/<key>`` (``exp_avg``, ``exp_avg_sq``, ``step``) for
+        state stored by name.
         """
         ...
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Other names of tied tensors, each to the name under which the one copy is in ``tensors``."""
+        """Other names of tied tensors, each mapped to its name in ``tensors``."""
         ...
 
     @property
     def optimizer(self) -> Mapping[str, Any] | None:
-        """Class name, groups and scalars as `OptimizerEntry` has them, as JSON; ``None`` where unknown."""
+        """Class name, groups and scalars as in `OptimizerEntry`, as JSON; ``None`` where unknown."""
         ...
 
     @property
@@ -69,11 +71,11 @@ class Source(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is there and is not among ``tensors``, one sentence each, to be said aloud."""
+        """Notes to report: one sentence for each item that is not among ``tensors``."""
         ...
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of ``box``, a contiguous CPU tensor of shape ``box.lengths``.
+        """Return the elements of ``box``, a contiguous CPU tensor of shape ``box.lengths``.
 
         Needs memory for the tensor at most. Safe to call from several threads.
 
@@ -83,11 +85,11 @@ class Source(Protocol):
         ...
 
     def __enter__(self) -> Self:
-        """The source itself."""
+        """Return the source itself."""
         ...
 
     def __exit__(self, *exc: object) -> None:
-        """Let go of the files."""
+        """Close the files."""
         ...
 
 

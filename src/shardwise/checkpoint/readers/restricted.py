@@ -1,8 +1,8 @@
-"""Reads the object streams inside other tools' checkpoints without running anything that they ask for.
+"""Read pickle streams of other tools' checkpoints without running any code in them.
 
 Python's object streams are small programs: they name functions and call them. Here the opcodes, decoded by the
 standard library, are interpreted over the table in `inert`: a name that is in it becomes a plain value or a call of
-a function of ours, any other name is refused. The memory needed is bounded by a multiple of the stream's length.
+a function of ours, any other name is rejected. The memory needed is bounded by a multiple of the stream's length.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _SAVE_AGAIN = (
     "If you trust the file, open it with the tool that wrote it and save it again with nothing but tensors, numbers "
     "and text, as torch.save(model.state_dict(), ...) does"
 )
-_HINTS = {  # what to do, by how a refused name begins
+_HINTS = {  # fix, by prefix of the rejected name
     "torch.nn.modules.": (
-        "It holds a whole model with its code; if you trust it, open it with torch and save model.state_dict()"
+        "It contains a full model with its code; if you trust it, open it with torch and save model.state_dict()"
     ),
     "torch.distributed.tensor.": (
-        "It holds DTensors, of which a file has one rank's part; save full_tensor() of each, or a PyTorch DCP folder"
+        "It contains DTensors, one rank's shard to a file; save full_tensor() of each, or a PyTorch DCP folder"
     ),
-    "torch.storage._load_from_bytes": "It holds tensors that torch.save did not write; save them again with torch.save",
+    "torch.storage._load_from_bytes": "It contains tensors not written by torch.save; save them again with torch.save",
     "omegaconf.": (
-        "It holds a config of OmegaConf; if you trust it, save it again with OmegaConf.to_container(config) instead"
+        "It contains a config of OmegaConf; if you trust it, save it again with OmegaConf.to_container(config) instead"
     ),
 }
 Persistent = Callable[[Any], Any]
 
 
 def load_restricted(data: bytes, where: str, persistent: Persistent | None = None) -> Any:
-    """The object in ``data`` as dicts, lists, tuples, sets, numbers, text, bytes, `InertRecord`, `StoredTensor`.
+    """Parse the object in ``data`` into plain and inert values.
 
-    ``where`` is the file as messages name it. ``persistent`` turns what the stream refers to outside of itself
-    (torch's storages) into a value. The result has no cycles, is at most 100 levels deep, and walking all of it
-    takes time in proportion to the stream.
+    These are dicts, lists, tuples, sets, numbers, text, bytes, `InertRecord` and `StoredTensor`. ``where`` is the file
+    as messages name it. ``persistent`` turns the stream's external references (torch's storages) into values. The
+    result has no cycles, is at most 100 levels deep, and walking all of it takes time in proportion to the stream.
 
     Raises:
         CheckpointError: the stream is damaged, or names something that is not among the known values.
@@ -64,18 +64,18 @@ def load_restricted(data: bytes, where: str, persistent: Persistent | None = Non
 
 
 def load_from_stream(stream: IO[bytes], size: int, where: str, persistent: Persistent | None = None) -> Any:
-    """Like `load_restricted`, from where ``stream`` stands, which is behind the object afterwards.
+    """Like `load_restricted`, from the position of ``stream``, which moves past the object.
 
-    ``size`` is how many bytes there are; ``stream.read`` must not allocate more than that.
+    ``size`` is the number of bytes available; ``stream.read`` must not allocate more than that.
     """
     if size > MAX_BYTES:
-        raise CheckpointError(f"'{where}' has {size} bytes of objects that are no tensors, {MAX_BYTES} can be read")
+        raise CheckpointError(f"'{where}' has {size} bytes of objects other than tensors, {MAX_BYTES} can be read")
     problem: Exception | None = None
     machine = _Machine(16 * size + (1 << 20), where, persistent)
     try:
         result = machine.run(stream)
         _check_nesting(result, 16 * size + (1 << 20))
-    except Exception as error:  # a hostile stream can bring about nearly any error; all of them mean the same
+    except Exception as error:  # a hostile stream can cause nearly any error; all of them mean the same
         problem = error
     else:
         if not machine.refused:
@@ -100,13 +100,13 @@ def _refusal(where: str, names: list[str]) -> str:
 
 
 def printable(text: str, limit: int = 300) -> str:
-    """One line without control characters, whatever a file had in mind; cut after ``limit`` characters."""
+    """Return one line without control characters, truncated to ``limit`` characters."""
     short = text if len(text) <= limit else text[:limit] + "..."
     return short if short.isprintable() else short.encode("unicode_escape").decode("ascii")
 
 
 class _Machine:
-    """Stack, marks and memo of one stream; ``refused`` has the names that are not in the table, in order."""
+    """Stack, marks and memo of one stream; ``refused`` lists the unknown names, in order."""
 
     def __init__(self, budget: int, where: str, persistent: Persistent | None) -> None:
         self.where = where
@@ -141,15 +141,15 @@ class _Machine:
         self._stack.append(value)
 
     def drop(self, _items: list[Any]) -> None:
-        """Forget what was taken from the stack."""
+        """Discard values taken from the stack."""
 
     def from_mark(self) -> list[Any]:
-        """What was pushed since the last mark, which goes."""
+        """Pop the values since the last mark, and the mark."""
         items, self._stack = self._stack, self._marks.pop()
         return items
 
     def take(self, count: int) -> tuple[Any, ...]:
-        """The last ``count`` values, in the order they were pushed."""
+        """Pop the last ``count`` values, in the order they were pushed."""
         if len(self._stack) < count:
             raise IndexError("the stack is too short")
         values = tuple(self._stack[-count:])
@@ -190,7 +190,7 @@ class _Machine:
         self._members(set).update(map(check_key, items))
 
     def _members(self, kind: type[Any]) -> Any:
-        """The container on top of the stack, or the one that the record on top keeps its members in."""
+        """Return the container on top of the stack, or the one with the top record's members."""
         target = self._stack[-1]
         if isinstance(target, InertRecord):
             if target.items is None:
@@ -203,9 +203,12 @@ class _Machine:
     # names and calls
 
     def name(self, module: Any, name: Any) -> Any:
-        """What a name stands for; one that is not known makes records until the end, so that all can be reported."""
+        """Resolve a name.
+
+        An unknown one builds records until the end, so that all can be reported.
+        """
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a name that is no text")
+            raise TypeError("a name that is not text")
         known = look_up(module, name)
         if known is not None:
             return known
@@ -216,9 +219,9 @@ class _Machine:
     def call(self, function: Any, args: Any, kwargs: Any = None) -> None:
         if not isinstance(function, Maker) or function.make is None:
             what = function.name if isinstance(function, Maker) else type(function).__name__
-            raise Unreadable(f"it calls '{what}', which is no call that is known; it was not run")
+            raise Unreadable(f"it calls '{what}', which is not a known call; it was not run")
         if not isinstance(args, tuple) or not isinstance(kwargs, dict | None):
-            raise TypeError("arguments of a call that are no tuple")
+            raise TypeError("arguments of a call that are not a tuple")
         named = kwargs or {}
         self._spend(args, named, *args, *named.values())
         self._stack.append(function.make(*args, **named))
@@ -228,7 +231,7 @@ class _Machine:
         self._stack.append(target)
         if isinstance(target, InertRecord):
             target.state = state
-        elif not isinstance(target, dict | list | set | StoredTensor):  # whose attributes say nothing of the values
+        elif not isinstance(target, dict | list | set | StoredTensor):  # whose attributes do not affect the values
             raise TypeError(f"a {type(target).__name__} has no attributes to set")
 
     def refer(self, reference: Any) -> None:
@@ -243,7 +246,10 @@ class _Machine:
         raise Unreadable("it refers to buffers outside of itself, which are not there")
 
     def _spend(self, *values: Any) -> None:
-        """A call may copy its arguments; a short stream that has long ones copied over and over ends here."""
+        """Charge the cost of a call, which may copy its arguments.
+
+        It stops a short stream that copies long arguments repeatedly.
+        """
         self._budget -= sum(len(value) for value in values if isinstance(value, _COUNTED))
         if self._budget < 0:
             raise Unreadable("it has the same values copied over and over; it was made to fill the memory")
@@ -270,7 +276,7 @@ _LITERALS = {
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
     *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
 }
-# what each of the other opcodes does, given its argument
+# handlers of the other opcodes, given their argument
 _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("INT", "LONG", "LONG1", "LONG4"), _Machine.push_number),
     **dict.fromkeys(("PROTO", "FRAME", "READONLY_BUFFER"), lambda m, _: None),
@@ -326,20 +332,20 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _check_nesting(result: Any, limit: int) -> None:
-    """Whoever gets ``result`` may walk it recursively and look at every value, also those that are shared.
+    """Limit nesting and size, so that ``result`` can be walked recursively.
 
     Raises:
         Unreadable: it contains itself, is too deep, or has too many values when the shared ones are counted each time.
     """
-    sizes: dict[int, int] = {}  # values below a container, once it is done
-    path: dict[int, int] = {}  # the same for those from the result down to here
+    sizes: dict[int, int] = {}  # values below a container, once it is complete
+    path: dict[int, int] = {}  # the same from the root down to here
     todo: list[tuple[Any, Iterator[Any]]] = []
 
     def enter(value: Any) -> None:
         path[id(value)] = 1
         todo.append((value, _children(value)))
         if len(todo) > _MAX_DEPTH:
-            raise Unreadable(f"its values lie more than {_MAX_DEPTH} levels deep")
+            raise Unreadable(f"its values are nested more than {_MAX_DEPTH} levels deep")
 
     if isinstance(result, _CONTAINERS):
         enter(result)

@@ -1,4 +1,4 @@
-"""A checkpoint of Shardwise itself, as every other tool's: tensors by name."""
+"""Read a Shardwise checkpoint through the common reader interface."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FIX = "take an earlier checkpoint"
 
 
 class OwnSource:
-    """A checkpoint folder, a folder of checkpoints or a run's folder (the newest of either), as a `Source`.
+    """Shardwise checkpoint, or the newest of a folder of checkpoints or a run, as a `Source`.
 
     The generators' states are among ``tensors`` too, as ``rng/<rank>/<name>``.
 
     Attributes:
-        manifest: everything but the tensors.
+        manifest: all contents except the tensors.
         path: the folder of the one checkpoint.
     """
 
@@ -36,7 +36,7 @@ class OwnSource:
         """
         found = checkpoint_in(path)
         if found is None:
-            raise CheckpointError(f"'{path}' is no checkpoint of Shardwise and holds none that is complete")
+            raise CheckpointError(f"'{path}' is not a Shardwise checkpoint and contains no complete one")
         self.path = found
         self.place = str(found)
         self.kind = "Shardwise checkpoint"
@@ -59,12 +59,12 @@ class OwnSource:
     def check(
         self, tick: Callable[[int], None] | None = None, *, prefix: str = "", rank: int = 0, ranks: int = 1
     ) -> None:
-        """Read every byte and compare the hashes; ``tick`` is told how many bytes were read.
+        """Read every byte and compare the hashes; ``tick`` is called with the bytes read.
 
-        Only of tensors whose names begin with ``prefix``, and of these ``rank``'s share where ``ranks`` share the work.
+        Only tensors whose names begin with ``prefix``, and of these ``rank``'s share where ``ranks`` share the work.
 
         Raises:
-            CheckpointError: bytes are not those that were saved; names files and tensors.
+            CheckpointError: bytes differ from those that were saved; names files and tensors.
         """
         entries = [entry for name, entry in self.manifest.tensors.items() if name.startswith(prefix)]
         shards = [(shard, DTYPES[entry.dtype]) for entry in entries for shard in entry.shards][rank::ranks]

@@ -1,4 +1,4 @@
-"""State dicts that torch.save wrote: plain ones, those that Lightning makes, and folders of ``pytorch_model*.bin``."""
+"""Read ``torch.save`` state dicts: plain, Lightning's, or ``pytorch_model*.bin`` folders."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from shardwise.checkpoint.storage.local_storage import Folder, read_small
 from shardwise.errors import CheckpointError, UserError
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_USUAL = ("state_dict", "model_state_dict", "model", "module")  # the keys that weights are saved under
-_OTHERS = ("optim", "rng", "sched", "scaler", "callback", "loop")  # in the keys of what is not the weights
+_USUAL = ("state_dict", "model_state_dict", "model", "module")  # keys of the weights
+_OTHERS = ("optim", "rng", "sched", "scaler", "callback", "loop")  # in keys of anything but weights
 _COUNTERS = ("step", "global_step", "epoch", "iteration")
 _LIGHTNING = "pytorch-lightning_version"
 _FIX = "download or export the weights again"
 
 
 class StateDictSource:
-    """A ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` file, or a folder with `SINGLE` or `INDEX`, as a `Source`."""
+    """``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` file, or folder of them, as a `Source`.
+
+    A folder has `SINGLE` or `INDEX`.
+    """
 
     def __init__(self, path: Folder) -> None:
-        """Read everything but the tensors.
+        """Read everything except the tensors.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or asks to run something.
-            UserError: there are no weights in it, or several dicts that could be meant.
+            CheckpointError: a file is missing or damaged, or asks to run code.
+            UserError: there are no weights in it, or several candidate dicts.
         """
         self.place = str(path)
         self.kind = "PyTorch state dict"
@@ -63,7 +66,7 @@ class StateDictSource:
             raise CheckpointError(f"{name}: {error}") from None
 
     def _open(self, path: Folder) -> dict[Any, Any]:
-        """The saved dict, or those of several files as one."""
+        """Load the saved dict, or merge those of several files."""
         if not path.is_dir():
             return self._dict_of(path)
         if (path / SINGLE).is_file():
@@ -96,7 +99,7 @@ class StateDictSource:
         return {name: held[file][name] for name, file in places.items()}
 
     def _sort_out(self, content: dict[Any, Any]) -> None:
-        """Fill in the attributes that a source has."""
+        """Fill in the attributes of a source."""
         if _LIGHTNING in content:
             self.kind = "Lightning checkpoint"
         root = _find_weights(content, self.place)
@@ -140,7 +143,7 @@ class StateDictSource:
 
 
 def _find_weights(content: Mapping[Any, Any], place: str) -> Path:
-    """The keys that lead to the dict of the weights; none where the tensors are at the top."""
+    """Find the keys that lead to the dict of the weights; none if the tensors are at the top."""
     root: Path = ()
     while True:
         inner = [name for name, value in content.items() if isinstance(value, dict) and _may_be_weights(name, value)]
@@ -154,9 +157,9 @@ def _find_weights(content: Mapping[Any, Any], place: str) -> Path:
         if len(candidates) != 1 or (tensors and not usual):
             found = [f"a dict of tensors under '{name}'" for name in candidates]
             found += [f"{len(tensors)} tensors beside them"] if tensors else []
-            rule = "which of them is the model is not clear" if found else "none of its values is or holds a tensor"
+            rule = "which of them is the model is not clear" if found else "none of its values is or contains a tensor"
             what = ", ".join(found[:10]) or f"a dict of {len(content)}"
-            raise UserError(f"'{place}' holds {what}; {rule}. Save the model's state_dict() in a file of its own")
+            raise UserError(f"'{place}' holds {what}; {rule}. Save the model's state_dict() in a separate file")
         root = (*root, candidates[0])
         content = content[candidates[0]]
 
@@ -166,7 +169,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _may_be_weights(name: Any, value: dict[Any, Any]) -> bool:
-    """Whether there are tensors below, none of them an optimizer's."""
+    """Return whether there are tensors below, none of them an optimizer's."""
     if not isinstance(name, str) or GROUPS in value or any(word in name.lower() for word in _OTHERS):
         return False
     return any(
@@ -176,7 +179,10 @@ def _may_be_weights(name: Any, value: dict[Any, Any]) -> bool:
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Every value that is no dict, and no list of dicts or tensors, with its keys; groups are left whole."""
+    """Yield every leaf with its keys.
+
+    Lists of dicts or tensors are walked; parameter groups are leaves.
+    """
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             step = name if isinstance(name, int) else str(name)
@@ -189,7 +195,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _with_numbers(value: Any, file: TorchFile) -> Any:
-    """The number in a tensor of one element; the same inside of parameter groups."""
+    """Replace one-element tensors by their number, also inside parameter groups."""
     if isinstance(value, StoredTensor) and value.numel == 1:
         return file.read(value, TensorInfo(value.dtype, value.shape).whole).item()
     if isinstance(value, list):
@@ -198,7 +204,7 @@ def _with_numbers(value: Any, file: TorchFile) -> Any:
 
 
 def _tied(places: Mapping[str, tuple[TorchFile, StoredTensor]]) -> dict[str, str]:
-    """Other names of weights that are the same elements of the same storage, each to the first name."""
+    """Find weights with the same elements of the same storage, each mapped to the first name."""
     first: dict[tuple[int, StoredTensor], str] = {}
     tied: dict[str, str] = {}
     for name, (file, stored) in places.items():

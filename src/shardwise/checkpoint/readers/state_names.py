@@ -1,4 +1,4 @@
-"""Which entries of a saved nested dict are weights and which are optimizer state, and what we call them.
+"""Classify entries of a saved nested dict as weights or optimizer state, and name them.
 
 Programs save ``{"model": sd, "optim": osd}``, ``{"app": {...}}``, the weights alone, or the weights flat beside an
 ``optimizer``. Each entry is known by its path, the keys that lead to it; where a tool joined them with dots, a part
@@ -26,10 +26,10 @@ _COUNTERS = ("global_step", "step", "iteration")
 _COUNTED_IN: tuple[Path, ...] = ((), ("train_state",), ("trainer_state",), ("trainer",), ("app",), ("progress",))
 _NO_WEIGHTS = {"lr_scheduler", "scheduler", "dataloader", "sampler", "rng", "rng_state", "rng_states", "ema", "scaler"}
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_REPLICATED = "module."  # what DistributedDataParallel puts before every name
+_REPLICATED = "module."  # DistributedDataParallel's prefix
 _EXTRA_STATE = "_extra_state"
 _SHOWN = 10
-_BY_OPTIONS = {  # what sets an optimizer's options apart from every other's
+_BY_OPTIONS = {  # the options that identify an optimizer
     "NAdam": {"betas", "momentum_decay"},
     "AdamW": {"betas", "amsgrad"},
     "SGD": {"momentum", "dampening", "nesterov"},
@@ -40,7 +40,7 @@ _BY_OPTIONS = {  # what sets an optimizer's options apart from every other's
 
 @dataclass
 class Found:
-    """What was made of the entries: ``tensors`` is our name to the entry's key, ``step_key`` counts the steps."""
+    """Classified entries: ``tensors`` is name to entry key, ``step_key`` counts the steps."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, Any] | None = None
@@ -50,7 +50,7 @@ class Found:
 
 @dataclass
 class _Optimizer:
-    """One optimizer's entries: (parameter, state key) to entry, and each group's or parameter's options to entries."""
+    """Entries of one optimizer: (parameter, state key) to entry, and the options of each group."""
 
     root: Path
     values: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class _Optimizer:
 def sort_out(paths: Mapping[str, Path], tensors: Iterable[str], value: Callable[[str], Any]) -> Found:
     """Name the entries.
 
-    ``paths`` has every entry by its key, ``tensors`` the keys of those that are tensors. ``value`` reads an entry
-    that is small: what is no tensor, or the number in a tensor of one element.
+    ``paths`` has every entry by its key, ``tensors`` the keys of those that are tensors. ``value`` reads a small
+    entry: a non-tensor, or the number in a tensor of one element.
 
     Raises:
         CheckpointError: two entries would have one name, and what ``value`` raises.
@@ -89,7 +89,7 @@ def sort_out(paths: Mapping[str, Path], tensors: Iterable[str], value: Callable[
         _put(found, f"model/{name}", key)
     if not root and len({path[0] for path in weights.values() if len(path) > 1}) > 1:
         tops = sorted({str(path[0]) for path in weights.values()})
-        found.notes.append(f"the weights lie under {', '.join(tops)}; their names keep that in front")
+        found.notes.append(f"the weights are under {', '.join(tops)}; their names keep that in front")
     _Filing(found, held, value).file(optimizers)
     rest = {key: path for key, path in rest.items() if key not in weights}
     found.step_key = _step_key(rest)
@@ -98,7 +98,7 @@ def sort_out(paths: Mapping[str, Path], tensors: Iterable[str], value: Callable[
 
 
 def clean_names(names: Sequence[str]) -> list[str]:
-    """Parameter names without what wrapping adds; ``module.`` in front goes where every name has it."""
+    """Remove wrapper prefixes from parameter names; ``module.`` only where every name has it."""
     cleaned = [_unwrapped(name) for name in names]
     while cleaned and all(name.startswith(_REPLICATED) for name in cleaned):
         cleaned = [name.removeprefix(_REPLICATED) for name in cleaned]
@@ -112,7 +112,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _optimizers(paths: Mapping[str, Path]) -> list[_Optimizer]:
-    """The dicts that have parameter groups, as every optimizer's has."""
+    """Find the optimizers: dicts with parameter groups."""
     split = {key: _split(path) for key, path in _with_roots(paths).items()}
     roots: dict[Path, _Optimizer] = {}
     for path in split.values():
@@ -126,7 +126,7 @@ def _optimizers(paths: Mapping[str, Path]) -> list[_Optimizer]:
 
 
 def _with_roots(paths: Mapping[str, Path]) -> Mapping[str, Path]:
-    """Paths; a key that nobody split (``optimizer.state.x``) is split in two where the optimizer's part begins."""
+    """Split flat keys (``optimizer.state.x``) at the start of the optimizer's part."""
     whole = {key: str(path[0]) for key, path in paths.items() if len(path) == 1}
     roots = {text.partition(f".{GROUPS}.")[0] for text in whole.values() if f".{GROUPS}." in text}
     split = dict(paths)
@@ -138,7 +138,10 @@ def _with_roots(paths: Mapping[str, Path]) -> Mapping[str, Path]:
 
 
 def _split(path: Path) -> Path:
-    """``("optim", "state.x.exp_avg")`` as ``("optim", "state.", "x.exp_avg")``: the dot says that it was joined."""
+    """Split ``("optim", "state.x.exp_avg")`` as ``("optim", "state.", "x.exp_avg")``.
+
+    The dot marks a joined key.
+    """
     parts: list[str | int] = []
     for part in path:
         head, dot, tail = str(part).partition(".")
@@ -147,7 +150,7 @@ def _split(path: Path) -> Path:
 
 
 def _take(optimizer: _Optimizer, paths: Mapping[str, Path]) -> None:
-    """File what is below an optimizer's root."""
+    """Register the entries below an optimizer's root."""
     joined: dict[str, str] = {}
     for key, (head, *inner) in ((key, path) for key, path in paths.items() if path):
         if head == GROUPS and len(inner) == 2 and isinstance(inner[0], int):
@@ -169,7 +172,10 @@ def _take(optimizer: _Optimizer, paths: Mapping[str, Path]) -> None:
 
 
 def _parameter_in(text: str, known: set[str]) -> tuple[str, str]:
-    """``blocks.0.weight.exp_avg`` as parameter and state key: the longest known parameter, else at the last dot."""
+    """Split ``blocks.0.weight.exp_avg`` into parameter and state key.
+
+    At the longest known parameter, else at the last dot.
+    """
     end = text.rfind(".")
     while end > 0 and text[:end] not in known:
         end = text.rfind(".", 0, end)
@@ -178,9 +184,9 @@ def _parameter_in(text: str, known: set[str]) -> tuple[str, str]:
 
 
 def _weights(held: Mapping[str, Path]) -> tuple[Path, dict[str, Path]]:
-    """Where the weights lie, and the entries that are weights."""
+    """Return the root of the weights, and the entries that are weights."""
     root: Path = ()
-    known = False  # below a key that weights are commonly saved under
+    known = False  # below a common key of weights
     while True:
         depth = len(root)
         below = {k: p for k, p in held.items() if p[:depth] == root and len(p) > depth and _may_be_weight(p)}
@@ -219,7 +225,7 @@ def _step_key(paths: Mapping[str, Path]) -> str | None:
 
 
 def _left_over(paths: Mapping[str, Path], root: Path) -> list[str]:
-    """What is not carried over, a key of the saved dict at a time."""
+    """Describe what is not converted, by top-level key."""
     extra = sorted(key for key, path in paths.items() if str(path[-1]).endswith(_EXTRA_STATE))
     counts: Counter[str] = Counter()
     for path in (path for path in paths.values() if not str(path[-1]).endswith(_EXTRA_STATE)):
@@ -245,7 +251,7 @@ def _put(found: Found, name: str, key: str) -> None:
 
 @dataclass
 class _Filing:
-    """Files optimizer state that is kept by name, and what is no tensor in it."""
+    """Builder of optimizer state stored by name, and of its non-tensor state."""
 
     found: Found
     tensors: set[str]
@@ -287,7 +293,7 @@ class _Filing:
             scalars.setdefault(parameter, {}).update(self._plain({state: self.value(key)}, f"optimizer/{parameter}/"))
 
     def _plain(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The values as JSON; a note about each that JSON cannot hold."""
+        """Convert the values to JSON, with a note about each that JSON cannot represent."""
         kept: dict[str, Any] = {}
         for name, value in values.items():
             try:
@@ -298,12 +304,15 @@ class _Filing:
         return kept
 
     def _groups(self, optimizer: _Optimizer) -> list[dict[str, Any]]:
-        """Each group's options and ``params``; parameters with options of their own make one group where alike."""
+        """Return each group's options and ``params``.
+
+        Parameters with their own options are grouped by equal options.
+        """
         if optimizer.whole_groups is not None:
             whole = self.value(optimizer.whole_groups)
             if not isinstance(whole, list) or not all(isinstance(group, dict) for group in whole):
                 what = printable(optimizer.whole_groups)
-                raise CheckpointError(f"'{what}' is no list of parameter groups; save it again")
+                raise CheckpointError(f"'{what}' is not a list of parameter groups; save it again")
             return whole
         read = {group: {o: self.value(key) for o, key in keys.items()} for group, keys in optimizer.groups.items()}
         numbers = sorted(group for group in read if isinstance(group, int))
@@ -315,7 +324,7 @@ class _Filing:
         return [*(read[number] for number in numbers), *alike.values()]
 
     def _names(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
-        """What the members of the groups are called; ``None`` where they are numbers that nothing names."""
+        """Return the names of the groups' members; ``None`` if they are numbers without names."""
         named: dict[str, str] = {}
         for group in groups:
             members, labels = group.get("params", []), group.get("param_names", [])
@@ -330,7 +339,7 @@ class _Filing:
         return {member: self._known(named[member]) or name for member, name in zip(named, cleaned, strict=True)}
 
     def _known(self, label: str) -> str | None:
-        """The name that the weights of a parameter have."""
+        """Return the name of a parameter's weights."""
         name = _unwrapped(label)
         while f"model/{name}" not in self.found.tensors and name.startswith(_REPLICATED):
             name = name.removeprefix(_REPLICATED)
@@ -338,11 +347,11 @@ class _Filing:
 
 
 def _kind_of(groups: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The optimizer's class as far as its options tell, and what is in doubt."""
+    """Return the optimizer's class as its options suggest, and any doubt."""
     options = set().union(*groups) if groups else set()
     kind = next((kind for kind, signs in _BY_OPTIONS.items() if signs <= options), "")
     if not kind:
-        return "", "the class of the optimizer is not saved, and its options do not tell"
+        return "", "the class of the optimizer is not saved, and its options do not identify it"
     if kind == "AdamW":
         decoupled = {group.get("decoupled_weight_decay") for group in groups}
         if decoupled == {False}:

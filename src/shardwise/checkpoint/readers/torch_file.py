@@ -1,4 +1,4 @@
-"""Files that torch.save wrote, read without torch's own loader: the objects first, then tensors a part at a time.
+"""Read ``torch.save`` files without torch's loader: first objects, then tensors in ranges.
 
 Since torch 1.6 such a file is a zip archive: ``<name>/data.pkl`` has the objects, ``<name>/data/<key>`` the bytes of
 a storage, uncompressed, so that a part of a tensor is a range of the file. Older files are a few object streams
@@ -23,29 +23,29 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["InertRecord", "StoredStorage", "StoredTensor", "TorchFile"]
 
-GAP, REMOTE_GAP = 1 << 14, 1 << 22  # bytes that are read and thrown away rather than skipped
+GAP, REMOTE_GAP = 1 << 14, 1 << 22  # bytes that are read and discarded rather than skipped
 _ZIP, _LOCAL_HEADER = b"PK\x03\x04", struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 1
 _UTF8 = 0x800
-_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # what the files before torch 1.6 begin with
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # first bytes of files before torch 1.6
 _SAVE_AGAIN = "open it with torch and save it again with torch.save"
 
 
 class TorchFile:
-    """A file of torch.save, or one that lies inside a bigger file; a context manager, and safe for threads.
+    """File of torch.save, or one embedded in a larger file; a thread-safe context manager.
 
     Attributes:
         content: what was saved: dicts, lists, numbers, text, and `StoredTensor` where a tensor was.
 
     Raises:
-        CheckpointError: the file cannot be opened, is damaged, is no such file, or asks to run something.
+        CheckpointError: the file cannot be opened, is damaged, is not such a file, or asks to run code.
     """
 
     def __init__(self, path: Folder, begin: int = 0, length: int | None = None) -> None:
         self.path = path
         self._begin = begin
         self._gap = GAP if is_local(path) else REMOTE_GAP
-        self._places: dict[str, tuple[int, int]] = {}  # where the bytes of a storage are in the file, and how many
+        self._places: dict[str, tuple[int, int]] = {}  # offset and length of each storage in the file
         self._entries: dict[str, zipfile.ZipInfo] = {}
         self._big_endian = False
         try:
@@ -68,16 +68,16 @@ class TorchFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._reader.close()
 
     def read(self, stored: StoredTensor, box: Box) -> torch.Tensor:
-        """The elements of ``box``, a contiguous CPU tensor of shape ``box.lengths``.
+        """Return the elements of ``box``, a contiguous CPU tensor of shape ``box.lengths``.
 
-        What lies between the wanted elements is not read where it is long. Needs memory for the result and 16 MiB.
+        Long gaps between the wanted elements are not read. Needs memory for the result and 16 MiB.
 
         Raises:
-            CheckpointError: the bytes are not there.
+            CheckpointError: the bytes are missing.
         """
         _check_box(stored, box)
         width = stored.dtype.itemsize
@@ -99,7 +99,7 @@ class TorchFile:
         return result
 
     def _fill(self, data: torch.Tensor, out: torch.Tensor, begin: int, stride: tuple[int, ...]) -> None:
-        """Read into ``out``, a view of the bytes ``data``, what lies from byte ``begin`` on at ``stride``."""
+        """Read bytes from ``begin`` at ``stride`` into ``out``, a view of ``data``."""
         width = out.element_size()
         long = [d for d, length in enumerate(out.shape) if length > 1]
         span = 1 + sum((out.shape[d] - 1) * stride[d] for d in long)
@@ -109,7 +109,7 @@ class TorchFile:
             return
         widest = max(long, key=lambda d: stride[d])
         step = stride[widest] * width
-        rest = span * width - (out.shape[widest] - 1) * step  # of one index of the widest dimension
+        rest = span * width - (out.shape[widest] - 1) * step  # per index of the largest dimension
         is_dense = step - rest <= self._gap
         if is_dense and span * width <= CHUNK:
             between = torch.empty(span * width, dtype=torch.uint8)
@@ -131,7 +131,7 @@ class TorchFile:
             return self._load_zip(stream) if head == _ZIP else self._load_old(stream)
         except (CheckpointError, MemoryError):
             raise
-        except Exception as error:  # the standard library's zipfile has many ways to say that a file is damaged
+        except Exception as error:  # the standard library's zipfile reports damage in many ways
             self._damaged(str(error) or type(error).__name__)
 
     def _load_zip(self, stream: io.BufferedReader) -> Any:
@@ -154,7 +154,7 @@ class TorchFile:
     def _bytes_of(self, name: str) -> bytes:
         begin, length = self._place_of_entry(name)
         data = self._reader.read(begin, length)
-        if self._entries[name].CRC not in (0, zlib.crc32(data)):  # 0 where torch was told to leave it out
+        if self._entries[name].CRC not in (0, zlib.crc32(data)):  # 0 where torch was told to omit it
             self._damaged(f"the checksum of {name} is wrong")
         return data
 
@@ -164,7 +164,7 @@ class TorchFile:
         return self._places[key]
 
     def _place_of_entry(self, name: str) -> tuple[int, int]:
-        """Where the bytes of an entry begin in the file, and how many there are."""
+        """Return the offset and length of an entry's bytes in the file."""
         info = self._entries.get(name)
         if info is None:
             self._damaged(f"{name} is missing in it")
@@ -175,7 +175,7 @@ class TorchFile:
         title = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
         begin = info.header_offset
         if not 0 <= begin <= self._size - _LOCAL_HEADER.size - len(title) - info.file_size:
-            self._damaged(f"{info.filename} lies outside of it")
+            self._damaged(f"{info.filename} is outside of it")
         header = self._reader.read(self._begin + begin, _LOCAL_HEADER.size + len(title))
         signature, *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
         if signature != _ZIP or header[_LOCAL_HEADER.size :] != title or name_length != len(title):
@@ -203,10 +203,10 @@ class TorchFile:
         if first[257:262] == b"ustar":
             self._refuse(f"it is a tar archive, as torch wrote before version 0.1.10; {_SAVE_AGAIN}")
         if not first.startswith(b"\x80"):
-            self._refuse(f"it begins with {first[:8]!r}, and is no file of torch.save")
+            self._refuse(f"it begins with {first[:8]!r}, and is not a torch.save file")
         if load() != _MAGIC or load() != _PROTOCOL:
-            self._refuse("it has objects of Python, and is no file of torch.save")
-        load()  # about the machine; the storages are little-endian whatever it says
+            self._refuse("it has objects of Python, and is not a torch.save file")
+        load()  # about the machine; the storages are always little-endian
         storages: dict[str, StoredStorage] = {}
 
         def persistent(reference: Any) -> StoredStorage:
@@ -236,13 +236,13 @@ class TorchFile:
 
 
 def _storage(reference: Any, big_endian: bool) -> StoredStorage:
-    """What a reference such as ``("storage", FloatStorage, "0", "cpu", 12)`` stands for."""
+    """Resolve a reference such as ``("storage", FloatStorage, "0", "cpu", 12)``."""
     if isinstance(reference, tuple) and len(reference) >= 5 and reference[0] == "storage":
         kind, key, _, count = reference[1:5]
         if isinstance(kind, StorageKind) and isinstance(key, str) and type(count) is int and count >= 0:
             width = kind.dtype.itemsize if kind.dtype is not None else 1
             return StoredStorage(key, kind.dtype, count * width, big_endian)
-    raise Unreadable("it refers to something outside of itself that is no storage of torch")
+    raise Unreadable("it refers to an external object that is not a torch storage")
 
 
 def _check_box(stored: StoredTensor, box: Box) -> None:
@@ -255,7 +255,7 @@ def _check_box(stored: StoredTensor, box: Box) -> None:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a stream of its own."""
+    """Part of a file as a separate stream."""
 
     def __init__(self, reader: RangeReader, begin: int, size: int) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class _Window(io.RawIOBase):
 
 
 class _Stream(io.BufferedReader):
-    """Never makes room for more than there is, whatever length a file claims."""
+    """Stream that never allocates more than the file has, whatever length it claims."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, self.raw.size - self.tell())  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""Where checkpoints lie: local folders, object stores, and direct I/O."""
+"""Storage of checkpoints: local folders, object stores, and direct I/O."""

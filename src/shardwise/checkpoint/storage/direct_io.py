@@ -1,8 +1,8 @@
-"""Writes that go past the system's page cache, from memory straight to a disk of this machine.
+"""Direct I/O: writes that bypass the page cache, from memory to a local disk.
 
 A checkpoint is written once and read much later, if ever: in the page cache it takes memory that others could use, and
-filling that costs more time than the disk does. Only whole blocks of the file can go that way, from memory that begins
-where the device can read it; what lies elsewhere goes through a small buffer, and what is short through the page cache.
+filling that costs more time than the disk does. Direct writes need complete blocks of the file and memory aligned for
+the device; unaligned memory goes through a small buffer, and short runs through the page cache.
 """
 
 from __future__ import annotations
@@ -14,31 +14,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-BLOCK = 4096  # bytes; files and memory are laid out by it, where disks ask for no more
-LEAST = 1 << 18  # fewer bytes than that go through the page cache
-BUFFER = 1 << 22  # bytes that are copied and written at once
-HUGE = 1 << 21  # buffers begin where large pages do, so that a device is told of few pieces of memory
-AT_ONCE = 1 << 24  # bytes of one call
-LATER = (
-    1 << 24
-)  # bytes of short runs that are kept until there is nothing else to write: a file takes one writer at once
+BLOCK = 4096  # bytes; alignment of files and memory, where disks require no more
+LEAST = 1 << 18  # shorter writes go through the page cache
+BUFFER = 1 << 22  # bytes copied and written at once
+HUGE = 1 << 21  # buffers are aligned to large pages, so that a device gets few memory segments
+AT_ONCE = 1 << 24  # bytes per call
+LATER = 1 << 24  # bytes of short runs that are deferred until the end: a file takes one writer at once
 _REFUSED = (errno.EINVAL, errno.ENOTSUP)
 
 
 def is_on_disk(place: Path | int) -> bool:
-    """Whether a file's system lies on a block device: not in memory, behind a network, or on top of another one.
+    """Return whether a file is directly on a block device.
 
-    ``place`` is a path that is there, or an open file.
+    Not in memory, on a network, or on another layer. ``place`` is an existing path, or an open file.
     """
     device = os.stat(place).st_dev
     return os.path.exists(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
 
 
 def memory_block(handle: int) -> int:
-    """Where memory must begin (a multiple of this) for the device under a file to read it, as Linux tells it."""
+    """Return the memory alignment that the device under a file needs, as reported by Linux."""
     device = os.stat(handle).st_dev
     here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    for place in (here, f"{here}/.."):  # a disk, or a part of one
+    for place in (here, f"{here}/.."):  # a disk, or a partition
         with suppress(OSError, ValueError):
             return int(Path(f"{place}/queue/dma_alignment").read_text()) + 1
     return BLOCK
@@ -52,10 +50,10 @@ def write_all(handle: int, data: memoryview, offset: int) -> None:
 
 
 class DirectWriter:
-    """A second handle on a file that is open already, for whole blocks; by several threads at once.
+    """Second handle on an open file, for writes of complete blocks; thread-safe.
 
-    ``handle`` is the first one, and takes the rest, most of it when `close` is called. Where the system does not write
-    so, everything goes there.
+    ``handle`` is the first one, and takes the rest, most of it when `close` is called. Where the system does not
+    support direct I/O, it takes everything.
 
     Raises:
         OSError: from `write_at`, the disk is full or broken.
@@ -91,7 +89,7 @@ class DirectWriter:
             self._put_off(end, data[end - offset :])
 
     def close(self) -> None:
-        """Write what was put off, and let go of the second handle."""
+        """Write the deferred runs, and close the second handle."""
         try:
             for offset, data in sorted(self._later):
                 write_all(self._plain, memoryview(data), offset)
@@ -99,7 +97,7 @@ class DirectWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Let go of the second handle."""
+        """Close the second handle."""
         self._spare.clear()
         self._later.clear()
         handle, self._handle, self._works = self._handle, -1, False
@@ -129,14 +127,14 @@ class DirectWriter:
             buffer = aligned(BUFFER, HUGE)
         for begin in range(0, len(data), BUFFER):
             part = source[begin : begin + BUFFER]
-            np.copyto(buffer[: len(part)], part)  # unlike an assignment to a memoryview, others run meanwhile
+            np.copyto(buffer[: len(part)], part)  # unlike an assignment to a memoryview, this releases the GIL
             held = buffer[: len(part)].data
             done = self._try(offset + begin, held)
             write_all(self._plain, held[done:], offset + begin + done)
         self._spare.append(buffer)
 
     def _try(self, offset: int, data: memoryview) -> int:
-        """Write whole blocks past the page cache, as many as the system takes; returns how many bytes they have."""
+        """Write complete blocks past the page cache; return the bytes that the system took."""
         done = 0
         while done < len(data) and self._works:
             try:
@@ -144,7 +142,7 @@ class DirectWriter:
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
-                if self._memory < self._block:  # an older system asks for more than the device does
+                if self._memory < self._block:  # an older system requires more than the device does
                     self._memory = self._block
                 else:
                     self._works = False
@@ -156,7 +154,7 @@ class DirectWriter:
 
 
 def aligned(num_bytes: int, block: int = BLOCK) -> Any:
-    """A numpy array of bytes that begins at a multiple of ``block``, outside of torch's own memory; not filled."""
+    """Allocate an uninitialized numpy byte array aligned to ``block``, outside of torch's memory."""
     import numpy as np
 
     room = np.empty(num_bytes + block, dtype=np.uint8)

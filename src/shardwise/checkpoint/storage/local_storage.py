@@ -1,4 +1,4 @@
-"""Folders and files of checkpoints, on a disk or behind a URL, and every call that writes, syncs or renames them.
+"""Storage of checkpoint folders and files on a disk or behind a URL.
 
 A local folder is a `pathlib.Path`, a remote one a `upath.UPath` over fsspec: the same methods. What differs (how
 bytes become durable, what is atomic, how ranges are read) is here and in `remote`, and nowhere else.
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 Folder: TypeAlias = "Path | UPath"
 MIB = 1 << 20
-CHUNK = 16 * MIB  # bytes of one read or write call on a disk
-DIRECT = 16 * MIB  # from so many bytes on a file is written past the system's page cache
-REQUEST = 64 * MIB  # bytes of one request to a server: a request costs as much time as some MiB
-AHEAD = 4 * MIB  # bytes asked for where small reads follow each other
-FIRST = 512 * 1024  # bytes asked for where a file's header is read
-GAP = 64 * 1024  # bytes between two small reads that still follow each other
-WINDOWS = 4  # as many places of a file are read ahead at once
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems of the network that cannot
+CHUNK = 16 * MIB  # bytes per read or write call on a disk
+DIRECT = 16 * MIB  # larger files are written with direct I/O
+REQUEST = 64 * MIB  # bytes per request to a server: a request costs as much time as some MiB
+AHEAD = 4 * MIB  # bytes requested where small reads follow each other
+FIRST = 512 * 1024  # bytes requested where a file's header is read
+GAP = 64 * 1024  # largest gap in bytes between two consecutive small reads
+WINDOWS = 4  # number of positions of a file read ahead at once
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # network file systems without support
 
 
 def folder_of(place: str | Folder) -> Folder:
-    """A `Path` for what is on a disk (``file://`` too), a `UPath` for any other URL (``s3://bucket/run``).
+    """Return a `Path` for a disk (``file://`` too), a `UPath` for any other URL.
 
-    Nothing is asked of a server yet. Between processes pass the text, not the `UPath`.
+    Such as ``s3://bucket/run``. Sends no request to a server. Between processes pass the text, not the `UPath`.
 
     Raises:
-        UserError: nobody knows the protocol, the package that speaks it is not installed, or no bucket is named.
+        UserError: the protocol is unknown, its package is not installed, or no bucket is named.
     """
     if isinstance(place, Path):
         return place
@@ -60,15 +60,15 @@ def folder_of(place: str | Folder) -> Folder:
 
 
 def is_local(folder: Folder) -> bool:
-    """Whether the operating system's own calls work on it."""
+    """Return whether the operating system's own calls work on it."""
     return isinstance(folder, Path)
 
 
 class RangeReader:
-    """A file that is read in ranges, by several threads at once; a context manager.
+    """File read in ranges, thread-safe; a context manager.
 
-    Of a remote file the beginning, and small reads that follow each other, are asked for in larger pieces, unless
-    ``ahead`` is false. Where its ``size`` is known already, it is not asked for.
+    Of a remote file the beginning, and small reads that follow each other, are requested in larger ranges, unless
+    ``ahead`` is false. A known ``size`` is not requested.
 
     Raises:
         OSError: the file is not there or cannot be read. ``errno`` and ``strerror`` say why.
@@ -78,9 +78,9 @@ class RangeReader:
         self.path = path
         self.ahead = ahead
         self._handle = -1
-        self.request = CHUNK if isinstance(path, Path) else REQUEST  # bytes that are best read at once
+        self.request = CHUNK if isinstance(path, Path) else REQUEST  # preferred bytes per read
         self._windows: deque[tuple[int, bytes]] = deque(maxlen=WINDOWS)
-        self._ends: deque[int] = deque([0], maxlen=WINDOWS)  # where small reads ended
+        self._ends: deque[int] = deque([0], maxlen=WINDOWS)  # ends of small reads
         self._lock = threading.Lock()
         if isinstance(path, Path):
             self._handle = _open_file(path)
@@ -95,14 +95,14 @@ class RangeReader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._windows.clear()
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
     def read_into(self, begin: int, buffer: Any) -> None:
-        """Fill ``buffer`` (anything with writable bytes) from byte ``begin`` on.
+        """Fill ``buffer`` (any writable bytes) from byte ``begin``.
 
         Raises:
             EOFError: the file ends before.
@@ -122,15 +122,15 @@ class RangeReader:
             done += got
 
     def read(self, begin: int, length: int) -> bytes:
-        """``length`` bytes from byte ``begin`` on; see `read_into`."""
-        if begin + length > self.size:  # before room is made for what a damaged header asks for
+        """Read ``length`` bytes from byte ``begin``; see `read_into`."""
+        if begin + length > self.size:  # before memory is allocated for what a damaged header asks for
             raise EOFError(f"the file ends at byte {self.size}, {begin + length} are needed")
         buffer = bytearray(length)
         self.read_into(begin, buffer)
         return bytes(buffer)
 
     def _small(self, begin: int, length: int) -> bytes:
-        """A small piece of a remote file: out of a window, or with what is likely to be asked for next."""
+        """Read a small range of a remote file, from a cached window or with read-ahead."""
         with self._lock:
             for start, held in self._windows:
                 if start <= begin and begin + length <= start + len(held):
@@ -156,7 +156,7 @@ class RangeReader:
         return len(data)
 
     def _ask(self, begin: int, length: int) -> bytes:
-        """One request."""
+        """Send one request."""
         if not length:
             return b""
         data: bytes = self.path.fs.cat_file(self.path.path, start=begin, end=begin + length)  # type: ignore[union-attr]
@@ -166,14 +166,14 @@ class RangeReader:
 
 
 class FileWriter:
-    """A new file; what was written is durable when `close` returns. A context manager, which closes without an error.
+    """New file, durable when `close` returns; a context manager, which closes without an error.
 
-    ``parallel`` files (on a disk) may be written at any offset by several threads at once; others are written from
-    the first byte to the last, in order, and nobody sees them before `close`. ``size`` is how many bytes will come at
-    most, where that is known: the parts of an upload are chosen after it. After an error nothing of the file is left.
+    ``parallel`` files (on a disk) may be written at any offset by several threads at once; others are written from the
+    first byte to the last, in order, and are not visible before `close`. ``size`` is the maximum number of bytes, where
+    known: it sets the size of upload parts. After an error nothing of the file is left.
 
     Raises:
-        OSError: the file cannot be made; every method may raise it too.
+        OSError: the file cannot be created; every method may raise it too.
     """
 
     def __init__(self, path: Folder, size: int | None = None) -> None:
@@ -202,7 +202,7 @@ class FileWriter:
             self.discard()
 
     def write_at(self, offset: int, data: Any) -> None:
-        """Write all of ``data`` (anything with bytes) at ``offset``."""
+        """Write all of ``data`` (any bytes-like object) at ``offset``."""
         view = memoryview(data).cast("B")
         if self._upload is not None:
             if offset != self._place:
@@ -216,7 +216,7 @@ class FileWriter:
             write_all(self._handle, view, offset)
 
     def close(self) -> None:
-        """Bring everything to the disk, or to the server, and let go of the file.
+        """Flush everything to the disk or the server, and close the file.
 
         Raises:
             OSError: not everything arrived; the file is discarded.
@@ -234,7 +234,7 @@ class FileWriter:
         self._let_go()
 
     def discard(self) -> None:
-        """Let go of the file, and remove what of it has been brought anywhere already; never raises."""
+        """Close the file and remove everything already written; never raises."""
         if self._upload is not None:
             with suppress(Exception):
                 self._upload.discard()
@@ -253,7 +253,9 @@ class FileWriter:
 
 
 def file_sizes(folder: Folder) -> dict[str, int]:
-    """The files in ``folder`` by name, with their bytes; elsewhere than on a disk it is one request.
+    """Return the files in ``folder`` by name, with their bytes.
+
+    One request for a remote folder.
 
     Raises:
         OSError: there is no such folder, or it cannot be read.
@@ -267,10 +269,10 @@ def file_sizes(folder: Folder) -> dict[str, int]:
 
 
 def read_small(path: Folder, limit: int) -> bytes:
-    """All bytes of a file that should have few.
+    """Read all bytes of a small file.
 
     Raises:
-        OSError: it is not there, cannot be read, is no file, or has more than ``limit`` bytes.
+        OSError: it is not there, cannot be read, is not a file, or has more than ``limit`` bytes.
     """
     with RangeReader(path, ahead=False) as reader:
         if reader.size > limit:
@@ -279,7 +281,7 @@ def read_small(path: Folder, limit: int) -> bytes:
 
 
 def _open_file(path: Path) -> int:
-    """A handle for reading; what is no file (a pipe would keep whoever opens it waiting for ever) is refused."""
+    """Open a file for reading; reject anything else (opening a pipe would block forever)."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
@@ -292,12 +294,12 @@ def _open_file(path: Path) -> int:
 def _leads_to_file(item: os.DirEntry[str]) -> bool:
     try:
         return item.is_file()
-    except OSError:  # a link that leads to itself
+    except OSError:  # a link to itself
         return False
 
 
 def write_small(path: Folder, data: bytes) -> None:
-    """Make or replace a small file at once: readers see the old bytes or the new ones, never a part.
+    """Create or replace a small file atomically: readers see the old bytes or the new ones.
 
     On a disk by a temporary file, fsync, rename and fsync of the folder; elsewhere by one put, which is atomic on
     object stores.
@@ -318,7 +320,7 @@ def write_small(path: Folder, data: bytes) -> None:
 
 
 def sync_folder(folder: Folder) -> None:
-    """Bring the names in ``folder`` to the disk; elsewhere there is nothing to do."""
+    """Sync the directory entries of ``folder``; a no-op for remote folders."""
     if not isinstance(folder, Path):
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -332,27 +334,27 @@ def sync_folder(folder: Folder) -> None:
 
 
 def rename_folder(old: Path, new: Path) -> None:
-    """Give a local folder its final name, durably; atomic."""
+    """Rename a local folder to its final name, durably and atomically."""
     os.rename(old, new)
     sync_folder(new.parent)
 
 
 def remove_folder(folder: Folder) -> None:
-    """Remove a folder and all that is in it.
+    """Remove a folder and everything in it.
 
     Raises:
-        OSError: something of it is left.
+        OSError: part of it is left.
     """
     if isinstance(folder, Path):
         shutil.rmtree(folder)
         return
     folder.fs.rm(folder.path, recursive=True)
-    if folder.exists():  # some stores keep silent of what they did not remove
+    if folder.exists():  # some stores do not report failed removals
         raise OSError(errno.EIO, "not everything could be removed", str(folder))
 
 
 def free_bytes(folder: Folder) -> int | None:
-    """Bytes that are free on the disk of a local folder; ``None`` where nobody knows."""
+    """Return the free bytes on the disk of a local folder; ``None`` where unknown."""
     if not isinstance(folder, Path) or not folder.is_dir():
         return None
     return shutil.disk_usage(folder).free

@@ -1,4 +1,4 @@
-"""Stores behind a URL: a file system that never guesses, uploads in parallel parts, and errors in plain words."""
+"""Remote stores: a strict file system, uploads in parallel parts, and readable errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from upath import UPath
 
 MIB = 1 << 20
-PART = 32 * MIB  # bytes of one part of an upload; larger where a file would have too many
+PART = 32 * MIB  # bytes per part of an upload; larger where a file would have too many
 MOST_PARTS = 9000  # S3 takes 10,000
-UPLOADS = 4  # parts of one file on their way at once
+UPLOADS = 4  # concurrent parts of one file
 _PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -27,7 +27,7 @@ _PACKAGES = {
     "abfss": "adlfs",
     "az": "adlfs",
 }
-_KNOWN = "give a path, or a URL that fsspec knows (s3://bucket/folder, gs://bucket/folder, abfs://container/folder)"
+_KNOWN = "give a path, or a URL that fsspec supports (s3://bucket/folder, gs://bucket/folder, abfs://container/folder)"
 _BAD_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId"}
 _UNREACHABLE = ("Connection", "Connect", "Timeout", "gaierror", "ServerDisconnected", "ClientOSError", "ClientPayload")
 _NUMBERS = {FileExistsError: errno.EEXIST, IsADirectoryError: errno.EISDIR, NotADirectoryError: errno.ENOTDIR}
@@ -35,17 +35,17 @@ _CLIENTS = {"botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "r
 
 
 def open_url(place: str) -> UPath:
-    """The path behind a URL, with a `StrictFiles` under it and under every path made of it; nothing is asked yet.
+    """Return the path behind a URL, with a `StrictFiles` under it; sends no request.
 
     Raises:
-        UserError: nobody knows the protocol, the package that speaks it is not installed, or the bucket is missing.
+        UserError: the protocol is unknown, its package is not installed, or the bucket is missing.
     """
     from upath import UPath
 
     protocol = place.split("://", 1)[0]
     try:
         remote = UPath(place)
-        _ = remote.fs  # the import of what speaks the protocol
+        _ = remote.fs  # imports the protocol's package
     except ImportError as error:
         package = _PACKAGES.get(protocol, "")
         fix = f"pip install {package}" if package else str(error)
@@ -60,18 +60,18 @@ def open_url(place: str) -> UPath:
 
 
 def strict(remote: UPath) -> UPath:
-    """The same path over a `StrictFiles`; what is made of it (``remote / "name"``) goes over it too."""
+    """Return the same path over a `StrictFiles`; derived paths (``remote / "name"``) use it too."""
     if not isinstance(remote.fs, StrictFiles):
         remote._fs_cached = StrictFiles(remote.fs, remote.protocol)
     return remote
 
 
 class StrictFiles:
-    """An fsspec file system, with three differences.
+    """Fsspec file system with three differences.
 
-    It does not say that a file is not there when it could not find out: without credentials or network fsspec's own
-    ``isfile`` answers no, and a run would begin anew where it has checkpoints. It keeps no listings, which hide what
-    other processes write. And its errors are an `OSError` with number and path, or a `ShardwiseError`.
+    It raises when it cannot find out whether a file exists: without credentials or network fsspec's ``isfile`` returns
+    False, and a run with checkpoints would start from scratch. It caches no listings, which hide files of other
+    processes. Its errors are an `OSError` with number and path, or a `ShardwiseError`.
     """
 
     def __init__(self, files: Any, protocol: str) -> None:
@@ -79,25 +79,28 @@ class StrictFiles:
         self.scheme = protocol
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("files", "scheme"):  # not made yet: copying and unpickling ask
+        if name in ("files", "scheme"):  # not initialized yet: copying and unpickling ask
             raise AttributeError(name)
         value = getattr(self.files, name)
         return self._guarded(value) if callable(value) else value
 
     def isfile(self, path: str) -> bool:
-        """Whether it is a file."""
+        """Return whether it is a file."""
         return self._kind(path) == "file"
 
     def isdir(self, path: str) -> bool:
-        """Whether there is something below it."""
-        return bool(self._guarded(self.files.isdir)(path)) or self._kind(path) == "directory"  # its yes can be trusted
+        """Return whether there is something below it."""
+        return bool(self._guarded(self.files.isdir)(path)) or self._kind(path) == "directory"  # a True can be trusted
 
     def exists(self, path: str, **options: Any) -> bool:
-        """Whether it is a file, or there is something below it."""
+        """Return whether it is a file, or there is something below it."""
         return self._kind(path) is not None
 
     def mkdir(self, path: str, **options: Any) -> None:
-        """Make a folder. Object stores have none, so nothing is made there: least of all a bucket of a wrong name."""
+        """Create a folder.
+
+        A no-op for object stores, which have no folders: this never creates a bucket of a wrong name.
+        """
         if self.scheme not in _PACKAGES:
             self._guarded(self.files.mkdir)(path, **options)
             return
@@ -107,7 +110,7 @@ class StrictFiles:
         except FileNotFoundError:
             raise plain_error(_NoBucket(), f"{self.scheme}://{bucket}") from None
         except UserError:
-            pass  # a key that may write objects, but not look at the bucket
+            pass  # credentials that may write objects, but not inspect the bucket
 
     def _kind(self, path: str) -> str | None:
         try:
@@ -128,20 +131,20 @@ class StrictFiles:
 
 
 class Upload(Protocol):
-    """A remote file that is written from the first byte to the last, and is there when it is closed."""
+    """Sequential remote upload, visible once it is closed."""
 
     def write(self, view: memoryview) -> None:
-        """More bytes."""
+        """Append bytes."""
 
     def close(self) -> None:
-        """All of it is there when this returns."""
+        """Finish the upload; all bytes are stored when this returns."""
 
     def discard(self) -> None:
-        """There is to be no such file."""
+        """Abort the upload; no file is left."""
 
 
 def start_upload(path: UPath, size: int | None) -> Upload:
-    """A new file at ``path``; ``size`` is how large it will be at most, where that is known."""
+    """Start an upload to ``path``; ``size`` is the maximum size, where known."""
     files = path.fs
     part = max(PART, -(-(size or 0) // MOST_PARTS // MIB) * MIB) if size else 2 * PART
     if hasattr(files, "call_s3"):
@@ -150,7 +153,7 @@ def start_upload(path: UPath, size: int | None) -> Upload:
 
 
 class _Parts:
-    """An upload to S3: one put where it is small, else parts of one size, several on their way at once."""
+    """Upload to S3: one put if small, else concurrent parts of one size."""
 
     def __init__(self, path: UPath, part: int) -> None:
         self.path = path
@@ -191,7 +194,7 @@ class _Parts:
             self._upload = str(self._call("create_multipart_upload")["UploadId"])
             self._pool = ThreadPoolExecutor(UPLOADS, "upload")
         if len(self._parts) >= UPLOADS:
-            self._parts[-UPLOADS].result()  # so many parts are in memory at most; and the first error ends it
+            self._parts[-UPLOADS].result()  # bounds the parts in memory; the first error ends the upload
         body, self._held = _from_start(self._held), io.BytesIO()
         self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, body))
 
@@ -216,7 +219,7 @@ def _from_start(stream: io.BytesIO) -> io.BytesIO:
 
 
 class _Stream:
-    """What fsspec has for any store: one part after the other."""
+    """Upload through fsspec's generic stream: one part after the other."""
 
     def __init__(self, path: UPath, part: int) -> None:
         self.path = path
@@ -224,7 +227,7 @@ class _Stream:
         self._stream: Any = path.fs.open(path.path, "wb", block_size=part)
 
     def write(self, view: memoryview) -> None:
-        for begin in range(0, len(view), self.part):  # the stream copies what it is given, and sends it as one
+        for begin in range(0, len(view), self.part):  # the stream copies its input, and sends it as one part
             self._try(self._stream.write, view[begin : begin + self.part])
 
     def close(self) -> None:
@@ -235,10 +238,10 @@ class _Stream:
         if discard is not None:
             discard()
         try:
-            self._stream.closed = True  # or what is held back would be written when it is forgotten
+            self._stream.closed = True  # otherwise buffered bytes are written when it is garbage collected
         except AttributeError:
             self._stream.close()
-        if self.path.protocol not in _PACKAGES:  # in an object store nothing is visible before it is closed
+        if self.path.protocol not in _PACKAGES:  # in an object store nothing is visible before close
             self.path.unlink(missing_ok=True)
 
     def _try(self, call: Callable[..., Any], *args: Any) -> None:
@@ -253,10 +256,10 @@ class _NoBucket(Exception):
 
 
 def plain_error(error: Exception, where: str) -> Exception:
-    """What a store's client raised, as something that names ``where`` and says what to do.
+    """Convert a store client's error to one that names ``where`` and the fix.
 
-    `UserError` for what the user has to set right (bucket, credentials, permissions), `CheckpointError` for a server
-    that does not answer, an `OSError` with number and path for what has one. A defect of the program stays as it is.
+    `UserError` for what the user has to fix (bucket, credentials, permissions), `CheckpointError` for a server that
+    does not answer, an `OSError` with number and path for what has one. A program defect is returned unchanged.
     """
     if isinstance(error, ShardwiseError):
         return error
@@ -272,13 +275,13 @@ def plain_error(error: Exception, where: str) -> Exception:
     if isinstance(error, PermissionError):
         return UserError(
             f"'{where}': access denied ({text}); the credentials must be allowed to list, read, write and delete there "
-            "(without the permission to list, a store says this of what is not there, too)"
+            "(without the permission to list, a store also reports this for missing objects)"
         )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
     if isinstance(error, ConnectionError | TimeoutError) or any(part in kind for part in _UNREACHABLE):
         return CheckpointError(
-            f"'{where}': the server does not answer ({text}); look at the network and the endpoint (AWS_ENDPOINT_URL)"
+            f"'{where}': the server does not answer ({text}); check the network and the endpoint (AWS_ENDPOINT_URL)"
         )
     if kind == "ParamValidationError":
         return UserError(f"'{where}': {text}; correct the URL")
@@ -291,7 +294,7 @@ def plain_error(error: Exception, where: str) -> Exception:
 
 
 def _code_of(error: BaseException | None) -> str:
-    """The code in a store's answer, ``NoSuchBucket``; empty where there is none."""
+    """Return the error code in a store's answer, such as ``NoSuchBucket``; empty if none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

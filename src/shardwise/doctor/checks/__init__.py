@@ -1,1 +1,1 @@
-"""The checks, one file for each part of the machine."""
+"""Checks, one file for each part of the machine."""

@@ -1,4 +1,4 @@
-"""The disk under a folder: room, kind, and how fast a small file is written to it for good and read back."""
+"""Disk of a folder: free space, kind, and durable write and read speed of a small file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pydantic import BaseModel, ConfigDict
 from shardwise.errors import UserError
 
 SIZE, CHUNK, SECONDS = 64 * 1024**2, 4 * 1024**2, 3.0
-"""The file that is written at most, in pieces of ``CHUNK``; writing and reading stop after ``SECONDS`` each."""
+"""Maximum bytes of the test file, in chunks of ``CHUNK``; writing and reading stop after ``SECONDS`` each."""
 
 
 class DiskFacts(BaseModel):
-    """Bytes and bytes/s. ``folder`` is the one asked for, ``place`` the nearest one above it that exists.
+    """Disk facts in bytes and bytes/s.
 
-    ``write_bytes_per_s`` includes the time until the disk says that it has the data (fsync). Reading asks the system to
-    forget its own copy first; where that is not possible (network file systems) the number may be that of memory.
-    ``problem`` is why it could not be written.
+    ``folder`` is the requested one, ``place`` its nearest existing ancestor. ``write_bytes_per_s`` includes fsync.
+    Reading drops the page cache first; where that is not possible (network file systems) the number may be that of
+    memory. ``problem`` is why it could not be written.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,10 +39,10 @@ class DiskFacts(BaseModel):
 
 
 def look_at_disk(folder: Path, size: int = SIZE) -> DiskFacts:
-    """Look at the file system under ``folder``; makes no folder, and removes what it writes.
+    """Inspect the file system of ``folder``; creates no folder, and removes its test file.
 
     Raises:
-        UserError: ``folder``, or what stands above it, is no folder.
+        UserError: ``folder``, or an ancestor of it, is not a folder.
     """
     place = folder.expanduser().absolute()
     while not place.exists() and place != place.parent:
@@ -70,8 +70,8 @@ def look_at_disk(folder: Path, size: int = SIZE) -> DiskFacts:
 
 
 def _try_out(place: Path, size: int) -> tuple[int, float, int, float]:
-    """Bytes and seconds of writing, then of reading."""
-    data = os.urandom(CHUNK)  # a disk that compresses gains nothing
+    """Return bytes and seconds of a write test, then of a read test."""
+    data = os.urandom(CHUNK)  # incompressible data
     with tempfile.TemporaryFile(dir=place, prefix=".shardwise-doctor-", buffering=0) as file:
         written, began = 0, time.perf_counter()
         while written < size and time.perf_counter() - began < SECONDS:
@@ -89,7 +89,10 @@ def _try_out(place: Path, size: int) -> tuple[int, float, int, float]:
 
 
 def _kind(place: Path) -> str | None:
-    """The file system's type (``ext4``, ``nfs4``, ``tmpfs``): of the longest mount point above the place."""
+    """Return the file system's type (``ext4``, ``nfs4``, ``tmpfs``).
+
+    It is that of the longest matching mount point.
+    """
     import psutil
 
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The checks of GPUs: which there are, heat and clocks, their PCIe links, memory errors, who else is on them."""
+"""Checks of GPUs: devices, heat and clocks, PCIe links, memory errors, other processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shardwise.measure.gpu.xids import MEANING
 from shardwise.units import bytes_text
 
 NEAR_SLOWDOWN_C = 5.0
-"""So near to where the hardware throttles, a GPU is said to be hot."""
+"""A GPU this close to its throttling temperature is reported as hot."""
 LOW_LIMIT = 0.9
-"""A power limit below this part of the card's own is said."""
+"""A power limit below this share of the card's default is reported."""
 USED_BYTES = 1 << 30
-"""Memory in use on a GPU that is looked at before a run; drivers and displays take less."""
+"""Memory in use on a GPU before a run; drivers and displays take less."""
 IDLE = 0.1
 
 
 def check_gpus(facts: HostFacts) -> list[Check]:
-    """All checks of this file, in the order in which they are shown."""
+    """Run all checks of this file, in display order."""
     if not facts.gpus.gpus:
         return [devices(facts)]
     checks: list[Callable[[HostFacts], list[Check]]] = [clocks, pcie, health, sharing]
@@ -31,10 +31,10 @@ def check_gpus(facts: HostFacts) -> list[Check]:
 
 
 def devices(facts: HostFacts) -> Check:
-    """How many GPUs there are, of which kind, and whether they are enough for the ranks."""
+    """Check the number and kind of GPUs against the number of ranks."""
     gpus = facts.gpus.gpus
     if not gpus:
-        text = f"no NVIDIA GPU: {facts.gpus.problem or 'none was looked for'}"
+        text = f"no NVIDIA GPU: {facts.gpus.problem or 'not checked'}"
         if "CUDA_VISIBLE_DEVICES" in (facts.gpus.problem or ""):
             return warning("devices", text, "unset CUDA_VISIBLE_DEVICES, or name GPUs that are there")
         if facts.torch_cuda is not None:
@@ -62,12 +62,16 @@ def devices(facts: HostFacts) -> Check:
 
 
 def clocks(facts: HostFacts) -> list[Check]:
-    """Heat, and what holds the clocks down."""
+    """Check heat and the reasons of reduced clocks."""
     gpus, found = facts.gpus.gpus, []
     for reason, what, fix in (
-        ("hardware thermal slowdown", "too hot: the hardware has cut the clock", "cool it: fans, dust, air flow, room"),
+        (
+            "hardware thermal slowdown",
+            "too hot: the hardware has reduced the clock",
+            "cool it: fans, dust, air flow, room",
+        ),
         ("software thermal slowdown", "hot: the driver lowers the clock", "cool it: fans, dust, air flow, room"),
-        ("power brake", "told by the machine to slow down (power brake)", "check the power supplies and their load"),
+        ("power brake", "slowed down by the machine (power brake)", "check the power supplies and their load"),
         ("hardware slowdown", "slowed down by the hardware", "check cooling, power supply and power cables"),
     ):
         held = [gpu for gpu in gpus if reason in (gpu.reasons or ())]
@@ -90,8 +94,8 @@ def clocks(facts: HostFacts) -> list[Check]:
     if found:
         return found
     if all(gpu.reasons is None for gpu in gpus):
-        return [unknown("clocks", "the driver does not tell what holds the clocks")]
-    return [ok("clocks", "nothing holds them but load, power limit or idleness", *map(_numbers, gpus))]
+        return [unknown("clocks", "the driver does not report what limits the clocks")]
+    return [ok("clocks", "nothing limits them but load, power limit or idleness", *map(_numbers, gpus))]
 
 
 def _power(gpus: Sequence[GpuState]) -> list[Check]:
@@ -121,18 +125,18 @@ def _fixed(gpus: Sequence[GpuState]) -> list[Check]:
     ]
     if not fixed:
         return []
-    text = f"{_who([g.index for g in fixed])} held below the highest clock by application clocks"
+    text = f"{_who([g.index for g in fixed])} limited below the highest clock by application clocks"
     return [warning("clocks", text, "nvidia-smi -rac, unless it is meant so", *map(_numbers, fixed))]
 
 
 def pcie(facts: HostFacts) -> list[Check]:
-    """Lanes and generation of each GPU's link to the host, against what card and slot can do.
+    """Check lanes and generation of each GPU's host link against card and slot.
 
-    An idle link rests at a low generation and rises under load, so that only a busy GPU's low generation is a finding.
+    An idle link drops to a low generation, so only a busy GPU's low generation is a finding.
     """
     gpus = [gpu for gpu in facts.gpus.gpus if gpu.pcie_lanes is not None or gpu.pcie_generation is not None]
     if not gpus:
-        return [unknown("PCIe", "the driver does not tell")]
+        return [unknown("PCIe", "the driver does not report it")]
     found = []
     narrow = [gpu for gpu in gpus if gpu.pcie_lanes and gpu.pcie_max_lanes and gpu.pcie_lanes < gpu.pcie_max_lanes]
     if narrow:
@@ -173,7 +177,7 @@ def pcie(facts: HostFacts) -> list[Check]:
 
 
 def health(facts: HostFacts) -> list[Check]:
-    """Memory errors, and what the driver wrote into the kernel's log."""
+    """Check memory errors, and the driver's messages in the kernel log."""
     found = []
     for gpu in facts.gpus.gpus:
         if gpu.remap_failed:
@@ -199,7 +203,7 @@ def health(facts: HostFacts) -> list[Check]:
 
 
 def sharing(facts: HostFacts) -> list[Check]:
-    """Who else is on the GPUs."""
+    """Check for other processes on the GPUs."""
     found = []
     gpus = facts.gpus.gpus
     prohibited = [gpu.index for gpu in gpus if gpu.compute_mode == "prohibited"]
@@ -217,12 +221,12 @@ def sharing(facts: HostFacts) -> list[Check]:
     if found:
         return found
     if all(gpu.processes is None and gpu.used_bytes is None for gpu in gpus):
-        return [unknown("sharing", "the driver does not tell who is on the GPUs")]
-    return [ok("sharing", "nobody else is on the GPUs")]
+        return [unknown("sharing", "the driver does not report who is on the GPUs")]
+    return [ok("sharing", "no other process is on the GPUs")]
 
 
 def _numbers(gpu: GpuState) -> str:
-    """One GPU's clock, heat and power in a line."""
+    """Format one GPU's clock, heat and power in a line."""
     words = []
     if gpu.sm_clock_hz is not None:
         most = "" if gpu.max_sm_clock_hz is None else f" of {gpu.max_sm_clock_hz / 1e6:.0f}"
@@ -245,7 +249,7 @@ def _link(gpu: GpuState) -> str:
 
 
 def _links(gpus: Sequence[GpuState]) -> str:
-    """All links in a line; said once where they are equal."""
+    """Format all links in a line; once where they are equal."""
     kinds = {_link(gpu).split(": ", 1)[1] for gpu in gpus}
     if len(kinds) == 1 and len(gpus) > 1:
         return f"all {len(gpus)} GPUs: {kinds.pop()}"
@@ -253,5 +257,5 @@ def _links(gpus: Sequence[GpuState]) -> str:
 
 
 def _who(indices: Sequence[int]) -> str:
-    """``GPU 3 is`` or ``GPUs 1, 2 are``."""
+    """Format ``GPU 3 is`` or ``GPUs 1, 2 are``."""
     return f"GPU {indices[0]} is" if len(indices) == 1 else f"GPUs {', '.join(map(str, indices))} are"

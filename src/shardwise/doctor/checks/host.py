@@ -1,4 +1,7 @@
-"""The checks of a machine that need no GPU: cores, memory, limits, shared memory, disk. Facts in, checks out."""
+"""Host checks without GPU: cores, memory, limits, shared memory, disk.
+
+Functions from facts to checks.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,29 @@ from shardwise.doctor.machine_facts import HostFacts, Limit
 from shardwise.units import GIB, MIB, bytes_text, seconds_text
 
 FILES_ENOUGH, FILES_LEAST = 4096, 256
-"""Open files of a process. A loader's worker holds one for each tensor under way; 1,024 is a common default."""
+"""Open files of a process. A loader worker opens one for each tensor in transit; 1,024 is a common default."""
 PROCESSES_A_RANK = 200
-"""Threads that a rank may start, generously: torch's pools, gloo, NCCL, CUDA and some loader workers."""
+"""Upper estimate of the threads of a rank: torch's pools, gloo, NCCL, CUDA and some loader workers."""
 SHM_ENOUGH, SHM_DEFAULT = GIB, 64 * MIB
-"""NVIDIA's containers ask for 1 GiB (NCCL, troubleshooting: sharing data); a container has 64 MiB where nobody asks."""
+"""NVIDIA's containers ask for 1 GiB (NCCL, troubleshooting: sharing data); a container has 64 MiB by default."""
 RAM_LEAST, RAM_ENOUGH, RAM_CUDA = GIB // 2, 2 * GIB, 4 * GIB
 """Host memory of a rank: torch alone takes about 0.3 GiB, with CUDA's libraries and NCCL some 3 GiB."""
 WRITE_SLOW, FREE_LEAST, FREE_ENOUGH, FILES_FREE = 100e6, GIB, 20 * GIB, 1000
 CORES_A_GPU = 4
 """Cores for each GPU: the rank's own thread, backward's, and two loader workers."""
 OTHERS_BUSY = 0.25
-"""Share of the cores that others may use before it is said."""
+"""Share of the cores used by other processes from which it is reported."""
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def check_host(facts: HostFacts) -> list[Check]:
-    """All checks of this file, in the order in which they are shown."""
+    """Run all checks of this file, in display order."""
     checks: list[Callable[[HostFacts], list[Check]]] = [cores, memory, limits, shm, disk]
     return [found for check in checks for found in check(facts)]
 
 
 def cores(facts: HostFacts) -> list[Check]:
-    """Cores against ranks and their threads; what others use of them now."""
+    """Check cores against ranks and their threads, and current use by other processes."""
     have = min(facts.cores, facts.allowed.cores or facts.cores)
     limited = facts.allowed.cores is not None and facts.allowed.cores < facts.cores
     where = f"{have:g} cores" + (f" (a container's limit; {facts.cores} are visible)" if limited else "")
@@ -74,7 +77,7 @@ def cores(facts: HostFacts) -> list[Check]:
 
 
 def memory(facts: HostFacts) -> list[Check]:
-    """Host memory that is free, of the machine or of the container, for each rank."""
+    """Check free host memory per rank, of the machine or of the container."""
     total, free = facts.memory_bytes, facts.available_bytes
     limit = facts.allowed.memory_bytes
     whose = ""
@@ -95,19 +98,19 @@ def memory(facts: HostFacts) -> list[Check]:
 
 
 def limits(facts: HostFacts) -> list[Check]:
-    """ulimits: open files, locked memory, processes, core dumps."""
+    """Check ulimits: open files, locked memory, processes, core dumps."""
     return [*_files(facts), *_locked(facts), *_processes(facts), *_core(facts)]
 
 
 def _files(facts: HostFacts) -> list[Check]:
     limit = facts.limits.get("nofile")
     if limit is None:
-        return [unknown("open files", "the system does not tell its limit")]
+        return [unknown("open files", "the system does not report its limit")]
     text = f"a process may open {_number(limit.soft)} files"
     if limit.soft is None or limit.soft >= FILES_ENOUGH:
         return [ok("open files", text)]
     fix = _raise("n", 65536, limit, "--ulimit nofile=65536")
-    reason = "loader workers hold one for each tensor under way ('Too many open files')"
+    reason = "loader workers open one for each tensor in transit ('Too many open files')"
     level = error if limit.soft < FILES_LEAST else warning
     return [level("open files", f"{text}; {reason}", fix)]
 
@@ -115,7 +118,7 @@ def _files(facts: HostFacts) -> list[Check]:
 def _locked(facts: HostFacts) -> list[Check]:
     limit = facts.limits.get("memlock")
     if limit is None:
-        return [unknown("locked memory", "the system does not tell its limit")]
+        return [unknown("locked memory", "the system does not report its limit")]
     text = "unlimited" if limit.soft is None else f"at most {bytes_text(limit.soft)}"
     if limit.soft is None:
         return [ok("locked memory", text)]
@@ -150,7 +153,7 @@ def _processes(facts: HostFacts) -> list[Check]:
 def _core(facts: HostFacts) -> list[Check]:
     limit = facts.limits.get("core")
     if limit is None:
-        return [unknown("core dumps", "the system does not tell its limit")]
+        return [unknown("core dumps", "the system does not report its limit")]
     if limit.soft == 0:
         return [ok("core dumps", "none is written when a rank crashes (ulimit -c unlimited, to look into one)")]
     to_a_program = (facts.core_pattern or "").startswith("|")
@@ -168,9 +171,9 @@ def _core(facts: HostFacts) -> list[Check]:
 
 
 def shm(facts: HostFacts) -> list[Check]:
-    """/dev/shm: NCCL's buffers between the ranks of a machine, and the batches of loader workers."""
+    """Check /dev/shm: NCCL's buffers between local ranks, and the batches of loader workers."""
     if facts.system != "Linux":
-        return [unknown("shared memory", f"/dev/shm is looked at on Linux only; this is {facts.system or 'unknown'}")]
+        return [unknown("shared memory", f"/dev/shm is checked on Linux only; this is {facts.system or 'unknown'}")]
     fix = "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir with medium Memory)"
     size, free = facts.shm_bytes, facts.shm_free_bytes
     if size is None or free is None:
@@ -187,10 +190,10 @@ def shm(facts: HostFacts) -> list[Check]:
 
 
 def disk(facts: HostFacts) -> list[Check]:
-    """Room and speed under the folder for checkpoints."""
+    """Check free space and speed of the checkpoint folder."""
     found = facts.disk
     if found is None:
-        return [unknown("disk", "no folder was looked at")]
+        return [unknown("disk", "no folder was checked")]
     where = f"'{found.folder}'" + ("" if found.kind is None else f" ({found.kind})")
     if found.problem is not None:
         return [
@@ -240,7 +243,7 @@ def _speed(facts: HostFacts, where: str) -> list[Check]:
 
 
 def _raise(option: str, to: int | None, limit: Limit | None, container: str) -> str:
-    """How to raise a limit: by the shell up to the hard limit, past it only by who set it."""
+    """Return how to raise a limit: in the shell up to the hard limit, else by an administrator."""
     wanted = "unlimited" if to is None else str(to)
     hard = limit.hard if limit else None
     if hard is None or (to is not None and hard >= to):

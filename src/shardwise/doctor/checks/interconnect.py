@@ -1,4 +1,4 @@
-"""The checks of what joins the GPUs of a machine to each other, to the network cards and to the CPU cores."""
+"""Checks of the links between GPUs, network cards and CPU cores of a machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FAR = ("PHB", "NODE", "SYS")
 
 
 def check_links(facts: HostFacts) -> list[Check]:
-    """All checks of this file; none for a machine without GPUs."""
+    """Run all checks of this file; none for a machine without GPUs."""
     if not facts.gpus.gpus:
         return []
     if facts.topology is None:
         if len(facts.gpus.gpus) == 1:
             return [ok("topology", "one GPU: nothing to join")]
         fix = "see whether nvidia-smi topo -m works"
-        return [unknown("topology", "nvidia-smi topo -m says nothing that is understood here", fix)]
+        return [unknown("topology", "nvidia-smi topo -m has output in an unknown format", fix)]
     gpu = find_gpu(facts.gpus.gpus[0].name)
     return [*_pairs(facts, facts.topology, gpu), *_cards(facts.topology), *_cores(facts, facts.topology)]
 
@@ -69,7 +69,7 @@ def _pairs(facts: HostFacts, topology: Topology, gpu: GpuSpec | None) -> list[Ch
 
 
 def _missing_nvlinks(topology: Topology, gpu: GpuSpec | None, lines: list[str]) -> list[Check]:
-    """GPUs with fewer NVLinks than their neighbours, or all with none where the card is built with them."""
+    """Check for GPUs with fewer NVLinks than their neighbours, or none where the card has them."""
     size = len(topology.paths)
     counts = [sum(topology.nvlinks(i, j) for j in range(size) if j != i) for i in range(size)]
     if topology.nvlink_ring and min(counts) < max(counts):
@@ -86,7 +86,7 @@ def _missing_nvlinks(topology: Topology, gpu: GpuSpec | None, lines: list[str]) 
 
 
 def _cards(topology: Topology) -> list[Check]:
-    """Each GPU's way to its nearest network card."""
+    """Check each GPU's path to its nearest network card."""
     if not topology.nics:
         return []
     far: dict[str, list[int]] = {}
@@ -107,7 +107,7 @@ def _cards(topology: Topology) -> list[Check]:
 
 
 def _cores(facts: HostFacts, topology: Topology) -> list[Check]:
-    """Whether this process may run on cores near to each GPU."""
+    """Check that this process may run on cores near each GPU."""
     if facts.core_numbers is None or not topology.cores:
         return []
     mine, away = set(facts.core_numbers), []

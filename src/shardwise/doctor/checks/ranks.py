@@ -1,4 +1,4 @@
-"""What a self-test of ranks means, as checks; with what GPUs did under load."""
+"""Checks from a self-test of ranks, and from the GPUs under its load."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from shardwise.measure.gpu.nvml import GpuMachine
 from shardwise.units import bytes_text
 
 SLOW_COPY = 0.5
-"""Copies from host memory below this part of the link's rate are said; packet headers alone take a tenth."""
+"""Host-to-device copies below this share of the link's rate are reported; packet headers alone take a tenth."""
 
 
 def check_ranks_test(test: RanksTest, facts: HostFacts | None = None) -> list[Check]:
-    """The self-test as checks; ``facts`` of this machine for what its GPUs did under load."""
+    """Convert the self-test to checks.
+
+    ``facts`` of this machine are for the state of its GPUs under load.
+    """
     where = sorted({answer.host for answer in test.answers if answer.host})
     hosts = f" on {len(where)} hosts" if len(where) > 1 else ""
     if test.problem is not None:
@@ -37,7 +40,7 @@ def check_ranks_test(test: RanksTest, facts: HostFacts | None = None) -> list[Ch
 
 
 def loads(test: RanksTest, facts: HostFacts | None) -> list[Check]:
-    """Clocks, links and copies of the GPUs while they worked; none on CPU."""
+    """Check clocks, links and copies of the GPUs under load; none on CPU."""
     found: list[Check] = []
     busy = [(answer.rank, answer.load) for answer in test.answers if answer.load is not None]
     if not busy:
@@ -61,7 +64,7 @@ def loads(test: RanksTest, facts: HostFacts | None) -> list[Check]:
     if not found:
         speeds = [load.from_host_bytes_per_s for _, load in busy if load.from_host_bytes_per_s is not None]
         rates = f"; copies from host memory at {min(speeds) / 1e9:.1f} GB/s and more" if speeds else ""
-        found.append(ok("GPUs under load", f"nothing held their clocks or links{rates}"))
+        found.append(ok("GPUs under load", f"nothing limited their clocks or links{rates}"))
     return found
 
 

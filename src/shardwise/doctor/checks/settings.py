@@ -1,4 +1,4 @@
-"""Environment variables that take speed, or make a run fail: each with what it does and when it is right to set it."""
+"""Environment variables that cost speed or break a run, with their effects and valid uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def _always(value: str) -> bool:
 
 @dataclass(frozen=True)
 class EnvSetting:
-    """A variable, the values that hurt, what they do, and the fix (else: unset it). ``gpus``: from so many GPUs on."""
+    """Variable, harmful values, their effect, and the fix (else: unset it).
+
+    ``gpus``: minimum number of GPUs.
+    """
 
     name: str
     hurts: Callable[[str], bool]
@@ -85,7 +88,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def check_settings(facts: HostFacts) -> list[Check]:
-    """What of this process's environment hurts here; ranks get the same."""
+    """Check this process's environment, which ranks inherit."""
     found, settings, gpus = [], facts.settings, len(facts.gpus.gpus)
     for setting in (*HURTFUL, *ANYWHERE):
         value = settings.get(setting.name)
@@ -105,9 +108,9 @@ def check_settings(facts: HostFacts) -> list[Check]:
 
 
 def interface(name: str, facts: HostFacts) -> list[Check]:
-    """Whether the network interface that a variable names is there.
+    """Check that the network interface named by a variable exists.
 
-    NCCL takes prefixes, ``=name`` for the very name and ``^name`` for all others, divided by commas; gloo a name.
+    NCCL takes prefixes, ``=name`` for an exact name and ``^name`` for all others, separated by commas; gloo a name.
     """
     value = facts.settings[name]
     if facts.interfaces is None:
@@ -125,11 +128,12 @@ def interface(name: str, facts: HostFacts) -> list[Check]:
 
 
 def allocator(settings: dict[str, str]) -> list[Check]:
-    """How PyTorch's allocator of GPU memory is set up, where the user has done it."""
+    """Check user settings of PyTorch's GPU memory allocator."""
     name = next((name for name in ALLOCATOR if settings.get(name)), None)
     if name is None or "expandable_segments:true" in settings[name].lower():
         return []
     what = (
-        f"{name}={settings[name]}: memory estimates count on expandable segments; without, up to a tenth more is held"
+        f"{name}={settings[name]}: memory estimates assume expandable segments; "
+        "without them, up to a tenth more is reserved"
     )
     return [warning("settings", what, f"add expandable_segments:True to {name}, or unset it")]

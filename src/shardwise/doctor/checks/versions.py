@@ -1,4 +1,4 @@
-"""Versions known to be broken, each with its source; and driver, torch and GPU that do not go together."""
+"""Checks of versions: known broken ones, and driver, torch and GPU compatibility."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from shardwise.doctor.check import Check, error, ok, unknown, warning, worst
 from shardwise.doctor.machine_facts import HostFacts
 
-# The least driver that runs programs of a CUDA major version (NVIDIA, "CUDA Compatibility": minor versions).
+# Minimum driver for a CUDA major version (NVIDIA, "CUDA Compatibility": minor versions).
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A version that is known to be broken: what it is of, when it applies, what breaks, the fix, and who says so."""
+    """Known broken version: package, condition, effect, fix, and source."""
 
     name: str
     applies: Callable[[HostFacts], bool]
@@ -26,7 +26,7 @@ class Broken:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` as ``(2, 13, 0)``; empty for what does not begin with a number."""
+    """Parse ``2.13.0+cpu`` as ``(2, 13, 0)``; empty for text that does not begin with a number."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
@@ -66,7 +66,7 @@ BROKEN = (
 
 
 def check_versions(facts: HostFacts) -> list[Check]:
-    """What of `BROKEN` is here; and whether driver, torch and GPUs go together."""
+    """Check for installed `BROKEN` versions, and that driver, torch and GPUs are compatible."""
     found = []
     for entry in BROKEN:
         if entry.applies(facts):
@@ -89,7 +89,7 @@ def check_versions(facts: HostFacts) -> list[Check]:
 
 
 def driver(facts: HostFacts) -> list[Check]:
-    """The driver against the CUDA that torch was built for, and torch's kernels against the GPUs."""
+    """Check the driver against torch's CUDA, and torch's kernels against the GPUs."""
     if not facts.gpus.gpus:
         return []
     if facts.torch_cuda is None:
@@ -128,7 +128,10 @@ def _starts(facts: HostFacts, text: str) -> list[Check]:
 
 
 def _kernels(facts: HostFacts) -> list[Check]:
-    """A kernel for an older generation of the same major number runs, and PTX (``compute_``) of any older one."""
+    """Check torch's kernels.
+
+    One for an older generation of the same major version runs, and PTX (``compute_``) of any older one.
+    """
     archs = facts.torch_archs
     if not archs:
         return []
