@@ -10,6 +10,7 @@ import typer
 
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch import fork_server
+from shardwise.plan.optimizers import OPTIMIZERS, either
 
 app = typer.Typer(
     help="Train a PyTorch model the simplest way that fits, with a receipt for every claim.",
@@ -89,7 +90,7 @@ def plan(
     micro_batch: Annotated[int | None, typer.Option(help="Samples of a forward on a rank.", min=1, max=2**24)] = None,
     recompute: Annotated[str | None, typer.Option(help="Recompute mode: none, selective or full.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, fp16 or fp8; bf16 where the GPU has it.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, sgd or adafactor.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=f"{either(list(OPTIMIZERS))}.")] = "adamw",
     optimizer_in_backward: InBackward = False,
     lora_rank: Annotated[int | None, typer.Option(help="Of +lora and +qlora; else 16.", min=1, max=2**16)] = None,
     lora_targets: LoraTargets = None,
@@ -529,9 +530,7 @@ def print_error(error: ShardwiseError) -> None:
     if len(problems) == 1:
         print(f"shardwise: {problems[0]}", file=sys.stderr)
         return
-    print(f"shardwise: {len(problems)} problems", file=sys.stderr)
-    for problem in problems:
-        print(f"  - {problem}", file=sys.stderr)
+    print("\n  - ".join([f"shardwise: {len(problems)} problems", *problems]), file=sys.stderr)
 
 
 if __name__ == "__main__":
