@@ -42,6 +42,12 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
     return found
 
 
+def import_path(path: str) -> Any:
+    """What the package's own tables name as ``package.module:name``; a user's folder is not looked at."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def check_kwargs(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> None:
     """Whether the user's function takes these arguments, before it is called.
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
-from shardwise.import_object import check_kwargs, load_object
+from shardwise.import_object import check_kwargs, import_path, load_object
 from shardwise.plan.optimizers import OPTIMIZERS, declared
 from shardwise.plan.workload import Workload
 from shardwise.train.config import OptimizerTable
@@ -38,7 +38,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
     chosen = {key: getattr(table, key, default) for key, default in spec.hyperparameters.items()} | table.kwargs
     if "betas" in chosen:
         chosen["betas"] = tuple(chosen["betas"])
-    optimizer: Optimizer = load_object(spec.factory, "optimizer.name")(trained, lr=table.lr, **chosen, **spec.arguments)
+    optimizer: Optimizer = import_path(spec.factory)(trained, lr=table.lr, **chosen, **spec.arguments)
     return optimizer
 
 
