@@ -123,7 +123,7 @@ class OptimizerTable(Table):
     @classmethod
     def _with_its_defaults(cls, data: Any) -> Any:
         """Fill in where an optimizer's defaults are others than those of this table."""
-        if not isinstance(data, dict) or data.get("factory") is not None:
+        if not isinstance(data, dict) or data.get("factory") not in (None, "none"):
             return data
         if (spec := OPTIMIZERS.get(str(data.get("name", "adamw")))) is None:
             return data
