@@ -30,7 +30,7 @@ from fit_kernels import Errors, check
 from shardwise.cost.time import collective_time as collectives
 from shardwise.cost.time.collective_time import CollectiveKind, Group, collective_s, wire_share
 from shardwise.hardware.cluster import ClusterSpec
-from shardwise.hardware.gpus import Link, find_gpu
+from shardwise.hardware.gpus import Link, find_gpu, generations
 
 HERE = Path(__file__).parent
 GPUS = {
@@ -148,7 +148,7 @@ def refit(steps: int = 600) -> dict[str, object]:
     rows = [row for row in read_rows() if row["nodes"] == "1"]
     rng = random.Random(0)
     before = {name: getattr(collectives, name) for name in ("FEW_RANKS", "FAST_PART", "FAST_START", "FULL_START")}
-    rings = dict(collectives.RING)
+    rings = {name: found for name, found in generations().items() if found.ring is not None}
 
     def loss() -> float:
         collectives._fits.cache_clear()
@@ -163,19 +163,20 @@ def refit(steps: int = 600) -> dict[str, object]:
     for step in range(steps):
         width = 0.15 if step < steps // 2 else 0.05
         name = rng.choice([*before, *rings])
-        old = collectives.RING[name] if name in rings else getattr(collectives, name)
+        old = generations()[name].ring if name in rings else getattr(collectives, name)
         for value in (changed(old, width), old):
             if name in rings:
-                collectives.RING[name] = value
+                generations()[name] = dataclasses.replace(rings[name], ring=value)
             else:
                 setattr(collectives, name, value)
             if value is not old and (score := loss()) < least:
                 least = score
                 break
-    best = {name: getattr(collectives, name) for name in before} | {f"RING {k}": v for k, v in collectives.RING.items()}
+    best = {name: getattr(collectives, name) for name in before}
+    best |= {f"RING {name}": generations()[name].ring for name in rings}
     for name, value in before.items():
         setattr(collectives, name, value)
-    collectives.RING.update(rings)
+    generations().update(rings)
     collectives._fits.cache_clear()
     print(f"fitted again: mean absolute log error {first:.3f} -> {least:.3f} with {best}")
     return {"in_use": first, "refit": least, "constants": best}

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cost.time import kernels
-from shardwise.hardware.gpus import GpuSpec, find_gpu
+from shardwise.hardware.gpus import Generation, GpuSpec, find_gpu, generation_of, generations
 
 HERE = Path(__file__).parent
 GPUS = {"A100 PCIe 80GB": "A100-PCIe-80GB", "B200 SXM": "B200-SXM-180GB"}
@@ -127,21 +127,21 @@ def null_errors(rows: Sequence[Row], gpu: GpuSpec) -> list[float]:
     return [float(row["efficiency"]) / constant - 1 for row in rows]
 
 
-def use(name: str, constants: kernels.Generation) -> None:
+def use(name: str, constants: Generation) -> None:
     """Make the module predict with these constants."""
-    kernels.GENERATIONS[name] = constants
+    generations()[name] = constants
     kernels._machine_of.cache_clear()
     kernels._matmul_s.cache_clear()
 
 
-def fit(name: str, rows: Sequence[Row], gpu: GpuSpec, steps: int = 800) -> kernels.Generation:
+def fit(name: str, rows: Sequence[Row], gpu: GpuSpec, steps: int = 800) -> Generation:
     """Random search (fixed seed) for the least mean absolute log error; leaves the module with the result in use."""
     rng = random.Random(0)
     fields = FITTED[name]
     start: dict[str, Any] = {field: value for field, value, _, _ in fields}
-    best = dataclasses.replace(kernels.GENERATIONS[name], **start)
+    best = dataclasses.replace(generations()[name], **start)
 
-    def loss(constants: kernels.Generation) -> float:
+    def loss(constants: Generation) -> float:
         use(name, constants)
         return statistics.fmean(abs(math.log1p(error)) for error in errors_of(rows, gpu))
 
@@ -187,7 +187,7 @@ def report(refit: bool) -> dict[str, object]:
     for label, gpu_name in GPUS.items():
         gpu = find_gpu(gpu_name)
         assert gpu is not None, gpu_name
-        name = kernels.generation_of(gpu)
+        name = generation_of(gpu)
         assert name is not None
         own = [row for row in rows if row["gpu"] == label]
         products = [row for row in own if row["op"] == "matmul"]
@@ -218,7 +218,7 @@ def report(refit: bool) -> dict[str, object]:
 
 def refitted(name: str, products: Sequence[Row], gpu: GpuSpec) -> dict[str, object]:
     """Fit again on all rows and with shapes held out; the module's own constants are put back."""
-    own = kernels.GENERATIONS[name]
+    own = generations()[name]
     out = Errors.of(held_out(name, products, gpu))
     best = fit(name, products, gpu)
     again = Errors.of(errors_of(products, gpu))

@@ -2,15 +2,16 @@
 
     .venv/bin/python benchmarks/accuracy/speed.py --holdout
 
-Of each GPU generation the four factors inside a step (`cost.rates.IN_STEP`) are fitted on all published rows but one
+Of each GPU generation the four factors inside a step (`Generation.in_step`) are fitted on all published rows but one
 source's, each source weighted by the root of its rows, and that source is predicted. Where the others have fewer than
 `LEAST_ROWS` rows, it is predicted with the factors that hold for generations without any source. Constants of kernels,
 collectives and the host stay as they are: those of the host were fitted on vTrain's rows. The spread at the end is the
-interval that `cost.time.SPREAD` publishes.
+interval that `Generation.spread` publishes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from speed import facts, quantile
 
 from shardwise.cost.time import estimate_time as time
 from shardwise.cost.time import machine as rates
-from shardwise.cost.time.kernels import generation_of
+from shardwise.hardware.gpus import generation_of, generations
 
 Factors = tuple[float, float, float, float]
 STEPS = (0.1, 0.05, 0.025)
@@ -47,16 +48,15 @@ def errors(rows: Sequence[Row]) -> dict[str, list[float]]:
 @contextmanager
 def factors(generation: str, value: Factors | None) -> Iterator[None]:
     """``generation`` with other factors for a while, None for none of its own."""
-    kept = dict(rates.IN_STEP)
+    kept = generations()[generation]
     if value is None:
-        rates.IN_STEP.pop(generation, None)
+        generations()[generation] = dataclasses.replace(kept, in_step=None)
     else:
-        rates.IN_STEP[generation] = value
+        generations()[generation] = dataclasses.replace(kept, in_step=value)
     try:
         yield
     finally:
-        rates.IN_STEP.clear()
-        rates.IN_STEP.update(kept)
+        generations()[generation] = kept
 
 
 def loss(generation: str, rows: Sequence[Row], value: Factors) -> float:

@@ -55,6 +55,12 @@ def optional_object(path: str) -> Callable[..., Any] | None:
     return None if found is None else load_object(path, "peer")
 
 
+def import_path(path: str) -> Any:
+    """What the package's own tables name as ``package.module:name``; a user's folder is not looked at."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def check_kwargs(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> None:
     """Check that the user's function takes these arguments, before the call.
 

@@ -236,49 +236,46 @@ class TestOpenSource:
     @pytest.mark.parametrize(
         ("files", "reader"),
         [
-            (["latest", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"], "_deepspeed"),
-            (["mp_rank_00_model_states.pt"], "_deepspeed"),
-            (["latest", "global_step3/mp_rank_00_model_states.pt", "model.safetensors"], "_deepspeed"),
-            (["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"], "_accelerate"),
-            (["pytorch_model_fsdp.bin"], "_accelerate"),
-            (["model.safetensors", "optimizer.bin", "random_states_0.pkl"], "_accelerate"),
-            ([".metadata", "__0_0.distcp"], "_dcp"),
-            (["__0_0.distcp"], "_dcp"),
-            (["model-00001-of-00002.safetensors"], "_hugging_face"),
-            (["adapter_model.safetensors"], "_hugging_face"),
-            (["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"], "_hugging_face"),
-            (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"], "_state_dict"),
-            (["last.ckpt"], "_state_dict"),
-            (["step-00000003/manifest.json"], "_own"),
-            (["checkpoints/step-00000003/manifest.json"], "_own"),
+            (["latest", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeedSource"),
+            (["mp_rank_00_model_states.pt"], "DeepSpeedSource"),
+            (["latest", "global_step3/mp_rank_00_model_states.pt", "model.safetensors"], "DeepSpeedSource"),
+            (["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"], "AccelerateSource"),
+            (["pytorch_model_fsdp.bin"], "AccelerateSource"),
+            (["model.safetensors", "optimizer.bin", "random_states_0.pkl"], "AccelerateSource"),
+            ([".metadata", "__0_0.distcp"], "DcpSource"),
+            (["__0_0.distcp"], "DcpSource"),
+            (["model-00001-of-00002.safetensors"], "HuggingFaceSource"),
+            (["adapter_model.safetensors"], "HuggingFaceSource"),
+            (["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"], "HuggingFaceSource"),
+            (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"], "StateDictSource"),
+            (["last.ckpt"], "StateDictSource"),
+            (["step-00000003/manifest.json"], "OwnSource"),
+            (["checkpoints/step-00000003/manifest.json"], "OwnSource"),
         ],
     )
     def test_folders(self, tmp_path, monkeypatch, files, reader):
         for name in files:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text("global_step3\n" if name == "latest" else "")
-        readers = ("_own", "_hugging_face", "_dcp", "_accelerate", "_deepspeed", "_state_dict")
-        for name in readers:
-            monkeypatch.setattr(f"shardwise.checkpoint.readers.detect.{name}", lambda path, name=name: name)
-        assert open_source(str(tmp_path)) == reader
+        monkeypatch.setattr("shardwise.checkpoint.readers.detect.import_path", lambda source: lambda path: source)
+        assert open_source(str(tmp_path)).endswith(f":{reader}")
 
     @pytest.mark.parametrize(
         ("name", "data", "reader"),
         [
-            ("weights.pt", b"", "_state_dict"),
-            ("odd-name", b"PK\x03\x04", "_state_dict"),
-            ("odder", b"\x80\x02}", "_state_dict"),
-            (".metadata", b"", "_dcp"),
-            ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"", "_deepspeed"),
-            ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", b"", "_deepspeed"),
-            ("pytorch_model.bin.index.json", b"", "_state_dict"),
+            ("weights.pt", b"", "StateDictSource"),
+            ("odd-name", b"PK\x03\x04", "StateDictSource"),
+            ("odder", b"\x80\x02}", "StateDictSource"),
+            (".metadata", b"", "DcpSource"),
+            ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"", "DeepSpeedSource"),
+            ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", b"", "DeepSpeedSource"),
+            ("pytorch_model.bin.index.json", b"", "StateDictSource"),
         ],
     )
     def test_files(self, tmp_path, monkeypatch, name, data, reader):
         (tmp_path / name).write_bytes(data)
-        for other in ("_own", "_hugging_face", "_dcp", "_accelerate", "_deepspeed", "_state_dict"):
-            monkeypatch.setattr(f"shardwise.checkpoint.readers.detect.{other}", lambda path, other=other: other)
-        assert open_source(str(tmp_path / name)) == reader
+        monkeypatch.setattr("shardwise.checkpoint.readers.detect.import_path", lambda source: lambda path: source)
+        assert open_source(str(tmp_path / name)).endswith(f":{reader}")
 
     def test_what_is_none_says_what_is_there_and_what_would_be(self, tmp_path):
         (tmp_path / "empty").mkdir()

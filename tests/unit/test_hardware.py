@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from shardwise.hardware import gpus as hardware
-from shardwise.hardware.gpus import find_gpu, gpu_names, pcie_bytes_per_s, unknown_gpu_message
+from shardwise.hardware.gpus import find_gpu, generations, gpu_names, pcie_bytes_per_s, unknown_gpu_message
 from shardwise.units import GIB
 
 NAMES = [
@@ -172,10 +172,28 @@ def test_messages():
 
 def test_the_table_is_read_once_and_numbers_are_plain():
     assert find_gpu("A100") is find_gpu("A100-SXM")
-    with (Path(hardware.__file__).parent / "hardware.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == len(gpu_names()) > 40
-    for row in rows:
-        for key, cell in row.items():
-            if key.endswith(("_bytes", "_per_s", "_flops", "_w", "_hour", "_price", "_per_node")):
-                assert cell == "" or float(cell) > 0, (row["name"], key)
+    document = tomllib.loads((Path(hardware.__file__).parent / "gpus.toml").read_text())
+    assert len(document["gpus"]) == len(gpu_names()) > 40
+    for name, row in (*document["gpus"].items(), *document["generations"].items()):
+        for key, value in row.items():
+            if not isinstance(value, str | list | bool):
+                assert value > 0, (name, key)
+
+
+def test_every_key_of_the_table_is_read():
+    document = tomllib.loads((Path(hardware.__file__).parent / "gpus.toml").read_text())
+    read = {*hardware.GpuSpec.model_fields} - {
+        "name",
+        "peak_flops",
+        "measured_flops",
+        "nvlink",
+        "pcie",
+        "network",
+        "bridge",
+    }
+    read |= {"keys", "form", "sizes", "multiprocessors", "pcie_generation", "link_kind", "network_source"}
+    read |= {f"{link}_bytes_per_s" for link in ("link", "bridge", "host", "network")}
+    read |= {f"{p}_flops" for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "measured_bf16", "measured_fp8")}
+    assert {key for row in document["gpus"].values() for key in row} <= read
+    archs = {found.arch for found in generations().values()} | {"pascal"}
+    assert {row["arch"].lower() for row in document["gpus"].values()} <= archs

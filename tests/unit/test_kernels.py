@@ -7,18 +7,15 @@ import math
 import pytest
 
 from shardwise.cost.time.kernels import (
-    GENERATIONS,
     AttentionKernel,
     attention_s,
-    generation_name,
-    generation_of,
     known,
     launch_s,
     matmul_s,
     memory_s,
     supports,
 )
-from shardwise.hardware.gpus import GpuSpec, find_gpu, gpu_names
+from shardwise.hardware.gpus import GpuSpec, find_gpu, generation_name, generation_of, generations, gpu_names
 
 A100_PCIE = "A100-PCIe-80GB"
 B200 = "B200-SXM-180GB"
@@ -168,5 +165,5 @@ def test_every_card_with_matrix_units_has_constants() -> None:
     missing = {name for name in gpu_names() if generation_of(gpu(name)) is None and gpu(name).arch != "Pascal"}
     assert not missing
     assert generation_name("Ampere", "GA102") == "ampere-consumer" and generation_name("Ampere", "GA100") == "ampere"
-    for constants in GENERATIONS.values():
+    for constants in generations().values():
         assert 0 < constants.best <= 1 and 0 < constants.stream <= 1 and 0 <= constants.wave <= 1

@@ -11,10 +11,11 @@ import pytest
 from shardwise.cost.flops import mfu, palm_flops
 from shardwise.cost.time.estimate_time import Rates, step_time
 from shardwise.cost.time.layer_time import WorkSplit, unit_time
-from shardwise.cost.time.machine import LASTING, machine_of
+from shardwise.cost.time.machine import machine_of
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import generations
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import Architecture
 from shardwise.model.lora import with_adapters
@@ -215,9 +216,9 @@ def test_a_vocabulary_is_padded_where_it_is_said() -> None:
 
 
 def test_large_products_are_held_back_by_power_only_where_sweeps_do_not_show_it() -> None:
-    machine = machine_of(parse_cluster("A100-80GB"), "bf16")
-    assert 2 * 16384**3 / machine.matmul_s(16384, 16384, 16384, "bf16") < LASTING["ampere"][0]
-    assert LASTING["ampere"][0] * 0.9 < 2 * 16384**3 / machine.matmul_s(16384, 16384, 16384, "bf16")
+    machine, lasting = machine_of(parse_cluster("A100-80GB"), "bf16"), generations()["ampere"].lasting_flops
+    assert 2 * 16384**3 / machine.matmul_s(16384, 16384, 16384, "bf16") < lasting
+    assert lasting * 0.9 < 2 * 16384**3 / machine.matmul_s(16384, 16384, 16384, "bf16")
     weak = machine_of(parse_cluster("A100-PCIe-80GB"), "bf16")
     assert weak.matmul_s(16384, 16384, 16384, "bf16") > machine.matmul_s(16384, 16384, 16384, "bf16")
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import messages as exchange
-from shardwise.checkpoint.blocks import Regrouping, regrouping, room_for_scales
 from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
 from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, part_of, slots_of
@@ -37,6 +37,22 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _FIX = "remove this checkpoint and load an earlier one"  # then `newest` finds it without ``latest``
 
 
+class RelaidState(Protocol):
+    """State of one parameter that its optimizer brings from the saved layout into the one here, by ``relayout``.
+
+    ``saved`` are tensors to fill, by their key; ``finish`` is called when all is read. Not ``is_exact``: it rounds.
+    """
+
+    saved: dict[str, torch.Tensor]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every value is as it was saved."""
+
+    def finish(self) -> None:
+        """Put what was read where it belongs."""
+
+
 @dataclass
 class _Work:
     """Load plan: tensors to fill, values to set afterwards, and problems.
@@ -51,7 +67,7 @@ class _Work:
     jobs: list[tuple[torch.Tensor, list[tuple[Shard, Box]]]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
-    moved: list[tuple[str, Regrouping]] = field(default_factory=list)
+    moved: list[tuple[str, RelaidState]] = field(default_factory=list)
 
 
 def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | None, verify: bool = True) -> Manifest:
@@ -291,6 +307,8 @@ def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
             name, key = full.removeprefix("optimizer/").rsplit("/", 1)
             tensors[name][key] = entry
     engine = engine_of(optimizer)
+    relayout: Callable[..., RelaidState | None] = getattr(engine, "relayout", lambda *_: None)
+    own_room: Callable[..., torch.Tensor | None] = getattr(engine, "empty_state", lambda *_: None)
     for group in engine.param_groups:
         for parameter in group["params"]:
             name = names.get(id(parameter), "")
@@ -301,13 +319,13 @@ def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
                 work.problems.append(f"optimizer/{name}: keys {sorted(keys)} in the checkpoint, {sorted(here)} here")
                 continue
             try:
-                moved = regrouping(engine, parameter, saved, values)
+                moved = relayout(parameter, {key: tuple(e.shape) for key, e in saved.items()}, values)
             except ValueError as error:
                 work.problems.append(f"optimizer/{name}: {error}")
                 continue
             rooms = {} if moved is None else moved.saved
             for key, entry in saved.items():
-                values[key] = room_for_scales(engine, parameter, key)
+                values[key] = own_room(parameter, key)
                 if values[key] is None:
                     values[key] = _empty_state(parameter, key, entry, group)
                 room = rooms.get(key, values[key])

@@ -22,6 +22,7 @@ from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan, Precision, Recompute
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import OptimizerName, Workload
@@ -36,7 +37,6 @@ SHORTER = (2048, 1024, 512, 128)
 LOSSES = ("plain", "fused")
 THIS_MACHINE = "this machine"
 DEFAULT_RANK = 16
-STATES: dict[str, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 1, "adafactor": 0}  # parameter-shaped; sgd with momentum
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,6 @@ class PlanRequest(BaseModel):
         """For the costs."""
         return Workload(
             optimizer=self.optimizer,
-            optimizer_states=STATES[self.optimizer],
-            scalar_states=0 if self.optimizer == "sgd" else 1,
-            optimizer_temporaries=0.0 if self.optimizer == "adafactor" else 1.0,
-            loop_temporaries=2.0 if self.optimizer == "adafactor" else 0.0,
             lora_rank=self.lora_rank,
             lora_targets=self.lora_targets,
             seq_len=self.seq_len,
@@ -284,7 +280,7 @@ def _bad_choices(words: Mapping[str, Any]) -> list[str]:
     choices: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("--recompute", words["recompute"], get_args(Recompute)),
         ("--precision", words["precision"], get_args(Precision)),
-        ("--optimizer", words["optimizer"], get_args(OptimizerName)),
+        ("--optimizer", words["optimizer"], tuple(OPTIMIZERS)),
         ("--loss", words["loss"], LOSSES),
         ("--framework-overhead", words["framework_overhead"], ("on", "off")),
     ]

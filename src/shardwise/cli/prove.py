@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.errors import UserError
+from shardwise.plan.optimizers import OPTIMIZERS, either, names_without
 from shardwise.search.candidate import Candidate
 from shardwise.units import bytes_text, seconds_text
 
@@ -44,10 +45,12 @@ def prove_candidate(model: str, asked: PlanRequest, candidate: Candidate, consol
             f"--prove runs the plan's own program, and this version plans {words} but does not run it; "
             "pin a strategy that runs, such as --strategy fsdp"
         )
-    if optimizer not in ("adamw", "sgd"):
-        raise UserError(f"--prove steps adamw or sgd, not {optimizer}; leave --prove out, or change --optimizer")
+    spec = OPTIMIZERS[optimizer]
+    if "dry_run" in spec.refuses:
+        able = either(names_without("dry_run"))
+        raise UserError(f"--prove steps {able}, not {optimizer}; leave --prove out, or change --optimizer")
     source = source_of(model)
-    settings = {"name": optimizer} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+    settings = {"name": optimizer, **spec.planned_with}
     console.print("proving: two steps of the program itself under fake tensors ...")
     found = prove(source, plan, optimizer=settings)
     _print(found, candidate, console)

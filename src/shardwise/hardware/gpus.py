@@ -1,16 +1,16 @@
 """Facts about GPUs and links. One table, each number with its source; what no source says is ``None``.
 
-The table is ``hardware.csv`` beside this file: SI units (bytes, bytes/s, FLOP/s, W), US dollars, an empty cell where
-no source was found, and the conflicts between sources in ``caveat``.
+The table is ``gpus.toml`` beside this file, which says what its keys are; it is read when it is first needed.
 """
 
 from __future__ import annotations
 
-import csv
 import re
+import tomllib
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -174,54 +174,124 @@ def _keys_of(name: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
+def _document() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=1)
 def _table() -> tuple[tuple[tuple[str, ...], str, tuple[str, ...], GpuSpec], ...]:
-    """Model keys, form, memory sizes in GB and facts of each row; of one model, the row to prefer comes first."""
-    with Path(__file__).with_name("hardware.csv").open(newline="", encoding="utf-8") as file:
-        return tuple(
-            (tuple(row["keys"].split(";")), row["form"], tuple(row["sizes"].split(";")), _gpu(row))
-            for row in csv.DictReader(file)
-        )
-
-
-def _number(cell: str) -> float | None:
-    return float(cell) if cell else None
-
-
-def _gpu(row: dict[str, str]) -> GpuSpec:
-    source = row["source"]
-    peaks = {p: _number(row[f"{p}_flops"]) for p in ("fp32", "tf32", "bf16", "fp16", "fp8")}
-    measured = {p: _number(row[f"measured_{p}_flops"]) for p in ("bf16", "fp8")}
-    nvlink = Link.model_validate(
-        {"kind": row["link_kind"] or "nvlink", "bytes_per_s": _number(row["link_bytes_per_s"]), "source": source}
+    """Model keys, form, memory sizes in GB and facts of each GPU; of one model, the GPU to prefer comes first."""
+    return tuple(
+        (tuple(row["keys"]), row.get("form", ""), tuple(map(str, row["sizes"])), _gpu(name, row))
+        for name, row in _document()["gpus"].items()
     )
-    bridge = Link(kind="nvlink", bytes_per_s=_number(row["bridge_bytes_per_s"]), source=source)
-    network = Link(kind="network", bytes_per_s=_number(row["network_bytes_per_s"]), source=row["network_source"])
-    if row["pcie_generation"]:
-        generation = int(row["pcie_generation"])
+
+
+def _gpu(name: str, row: dict[str, Any]) -> GpuSpec:
+    source = row["source"]
+    if "pcie_generation" in row:
+        generation = row["pcie_generation"]
         pcie = Link(kind="pcie", bytes_per_s=pcie_bytes_per_s(generation), source=f"PCIe {generation} x16")
     else:
-        pcie = Link(kind="pcie", bytes_per_s=_number(row["host_bytes_per_s"]), source="NVLink-C2C to the CPU")
-    per_node = _number(row["devices_per_node"])
+        pcie = Link(kind="pcie", bytes_per_s=row.get("host_bytes_per_s"), source="NVLink-C2C to the CPU")
+    links = {
+        "nvlink": Link(kind=row.get("link_kind", "nvlink"), bytes_per_s=row.get("link_bytes_per_s"), source=source),
+        "bridge": Link(kind="nvlink", bytes_per_s=row.get("bridge_bytes_per_s"), source=source),
+        "network": Link(
+            kind="network", bytes_per_s=row.get("network_bytes_per_s"), source=row.get("network_source", "")
+        ),
+        "pcie": pcie,
+    }
     return GpuSpec(
-        name=row["name"],
-        arch=row["arch"],
-        memory_bytes=int(row["memory_bytes"]),
-        memory_bytes_per_s=_number(row["memory_bytes_per_s"]),
-        peak_flops={p: peak for p, peak in peaks.items() if peak is not None},
-        measured_flops={p: best for p, best in measured.items() if best is not None},
-        nvlink=nvlink if nvlink.bytes_per_s else None,
-        pcie=pcie if pcie.bytes_per_s else None,
-        network=network if network.bytes_per_s else None,
-        devices_per_node=None if per_node is None else int(per_node),
-        tdp_w=_number(row["tdp_w"]),
-        price_per_hour=_number(row["price_per_hour"]),
-        spot_price_per_hour=_number(row["spot_price_per_hour"]),
-        purchase_price=_number(row["purchase_price"]),
-        source=source,
-        caveat=row["caveat"],
-        chip=row["chip"],
-        compute_capability=row["compute_capability"],
-        memory_source=row["memory_source"],
-        bridge=bridge if bridge.bytes_per_s else None,
-        price_source=row["price_source"],
+        name=name,
+        peak_flops={p: row[f"{p}_flops"] for p in ("fp32", "tf32", "bf16", "fp16", "fp8") if f"{p}_flops" in row},
+        measured_flops={p: row[key] for p in ("bf16", "fp8") if (key := f"measured_{p}_flops") in row},
+        **{kind: link if link.bytes_per_s else None for kind, link in links.items()},
+        **{key: value for key, value in row.items() if key in GpuSpec.model_fields},
     )
+
+
+def multiprocessors(name: str) -> int | None:
+    """Those of a GPU of the table that has other than its generation's number; ``None`` for all the rest."""
+    found: int | None = _document()["gpus"].get(name, {}).get("multiprocessors")
+    return found
+
+
+def nvlink_link_bytes_per_s(arch: str) -> float | None:
+    """Bytes/s of one NVLink in one direction, on GPUs of an architecture."""
+    found: float | None = _document()["nvlink_link_bytes_per_s"].get(arch)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What is fitted for one generation of GPUs. Rates are parts of a rate, ``ramp`` is in columns of the contraction.
+
+    ``best``: of the peak, what the best product reaches where no sweep gave ``GpuSpec.measured_flops``. ``burst``: of
+    that, a product without ramp and empty slots at full clocks. ``held_flops``: 16-bit FLOP/s that a long run holds at
+    ``watts`` (twice that in fp8), None where power is not the limit.
+    ``wave``: weight of wave quantisation (0 none, 1 full). ``halving``: extra cost of a tile for each halving of its
+    area. ``operand``: of the data sheet's bandwidth, what a product's operands get. ``flash``, ``flash_backward``: of
+    the peak, large causal attention with heads of 128. ``idle``: empty slots at the end of an attention, in longest
+    blocks. ``stream``: of the data sheet's bandwidth, what a streaming kernel gets. ``fixed_s``: start and end of a
+    kernel on the device. ``launch_s``: the host's time for one kernel in eager PyTorch. ``cudnn``: as ``flash`` and
+    ``flash_backward``, of cuDNN's attention where it is faster. ``gpus.toml`` says what the rest is.
+    """
+
+    arch: str
+    chips: tuple[str, ...] = ()
+    best: float
+    burst: float
+    ramp: float
+    wave: float
+    halving: float
+    operand: float
+    flash: float
+    flash_backward: float
+    idle: float
+    stream: float
+    multiprocessors: int
+    precisions: tuple[str, ...]
+    held_flops: float | None = None
+    watts: float = 1.0
+    fixed_s: float = 1e-6
+    launch_s: float = 6e-6
+    cudnn: tuple[float, float] | None = None
+    fitted: bool = False
+    in_step: tuple[float, float, float, float] | None = None
+    spread: tuple[float, float] | None = None
+    full_power_flops: float | None = None
+    full_power_watts: float | None = None
+    lasting_flops: float | None = None
+    lasting_watts: float | None = None
+    ring: float | None = None
+    nvls: tuple[float, int, float] | None = None
+    context_bytes: int | None = None
+
+
+@lru_cache(maxsize=1)
+def generations() -> dict[str, Generation]:
+    """The generations of the table; the dict is the package's own, so that a fit may put other constants into it."""
+    rows: dict[str, dict[str, Any]] = _document()["generations"]
+    for row in rows.values():
+        row |= {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+    return {name: Generation(**row) for name, row in rows.items()}
+
+
+def generation_of(gpu: GpuSpec) -> str | None:
+    """The key of `generations` that holds for ``gpu``; None where there is none (Pascal, other vendors)."""
+    return generation_name(gpu.arch, gpu.chip or gpu.name)
+
+
+def constants_of(gpu: GpuSpec) -> Generation | None:
+    """What is fitted for the generation of ``gpu``."""
+    return generations().get(generation_of(gpu) or "")
+
+
+@lru_cache(maxsize=64)
+def generation_name(arch: str, chip: str) -> str | None:
+    """As `generation_of`, from the architecture's name and the chip's (``Ampere``, ``GA102``)."""
+    words = f"{arch} {chip}".lower().split()
+    fitting = {name: found for name, found in generations().items() if found.arch in words}
+    own = (name for name, found in fitting.items() if any(chip.lower() in words for chip in found.chips))
+    return next(own, None) or next((name for name, found in fitting.items() if not found.chips), None)

@@ -7,16 +7,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.hardware.gpus import GpuSpec, Link
+from shardwise.hardware.gpus import GpuSpec, Link, nvlink_link_bytes_per_s
 
 # How far two devices are apart, nearest first: one PCIe switch, several, the host bridge, a NUMA node, two sockets
 # (the legend that nvidia-smi prints below the matrix).
 PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-# One NVLink in one direction, bytes/s, by GPU generation: NVIDIA data sheets of P100, V100, A100, H100, B200, each
-# part's total over its number of links (4, 6, 12, 18, 18).
-NVLINK_LINK_BYTES_PER_S = {"Pascal": 20e9, "Volta": 25e9, "Turing": 25e9, "Ampere": 25e9, "Hopper": 25e9} | {
-    "Blackwell": 50e9
-}
 MEANING = {
     "PIX": "one PCIe switch between them",
     "PXB": "several PCIe switches between them, no host bridge",
@@ -208,7 +203,7 @@ def link_of(topology: Topology, gpu: GpuSpec | None) -> Link | None:
     counts = [[topology.nvlinks(i, j) for j in range(size) if i != j] for i in range(size)]
     switched = len({n for row in counts for n in row}) == 1  # or two cards with a bridge: the same sum
     links = min(row[0] if switched else sum(row) for row in counts)
-    per_link = NVLINK_LINK_BYTES_PER_S.get(gpu.arch) if gpu else None
+    per_link = nvlink_link_bytes_per_s(gpu.arch) if gpu else None
     ceiling = next((link.bytes_per_s for link in (gpu.nvlink, gpu.bridge) if link), None) if gpu else None
     if ceiling is not None and per_link is not None and switched and links * (size - 1) * per_link <= ceiling:
         links *= size - 1  # every pair joined directly, without a switch: more links than a GPU has otherwise

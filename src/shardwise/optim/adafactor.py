@@ -122,7 +122,7 @@ class Adafactor(torch.optim.Adafactor):
                     continue
                 if not self.state[parameter]:
                     start_state(parameter, self.state[parameter])
-                group = sharing(parameter)
+                group = self.sharing(parameter)
                 if group is None:
                     self._step_whole(parameter, parameter.grad, options)
                     continue
@@ -157,6 +157,30 @@ class Adafactor(torch.optim.Adafactor):
             maximize=options["maximize"],
         )
 
+    @staticmethod
+    def summed_elements(shape: tuple[int, ...]) -> tuple[int, int]:
+        """Elements that a sharded parameter of ``shape`` adds to the first and to the second all-reduce of a step."""
+        return (2 + shape[1] if len(shape) == 2 else 1), 1
+
+    @staticmethod
+    def sharing(parameter: torch.Tensor) -> dist.ProcessGroup | None:
+        """The ranks that each hold some rows of a parameter; ``None`` where this rank has all.
+
+        Raises:
+            ModelError: it is cut along something else than its rows.
+        """
+        if not isinstance(parameter, DTensor):
+            return None
+        cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        if any(parameter.placements[axis] != Shard(0) for axis in cuts) or len(cuts) > 1:
+            raise ModelError(
+                f"adafactor: a parameter laid out as {parameter.placements} is cut along something else than its rows, "
+                "and its sums would be those of the part; use adamw, or a strategy without +tp"
+            )
+        if not cuts or parameter.device_mesh.shape[cuts[0]] == 1:
+            return None
+        return parameter.device_mesh.get_group(cuts[0])
+
 
 def start_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Fill ``state`` with the zeros that a parameter begins with."""
@@ -172,26 +196,6 @@ def state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     if len(shape) < 2:
         return {"variance": shape}
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-
-
-def summed_elements(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Elements that a sharded parameter of ``shape`` adds to the first and to the second all-reduce of a step."""
-    return (2 + shape[1] if len(shape) == 2 else 1), 1
-
-
-def sharing(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that each hold some rows of a parameter; ``None`` where this rank has all."""
-    if not isinstance(parameter, DTensor):
-        return None
-    cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if any(parameter.placements[axis] != Shard(0) for axis in cuts) or len(cuts) > 1:
-        raise ModelError(
-            f"adafactor: a parameter laid out as {parameter.placements} is cut along something else than its rows, and "
-            "its sums would be those of the part; use adamw, or a strategy without +tp"
-        )
-    if not cuts or parameter.device_mesh.shape[cuts[0]] == 1:
-        return None
-    return parameter.device_mesh.get_group(cuts[0])
 
 
 def _step_parts(parts: list[_Part], group: dist.ProcessGroup, dtype: torch.dtype) -> None:

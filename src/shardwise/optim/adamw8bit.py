@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,14 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shardwise.cost.memory.local_shapes import QUANTISED_BLOCK, QUANTISED_FROM
 from shardwise.distributed.local_tensor import local_of
 from shardwise.errors import ConfigError, ModelError
+from shardwise.plan.optimizers import QUANTISED_BLOCK, QUANTISED_FROM
 
 BLOCK = QUANTISED_BLOCK
 MOMENTS = ("state1", "state2")  # bitsandbytes' names: the mean of gradients, and of their squares
+_SCALES = ("absmax1", "absmax2")
+_SLAB = 4096 * BLOCK  # elements that are worked on at once
 _KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -238,6 +240,74 @@ class AdamW8bit(Optimizer):
             other_scale,
             decay,
         )
+
+    def empty_state(self, parameter: torch.Tensor, key: str) -> torch.Tensor | None:
+        """Room for the scales of 8-bit state; ``None`` for whatever else ``key`` is."""
+        return empty_scales(parameter) if key in _SCALES and is_quantised(parameter) else None
+
+    def relayout(
+        self, parameter: torch.Tensor, saved: Mapping[str, tuple[int, ...]], values: dict[str, Any]
+    ) -> Regrouping | None:
+        """What to do where the saved blocks of a parameter are laid out in another way than those here; else ``None``.
+
+        ``saved`` are the shapes of saved tensors, ``values`` the saved numbers; ``chunk`` among them becomes that of
+        the parameter here.
+
+        Raises:
+            ValueError: what was saved is no such state.
+        """
+        if not is_quantised(parameter) or not saved:
+            return None
+        chunk, new = values.get("chunk"), blocks_of(parameter)
+        if not isinstance(chunk, int) or chunk < 1 or not set(_SCALES) <= saved.keys():
+            raise ValueError("no blocks of 8-bit state in the checkpoint")
+        old = Blocks(parameter.numel(), chunk)
+        values["chunk"] = new.chunk
+        if any(len(saved[name]) != 1 or saved[name][0] < old.parts * old.each for name in _SCALES):
+            raise ValueError(f"fewer scales in the checkpoint than blocks of {BLOCK}")
+        if old.chunk == new.chunk and saved["absmax1"] == tuple(empty_scales(parameter).shape):
+            return None
+        rooms = {name: torch.empty(saved[name]) for name in _SCALES}
+        return Regrouping(parameter, values, rooms, old, new, self.tables(local_of(parameter).device))
+
+
+@dataclass
+class Regrouping:
+    """The state of one parameter whose blocks were saved under another layout.
+
+    ``saved`` are the scales of all its blocks, by their name; they are filled before `finish` is called.
+    """
+
+    parameter: torch.Tensor
+    values: dict[str, Any]
+    saved: dict[str, torch.Tensor]
+    old: Blocks
+    new: Blocks
+    tables: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether codes stay as they are: parts begin at multiples of 256 elements then and now."""
+        return self.old.same_as(self.new)
+
+    def finish(self) -> None:
+        """Put scales in their new places; where blocks are others, make codes and scales anew from what they mean."""
+        begin = first_element(self.parameter)
+        for number, (moment, table) in enumerate(zip(MOMENTS, self.tables, strict=True), 1):
+            codes = local_of(self.values[moment]).view(-1)
+            scales = local_of(self.values[f"absmax{number}"]).zero_()
+            saved = self.saved[f"absmax{number}"].to(codes.device)
+            for start in range(0, codes.numel(), _SLAB):
+                part = codes[start : start + _SLAB]
+                elements = torch.arange(begin + start, begin + start + part.numel(), device=codes.device)
+                place = start // BLOCK
+                if self.is_exact:
+                    own = saved[self.old.scale_of(elements[::BLOCK])]
+                else:
+                    meant = dequantised(part, saved[self.old.scale_of(elements)], table)
+                    made, own = quantised(meant, table)
+                    part.copy_(made)
+                scales[place : place + own.numel()] = own
 
 
 @contextmanager

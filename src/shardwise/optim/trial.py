@@ -30,7 +30,7 @@ from shardwise.distributed.local_tensor import local_of
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.model.read import clean_name
-from shardwise.optim.adamw8bit import AdamW8bit
+from shardwise.plan.optimizers import declared, loaded_class
 from shardwise.plan.plan import Plan
 
 _STEPS, _RATE, _NUDGE = 12, 0.01, 1e-3
@@ -46,7 +46,7 @@ _NOISE = 10.0
 _optim = torch.optim
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     *(_optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax, _optim.ASGD),
-    *(_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.SparseAdam, AdamW8bit),
+    *(_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.SparseAdam),
 )
 _FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW)
 _OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
@@ -64,7 +64,7 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
     inner: Optimizer = getattr(optimizer, "optim", optimizer)
     name = type(inner).__name__
     _check_options(optimizer, module, plan)
-    if type(inner) in _ELEMENTWISE and not _special(inner):
+    if _is_elementwise(inner) and not _special(inner):
         return
     apart = _apart(plan)
     cut = (plan.parsed.shards_parameters or plan.dims.tp > 1) and plan.dims.world_size > 1
@@ -85,12 +85,12 @@ def check_flattened(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
     """
     kind = type(optimizer)
     _check_options(optimizer, module, plan)
-    if isinstance(optimizer, AdamW8bit):
+    spec = declared(optimizer)
+    if spec is not None and spec.elementwise and "deepspeed" in spec.refuses:
         raise ModelError(
-            f"{kind.__name__} keeps its state by blocks of a parameter, and {plan.strategy} cuts flattened parameters "
-            "anywhere; use AdamW, or ddp, zero1 or fsdp"
+            f"{kind.__name__} is not for {plan.strategy}: {spec.refuses['deepspeed']}; use AdamW, or ddp, zero1 or fsdp"
         )
-    if kind in _ELEMENTWISE:
+    if _is_elementwise(optimizer):
         return
     if kind.__module__.startswith("deepspeed."):
         if kind.__name__ not in _OF_DEEPSPEED:
@@ -103,6 +103,13 @@ def check_flattened(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
         if key not in ("param_groups", "state") and any(True for _ in _parameters(value)):
             raise _keeps(f"{kind.__name__}.{key}", plan)
     _refuse_any(_tried_flat(optimizer, plan), ranks)
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is known to treat each element alone; a subclass may do otherwise."""
+    spec = declared(optimizer)
+    named = spec is not None and spec.elementwise and type(optimizer) is loaded_class(spec.factory)
+    return named or type(optimizer) in _ELEMENTWISE
 
 
 def _check_options(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:

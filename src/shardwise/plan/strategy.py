@@ -53,7 +53,7 @@ class Strategy(BaseModel):
         stage = "zero3" if self.base == "fsdp" else self.base
         words = [f"deepspeed-{stage}" if self.engine == "deepspeed" else self.base]
         words += [f"{name}{getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
-        words += [name for name in ("offload", "nvme") if getattr(self, name)]
+        words += [name for name in FLAGS if getattr(self, name, False)]
         words += [self.adapter] if self.adapter != "none" else []
         return "+".join(words)
 
@@ -143,7 +143,8 @@ def parse_strategy(text: str) -> Strategy:
         raise PlanError(*problems)
     adapter: Adapter = "qlora" if "qlora" in flags else "lora" if "lora" in flags else "none"
     return Strategy.model_validate(
-        {"base": base, "engine": engine, "adapter": adapter, "offload": "offload" in flags, "nvme": "nvme" in flags}
+        {"base": base, "engine": engine, "adapter": adapter}
+        | {name: True for name in flags if name in Strategy.model_fields}
         | degrees
     )
 

@@ -1,13 +1,7 @@
-<<<<<<< HEAD:src/shardwise/plan/traffic.py
 """The collectives of a step by mesh axis: how often weights and gradients move, between whom, and the bytes sent.
 
 Costs price these, search explains plans by them, receipts expect them and scaling extrapolates them. What a rank really
 sent is measured apart from this (`measure.collectives`), so that the two can differ.
-=======
-"""Bytes that one device sends in a step, by mesh axis (payload of ring algorithms).
-
-Excludes protocol overhead, the collectives of the clipped norm and of the loss (a few bytes), and padding.
->>>>>>> w-wa:src/shardwise/search/traffic_per_axis.py
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after atten
 EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
 
 
-<<<<<<< HEAD:src/shardwise/plan/traffic.py
 @dataclass(frozen=True)
 class DataTraffic:
     """How often a unit's weights and gradients move over the data-parallel axes in one optimizer step.
@@ -50,13 +43,6 @@ class DataTraffic:
 
 def data_traffic(plan: Plan) -> DataTraffic:
     """The data-parallel collectives of a plan."""
-=======
-def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
-    """Return bytes sent by one device in one step: ``dp``, ``tp``, ``cp``, ``pp``.
-
-    Axes of one rank are omitted.
-    """
->>>>>>> w-wa:src/shardwise/search/traffic_per_axis.py
     strategy, dims = plan.parsed, plan.dims
     ranks = dims.dp * dims.cp
     if not strategy.shards_parameters:
@@ -84,23 +70,11 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     cut, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
     gradients = profile.num_trainable * GRADIENT_BYTES / cut
     found: dict[str, float] = {}
-<<<<<<< HEAD:src/shardwise/plan/traffic.py
     if moved.ranks > 1:
         weights = _gathered(profile, narrow) / cut
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * gradients
         found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas
-=======
-    ranks, shard = dims.dp * dims.cp, dims.dp_shard * dims.cp  # a context-parallel group has equal weights
-    if ranks > 1 and not strategy.shards_parameters:
-        broadcast = profile.num_trainable * 4 / cut if strategy.base == "zero1" else 0.0
-        found["dp"] = (2 * gradients + broadcast) * (ranks - 1) / ranks
-    elif ranks > 1:
-        gathers = accum * (2 if strategy.reshards_after_forward else 1)
-        reduces = accum if plan.syncs_every_micro_batch else 1
-        found["dp"] = (gathers * weights + reduces * gradients) * (shard - 1) / shard
-        found["dp"] += reduces * 2 * gradients / shard * (dims.dp_replicate - 1) / dims.dp_replicate
->>>>>>> w-wa:src/shardwise/search/traffic_per_axis.py
     rows = micro * (plan.seq_len or profile.seq_len or 1) / dims.cp
     activation = rows * (profile.hidden_size or 0) * narrow
     blocks = profile.num_blocks / dims.pp
@@ -115,10 +89,7 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
 
 
 def _gathered(profile: ModelProfile, narrow: float) -> float:
-    """Return bytes of all gathered weights.
-
-    ``narrow`` bytes an element, quantized ones as stored without scales.
-    """
+    """Bytes of all weights as a rank gathers them: ``narrow`` an element, packed ones as they rest without scales."""
     return sum(
         unit.count * w.num_elements * (w.itemsize - w.scales if w.itemsize < 1 else narrow)
         for unit in profile.units
@@ -127,10 +98,9 @@ def _gathered(profile: ModelProfile, narrow: float) -> float:
 
 
 def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> float:
-    """Return the exchanged volume around an attention, in units of its queries.
+    """What is exchanged around an attention, in its queries: they, keys and values there, and the result back.
 
-    They, keys and values there, and the result back. Key-value heads are repeated where there are fewer of them than
-    the degree divides.
+    Key-value heads are repeated where there are fewer of them than the degree divides.
     """
     queries = max(1, (heads or 1) // tp)
     keys = max(1, (kv_heads or heads or 1) // tp)
@@ -138,14 +108,14 @@ def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> floa
 
 
 def crosses_nodes(axis: str, plan: Plan, cluster: ClusterSpec) -> bool:
-    """Return True where an axis spans nodes: innermost is ``tp``, then ``cp``, ``dp``, ``pp``."""
+    """True where the ranks of an axis lie on several nodes: innermost is ``tp``, then ``cp``, ``dp``, ``pp``."""
     dims = plan.dims
     reach = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp": dims.tp * dims.cp * dims.dp, "pp": dims.world_size}
     return reach[axis] > cluster.devices_per_node
 
 
 def traffic_text(axis: str, plan: Plan, cluster: ClusterSpec) -> str:
-    """Format ``over the network`` or ``over nvlink``."""
+    """``over the network`` or ``over nvlink``."""
     if crosses_nodes(axis, plan, cluster):
         return "over the network"
     return f"over {cluster.link.kind}" if cluster.link else "inside the node"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
-OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
 class Workload(BaseModel):
@@ -15,7 +20,8 @@ class Workload(BaseModel):
     ``optimizer_states`` is the number of parameter-shaped tensors the optimizer keeps (2 for AdamW, 1 for SGD with
     momentum), ``scalar_states`` the number of 0-d ones; ``None`` where the optimizer is not known.
     ``optimizer_temporaries`` is the number of parameter-shaped tensors that live only while it steps, of all parameters
-    together; ``loop_temporaries`` that of one parameter after the other, of which the largest counts.
+    together; ``loop_temporaries`` that of one parameter after the other, of which the largest counts. Those of the four
+    that are not given are as the optimizer is declared.
     ``activation_bytes`` maps a recompute mode to the bytes that one sample saves for backward, logits included;
     ``None`` where it was not measured. ``parameter_groups`` are the names that the optimizer steps, group by group;
     ``None`` means every trainable parameter in one group.
@@ -48,3 +54,23 @@ class Workload(BaseModel):
     lora_dropout: float = 0.0
     lora_dora: bool = False
     double_quant: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_declared(cls, data: Any) -> Any:
+        spec = OPTIMIZERS.get(data.get("optimizer", "adamw")) if isinstance(data, dict) else None
+        if spec is None:
+            return data
+        together, each = spec.temporaries
+        return {
+            "optimizer_states": spec.states,
+            "scalar_states": spec.scalars if spec.plan_scalars is None else spec.plan_scalars,
+            "optimizer_temporaries": together,
+            "loop_temporaries": each,
+        } | data
+
+    @property
+    def custom_state(self) -> OptimizerSpec | None:
+        """The optimizer, where its state is not some tensors of the parameter's shape and dtype."""
+        spec = OPTIMIZERS.get(self.optimizer or "")
+        return spec if spec is not None and spec.state is not None else None

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.cost.memory.optimizer_state import LEAN
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.profile import ModelProfile
@@ -158,7 +157,7 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
 
     with users_code(_key("optimizer", table.factory, table.name)):
         workload = workload_of(build_optimizer(module.parameters(), table), parameter_names(module), device=device)
-    known = workload.optimizer if workload.optimizer in LEAN else None
+    known = workload.optimizer if workload.custom_state is not None else None
     return workload.model_copy(update={"optimizer": table.name if table.factory is None else known})
 
 

@@ -21,6 +21,7 @@ from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.model.facts import ModelSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.parallel_options import CONFIG_KEYS
 from shardwise.plan.plan import Plan, axis_problems, split_batch
 from shardwise.plan.strategy import parse_strategy
@@ -108,10 +109,8 @@ def prepare_job(
     """
     check_output(Path(config.train.output))
     check_trackers(config.train.trackers)
-    if config.optimizer.factory is None and config.optimizer.name == "adamw8bit":
-        from shardwise.optim.adamw8bit import require_bitsandbytes
-
-        require_bitsandbytes()
+    if config.optimizer.factory is None:
+        OPTIMIZERS[config.optimizer.name].require_package()
     nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
     cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)

@@ -15,6 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import find_gpu, gpu_names
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.strategy import SHARDED, Strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 MOST_NODES = 4096
 SHORTEST = 256
 CHUNKS = 8  # of the loss, where it is proposed
-STATES = {"adamw8bit": 2, "adafactor": 0}  # tensors of the weight's shape
 
 Command = Callable[[Mapping[str, str | None]], str]  # the request's own command with these options
 
@@ -207,8 +207,10 @@ def _other_optimizer(ways: _Ways) -> Iterator[str]:
     limit = (9,) if ways.kept is None else complexity(ways.kept.plan.parsed)
     if question.workload.optimizer != "adamw":
         return
-    for name, states in STATES.items():
-        lean = {"optimizer": name, "optimizer_states": states, "optimizer_temporaries": 0.0}
+    for name, spec in OPTIMIZERS.items():
+        if not spec.proposed:
+            continue
+        lean = {"optimizer": name, "optimizer_states": spec.states, "optimizer_temporaries": spec.temporaries[0]}
         work = question.workload.model_copy(update=lean)
         for order, options, flags in (("", {}, {}), *_orders(question)):
             pins = question.pins.model_copy(update={"options": {**question.pins.options, **options}})

@@ -51,7 +51,7 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
     link = (cluster.link.bytes_per_s if cluster.link else None) or LINK_BYTES_PER_S
     network = (cluster.network.bytes_per_s if cluster.network else None) or NETWORK_BYTES_PER_S
     host = (gpu.pcie.bytes_per_s if gpu and gpu.pcie else None) or HOST_LINK_BYTES_PER_S
-    width = 1 if workload.optimizer == "adamw8bit" else 4
+    spec = workload.custom_state
     stored = sum(w.num_elements * w.itemsize * unit.count for unit in profile.units for w in unit.weights)
     parameters = profile.num_parameters
     return Totals(
@@ -66,7 +66,7 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
         network=network * LINK_SHARE,
         host_link=host * LINK_SHARE,
         per_node=cluster.devices_per_node,
-        state_bytes=0.0 if workload.optimizer == "adafactor" else (workload.optimizer_states or 0) * width,
+        state_bytes=4.0 * (workload.optimizer_states or 0) if spec is None else spec.least_bytes,
         weight_bytes=stored / max(1, parameters),
         kv_share=(profile.kv_heads or 1) / (profile.heads or profile.kv_heads or 1),
     )

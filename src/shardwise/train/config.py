@@ -18,9 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shardwise.document import MOST_DEEP, parse_toml, read_toml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.optimizers import OPTIMIZERS, Mode, either, names_without
 from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
 from shardwise.plan.plan import Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
+from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_problems import explain
 from shardwise.train.config_values import (
     Batch,
@@ -101,20 +103,10 @@ class DataTable(Table):
         return self
 
 
-_NAMES = ("adamw", "adamw8bit", "adafactor", "sgd")
-_OWNERS = {
-    "name": _NAMES,
-    "betas": ("adamw", "adamw8bit"),
-    "eps": ("adamw", "adamw8bit"),
-    "momentum": ("sgd",),
-    "weight_decay": _NAMES,
-}
-
-
 class OptimizerTable(Table):
     """``[optimizer]``: the optimizer, its schedule and clipping."""
 
-    name: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
+    name: OptimizerName = Field("adamw", description="; ".join(f"{s.name}: {s.help}" for s in OPTIMIZERS.values()))
     factory: Named | None = Field(None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     lr: Rate = 1e-3
@@ -128,13 +120,30 @@ class OptimizerTable(Table):
     clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' is no limit")
     in_backward: bool = option_field("optimizer_in_backward")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_defaults(cls, data: Any) -> Any:
+        """Fill in where an optimizer's defaults are others than those of this table."""
+        if not isinstance(data, dict) or data.get("factory") not in (None, "none"):
+            return data
+        if (spec := OPTIMIZERS.get(str(data.get("name", "adamw")))) is None:
+            return data
+        usual = {key: value.get_default(call_default_factory=True) for key, value in cls.model_fields.items()}
+        own = {key: value for key, value in spec.hyperparameters.items() if key in usual and value != usual[key]}
+        return own | data
+
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
-        if self.kwargs and self.factory is None:
+        takes = set() if self.factory is not None else {"name", *OPTIMIZERS[self.name].hyperparameters}
+        own = takes - set(type(self).model_fields)
+        if self.kwargs and self.factory is None and not own:
             raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
+        if self.factory is None and (unknown := sorted(set(self.kwargs) - own)):
+            raise ValueError(f"'kwargs' of {self.name} are {_listed(sorted(own))}, not {_listed(unknown)}")
         kind = "a factory" if self.factory is not None else self.name
-        for key, owners in _OWNERS.items():
-            if key in self.model_fields_set and kind not in owners:
+        for key in ("name", "betas", "eps", "momentum", "weight_decay"):
+            if key in self.model_fields_set and key not in takes:
+                owners = [spec.name for spec in OPTIMIZERS.values() if key == "name" or key in spec.hyperparameters]
                 raise ValueError(f"'{key}' does nothing for {kind}, only for {_listed(owners)}; take it out")
         if self.in_backward and self.clip_norm is not None:
             raise ValueError(
@@ -292,20 +301,25 @@ class CheckpointTable(Table):
 
 def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
     """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
-    if table.factory is None and strategy.engine == "deepspeed" and table.name in ("adamw8bit", "adafactor"):
+    if table.factory is not None:
+        return []
+    refused = OPTIMIZERS[table.name].refuses
+    if strategy.engine == "deepspeed" and "deepspeed" in refused:
         return [
-            f"optimizer.name '{table.name}' is not for {strategy}: DeepSpeed cuts flattened weights anywhere, and its "
-            "state goes by rows or blocks; use adamw or sgd, or the same stage on PyTorch (zero1, zero2, fsdp)"
+            f"optimizer.name '{table.name}' is not for {strategy}: {refused['deepspeed']}; use "
+            f"{either(names_without('deepspeed'))}, or the same stage on PyTorch (zero1, zero2, fsdp)"
         ]
-    if table.factory is not None or strategy.tp == 1:
-        return []
-    why = {
-        "adamw8bit": "its blocks of 256 run along a rank's rows, and parts cut along columns do not go together",
-        "adafactor": "its sums over rows and columns are not those of parts that are cut along columns",
-    }.get(table.name)
-    if why is None:
-        return []
-    return [f"optimizer.name '{table.name}' is not for +tp: {why}; use adamw, or a strategy without +tp"]
+    asked: dict[str, tuple[Mode, bool]] = {
+        "+tp": ("tp", strategy.tp > 1),
+        "+offload": ("offload", strategy.offload),
+        "in_backward": ("in_backward", table.in_backward),
+    }
+    return [
+        f"optimizer.name '{table.name}' is not for {option}: {refused[mode]}; use {names_without(mode)[0]}, or "
+        + ("take in_backward out" if mode == "in_backward" else f"a strategy without {option}")
+        for option, (mode, is_asked) in asked.items()
+        if is_asked and mode in refused
+    ]
 
 
 class Config(Table):

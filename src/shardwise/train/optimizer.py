@@ -10,20 +10,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
-from shardwise.import_object import check_kwargs, load_object
-from shardwise.optim.adafactor import Adafactor
-from shardwise.optim.adamw8bit import AdamW8bit
-from shardwise.plan.workload import OptimizerName, Workload
+from shardwise.import_object import check_kwargs, import_path, load_object
+from shardwise.plan.optimizers import OPTIMIZERS, declared
+from shardwise.plan.workload import Workload
 from shardwise.train.config import OptimizerTable
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -> Optimizer:
-    """The optimizer of a config. AdamW is fused: one pass over the weights, on CPU and on GPU alike.
+    """The optimizer of a config.
 
     Raises:
-        ConfigError: the factory cannot be imported or does not return an optimizer, or bitsandbytes is not installed.
+        ConfigError: the factory cannot be imported or does not return an optimizer, or a package is not installed.
     """
     trained = [p for p in parameters if p.requires_grad]
     if table.factory is not None:
@@ -34,23 +33,17 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
         if not isinstance(made, Optimizer):
             raise ConfigError(f"{where} returned a {type(made).__name__}; it must return an Optimizer")
         return made
-    if table.name == "adamw8bit":
-        return AdamW8bit(
-            trained, lr=table.lr, betas=(table.betas[0], table.betas[1]), eps=table.eps, weight_decay=table.weight_decay
-        )
-    if table.name == "adafactor":
-        return Adafactor(trained, lr=table.lr, weight_decay=table.weight_decay)
-    if table.name == "sgd":
-        # not fused: PyTorch has no fused SGD for sharded parameters
-        return torch.optim.SGD(trained, lr=table.lr, momentum=table.momentum, weight_decay=table.weight_decay)
-    first, second = table.betas
-    return torch.optim.AdamW(
-        trained, lr=table.lr, betas=(first, second), eps=table.eps, weight_decay=table.weight_decay, fused=True
-    )
+    spec = OPTIMIZERS[table.name]
+    spec.require_package()
+    chosen = {key: getattr(table, key, default) for key, default in spec.hyperparameters.items()} | table.kwargs
+    if "betas" in chosen:
+        chosen["betas"] = tuple(chosen["betas"])
+    optimizer: Optimizer = import_path(spec.factory)(trained, lr=table.lr, **chosen, **spec.arguments)
+    return optimizer
 
 
 def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, device: str | None = None) -> Workload:
-    """How many states the optimizer will keep for each parameter; unknown for classes not known here.
+    """How many states the optimizer will keep for each parameter; unknown for classes that are not declared.
 
     ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are told, too. ``device`` is what
     it will step on, where its parameters are not there yet. Of an optimizer whose state is split over ranks (zero1) the
@@ -61,20 +54,18 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, de
         groups = tuple(tuple(names[id(p)] for p in g["params"] if id(p) in names) for g in optimizer.param_groups)
     inner = getattr(optimizer, "optim", optimizer)
     states: tuple[int | None, int] = (None, 0)
+    name = "adamw"
     if isinstance(inner, _ADAMS):
         amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
         states = (3 if amsgrad else 2, 2 if isinstance(inner, torch.optim.NAdam) else 1)
     elif isinstance(inner, torch.optim.SGD):
         kept = {bool(group["momentum"]) for group in inner.param_groups}
         states = (int(kept.pop()) if len(kept) == 1 else None, 0)  # unknown where groups differ
-    lean: dict[str, OptimizerName] = {}
-    if isinstance(inner, AdamW8bit):
-        states, lean = (2, 0), {"optimizer": "adamw8bit"}
-    elif isinstance(inner, torch.optim.Adafactor):
-        states, lean = (0, 1), {"optimizer": "adafactor"}
+    elif (spec := declared(inner)) is not None:
+        states, name = (spec.states, spec.scalars), spec.name
     together, each = _temporaries(inner, device)
     return Workload(
-        **lean,
+        optimizer=name,
         optimizer_states=states[0],
         scalar_states=states[1],
         optimizer_temporaries=together,
@@ -86,18 +77,16 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, de
 def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float]:
     """Tensors that live only while the optimizer steps: of all parameters together, and of one after the other.
 
-    As torch.optim 2.13 has it. Fused kernels make none. ``foreach``, the default on CUDA but not on CPU, makes the root
-    of the second moment for all parameters, and where weight decay is added to the gradients, those. The plain loop
-    makes the root and its quotient, or the one gradient. bitsandbytes' kernel for GPUs makes none, its CPU code both
-    moments in fp32, the gradient's copy, the denominator and its quotient. Adafactor makes the update and a square.
+    Those of Adam and SGD as torch.optim 2.13 has it, others as declared. Fused kernels make none. ``foreach``, the
+    default on CUDA but not on CPU, makes the root of the second moment for all parameters, and where weight decay is
+    added to the gradients, those. The plain loop makes the root and its quotient, or the one gradient.
     """
-    groups, known = optimizer.param_groups, (*_ADAMS, torch.optim.SGD)
-    if isinstance(optimizer, AdamW8bit):
-        return (0.0, 0.0) if device == "cuda" else (0.0, 5.0)
-    if isinstance(optimizer, Adafactor):
-        return 0.0, 2.0
-    if not isinstance(optimizer, known):
-        return 1.0, 0.0
+    groups = optimizer.param_groups
+    if not isinstance(optimizer, (*_ADAMS, torch.optim.SGD)):
+        spec = declared(optimizer)
+        if spec is None or not spec.builds(optimizer):
+            return 1.0, 0.0
+        return spec.temporaries if device == "cuda" or spec.cpu_temporaries is None else spec.cpu_temporaries
     if all(group.get("fused") for group in groups):
         return 0.0, 0.0
     if device is None:

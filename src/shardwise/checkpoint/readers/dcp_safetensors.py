@@ -9,7 +9,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import Shard, TensorEntry, short_list
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.reader import TensorInfo, read_pieces
+from shardwise.checkpoint.readers.reader import TensorInfo, WeightsOnly, read_pieces
 from shardwise.checkpoint.shard_files import ShardReader
 from shardwise.checkpoint.storage.local_storage import Folder, RangeReader
 from shardwise.errors import CheckpointError
@@ -27,8 +27,8 @@ _OFFSETS = "DCP_SHARDING_INFO"
 _FIX = "copy or save the folder again, with the files of all ranks"
 
 
-class DcpSafetensorsSource:
-    """Folder of `PIECES`, as a `Source`."""
+class DcpSafetensorsSource(WeightsOnly):
+    """A folder of `PIECES`, as a `Source`."""
 
     def __init__(self, path: Folder) -> None:
         """Read the headers of all files.
@@ -38,9 +38,6 @@ class DcpSafetensorsSource:
         """
         self.kind = "PyTorch DCP folder of safetensors"
         self.place = str(path)
-        self.aliases: Mapping[str, str] = {}
-        self.optimizer: Mapping[str, Any] | None = None
-        self.step: int | None = None
         self.notes: Sequence[str] = (
             "the files do not record how many ranks wrote them; only the shapes show that none is missing",
         )
@@ -54,9 +51,6 @@ class DcpSafetensorsSource:
         self.tensors: Mapping[str, TensorInfo] = {
             f"model/{name}": TensorInfo(DTYPES[entry.dtype], entry.shape) for name, entry in self._entries.items()
         }
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._reader.__exit__()

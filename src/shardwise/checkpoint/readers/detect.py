@@ -10,23 +10,19 @@ from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.readers.reader import Source
 from shardwise.checkpoint.storage.local_storage import Folder, RangeReader, folder_of
 from shardwise.errors import UserError
+from shardwise.import_object import import_path
 
 STATE_DICTS = (".pt", ".pth", ".bin", ".ckpt")
-ACCEPTED = (
-    "a checkpoint, its run's folder or the folder of its checkpoints (shardwise); a .safetensors file or a folder with "
-    "model.safetensors or its index (Hugging Face); a folder with .metadata and .distcp files, or with its pieces in "
-    "safetensors (PyTorch DCP); a folder of accelerator.save_state (Accelerate); a folder with 'latest' and "
-    "global_step… (DeepSpeed); a .pt, .pth, .bin or .ckpt file (PyTorch, Lightning)"
-)
 _STEP = re.compile(r"step-\d{8,}")
 _ZERO = re.compile(r"(\w*zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
+_DCP_PIECE = re.compile(r"shard-.*\.safetensors", re.DOTALL)
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class _Here:
-    """Path of a folder and the names in it."""
+class Listing:
+    """A folder's path and the names in it."""
 
     path: Folder
     names: frozenset[str]
@@ -40,6 +36,21 @@ class _Here:
         return any(name.endswith(ends) for name in self.names)
 
 
+@dataclass(frozen=True)
+class Format:
+    """One kind of checkpoint: how it is known, and who reads it.
+
+    ``accepts`` tells users what to give. ``source`` is the `Source` that is made of a path, as ``module:name``; it is
+    imported when it is needed. ``file`` and ``folder`` look at a file's path or a folder's listing and return the path
+    that the source is made of, ``None`` where it is another kind.
+    """
+
+    accepts: str
+    source: str
+    file: Callable[[Folder], Folder | None] = lambda path: None
+    folder: Callable[[Listing], Folder | None] = lambda here: None
+
+
 def open_source(place: str | Folder) -> Source:
     """Open a checkpoint of any tool.
 
@@ -50,72 +61,36 @@ def open_source(place: str | Folder) -> Source:
         CheckpointError: it is a checkpoint, but cannot be read.
     """
     path = folder_of(place)
+    accepted = "; ".join(one.accepts for one in FORMATS)
     try:
         if path.is_file():
-            found = _of_file(path)
+            found = ((one, one.file(path)) for one in FORMATS)
             there = f"'{path}' is a file of another kind"
         elif path.is_dir():
-            here = _Here(path, frozenset(item.name for item in path.iterdir()))
-            found = _of_folder(here)
+            here = Listing(path, frozenset(item.name for item in path.iterdir()))
+            found = ((one, one.folder(here)) for one in FORMATS)
             there = _in_words(here)
         else:
-            raise UserError(f"'{place}' does not exist; give {ACCEPTED}")
+            raise UserError(f"'{place}' does not exist; give {accepted}")
+        kind, inner = next(((kind, inner) for kind, inner in found if inner is not None), (None, path))
     except OSError as error:
         raise UserError(
             f"'{place}' cannot be read: {error.strerror or error}; give a place that you may read"
         ) from None
-    if found is None:
-        raise UserError(f"{there}; give {ACCEPTED}")
-    return found()
+    if kind is None:
+        raise UserError(f"{there}; give {accepted}")
+    source: Source = import_path(kind.source)(inner)
+    return source
 
 
-def _of_file(path: Folder) -> Callable[[], Source] | None:
-    name, parent = path.name, path.parent
-    if name.endswith((".safetensors", ".safetensors.index.json")):
-        return lambda: _hugging_face(path)
-    if name.endswith(".bin.index.json"):
-        return lambda: _state_dict(parent)
-    if name == MANIFEST:
-        return lambda: _own(parent)
-    if name == ".metadata" or (name.endswith(".distcp") and (parent / ".metadata").is_file()):
-        return lambda: _dcp(parent)
-    if _ZERO.fullmatch(name):
-        return lambda: _deepspeed(parent)
-    if name.endswith(STATE_DICTS) or _first_bytes(path).startswith((_ZIP, _PICKLE)):
-        return lambda: _state_dict(path)
-    return None
-
-
-def _of_folder(here: _Here) -> Callable[[], Source] | None:
-    path = here.path
-    if _is_own(here):
-        return lambda: _own(path)
-    if _is_deepspeed(here):
-        return lambda: _deepspeed(path)
-    if _is_accelerate(here):
-        return lambda: _accelerate(path)
-    if here.has(".metadata") or here.ends(".distcp"):
-        return lambda: _dcp(path)
-    if any(name.startswith("shard-") and name.endswith(".safetensors") for name in here.names):
-        return lambda: _dcp_safetensors(path)
-    if here.ends(".safetensors", ".safetensors.index.json"):
-        return lambda: _hugging_face(path)
-    if here.has("pytorch_model.bin", "pytorch_model.bin.index.json"):
-        return lambda: _state_dict(path)
-    files = [name for name in here.names if name.endswith(STATE_DICTS)]
-    if len(files) == 1:
-        return lambda: _state_dict(path / files[0])
-    return None
-
-
-def _is_own(here: _Here) -> bool:
+def _is_own(here: Listing) -> bool:
     from shardwise.checkpoint.format import checkpoint_in
 
     likely = here.has(MANIFEST, "checkpoints") or any(_STEP.fullmatch(name) for name in here.names)
     return likely and checkpoint_in(here.path) is not None
 
 
-def _is_deepspeed(here: _Here) -> bool:
+def _is_deepspeed(here: Listing) -> bool:
     if any(_ZERO.fullmatch(name) for name in here.names):
         return True
     if not here.has("latest"):
@@ -125,7 +100,7 @@ def _is_deepspeed(here: _Here) -> bool:
     return tag in here.names and inner.is_dir() and any(_ZERO.fullmatch(item.name) for item in inner.iterdir())
 
 
-def _is_accelerate(here: _Here) -> bool:
+def _is_accelerate(here: Listing) -> bool:
     if any(name.startswith("pytorch_model_fsdp") for name in here.names):
         return True
     weights = here.ends(".safetensors") or here.has("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -137,7 +112,7 @@ def _first_bytes(path: Folder, count: int = 4) -> bytes:
         return reader.read(0, min(count, reader.size))
 
 
-def _in_words(here: _Here) -> str:
+def _in_words(here: Listing) -> str:
     names = sorted(here.names)
     if not names:
         return f"'{here.path}' is empty"
@@ -151,43 +126,66 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-def _own(path: Folder) -> Source:
-    from shardwise.checkpoint.readers.shardwise_reader import OwnSource
-
-    return OwnSource(path)
-
-
-def _hugging_face(path: Folder) -> Source:
-    from shardwise.checkpoint.readers.huggingface import HuggingFaceSource
-
-    return HuggingFaceSource(path)
+def _dcp_file(path: Folder) -> Folder | None:
+    is_piece = path.name.endswith(".distcp") and (path.parent / ".metadata").is_file()
+    return path.parent if path.name == ".metadata" or is_piece else None
 
 
-def _dcp(path: Folder) -> Source:
-    from shardwise.checkpoint.readers.dcp import DcpSource
-
-    return DcpSource(path)
-
-
-def _dcp_safetensors(path: Folder) -> Source:
-    from shardwise.checkpoint.readers.dcp_safetensors import DcpSafetensorsSource
-
-    return DcpSafetensorsSource(path)
+def _state_dict_file(path: Folder) -> Folder | None:
+    if path.name.endswith(".bin.index.json"):
+        return path.parent
+    return path if path.name.endswith(STATE_DICTS) or _first_bytes(path).startswith((_ZIP, _PICKLE)) else None
 
 
-def _accelerate(path: Folder) -> Source:
-    from shardwise.checkpoint.readers.accelerate import AccelerateSource
-
-    return AccelerateSource(path)
-
-
-def _deepspeed(path: Folder) -> Source:
-    from shardwise.checkpoint.readers.deepspeed import DeepSpeedSource
-
-    return DeepSpeedSource(path)
+def _state_dict_folder(here: Listing) -> Folder | None:
+    if here.has("pytorch_model.bin", "pytorch_model.bin.index.json"):
+        return here.path
+    files = [name for name in here.names if name.endswith(STATE_DICTS)]
+    return here.path / files[0] if len(files) == 1 else None
 
 
-def _state_dict(path: Folder) -> Source:
-    from shardwise.checkpoint.readers.state_dict import StateDictSource
-
-    return StateDictSource(path)
+_READERS = "shardwise.checkpoint.readers"
+# The first that knows a place reads it. DeepSpeed's and Accelerate's folders may hold Hugging Face's files, too; the
+# last one goes by a file's first bytes.
+FORMATS: list[Format] = [
+    Format(
+        "a checkpoint, its run's folder or the folder of its checkpoints (shardwise)",
+        f"{_READERS}.shardwise_reader:OwnSource",
+        file=lambda path: path.parent if path.name == MANIFEST else None,
+        folder=lambda here: here.path if _is_own(here) else None,
+    ),
+    Format(
+        "a folder with 'latest' and global_step… (DeepSpeed)",
+        f"{_READERS}.deepspeed:DeepSpeedSource",
+        file=lambda path: path.parent if _ZERO.fullmatch(path.name) else None,
+        folder=lambda here: here.path if _is_deepspeed(here) else None,
+    ),
+    Format(
+        "a folder of accelerator.save_state (Accelerate)",
+        f"{_READERS}.accelerate:AccelerateSource",
+        folder=lambda here: here.path if _is_accelerate(here) else None,
+    ),
+    Format(
+        "a folder with .metadata and .distcp files (PyTorch DCP)",
+        f"{_READERS}.dcp:DcpSource",
+        file=_dcp_file,
+        folder=lambda here: here.path if here.has(".metadata") or here.ends(".distcp") else None,
+    ),
+    Format(
+        "a folder of shard-….safetensors (PyTorch DCP)",
+        f"{_READERS}.dcp_safetensors:DcpSafetensorsSource",
+        folder=lambda here: here.path if any(map(_DCP_PIECE.fullmatch, here.names)) else None,
+    ),
+    Format(
+        "a .safetensors file or a folder with model.safetensors or its index (Hugging Face)",
+        f"{_READERS}.huggingface:HuggingFaceSource",
+        file=lambda path: path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None,
+        folder=lambda here: here.path if here.ends(".safetensors", ".safetensors.index.json") else None,
+    ),
+    Format(
+        "a .pt, .pth, .bin or .ckpt file (PyTorch, Lightning)",
+        f"{_READERS}.state_dict:StateDictSource",
+        file=_state_dict_file,
+        folder=_state_dict_folder,
+    ),
+]

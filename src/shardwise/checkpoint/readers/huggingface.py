@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import LARGEST_MANIFEST, Shard, parsed_json, short_list
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.reader import TensorInfo
+from shardwise.checkpoint.readers.reader import TensorInfo, WeightsOnly
 from shardwise.checkpoint.shard_files import ShardReader
 from shardwise.checkpoint.storage.local_storage import Folder, read_small
 from shardwise.errors import CheckpointError
@@ -24,8 +24,8 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _FIX = "download or export the weights again"
 
 
-class HuggingFaceSource:
-    """Safetensors file, ``….index.json``, or folder with either, as a `Source`.
+class HuggingFaceSource(WeightsOnly):
+    """A safetensors file, an ``….index.json``, or a folder with either, as a `Source`.
 
     Attributes:
         config: contents of ``config.json`` beside the weights; ``None`` where there is none.
@@ -42,9 +42,6 @@ class HuggingFaceSource:
         self.folder: Folder = path.parent if is_file else path
         self.place = str(path)
         self.kind = "Hugging Face folder"
-        self.aliases: Mapping[str, str] = {}
-        self.optimizer: Mapping[str, Any] | None = None
-        self.step: int | None = None
         self.config: dict[str, Any] | None = None
         self._reader = ShardReader(self.folder, _FIX)
         notes: list[str] = []
@@ -66,9 +63,6 @@ class HuggingFaceSource:
             f"model/{key}": TensorInfo(DTYPES[stored.dtype], stored.shape) for key, stored in entries.items()
         }
         self.notes: Sequence[str] = tuple(notes)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._reader.__exit__()

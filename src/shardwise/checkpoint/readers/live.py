@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.readers.reader import TensorInfo
+from shardwise.checkpoint.readers.reader import TensorInfo, WeightsOnly
 
 _PREFIX = "model/"
 
 
-class LiveSource:
-    """Parameters and persistent buffers of a plain CPU module, as a `Source` named ``place``."""
+class LiveSource(WeightsOnly):
+    """Parameters and persistent buffers of a plain module on the CPU, as a `Source`; ``place`` is what it is called."""
 
     def __init__(self, module: nn.Module, place: str) -> None:
         self.kind = "model in memory"
         self.place = place
-        self.optimizer: Mapping[str, Any] | None = None
-        self.step: int | None = None
-        self.notes: Sequence[str] = ()
         self._held: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
@@ -38,9 +34,6 @@ class LiveSource:
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._held.items()
         }
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._held = {}

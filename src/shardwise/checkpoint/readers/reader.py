@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -113,3 +114,22 @@ def read_pieces(reader: ShardReader, shards: Sequence[Shard], box: Box, dtype: t
         )
         reader.read_into(shard, Box(inner, part.lengths), found[place])
     return found
+
+
+class WeightsOnly:
+    """The members of a `Source` that holds weights alone and nothing open.
+
+    A reader adds ``kind``, ``place``, ``tensors`` and `Source.read`, and sets the others where it has something to say.
+    """
+
+    kind: str
+    aliases: Mapping[str, str] = MappingProxyType({})
+    optimizer: Mapping[str, Any] | None = None
+    step: int | None = None
+    notes: Sequence[str] = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing is open."""

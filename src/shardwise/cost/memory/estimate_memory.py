@@ -19,12 +19,12 @@ from shardwise.cost.memory.estimate import CATEGORIES, Estimate
 from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import ShardLayout, Stack, layout_of
 from shardwise.cost.memory.lower_bound import screen
-from shardwise.cost.memory.optimizer_state import LEAN, lean_state_bytes
 from shardwise.cost.memory.simulate import Played, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import ModelSpec, ParameterSpec, itemsize_of
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.optimizers import ParameterShard
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 
@@ -161,10 +161,10 @@ def _held(
 
 def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Parts, size: int) -> int:
     """Bytes of a parameter's state with dimensions, of which ``size`` bytes are on the fullest rank."""
-    if workload.optimizer not in LEAN:
+    if (spec := workload.custom_state) is None:
         return size * (workload.optimizer_states or 0)
     here = held_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
-    return lean_state_bytes(parameter.shape, here, here, parameter.itemsize, workload)
+    return spec.state_bytes(ParameterShard(parameter.shape, here, here), parameter.itemsize)
 
 
 def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:

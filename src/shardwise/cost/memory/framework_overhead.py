@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from shardwise.cost.memory.local_shapes import ShardLayout
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import constants_of
 from shardwise.units import MIB
 
-# The context with PyTorch's kernels loaded lazily (since CUDA 11.7; before, more than 1 GB). Some 300 MB are reported
-# on small devices (github.com/pytorch/pytorch issue 107667); it grows with the multiprocessors, for whose threads local
-# memory is set aside. By generation, within 0.2 GiB or so.
-CONTEXT_BYTES = {"volta": 380 * MIB, "turing": 300 * MIB, "ampere": 480 * MIB, "ada": 450 * MIB}
-NEWEST_CONTEXT_BYTES = 600 * MIB  # Hopper and later, and what is not known
+NEWEST_CONTEXT_BYTES = 600 * MIB  # of Hopper and later, and of what is not known (else `Generation.context_bytes`)
 # A communicator's buffers grow with its channels, and those with the link's speed (github.com/NVIDIA/nccl issue 986):
 # 544 MB for two and 688 MB for four A100s over NVLink of 300 GB/s (issue 964). H100s take no more.
 GROUP_BYTES = 600 * MIB
@@ -25,8 +22,8 @@ def context_bytes(layout: ShardLayout, cluster: ClusterSpec) -> int:
     """Bytes of context and communicators on one device; 0 on a CPU. Each mesh axis has a communicator of its own."""
     if not layout.is_cuda or cluster.device == "cpu":
         return 0
-    arch = cluster.gpu.arch.lower() if cluster.gpu is not None else ""
-    context = next((size for name, size in CONTEXT_BYTES.items() if name in arch), NEWEST_CONTEXT_BYTES)
+    found = None if cluster.gpu is None else constants_of(cluster.gpu)
+    context = NEWEST_CONTEXT_BYTES if found is None or found.context_bytes is None else found.context_bytes
     speed = cluster.link.bytes_per_s if cluster.link is not None and cluster.link.bytes_per_s else GROUP_BYTES_FULL_AT
     group = max(SLOWEST_GROUP_BYTES, int(GROUP_BYTES * min(1.0, speed / GROUP_BYTES_FULL_AT)))
     replicas = layout.replicas // layout.shard_ranks if layout.shards else 1

@@ -16,6 +16,7 @@ from typing import Literal
 
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
+from shardwise.plan.optimizers import ParameterShard
 from shardwise.plan.parallel_options import PipelineSchedule
 from shardwise.plan.plan import Plan
 from shardwise.plan.stage_balance import balanced_stages, even_stages
@@ -24,8 +25,6 @@ from shardwise.plan.workload import Workload
 
 FP32 = 4
 STATE_ITEMSIZE = FP32  # step counters, and what is factored or quantised is scaled in fp32
-QUANTISED_BLOCK = 256  # elements that share an fp32 scale in 8-bit Adam (Dettmers 2021, arXiv 2110.02861; bitsandbytes)
-QUANTISED_FROM = 4096  # tensors with fewer elements keep fp32 state (bitsandbytes: min_8bit_size)
 
 
 # Whose program runs where an axis cuts the model: this package's, Megatron-LM's (also what is planned for ``zero1``
@@ -410,10 +409,8 @@ def rest_elements(shape: tuple[int, ...], ranks: int) -> int:
 def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
     """Optimizer state of the fullest rank of a stage; ``None`` where the optimizer is not known.
 
-    AdamW: two tensors of the weight's size and a step counter. 8-bit AdamW: two bytes and two scales a block of 256,
-    its lookup tables not counted. SGD: its momentum. Adafactor: one row and one column for a matrix, the whole for a
-    vector (Shazeer 2018, arXiv 1804.04235). Fp32 masters of narrow weights are one tensor more; with them ``zero1``
-    cuts one flat buffer evenly, as Megatron-LM's distributed optimizer does.
+    What it keeps of a weight is declared in `plan.optimizers`. Fp32 masters of narrow weights are one tensor more; with
+    them ``zero1`` cuts one flat buffer evenly, as Megatron-LM's distributed optimizer does.
     """
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
@@ -479,22 +476,10 @@ def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload
     return max(states)
 
 
-@lru_cache(maxsize=4096)
-def _counts(optimizer: str | None, states: int | None, scalars: int) -> tuple[int, int]:
-    """Tensors of the weight's shape and 0-d ones."""
-    if optimizer == "sgd":
-        return (1 if states is None or states > 1 else states), 0
-    return (2 if states is None else states), scalars
-
-
 def _state_bytes(shape: tuple[int, ...], workload: Workload, weight: Weight) -> int:
     """State is as wide as the weight that it belongs to; factors, counters and scales are fp32."""
-    elements, width = math.prod(shape), math.ceil(weight.itemsize)
-    states, scalars = _counts(workload.optimizer, workload.optimizer_states, workload.scalar_states)
-    fixed = scalars * STATE_ITEMSIZE
-    if workload.optimizer == "adafactor":
-        held = math.prod(shape[:-1]) + elements // max(1, shape[-2]) if len(shape) > 1 else elements
-        return held * STATE_ITEMSIZE + fixed
-    if workload.optimizer == "adamw8bit" and weight.num_elements >= QUANTISED_FROM:
-        return states * (elements + math.ceil(elements / QUANTISED_BLOCK) * STATE_ITEMSIZE) + fixed
-    return states * elements * width + fixed
+    fixed = workload.scalar_states * STATE_ITEMSIZE
+    if (spec := workload.custom_state) is not None:
+        return spec.state_bytes(ParameterShard(weight.shape, shape, shape), STATE_ITEMSIZE) + fixed
+    states = 2 if workload.optimizer_states is None else workload.optimizer_states
+    return states * math.prod(shape) * math.ceil(weight.itemsize) + fixed

@@ -109,7 +109,7 @@ def _stage_lines(
     state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
     rest = 0 if layout.offloads else parameters + state
     temporaries = 0.0
-    if workload.optimizer != "adamw8bit" and not shares and not layout.masters:
+    if not shares and not layout.masters:
         largest = max((w.largest for _, w, _ in rows), default=0) * FP32
         temporaries = sum(w.trained * p.count for p, w, _ in rows) * FP32 * workload.optimizer_temporaries
         temporaries += largest * workload.loop_temporaries

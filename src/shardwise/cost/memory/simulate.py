@@ -79,15 +79,13 @@ def sent_bytes(profile: ModelProfile, layout: ShardLayout, rank: int, recompute:
 def _temporaries(
     pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, state: int, *, early: bool = False
 ) -> int:
-    """What lives only while the optimizer steps. 8-bit Adam works tensor by tensor, on GPUs in place.
+    """What lives only while the optimizer steps.
 
     ``torch.optim`` with foreach makes one tensor for each weight (``_multi_tensor_adam``: the root of the second
     moment); fused makes none, and those that keep fp32 masters are fused. The plain loop makes some for one weight at a
     time. Under zero1 only for this rank's share, which is as its state. ``early`` steps one weight at a time.
     """
     largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * FP32
-    if workload.optimizer == "adamw8bit":
-        return int(largest * workload.loop_temporaries)
     if layout.masters:
         return 0
     trained = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * FP32

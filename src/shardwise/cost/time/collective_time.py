@@ -25,22 +25,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shardwise.cost.time.kernels import generation_of
 from shardwise.hardware.cluster import ClusterSpec
-from shardwise.hardware.gpus import LinkKind
+from shardwise.hardware.gpus import LinkKind, generation_of, generations
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
-# NVLink with a switch: bus bandwidth of a large ring, part of the link. A100 235 of 300 GB/s and H200 366 of 450
-# (ml-engineering network/README.md), B200 682 of 900 there and 606 in SimuMax's fit. Two ranks lose FEW_RANKS of it,
-# n ranks a (n − 1)-th of that (vTrain's A100 sweeps, 2 to 8 ranks; NCCL's model of H100 has 0.17).
-RING = {"ampere": 0.785, "hopper": 0.825, "blackwell": 0.765}
-RING_OTHERS = 0.78
+# NVLink with a switch: bus bandwidth of a large ring, part of the link. Two ranks lose FEW_RANKS of it, n ranks a
+# (n − 1)-th of that (vTrain's A100 sweeps, 2 to 8 ranks; NCCL's model of H100 has 0.17).
+RING_OTHERS = 0.78  # where a generation has no `ring` of its own
 FEW_RANKS = 0.125
 # V100 nodes are a cube mesh of single and double links: part of the six links that rings over n ranks find (vTrain).
 CUBE_MESH = {2: 0.15, 3: 0.301, 4: 0.57, 5: 0.247, 6: 0.305, 7: 0.58, 8: 0.897}
-# All_reduce in the switch: message bytes/s, part of the link; fewest ranks NCCL takes it for; seconds to start.
-NVLS = {"hopper": (0.605, 5, 58e-6), "blackwell": (0.515, 6, 80e-6)}
 # PCIe, with and without peer-to-peer, up to four cards (one switch or root) and beyond (two sockets). SimuMax's fit on
 # A100 PCIe: 0.69 and 0.42; GeForce is taken to go
 # through host memory: 35 and 28 GB/s of 63 on RTX 5090 (nccl issue 1639, which does not say how).
@@ -305,7 +300,9 @@ def _ring_bytes_per_s(ranks: int, links: _Links) -> float:
     if links.kind == "nvlink" and links.generation == "volta":
         part = CUBE_MESH.get(ranks, CUBE_MESH[8])
     elif links.kind == "nvlink":
-        part = RING.get(links.generation, RING_OTHERS) - FEW_RANKS / (ranks - 1)
+        found = generations().get(links.generation)
+        ring = RING_OTHERS if found is None or found.ring is None else found.ring
+        part = ring - FEW_RANKS / (ranks - 1)
     elif links.kind == "xgmi":
         part = XGMI * min(ranks - 1, 7) / 7
     elif links.kind == "pcie":
@@ -313,6 +310,12 @@ def _ring_bytes_per_s(ranks: int, links: _Links) -> float:
     else:
         part = min(1.0, links.cores / ranks)
     return links.link * part
+
+
+def _nvls(links: _Links) -> tuple[float, int, float] | None:
+    """All_reduce in the switch, where the generation has it: `Generation.nvls`."""
+    found = generations().get(links.generation)
+    return None if found is None else found.nvls
 
 
 def _node_fits(kind: CollectiveKind, ranks: int, links: _Links) -> tuple[LinkFit, ...]:
@@ -332,7 +335,7 @@ def _node_fits(kind: CollectiveKind, ranks: int, links: _Links) -> tuple[LinkFit
         LinkFit(FAST_START[0] + FAST_START[1] * further, ring * FAST_PART),
         LinkFit(FULL_START[0] + FULL_START[1] * further, ring),
     ]
-    part, least, start = NVLS.get(links.generation, (0.0, math.inf, 0.0))
+    part, least, start = _nvls(links) or (0.0, math.inf, 0.0)
     if kind == "all_reduce" and ranks >= least:
         fits.append(LinkFit(start, links.link * part * wire_share(kind, ranks)))
     return tuple(fits)
@@ -363,7 +366,7 @@ def _network_fits(kind: CollectiveKind, nodes: int, per_node: int, sharing: int,
         start = (base + doubling * doublings + rank * (per_node - 1)) * NETWORK_START
         rate = cards * part * NETWORK_TREE[2 if nodes == 2 else 4] * share
         fits.append(LinkFit(start, min(inner, rate)))
-    if links.generation in NVLS and per_node >= 4:
+    if _nvls(links) is not None and per_node >= 4:
         start = (NVLS_TREE_START_S[0] + NVLS_TREE_START_S[1] * doublings) * NETWORK_START
         rate = cards * NETWORK_NVLS_TREE[2 if nodes == 2 else 4] * share
         fits.append(LinkFit(start, min(inner, rate)))

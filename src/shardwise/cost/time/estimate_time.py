@@ -20,15 +20,16 @@ from typing import Literal
 from shardwise.cost.flops import mfu
 from shardwise.cost.memory.local_shapes import Stack, stack_of
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
-from shardwise.cost.time.kernels import AttentionKernel, generation_name
+from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
-from shardwise.cost.time.machine import IN_STEP, Machine, Rates, machine_of
+from shardwise.cost.time.machine import Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
 from shardwise.cost.time.overlap import UnitRun, elapsed_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import generation_name, generations
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
@@ -45,19 +46,10 @@ MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted 
 # among values that vTrain's rows, their errors and their regret, do not tell apart.
 HOST_POWER = 6.0
 ASYNC_TP_HIDES = 0.5  # part of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
-# Middle 80 % of measured over predicted by GPU generation, each published source predicted by factors fitted without it
-# (benchmarks/accuracy/holdout.py); kernel and host constants and what is known of each program had seen it. Ada and
-# CDNA 3 have one small source each: they are taken as others, whose interval is that of the five sources predicted by
-# the factors of no source (theirs, Volta's, GeForce's and SimuMax's B200), each counting the same.
-SPREAD = {
-    "ampere": (0.93, 1.18),
-    "hopper": (0.85, 1.27),
-    "blackwell": (0.95, 1.81),
-    "volta": (0.88, 1.32),
-    "ampere-consumer": (0.92, 1.97),
-    "other": (0.89, 1.61),
-}
-
+# `Generation.spread` of those without one, which is the interval of the five sources predicted by the factors of no
+# source (Ada's, CDNA 3's, Volta's, GeForce's and SimuMax's B200), each counting the same; kernel and host constants and
+# what is known of each program had seen them. Ada and CDNA 3 have one small source each.
+SPREAD_OTHERS = (0.89, 1.61)
 
 # Copies of whole weights as they are computed with: none, those of autocast, or those of FSDP2 over shards of one rank.
 Copies = Literal["none", "autocast", "units"]
@@ -512,13 +504,15 @@ def _clean(seconds: float) -> float:
 
 def _spread(machine: Machine) -> tuple[float, float]:
     """Factors of the interval: measured over predicted, 10th and 90th percentile of the published rows."""
-    return SPREAD.get(_generation(machine), SPREAD["other"])
+    found = generations().get(_generation(machine))
+    return SPREAD_OTHERS if found is None or found.spread is None else found.spread
 
 
 def _calibration_text(machine: Machine) -> str:
     """What the constants were fitted on; empty for a generation of which no step was published."""
     generation = _generation(machine)
-    return f"published {generation} steps" if generation in IN_STEP else ""
+    found = generations().get(generation)
+    return f"published {generation} steps" if found is not None and found.in_step is not None else ""
 
 
 def _generation(machine: Machine) -> str:

@@ -5,7 +5,7 @@ and after its last multiply (``ramp`` columns of the contraction). That is what 
 allows a long run only a part of it (``held_flops``), and the operands must pass through memory. The slowest of the
 three counts. Flash attention is the same with blocks of 128 query rows. ``benchmarks/accuracy/fit_kernels.py`` fits the
 constants on published sweeps (SimuMax's operator tables of A100-PCIe and B200) and prints their errors; a generation
-that no sweep covers has ``fitted=False`` and takes its rates from the sources named beside it.
+that no sweep covers has ``fitted=False`` and takes its rates from the sources that ``hardware/gpus.toml`` names.
 
 Left out: layouts (transposed operands differ by some 3 %), clocks that drift with temperature (the same B200 shape is
 published at 0.45 and at 0.64 of the peak), hits in the L2 between kernels, kernels shorter than their launch.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shardwise.hardware.gpus import GpuSpec
+from shardwise.hardware.gpus import Generation, GpuSpec, generation_of, generations, multiprocessors
 
 AttentionKernel = Literal["flash", "cudnn", "unfused"]
 
@@ -39,129 +39,10 @@ NARROW_HEAD_POWER = 0.2  # (head_dim / 128) ** this below 128: 0.87 at 64; an es
 POWER_EXPONENT = 0.25  # held rate against watts: A100 PCIe (300 W) 252.9, SXM (400 W) 271.2 TFLOP/s (MAMF)
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Constants of one GPU generation. Rates are parts of a rate, ``ramp`` is in columns of the contraction.
-
-    ``best``: of the peak, what the best product reaches where no sweep gave ``GpuSpec.measured_flops``. ``burst``: of
-    that, a product without ramp and empty slots at full clocks. ``held_flops``: 16-bit FLOP/s that a long run holds at
-    ``watts`` (twice that in fp8), None where power is not the limit.
-    ``wave``: weight of wave quantisation (0 none, 1 full). ``halving``: extra cost of a tile for each halving of its
-    area. ``operand``: of the data sheet's bandwidth, what a product's operands get. ``flash``, ``flash_backward``: of
-    the peak, large causal attention with heads of 128. ``idle``: empty slots at the end of an attention, in longest
-    blocks. ``stream``: of the data sheet's bandwidth, what a streaming kernel gets. ``fixed_s``: start and end of a
-    kernel on the device. ``launch_s``: the host's time for one kernel in eager PyTorch.
-    """
-
-    best: float
-    burst: float
-    ramp: float
-    wave: float
-    halving: float
-    operand: float
-    flash: float
-    flash_backward: float
-    idle: float
-    stream: float
-    multiprocessors: int
-    precisions: tuple[str, ...]
-    held_flops: float | None = None
-    watts: float = 1.0
-    fixed_s: float = 1e-6
-    launch_s: float = 6e-6
-    cudnn: tuple[float, float] | None = None  # as flash and flash_backward, of cuDNN's attention where it is faster
-    fitted: bool = False
-
-
-_HALF = ("fp32", "fp16")  # bf16 is emulated before Ampere
-_16 = ("fp32", "bf16", "fp16")
-_8 = (*_16, "fp8")
-
-# Sources: the fitted ones by the script named above; else `best` from ml-engineering's table of reachable matmul FLOPS
-# (MAMF), and Ampere's shape constants for the generations before and beside it, values between Ampere's and Blackwell's
-# for Hopper. Hopper's attention is FlashAttention-2, torch's default there: 329 TFLOP/s forward, cuDNN 631 (pytorch
-# issue 142132; the backward is taken to keep the proportion). Volta and Turing have no flash attention 2: torch's
-# memory-efficient kernel. Volta, Turing, consumer parts and CDNA are, beyond `best`, estimates that no sweep has
-# checked; so are everywhere `stream` (SimuMax has 0.75 on A100 PCIe and 0.67 on B200 for mixed kernels, H100's triad
-# reaches 0.92), `fixed_s`, `launch_s` and Hopper's `held_flops` (0.84 of MAMF). The operator sweep of Ampere leaves
-# `wave` open (medians of 0.9 to 1.5 % for anything from 1 to 0.3); published training steps prefer the lower half.
-GENERATIONS: dict[str, Generation] = {
-    "turing": Generation(
-        best=0.60, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.30, flash_backward=0.22,
-        idle=0.5, stream=0.80, multiprocessors=40, precisions=_HALF, launch_s=8e-6,
-    ),
-    "volta": Generation(
-        best=0.80, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.30, flash_backward=0.22,
-        idle=0.5, stream=0.83, multiprocessors=80, precisions=_HALF, launch_s=8e-6,
-    ),
-    "ampere": Generation(
-        best=0.85, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.65, flash_backward=0.52,
-        idle=0.4, stream=0.82, multiprocessors=108, precisions=_16, fitted=True,
-    ),
-    "ampere-consumer": Generation(
-        best=0.92, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.70, flash_backward=0.50,
-        idle=0.5, stream=0.88, multiprocessors=84, precisions=_16,
-    ),
-    "ada": Generation(
-        best=0.92, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.70, flash_backward=0.50,
-        idle=0.5, stream=0.88, multiprocessors=128, precisions=_8,
-    ),
-    "hopper": Generation(
-        best=0.80, burst=1.06, ramp=400, wave=0.60, halving=0.3, operand=0.5, flash=0.38, flash_backward=0.31,
-        idle=0.5, stream=0.87, multiprocessors=132, precisions=_8, held_flops=667e12, watts=700,
-        cudnn=(0.60, 0.47),
-    ),
-    "blackwell": Generation(
-        best=0.775, burst=1.08, ramp=600, wave=0.21, halving=0.5, operand=0.655, flash=0.60, flash_backward=0.43,
-        idle=0.4, stream=0.80, multiprocessors=148, precisions=_8, held_flops=1100e12, watts=1000, fitted=True,
-    ),
-    "blackwell-consumer": Generation(
-        best=0.92, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.65, flash_backward=0.50,
-        idle=0.5, stream=0.88, multiprocessors=170, precisions=_8,
-    ),
-    "cdna2": Generation(
-        best=0.55, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.30, flash_backward=0.22,
-        idle=0.5, stream=0.78, multiprocessors=110, precisions=_16,
-    ),
-    "cdna3": Generation(
-        best=0.51, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.30, flash_backward=0.22,
-        idle=0.5, stream=0.78, multiprocessors=304, precisions=_8,
-    ),
-    "cdna4": Generation(
-        best=0.626, burst=1.05, ramp=215, wave=0.50, halving=0.28, operand=0.355, flash=0.35, flash_backward=0.25,
-        idle=0.5, stream=0.78, multiprocessors=256, precisions=_8,
-    ),
-}  # fmt: skip
-
-# Multiprocessors where a card has other than its generation's usual number (vendors' data sheets, not read again).
-MULTIPROCESSORS = {
-    "A30": 56, "A10": 72, "A10G": 80, "RTX-3090": 82, "RTX-3080": 68, "RTX-A5000": 64, "RTX-2080-Ti": 68,
-    "RTX-4080": 76, "L4": 58, "L40": 142, "L40S": 142, "RTX-6000-Ada": 142, "RTX-5080": 84,
-    "RTX-PRO-6000-Blackwell": 188, "H100-PCIe-80GB": 114, "H20-SXM-96GB": 78,
-}  # fmt: skip
-
-_CONSUMER_CHIPS = ("ga102", "ga103", "ga104", "gb202", "gb203", "gb205")
-_ARCHITECTURES = ("turing", "volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4")
-
-
-def generation_of(gpu: GpuSpec) -> str | None:
-    """The key of `GENERATIONS` that holds for ``gpu``; None where there is none (Pascal, other vendors)."""
-    return generation_name(gpu.arch, gpu.chip or gpu.name)
-
-
-@lru_cache(maxsize=64)
-def generation_name(arch: str, chip: str) -> str | None:
-    """As `generation_of`, from the architecture's name and the chip's (``Ampere``, ``GA102``)."""
-    words = f"{arch} {chip}".lower().split()
-    found = next((name for name in _ARCHITECTURES if name in words), None)
-    consumer = any(word in _CONSUMER_CHIPS for word in words) and f"{found}-consumer" in GENERATIONS
-    return f"{found}-consumer" if consumer else found
-
-
 def supports(gpu: GpuSpec, precision: str) -> bool:
     """Whether the matrix units of ``gpu`` compute in ``precision`` (bf16 from Ampere on, fp8 from Ada on)."""
     name = generation_of(gpu)
-    return name is not None and precision in GENERATIONS[name].precisions
+    return name is not None and precision in generations()[name].precisions
 
 
 def known(gpu: GpuSpec | None, precision: str = "bf16") -> bool:
@@ -221,7 +102,7 @@ def memory_s(gpu: GpuSpec, moved_bytes: float) -> float:
     name = generation_of(gpu)
     if name is None or gpu.memory_bytes_per_s is None:
         return math.nan
-    found = GENERATIONS[name]
+    found = generations()[name]
     return found.fixed_s + moved_bytes / (gpu.memory_bytes_per_s * found.stream)
 
 
@@ -232,7 +113,7 @@ def launch_s(gpu: GpuSpec) -> float:
     launches faster.
     """
     name = generation_of(gpu)
-    return GENERATIONS[name].launch_s if name else 6e-6
+    return generations()[name].launch_s if name else 6e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +134,7 @@ class _Machine:
 def _machine(gpu: GpuSpec, precision: str) -> _Machine | None:
     name = generation_of(gpu)
     peak, bandwidth = gpu.peak_flops.get(precision), gpu.memory_bytes_per_s
-    if name is None or peak is None or bandwidth is None or precision not in GENERATIONS[name].precisions:
+    if name is None or peak is None or bandwidth is None or precision not in generations()[name].precisions:
         return None
     return _machine_of(name, gpu.name, precision, peak, gpu.measured_flops.get(precision), bandwidth, gpu.tdp_w)
 
@@ -268,7 +149,7 @@ def _machine_of(
     bandwidth: float,
     watts: float | None,
 ) -> _Machine:
-    found = GENERATIONS[generation]
+    found = generations()[generation]
     best = min(peak, measured) if measured else peak * found.best
     held = best
     if found.held_flops is not None and precision != "fp32":
@@ -281,7 +162,7 @@ def _machine_of(
         peak=peak,
         memory=bandwidth,
         itemsize=ITEMSIZE[precision],
-        multiprocessors=MULTIPROCESSORS.get(name, found.multiprocessors),
+        multiprocessors=multiprocessors(name) or found.multiprocessors,
         key=hash((generation, name, precision, peak, measured, bandwidth, watts)),
     )
 

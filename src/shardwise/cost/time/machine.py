@@ -15,32 +15,14 @@ from shardwise.cost.time.collective_time import Calibration, CollectiveKind, Gro
 from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
-from shardwise.hardware.gpus import GpuSpec
+from shardwise.hardware.gpus import GpuSpec, constants_of
 
 # 16-bit operands whose rows do not start on 16 bytes take other kernels: padding GPT-2's vocabulary of 50257 to 50304
 # is known for a quarter off a small model's step (nanoGPT), of which the head is a third. An estimate from that.
 MISALIGNED = {1: 1.7, 2: 1.4, 4: 1.15}
-# A kernel inside a step against the same kernel in a sweep of its own: neighbours, copies, layouts, clocks; and in
-# attention's case the implementations that training stacks ship. Chosen near the least-absolute-deviation fits of one
-# generation's published sources (benchmarks/accuracy/holdout.py refits them without each source and prints what that
-# costs); other generations take the middle of these. Volta, Ada and CDNA 3 rest on one source each.
-IN_STEP = {  # matrix products, attention, memory-bound kernels, tensor-parallel collectives
-    "volta": (1.0, 1.3, 1.1, 1.25),
-    "ampere": (1.05, 1.6, 1.0, 1.0),
-    "hopper": (0.95, 1.5, 1.0, 1.0),
-    "blackwell": (1.04, 1.15, 1.0, 1.0),
-    "ampere-consumer": (1.05, 1.05, 1.0, 1.1),
-    "ada": (1.05, 1.05, 1.0, 1.1),
-    "cdna3": (1.7, 2.2, 1.3, 1.1),
-}
+# Of a generation of which no step was published (`Generation.in_step`): the middle of those there are.
 IN_STEP_OTHERS = (1.05, 1.3, 1.1, 1.0)
-# Peak FLOP/s a watt that a generation's full-power card has; a card that promises more holds it only for moments.
-FULL_POWER = {"hopper": 989e12 / 700, "ada": 165.2e12 / 450, "ampere": 312e12 / 400, "blackwell": 2250e12 / 1000}
 POWER_EXPONENT = 0.5  # of what a lack of power costs in rate; from the 500 W H100 against the 700 W one
-# 16-bit FLOP/s of matrix products that a step holds at so many watts, where sweeps of single kernels do not show it
-# (`kernels.Generation.held_flops` where they do). Steps of large products published for A100 SXM never exceed it;
-# those of smaller ones run at the rates of the sweeps.
-LASTING = {"ampere": (225e12, 400.0)}
 FP8_CASTS = 0.25  # casts that are left of one for each operand: neighbours share them and kernels fuse them
 FP8_CAST_BYTES = 5.0  # an element cast to fp8 is read twice in 2 bytes (maximum, cast) and written once in 1
 
@@ -165,15 +147,17 @@ class Machine:
 
 def in_step(gpu: GpuSpec) -> tuple[float, float, float, float]:
     """Factors inside a training step: matrix products, attention, memory-bound kernels, tensor-parallel collectives."""
-    return IN_STEP.get(kernels.generation_of(gpu) or "", IN_STEP_OTHERS)
+    found = constants_of(gpu)
+    return IN_STEP_OTHERS if found is None or found.in_step is None else found.in_step
 
 
 def lasting_flops(gpu: GpuSpec) -> float | None:
     """16-bit FLOP/s that products hold in a step; None where it is not the step that limits them."""
-    found = LASTING.get(kernels.generation_of(gpu) or "")
-    if found is None:
+    found = constants_of(gpu)
+    if found is None or found.lasting_flops is None or found.lasting_watts is None:
         return None
-    return float(found[0] * ((gpu.tdp_w or found[1]) / found[1]) ** kernels.POWER_EXPONENT)
+    watts = gpu.tdp_w or found.lasting_watts
+    return float(found.lasting_flops * (watts / found.lasting_watts) ** kernels.POWER_EXPONENT)
 
 
 def larger(one_s: float, other_s: float) -> float:
@@ -184,10 +168,10 @@ def larger(one_s: float, other_s: float) -> float:
 
 def power_factor(gpu: GpuSpec) -> float:
     """How much longer matrix work takes on a card with less power than its peak asks for; 1 where that is not known."""
-    full = FULL_POWER.get(kernels.generation_of(gpu) or "")
-    peak = gpu.peak_flops.get("bf16")
-    if full is None or peak is None or not gpu.tdp_w:
+    found, peak = constants_of(gpu), gpu.peak_flops.get("bf16")
+    if found is None or not found.full_power_flops or not found.full_power_watts or peak is None or not gpu.tdp_w:
         return 1.0
+    full = found.full_power_flops / found.full_power_watts
     return max(1.0, float((peak / gpu.tdp_w / full) ** POWER_EXPONENT))
 
 

@@ -21,6 +21,7 @@ from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime
 from shardwise.cost.time.machine import Machine
 from shardwise.errors import PlanError
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.traffic import weight_uses
@@ -31,8 +32,6 @@ MASTER_BYTES = 4  # weights at rest, gradients and their reduction are fp32
 # ZeRO-Offload took 2.4 s in all on 128 cores (github.com/deepspeedai/DeepSpeed, pull request 7474): 36 GB/s or more.
 HOST_BYTES_PER_S = 60e9
 PCIE_SHARE = 0.8  # of the data sheet's rate that pinned copies reach
-# Bytes that one optimizer step moves for an element: weight read and written, gradient read, states read and written.
-OPTIMIZER_MOVES = {"adamw": 28.0, "adamw8bit": 16.0, "sgd": 20.0, "adafactor": 16.0}
 CLIP_MOVES = 4.0  # the norm of the gradients reads them once
 
 
@@ -60,7 +59,8 @@ def update_s(
     stored = sum(count * time.at_rest_bytes for count, time in zip(counts, times, strict=True))
     shards = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
     stepped = trainable / (dims.dp * dims.cp if strategy.base == "zero1" else shards)
-    moves = OPTIMIZER_MOVES.get(workload.optimizer or "", 12.0 + 8.0 * (workload.optimizer_states or 0))
+    spec = OPTIMIZERS.get(workload.optimizer or "")
+    moves = 12.0 + 8.0 * (workload.optimizer_states or 0) if spec is None else spec.moved_bytes
     ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
     after = 0.0
     if strategy.base == "zero1":

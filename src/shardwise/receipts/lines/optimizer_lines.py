@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardwise.cost.memory.estimate_memory import held_shape, stepped_groups, zero1_shares
-from shardwise.cost.memory.optimizer_state import LEAN, lean_dtypes, lean_state_bytes
 from shardwise.measure import state
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.read import clean_name, dtype_name
-from shardwise.optim.adafactor import Adafactor, sharing, summed_elements
 from shardwise.parallel.ownership import home_of
+from shardwise.plan.optimizers import OptimizerSpec, ParameterShard
 from shardwise.plan.traffic import data_traffic
 from shardwise.plan.workload import Workload
 from shardwise.receipts.expected import Range, Traffic
@@ -69,23 +69,23 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
     spec = _with_state(session, used_spec(session))
     trained = {p.dtype for p in spec.parameters if p.trainable}
     mine, every = _stepped(session, spec, workload)
-    lean = workload.optimizer if workload.optimizer in LEAN else None
+    custom = workload.custom_state
     if states:
-        kinds = trained if lean is None else lean_dtypes([p.shape for p in mine], trained, workload)
+        kinds = trained if custom is None else {d for p in mine for d in custom.state_dtypes(p.shape, p.dtype)}
         planned, found = ", ".join(sorted(kinds)), state.dtypes(states)
         yield Line(name="optimizer state dtype", planned=planned, found=found, ok=planned == found)
     if workload.optimizer_states is None:
         return
     held = {p.name: _held(session, p) for p in every}
-    if lean is None:
+    if custom is None:
         number = workload.optimizer_states
         expected = sum(_product(held[p.name]) for p in mine) * number
         seen, whole = state.local_elements(states), sum(p.num_elements for p in every) * number
         texts = [f"{n} of {whole} ({n / whole:.1%})" if whole else str(n) for n in (expected, seen)]
     else:
-        sizes = {p.name: _lean_bytes(session, p, held[p.name], workload) for p in mine}
+        sizes = {p.name: _state_bytes(session, p, held[p.name], custom) for p in mine}
         expected, seen = sum(sizes.values()), state.local_bytes(states)
-        texts = [f"{lean}: {bytes_text(n)}" for n in (expected, seen)]
+        texts = [f"{custom.name}: {bytes_text(n)}" for n in (expected, seen)]
     yield Line(name="optimizer state held", planned=texts[0], found=texts[1], ok=expected == seen)
 
 
@@ -125,9 +125,9 @@ def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -
     )
 
 
-def _lean_bytes(session: Session, parameter: ParameterSpec, held: tuple[int, ...], workload: Workload) -> int:
-    fullest = _held(session, parameter, 0)
-    return lean_state_bytes(parameter.shape, held, fullest, parameter.itemsize, workload)
+def _state_bytes(session: Session, parameter: ParameterSpec, held: tuple[int, ...], spec: OptimizerSpec) -> int:
+    shard = ParameterShard(parameter.shape, held, _held(session, parameter, 0))
+    return spec.state_bytes(shard, parameter.itemsize)
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -135,23 +135,27 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def with_optimizer_traffic(session: Session, spec: ModelSpec, expected: Mapping[str, Traffic]) -> dict[str, Traffic]:
-    """``expected``, with what Adafactor adds up over the ranks that shard a parameter.
+    """``expected``, with what the optimizer itself adds up over the ranks that shard a parameter.
 
-    Two all-reduces for all parameters of a dtype together, or for each alone where they are stepped in the backward.
+    One that does so has two methods: ``summed_elements``, the elements that a sharded parameter of a shape adds to each
+    all-reduce of a step, and ``sharing``, the group of it. An all-reduce is for all parameters of a dtype together, or
+    for each alone where they are stepped in the backward.
     """
     plan = session.plan
-    optimizer = getattr(session.optimizer, "optim", session.optimizer)
-    if not isinstance(optimizer, Adafactor) or not plan.parsed.shards_parameters or data_traffic(plan).shards == 1:
+    optimizer: Any = getattr(session.optimizer, "optim", session.optimizer)
+    summed = getattr(optimizer, "summed_elements", None)
+    if summed is None or not plan.parsed.shards_parameters or data_traffic(plan).shards == 1:
         return dict(expected)
     trained = [p for p in spec.parameters if p.trainable]
     rounds = len(trained) if plan.optimizer_in_backward else len({p.dtype for p in trained})
-    size = sum(sum(summed_elements(p.shape)) * max(p.itemsize, 4) for p in trained)
-    name = f"all_reduce{_over(session)}"
+    calls = rounds * max((len(summed(p.shape)) for p in trained), default=0)
+    size = sum(sum(summed(p.shape)) * max(p.itemsize, 4) for p in trained)
+    name = f"all_reduce{_over(session, optimizer.sharing)}"
     before = expected.get(name, Traffic((0, 0), (0, 0)))
-    return {**expected, name: Traffic(_plus(before.calls, 2 * rounds), _plus(before.num_bytes, size))}
+    return {**expected, name: Traffic(_plus(before.calls, calls), _plus(before.num_bytes, size))}
 
 
-def _over(session: Session) -> str:
+def _over(session: Session, sharing: Callable[[torch.Tensor], dist.ProcessGroup | None]) -> str:
     """The axis that shards parameters, as lines of plans that cut the model name it."""
     axes = axis_of(session)
     groups = (sharing(p) for p in session.module.parameters() if p.requires_grad)
