@@ -1,8 +1,10 @@
-"""Under ZeRO-3 all ranks run the same modules in the same order. No DeepSpeed is imported here.
+"""Check under ZeRO-3 that all ranks run the same modules in the same order.
 
-A module's parameters are gathered when it is run, by all ranks together. Ranks that run different modules would give
-each other parts of different weights, or messages of different lengths, at which the process dies. DeepSpeed notes the
-order in the first passes: what follows it costs nothing, and what leaves it is agreed on before anything is gathered.
+Does not import DeepSpeed.
+
+A module's parameters are gathered by all ranks together when it runs. Ranks that run different modules would exchange
+parts of different weights, or messages of different lengths, which kills the process. DeepSpeed records the
+order in the first passes: following it costs nothing, and a departure is agreed on before anything is gathered.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from shardwise.distributed.process_group import Ranks
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 
-PATIENCE_S = 60.0  # that others are waited for where one leaves the order: they were there a module ago
+PATIENCE_S = 60.0  # how long to wait for the others where one rank leaves the order: they were in step one module ago
 
 
 class SameModules:
-    """Stands before DeepSpeed's look at its notes, which comes before each gathering."""
+    """Module hooks that run before DeepSpeed reads its record, and so before each gathering."""
 
     def __init__(self, coordinator: Any, module: nn.Module, strategy: str, ranks: Ranks) -> None:
         self._coordinator, self._strategy, self._ranks = coordinator, strategy, ranks
@@ -33,10 +35,10 @@ class SameModules:
             coordinator.trace_prologue = self._entered
 
     def _entered(self, module: nn.Module) -> None:
-        """A module is about to run, forward or backward.
+        """Check a module that is about to run, forward or backward.
 
         Raises:
-            ModelError: other ranks run another one.
+            ModelError: other ranks run a different module.
         """
         noted = self._coordinator.is_complete_trace()
         self._look(module)
