@@ -1,6 +1,6 @@
-"""The config file of ``shardwise train``: seven tables, validated at once.
+"""Config file of ``shardwise train``: seven tables, validated together.
 
-Each table is one frozen class; ``Config`` only composes them. `read_config` is the only way in: it reads the
+Each table is one frozen class; ``Config`` only composes them. `read_config` is the only entry point: it reads the
 file, applies ``key=value`` overrides and reports every problem in one `ConfigError`.
 """
 
@@ -41,14 +41,14 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class Table(BaseModel):
-    """What all tables share: frozen, no unknown keys, no silent conversion of types."""
+    """Base of all tables: frozen, no unknown keys, no silent type conversion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _none_is_nothing(cls, data: Any) -> Any:
-        """TOML has no null: ``"none"`` is one for the keys that can be left out."""
+        """Convert ``"none"`` to ``None`` for optional keys, as TOML has no null."""
         if not isinstance(data, dict):
             return data
         optional = {name for name, field in cls.model_fields.items() if NoneType in get_args(field.annotation)}
@@ -75,7 +75,7 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
-    """``[data]``: where the documents are and how they become samples."""
+    """``[data]``: documents, and how they become samples."""
 
     path: Named = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
@@ -119,7 +119,7 @@ class OptimizerTable(Table):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     lr: Rate = 1e-3
     betas: list[Fraction] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
-    eps: float = Field(1e-8, ge=1e-38, le=1)  # what is smaller is 0 in fp32
+    eps: float = Field(1e-8, ge=1e-38, le=1)  # smaller values are 0 in fp32
     weight_decay: float = Field(0.0, ge=0, le=100)
     momentum: Fraction = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -151,14 +151,14 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-FIRST_TRACED, MOST_TRACED = 4, 100  # receipts look at the steps before; a trace of many steps does not open anywhere
+FIRST_TRACED, MOST_TRACED = 4, 100  # receipts inspect the earlier steps; viewers cannot open a trace of many steps
 
 
 def profile_steps(text: str) -> tuple[int, int]:
-    """First step and number of steps of ``STEP`` or ``STEP:COUNT``.
+    """Parse ``STEP`` or ``STEP:COUNT`` into the first step and the number of steps.
 
     Raises:
-        ValueError: it is neither, or a number is out of range.
+        ValueError: malformed, or a number is out of range.
     """
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if found is None:
@@ -175,7 +175,7 @@ def profile_steps(text: str) -> tuple[int, int]:
 
 
 class TrainTable(Table):
-    """``[train]``: how long, with what batch, and where results go."""
+    """``[train]``: duration, batch size and output."""
 
     steps: Positive | None = Field(None, description="optimizer steps; exactly one of steps and epochs")
     epochs: Annotated[int, Field(ge=1, le=10**6)] | None = None
@@ -196,7 +196,7 @@ class TrainTable(Table):
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """First step and number of steps of the trace; ``None`` where none is asked for."""
+        """First step and number of steps of the trace; ``None`` without a trace."""
         return None if self.profile is None else profile_steps(self.profile)
 
     @model_validator(mode="after")
@@ -229,7 +229,7 @@ class TrainTable(Table):
 
 
 class ParallelTable(ParallelOptions, Table):
-    """``[parallel]``: the strategy and what it runs on; `ParallelOptions` are its other keys."""
+    """``[parallel]``: the strategy and its devices; `ParallelOptions` are its other keys."""
 
     strategy: str = "auto"
     nproc: Ranks | None = Field(None, description="ranks on this machine; a GPU each, or two on CPU if left out")
@@ -256,7 +256,7 @@ class ParallelTable(ParallelOptions, Table):
 
 
 class LoraTable(Table):
-    """``[lora]``: the adapters of a strategy with ``+lora`` or ``+qlora``; the base is frozen."""
+    """``[lora]``: adapters of a strategy with ``+lora`` or ``+qlora``; the base is frozen."""
 
     rank: Few = 16
     alpha: float = Field(32.0, ge=1e-6, le=1e6, description="adapters count alpha / rank")
@@ -273,12 +273,12 @@ class LoraTable(Table):
 
     @property
     def options(self) -> AdapterOptions:
-        """As a plan has them."""
+        """Return the options as a plan stores them."""
         return AdapterOptions(**{**self.model_dump(), "targets": tuple(self.targets)})
 
 
 class CheckpointTable(Table):
-    """``[checkpoint]``: when to save, where, how, and how many to keep."""
+    """``[checkpoint]``: when, where and how to save, and how many to keep."""
 
     every: Count = Field(0, description="steps between checkpoints; 0 is only at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
@@ -291,7 +291,7 @@ class CheckpointTable(Table):
 
 
 def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
-    """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
+    """List why a config's optimizer cannot step the local shards of a strategy."""
     if table.factory is None and strategy.engine == "deepspeed" and table.name in ("adamw8bit", "adafactor"):
         return [
             f"optimizer.name '{table.name}' is not for {strategy}: DeepSpeed cuts flattened weights anywhere, and its "
@@ -309,11 +309,11 @@ def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
 
 
 class Config(Table):
-    """A whole config file."""
+    """Full config file."""
 
     @property
     def checkpoints(self) -> str:
-        """The folder or URL of this run's checkpoints."""
+        """Folder or URL of this run's checkpoints."""
         return self.checkpoint.folder or str(Path(self.train.output) / "checkpoints")
 
     model: ModelTable
@@ -377,18 +377,18 @@ class Config(Table):
 
 
 def json_schema() -> str:
-    """The JSON schema of a config file, for editors."""
+    """Return the JSON schema of a config file, for editors."""
     return json.dumps(Config.model_json_schema(), indent=2)
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | None = None) -> Config:
-    """Read a TOML file and apply ``table.key=value`` overrides (a value is TOML, or else a bare string).
+    """Read a TOML file and apply ``table.key=value`` overrides (TOML values or bare strings).
 
-    Paths inside the file are relative to the folder the command runs in. ``planned`` is the strategy of a plan that
-    is given beside it, and takes the place of ``auto``.
+    Paths inside the file are relative to the working directory. ``planned`` is the strategy of a plan that
+    is given beside the file, and replaces ``auto``.
 
     Raises:
-        ConfigError: every problem at once, each with the key, the value, the rule and the nearest known key.
+        ConfigError: all problems together, each with the key, the value, the rule and the nearest known key.
     """
     try:
         data = read_toml(path)
@@ -416,7 +416,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
 
 
 def _override(data: dict[str, Any], item: str) -> str | None:
-    """Put one ``table.key=value`` into ``data``; returns what is wrong with it, if anything."""
+    """Apply one ``table.key=value`` to ``data``; return the problem, if any."""
     key, equals, value = item.partition("=")
     *tables, name = key.strip().split(".")
     if not equals or not tables or not all([*tables, name]):
@@ -425,7 +425,7 @@ def _override(data: dict[str, Any], item: str) -> str | None:
         parsed, *more = parse_toml(f"value = {value}").values()
     except ValueError:
         more, parsed = [], value
-    if more:  # a line break in the value began another key
+    if more:  # a line break in the value started another key
         parsed = value
     if len(tables) > MOST_DEEP:
         return f"override '{item:.40}...' names a table in {len(tables) - 1} others; {MOST_DEEP} is the most"

@@ -20,7 +20,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RA
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -> Optimizer:
-    """The optimizer of a config. AdamW is fused: one pass over the weights, on CPU and on GPU alike.
+    """Build the optimizer of a config. AdamW is fused, on CPU and on GPU.
 
     Raises:
         ConfigError: the factory cannot be imported or does not return an optimizer, or bitsandbytes is not installed.
@@ -50,11 +50,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
 
 
 def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, device: str | None = None) -> Workload:
-    """How many states the optimizer will keep for each parameter; unknown for classes not known here.
+    """Count the optimizer's states per parameter; unknown for unknown classes.
 
-    ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are told, too. ``device`` is what
-    it will step on, where its parameters are not there yet. Of an optimizer whose state is split over ranks (zero1) the
-    inner one is looked at.
+    ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are included. ``device`` is the
+    device of the step, if its parameters are not there yet. If the state is sharded over ranks (zero1), the
+    inner optimizer counts.
     """
     groups = None
     if names is not None:
@@ -66,7 +66,7 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, de
         states = (3 if amsgrad else 2, 2 if isinstance(inner, torch.optim.NAdam) else 1)
     elif isinstance(inner, torch.optim.SGD):
         kept = {bool(group["momentum"]) for group in inner.param_groups}
-        states = (int(kept.pop()) if len(kept) == 1 else None, 0)  # unknown where groups differ
+        states = (int(kept.pop()) if len(kept) == 1 else None, 0)  # unknown if groups differ
     lean: dict[str, OptimizerName] = {}
     if isinstance(inner, AdamW8bit):
         states, lean = (2, 0), {"optimizer": "adamw8bit"}
@@ -84,12 +84,12 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, de
 
 
 def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float]:
-    """Tensors that live only while the optimizer steps: of all parameters together, and of one after the other.
+    """Count temporary tensors of an optimizer step: of all parameters, and one at a time.
 
-    As torch.optim 2.13 has it. Fused kernels make none. ``foreach``, the default on CUDA but not on CPU, makes the root
-    of the second moment for all parameters, and where weight decay is added to the gradients, those. The plain loop
-    makes the root and its quotient, or the one gradient. bitsandbytes' kernel for GPUs makes none, its CPU code both
-    moments in fp32, the gradient's copy, the denominator and its quotient. Adafactor makes the update and a square.
+    As in torch.optim 2.13. Fused kernels need none. ``foreach``, the default on CUDA but not on CPU, creates the root
+    of the second moment for all parameters, and if weight decay is added to the gradients, those. The plain loop
+    creates the root and its quotient, or the one gradient. bitsandbytes' kernel for GPUs needs none, its CPU code both
+    moments in fp32, the gradient's copy, the denominator and its quotient. Adafactor creates the update and a square.
     """
     groups, known = optimizer.param_groups, (*_ADAMS, torch.optim.SGD)
     if isinstance(optimizer, AdamW8bit):
@@ -113,7 +113,7 @@ def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float
 
 
 def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], float]:
-    """The learning rate of step ``n`` (from 1): linear warm-up, then constant, linear or cosine down to the minimum.
+    """Return the learning rate by step: linear warm-up, then constant, linear or cosine decay.
 
     A pure function of the step, so that a resumed run needs no scheduler state.
     """

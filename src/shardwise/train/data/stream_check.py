@@ -1,4 +1,4 @@
-"""What a pass over the data tells with the message that each step begins with: how it began, and how it ended."""
+"""Compare passes over the data between ranks in each step's first message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from shardwise.errors import DataError
 
 @dataclass
 class StreamWatch:
-    """Of one session on this rank. A stream that each rank reads whole must begin and end alike on all.
+    """State of one session on this rank.
+
+    A stream that each rank reads in full must be equal on all.
 
     A loader that raises on one rank stops all of them: the others would wait for it.
     """
@@ -28,7 +30,7 @@ class StreamWatch:
     _kind: str = ""
 
     def see(self, stream: Iterable[Any]) -> Iterator[Any]:
-        """Pass a whole stream on, and note its first item and its length."""
+        """Pass on a full stream, recording its first item and its length."""
         number = 0
         for number, item in enumerate(stream, start=1):
             if number == 1:
@@ -37,7 +39,7 @@ class StreamWatch:
         self._length = number + 1  # 0: not yet at its end
 
     def guard(self, opened: Callable[[], Iterable[Any]], loader: Iterable[Any]) -> Iterator[Any]:
-        """Pass this rank's batches on; end with the failure noted where the loader raises."""
+        """Pass on this rank's batches; record the failure and end if the loader raises."""
         self._first = self._length = 0
         self._kind = type(loader).__name__
         iterator: Iterator[Any] = iter(())
@@ -46,23 +48,23 @@ class StreamWatch:
             iterator = iter(opened())
             for pulled, batch in enumerate(iterator, start=1):  # noqa: B007
                 yield batch
-        except Exception as error:  # told to all with the next message
+        except Exception as error:  # sent to all ranks with the next message
             self._failure = error
-            for _ in range(-(pulled + 1) % self.window):  # the others go on to the end of this window
+            for _ in range(-(pulled + 1) % self.window):  # the others continue to the end of this window
                 with suppress(Exception):
                     next(iterator)
 
     def post(self) -> list[int]:
-        """The checksum of a pass's first item, once; how long the pass was, once it is over; whether it failed."""
+        """Return the first item's checksum (once), the finished pass's length, and the failure flag."""
         row = [self._first, self._length, int(self._failure is not None)]
         self._first = 0
         return row
 
     def deliver(self, rows: list[list[int]]) -> None:
-        """Stop all ranks where one cannot go on, or where they read different streams.
+        """Stop all ranks if one cannot continue, or if they read different streams.
 
         Raises:
-            DataError: on all ranks, but one whose loader has raised raises that.
+            DataError: on all ranks; a rank whose loader raised raises that error instead.
         """
         failed = [rank for rank, row in enumerate(rows) if row[2]]
         if failed:
