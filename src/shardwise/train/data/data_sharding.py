@@ -49,7 +49,7 @@ class Dealer:
 
 
 def loads_by_index(loader: Iterable[Any]) -> bool:
-    """Return whether a PyTorch loader over a map-style dataset can be rebuilt with fewer indices.
+    """Return whether a PyTorch loader over a map-style dataset works with fewer indices.
 
     A subclass with a custom iteration (mixes, masks, moves) is not.
     """

@@ -1,4 +1,4 @@
-"""Token stream to samples of one length: inputs, and labels with -100 where there is no loss.
+"""Token stream to samples of one length: inputs, and labels with -100 where no loss is.
 
 However samples are split, a sample is a row of at most ``seq_len`` label tokens and the tokens just before them.
 A separator (the end of a document) is a label like any other token: the model must learn where documents end. It
@@ -131,9 +131,7 @@ class PackedSamples(_Cut):
     def _text_labels(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
         text = super()._text_labels(begins, lengths)
         if self.mask_borders:
-            firsts = self._starts[1:-1][
-                np.diff(self._starts[1:]) > 1
-            ]  # an empty document's first token is its separator
+            firsts = self._starts[1:-1][np.diff(self._starts[1:]) > 1]  # that of an empty document is its separator
             last = np.searchsorted(firsts, begins + lengths, "right")
             text -= int((last - np.searchsorted(firsts, begins, "right")).sum())
         return text
