@@ -1,4 +1,4 @@
-"""Findings for people: what a run loses time to, the dearest first, each with its evidence, its cost and the fix."""
+"""Findings for people, most expensive first: evidence, cost and fix of each lost time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _MARKS = {"alarm": "[bold red]alarm[/]", "hint": "[yellow]hint[/]", "fine": "[gr
 
 
 def print_findings(findings: Sequence[Finding], console: Console, *, nothing: str = "") -> None:
-    """Print findings; ``nothing`` is said where there are none (`shardwise.diagnosis.diagnose.why_nothing`)."""
+    """Print findings.
+
+    ``nothing`` is printed if there are none (`shardwise.diagnosis.diagnose.why_nothing`).
+    """
     if not findings:
         if nothing:
             console.print(escape(nothing))
@@ -24,7 +27,7 @@ def print_findings(findings: Sequence[Finding], console: Console, *, nothing: st
 
 
 def lines_of(finding: Finding) -> list[str]:
-    """The lines of one finding, as rich's markup: the sentence, what it is known from, what it costs, what to do."""
+    """Format one finding as rich's markup: the sentence, its evidence, its cost, and the fix."""
     text = escape(finding.text)
     lines = [f"{_MARKS[finding.level]}  {f'[bold]{text}[/]' if finding.level == 'alarm' else text}"]
     lines += [f"       [dim]{escape(line)}[/]" for line in finding.evidence]
@@ -36,5 +39,5 @@ def lines_of(finding: Finding) -> list[str]:
 
 
 def money_text(dollars: float) -> str:
-    """``$12.40``, and ``$0.004`` where cents are too coarse."""
+    """Format ``$12.40``, and ``$0.004`` if cents are too coarse."""
     return f"${dollars:,.2f}" if dollars >= 0.1 else f"${dollars:.3f}"

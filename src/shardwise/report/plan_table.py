@@ -1,4 +1,4 @@
-"""The plan for people: what was chosen, why, what it holds, and why not the others."""
+"""Plan table for people: the choice, its reason, its memory, and the rejected plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 def print_plan(
     choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console, data: DataTable
 ) -> None:
-    """Print the whole plan."""
+    """Print the full plan."""
     plan = choice.plan
     packed = sum(p.num_elements for p in spec.parameters if p.dtype == "uint8" and plan.parsed.adapter == "qlora")
     whole = spec.num_parameters + packed  # two in a byte

@@ -10,7 +10,7 @@ from shardwise.receipts.receipt import Receipt
 
 
 def receipt_table(receipt: Receipt) -> Table:
-    """One row for each claim: planned, found, and a mark."""
+    """Build one row for each claim: planned, found, and a mark."""
     table = Table(title=f"receipt: {receipt.title}", title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("what")
@@ -23,5 +23,5 @@ def receipt_table(receipt: Receipt) -> Table:
 
 
 def print_receipt(receipt: Receipt, console: Console | None = None) -> None:
-    """Print a receipt to standard error, where it disturbs no program's output."""
+    """Print a receipt to standard error, which programs do not parse."""
     (console or Console(stderr=True)).print(receipt_table(receipt))

@@ -1,4 +1,4 @@
-"""Where the time of a step went, as a table for people."""
+"""Step time by part, as a table for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.units import count_text
 
 
 def timing_table(timing: Timing) -> Table:
-    """One row for each part: seconds a step over ranks, its share, the least and the most of a rank."""
+    """Build one row per part: seconds over ranks, its share, and the extreme ranks."""
     rate = "" if timing.tokens_per_s is None else f", {count_text(timing.tokens_per_s)} tokens/s"
     ranks = "1 rank" if timing.world_size == 1 else f"{timing.world_size} ranks"
     table = Table(
@@ -46,5 +46,5 @@ def timing_table(timing: Timing) -> Table:
 
 
 def milliseconds(seconds: float) -> str:
-    """``12.3 ms``, or seconds from ten on."""
+    """Format ``12.3 ms``, or seconds from ten on."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"

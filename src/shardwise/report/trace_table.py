@@ -1,4 +1,4 @@
-"""A trace's summary on the terminal: the sentences, and a table of the busiest operations."""
+"""Trace summary on the terminal: the sentences, and a table of the busiest operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.measure.profiler.trace_text import rate_text, short_time, words
 def print_trace(
     summary: TraceSummary, console: Console, *, peak_flops: float | None = None, bytes_per_s: float | None = None
 ) -> None:
-    """Print it; ``peak_flops`` and ``bytes_per_s`` are the device's, where they are known."""
+    """Print a trace summary; ``peak_flops`` and ``bytes_per_s`` are the device's, if known."""
     if summary.file:
         console.print(
             f"trace: '{summary.file}' in the run folder; open it in Perfetto or chrome://tracing", markup=False
@@ -24,9 +24,11 @@ def print_trace(
 
 
 def operations_table(summary: TraceSummary, peak_flops: float | None = None, bytes_per_s: float | None = None) -> Table:
-    """The busiest operations by their own time. A rate is that of products whose shapes are in the trace.
+    """Build a table of the busiest operations by their own time.
 
-    What no row has is no column: on a CPU who launched it, without the device's figures what bounds it.
+    Rates are of products whose shapes are in the trace.
+
+    Empty columns are omitted: on a CPU the launcher, without the device's figures the bound.
     """
     on_device = summary.device == "cuda"
     bounds = [bound_of(one.intensity, peak_flops, bytes_per_s) for one in summary.operations]

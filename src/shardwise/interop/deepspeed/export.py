@@ -1,4 +1,4 @@
-"""A plan as the DeepSpeed configuration of the same training, or why there is none."""
+"""Export a plan as an equivalent DeepSpeed configuration, or explain why there is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.interop.deepspeed.import_config import BESIDE, BESIDE_KEYS
 from shardwise.plan.deepspeed_stages import STAGES, deepspeed_config
 from shardwise.plan.plan import Plan, axis_problems
 
-_ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a script of one's own
+_ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
     "seq_len": "cut samples to this length",
     "recompute": "recompute the blocks in the model's code",
     "compile": "call torch.compile on the blocks",
@@ -21,7 +21,7 @@ _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a script of one
 
 
 def twin_problems(plan: Plan) -> list[str]:
-    """Why no DeepSpeed configuration says the same as ``plan``; empty where one does."""
+    """List why no DeepSpeed configuration is equivalent to ``plan``; empty if one is."""
     strategy = plan.parsed
     problems = axis_problems(plan)
     whys = {
@@ -48,10 +48,10 @@ def twin_problems(plan: Plan) -> list[str]:
 
 
 def export_deepspeed(plan: Plan, *, clip_norm: float | None) -> dict[str, Any]:
-    """The configuration, with what DeepSpeed has no keys for in a table ``shardwise``, which DeepSpeed passes over.
+    """Build the configuration; keys unknown to DeepSpeed go into a table ``shardwise``.
 
     Raises:
-        PlanError: the plan has no twin in DeepSpeed; all the reasons.
+        PlanError: the plan has no equivalent in DeepSpeed; lists all reasons.
     """
     if problems := twin_problems(plan):
         raise PlanError(*problems)
@@ -59,7 +59,7 @@ def export_deepspeed(plan: Plan, *, clip_norm: float | None) -> dict[str, Any]:
 
 
 def beside(plan: Plan) -> dict[str, Any]:
-    """The plan's keys that DeepSpeed has none for, where they are not the default; and always the device."""
+    """Return the plan's keys without a DeepSpeed key, unless default; always with the device."""
     written = plan.model_dump(mode="json", by_alias=True)
     usual = Plan().model_dump(mode="json", by_alias=True)
     kept = {key: written[key] for key in written if key in BESIDE_KEYS - {"strategy"} and written[key] != usual[key]}
@@ -70,7 +70,7 @@ def beside(plan: Plan) -> dict[str, Any]:
 
 
 def export_notes(plan: Plan) -> list[str]:
-    """What the configuration does not say, or DeepSpeed does in another way; one line each."""
+    """List what the configuration omits, or DeepSpeed does differently; one line each."""
     strategy, kept = plan.parsed, beside(plan)
     notes = [f"launch it on {plan.dims.world_size} ranks: DeepSpeed's configuration does not say how many"]
     notes += [f"{key} {_text(kept[key])}: {do}" for key, do in _ITS_OWN.items() if key in kept]

@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed configuration as DeepSpeed 0.19 documents them, and what becomes of each in a plan.
+"""Keys of a DeepSpeed configuration, as of DeepSpeed 0.19, and their use in a plan.
 
-Sources: deepspeed.ai/docs/config-json, and the fields of DeepSpeed 0.19's own configuration classes where the page says
-less. Defaults are those of the classes. Tables that only print or record are known by name, not key by key.
+Sources: deepspeed.ai/docs/config-json, and the fields of DeepSpeed 0.19's own configuration classes where the page has
+less. Defaults are those of the classes. Tables that only print or record are known by name, not by key.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Fate = Literal["taken", "tuning", "no effect", "not run", "removed"]
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of a key.
+    """Use of a key.
 
-    ``taken`` is read into the plan or into ``[optimizer]``. ``tuning`` is how DeepSpeed does its work, not what comes
-    out: Shardwise has values of its own. ``no effect`` is for what DeepSpeed prints and records. ``not run`` changes
-    what is computed and is refused unless it is off. ``removed`` was taken out of DeepSpeed, and is refused likewise.
+    ``taken`` is read into the plan or into ``[optimizer]``. ``tuning`` changes how DeepSpeed works, not the
+    result: Shardwise has its own values. ``no effect`` is for what DeepSpeed prints and records. ``not run`` changes
+    the result and is refused unless it is off. ``removed`` was removed from DeepSpeed, and is refused likewise.
     """
 
     fate: Fate
@@ -27,7 +27,7 @@ class Key:
     default: Any = None
 
     def is_off(self, value: Any) -> bool:
-        """True where ``value`` is the default, or switches the thing off."""
+        """True if ``value`` is the default, or switches the feature off."""
         if isinstance(value, dict):
             return value == self.default or not value or value.get("enabled") is False
         return value in (None, False, "none", self.default) or value == []
