@@ -21,16 +21,16 @@ from torch._C._distributed_c10d import AllgatherOptions
 from shardwise.errors import AnswerIsNo, MachineError, RankError, TrainingError
 
 WIDTH = 96
-"""Integers of a message, so that ranks at different points still understand each other."""
+"""Integers of a message, so that ranks at different points can still decode each other's."""
 TAG = 3
-"""Of these say what the message is about, 8 letters each."""
+"""Integers of it that name the operation, 8 letters each."""
 HERE_S = 10.0
-"""After so long a rank that waits says so in the store: whoever has not is what the others wait for."""
+"""Seconds after which a waiting rank records so in the store: the others wait for ranks without a record."""
 SAY_S = 30.0
-"""After so long the first of the ranks that wait names those that have not come."""
+"""Seconds after which the first of the waiting ranks reports the missing ones."""
 LIMIT_S = 600.0
-"""How long a rank waits within a step. It is what NCCL gives a collective by default: where ranks are further apart in
-one step, plain PyTorch ends, too. Between steps a rank may do work of its own, and the group's timeout holds."""
+"""Longest wait of a rank within a step: NCCL's default for a collective, so if ranks are further apart in
+one step, plain PyTorch ends, too. Between steps a rank may do its own work, and the group's timeout applies."""
 
 _GONE = re.compile(r"closed|reset by peer|broken pipe|not connected", re.IGNORECASE)
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)

@@ -23,10 +23,10 @@ from shardwise.hardware.gpus import find_gpu
 from shardwise.train.metrics import read_metrics
 
 KEPT_RUNS = 500
-"""Lines that are kept when the file is cut; it is cut at twice as many."""
+"""Lines that are kept when the file is truncated, which happens at twice as many."""
 
 MIN_RUNS = 3
-"""Fewer runs than this correct nothing."""
+"""Smallest number of runs for a correction."""
 
 
 class PastRun(BaseModel):

@@ -20,9 +20,9 @@ from shardwise.train.session import Session
 from shardwise.train.step import Micro, Step
 
 COUNTED_STEP = 1
-"""Of a process: the first, which is not timed, and which no receipt looks at."""
+"""Step of a process to skip: the first, which is neither timed nor checked by receipts."""
 TRIES = 3
-"""Steps that are looked at; where none could be counted the rest runs without."""
+"""Steps to try; if none can be counted, the rest runs without."""
 _PHASES = ("forward", "backward", "clip", "optimizer")
 _BACKWARD_OF_FORWARD = 2.5
 """A flash attention's backward has five products where its forward has two (Dao et al., arXiv 2205.14135)."""

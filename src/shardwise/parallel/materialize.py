@@ -34,7 +34,7 @@ def build(factory: Callable[[], nn.Module], seed: int, *, real: bool) -> nn.Modu
 
 
 Fill = Callable[[nn.Module], None]
-"""Gives a unit, whose parameters have memory, its frozen weights."""
+"""Function that fills a unit, whose parameters have memory, with its frozen weights."""
 
 
 def settle(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcast: bool = True) -> None:

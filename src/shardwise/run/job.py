@@ -283,7 +283,7 @@ def choose_plan(
 
 
 Asked = tuple[ModelProfile | None, Workload]
-"""What the planner was asked about; without a profile where the model does not run on fake tensors."""
+"""Question to the planner; without a profile if the model does not run on fake tensors."""
 
 
 def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:

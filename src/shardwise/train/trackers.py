@@ -23,7 +23,7 @@ from shardwise.train.config import Config
 FILE = "trackers.json"
 PROJECT = "shardwise"
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-"""The package that each tracker needs."""
+"""Package that each tracker needs."""
 _NAMES = {
     "loss": "train/loss",
     "learning_rate": "train/learning_rate",

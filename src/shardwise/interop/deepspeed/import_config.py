@@ -26,8 +26,8 @@ from shardwise.plan.plan import DeviceType, Plan, axis_problems, plan_problems
 from shardwise.plan.strategy import Engine, Strategy, parse_strategy
 
 BESIDE = "shardwise"
-"""The table of a configuration that `shardwise export` writes for what DeepSpeed's keys cannot say; DeepSpeed passes
-it over."""
+"""Table of a configuration in which `shardwise export` stores what DeepSpeed has no keys for; DeepSpeed ignores
+it."""
 BESIDE_KEYS = frozenset(Plan.model_fields) - {
     "schema_version",
     "dims",

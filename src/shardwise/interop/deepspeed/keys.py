@@ -252,4 +252,4 @@ AUTO: dict[str, str] = {
     "bf16.enabled": "bf16 (true or false)",
     "fp16.enabled": "fp16 (true or false)",
 }
-"""What Hugging Face's Trainer puts for ``auto``: the field of its TrainingArguments (its DeepSpeed integration)."""
+"""Replacement of ``auto`` by Hugging Face's Trainer: the field of its TrainingArguments (DeepSpeed integration)."""

@@ -28,7 +28,7 @@ REASONS = {
 }
 THERMAL = ("software thermal slowdown", "hardware thermal slowdown")
 HARMFUL = (*THERMAL, "hardware slowdown", "power brake")
-"""Reasons that take speed from a device that is healthy otherwise; a power cap is how a loaded GPU runs by design."""
+"""Reasons that slow an otherwise healthy device; a power cap is normal on a loaded GPU."""
 COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive process"}
 P2P_READ, P2P_OK = 0, 0  # pynvml has the first as a tuple, which its own function does not accept
 FABRIC_STATES = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
@@ -288,7 +288,7 @@ def _text(value: str | bytes | None) -> str | None:
 
 
 BUSY = 0.5
-"""A device counts as at work when NVML says that kernels ran in this part of its last sampling period, or more."""
+"""Share of NVML's last sampling period in which kernels must have run for a device to count as busy."""
 
 
 class DeviceTrack(BaseModel):

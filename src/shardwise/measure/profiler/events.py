@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 Kind = Literal["product", "attention", "convolution", "communication", "memory", "optimizer", "other"]
 MARK = "shardwise: "
-"""What the names of the annotations begin with that say which phase a step is in."""
+"""Prefixes of the annotations that name a step's phase."""
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WORDS: tuple[tuple[Kind, str], ...] = (
     ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|sendrecv"),

@@ -34,9 +34,9 @@ from shardwise.measure.profiler.events import (
 
 MOST_OPERATIONS, MOST_GAPS = 10, 3
 LEAST_GAP_S = 5e-6
-"""Shorter gaps are what lies between any two kernels or operators."""
+"""Longest gap that is normal between two kernels or operators."""
 SHORT_KERNEL_S = 10e-6
-"""A host needs about as long to launch a kernel from eager PyTorch (cost/time/kernels.py)."""
+"""Time that a host needs to launch a kernel from eager PyTorch, roughly (cost/time/kernels.py)."""
 _ENGINE = "autograd::engine::evaluate_function: "
 _SYNCHRONISES = ("Synchronize", "aten::item", "aten::_local_scalar_dense", "aten::nonzero")
 _MOVES: tuple[Kind, ...] = ("memory", "optimizer")

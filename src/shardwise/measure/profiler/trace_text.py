@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.measure.profiler.summary import SHORT_KERNEL_S, Gap, TraceSummary, bound_of, share_that
 
 IDLE_SHARE = 0.1
-"""From here on what does not run is worth a sentence of advice."""
+"""Smallest idle share that is worth a sentence of advice."""
 
 
 def words(summary: TraceSummary, peak_flops: float | None = None, bytes_per_s: float | None = None) -> list[str]:

@@ -34,9 +34,9 @@ from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 WARM_UP = 3
-"""Steps that are left out at first, where there are more: they allocate, teach, and receipts look at them."""
+"""First steps that are excluded, if there are more: they allocate and warm up, and receipts inspect them."""
 LATE = 0.02
-"""Part of a step that others must wait for a rank before it counts as late."""
+"""Share of a step that others must wait for a rank before it counts as late."""
 _COLUMNS = {part: index for index, part in enumerate(COUNTED)}
 _NS = 1e-9
 _EXTRA = 5  # whether there is a lap, labels, early reductions, nanoseconds without a core, and by a stopwatch

@@ -18,13 +18,13 @@ import torch
 from shardwise.measure.step_time.timing import BETWEEN, PARTS
 
 EARLY = "early_reduce"
-"""The part of ``exposed_dp`` that reduces gradients before the last micro batch; folded into it in a `Timing`."""
+"""Part of ``exposed_dp`` that reduces gradients before the last micro batch; merged into it in a `Timing`."""
 COUNTED = (*PARTS, *BETWEEN, EARLY)
-"""What a clock tells apart, in the order of a lap's numbers."""
+"""Parts that a clock separates, in the order of a lap's numbers."""
 _INDEX = {part: index for index, part in enumerate(COUNTED)}
 
 Lap = list[int]
-"""Nanoseconds of each of `COUNTED` between two borders of steps."""
+"""Nanoseconds of each of `COUNTED` between two step ends."""
 
 
 class Clock(ABC):

@@ -24,9 +24,9 @@ from shardwise.train.session import Session
 
 DP = "exposed_dp"
 LEARN_STEPS = 2
-"""Backwards that are looked at for the parameter whose gradient comes last."""
+"""Backwards to observe for the parameter whose gradient comes last."""
 RECHECK = 53
-"""Every so many backwards it is looked at again: a prime, so that no turns that a model takes stay hidden."""
+"""Interval, in backwards, of repeated checks: a prime, to see every turn of an alternating model."""
 
 
 class Borders:

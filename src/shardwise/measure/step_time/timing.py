@@ -24,12 +24,12 @@ PARTS = (
     "control",
     "other",
 )
-"""The parts of a step, in order: waiting for the loader; host to device; forward; backward; forwards done again in
+"""Parts of a step, in order: waiting for the loader; host to device; forward; backward; recomputed forwards in
 backward; waiting for a collective of each axis with nothing else to do; a stage without work (bubble, sends); clipping;
-the optimizer; waiting for a rank that came later; the session's own small message; the caller's own code.
+the optimizer; waiting for a late rank; the session's own control message; the caller's own code.
 """
 BETWEEN = ("checkpoint", "evaluation")
-"""What happens between two steps and is not in ``step_s``."""
+"""Parts between two steps, not in ``step_s``."""
 NAMES = {
     "data": "waiting for data",
     "transfer": "host to device",
@@ -48,9 +48,9 @@ NAMES = {
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
 }
-"""What a part is called where people read it."""
+"""Title of each part for people."""
 WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
-"""Parts in which a rank waits for others; what one waits longer than the rank that came last is ``slowest_rank``."""
+"""Parts in which a rank waits for others; its wait beyond that of the last rank is ``slowest_rank``."""
 
 
 class PhaseStats(BaseModel):

@@ -23,7 +23,7 @@ from shardwise.plan.lora_options import AdapterOptions
 BLOCK = 64
 """Weights that share a scale: bitsandbytes' default, and that of arXiv:2305.14314."""
 WIDEST = {"nf4": 0.18, "fp4": 0.2}
-"""Half the widest step between two values (0.152 of nf4, 0.167 of fp4), and room for scales that are packed, too."""
+"""Half the largest step between two values (0.152 of nf4, 0.167 of fp4), with a margin for quantized scales."""
 
 
 _AT_ONCE = BLOCK << 14  # values that are quantized at a time

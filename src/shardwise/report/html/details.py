@@ -29,9 +29,9 @@ from shardwise.report.html.text import (
 
 MARKS = {True: ("✓", "holds", "yes"), False: ("✗", "false", "no"), None: ("·", "told, not checked", "told")}
 SAVES = 12
-"""Checkpoints that are listed: the last ones."""
+"""Number of checkpoints that are listed: the last ones."""
 PLANNED = ("strategy", "device", "precision", "recompute", "micro_batch", "grad_accum", "seq_len")
-"""What is said of every plan; everything else only where it is not as it is by itself."""
+"""Plan keys that are always shown; others only if they differ from the default."""
 
 
 def time_section(record: RunRecord, charts: dict[str, Figure]) -> Safe:

@@ -18,11 +18,11 @@ from shardwise.report.html.run_record import BenchSamples, Column, Curve, Evalua
 
 Figure = dict[str, Any]
 SMALL = 0.005
-"""A part below this share of a step is drawn with the others like it: it would be no wider than a line."""
+"""Parts below this share of a step are drawn together: they would be no wider than a line."""
 SMOOTHED = 60
-"""Points from which on a line through their running median is drawn over them."""
+"""Number of points from which on their running median is drawn over them."""
 RANKS = 16
-"""Ranks that are drawn; of more, those that work longest and those that work shortest."""
+"""Most ranks to draw; of more, those that work longest and those that work shortest."""
 CURVES = 6
 MIB, GIB = 2**20, 2**30
 _AXIS = {"gridcolor": "var:grid", "linecolor": "var:line", "zeroline": False, "automargin": True, "ticks": ""}

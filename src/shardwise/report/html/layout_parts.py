@@ -13,9 +13,9 @@ FAMILIES = {
     "data": ("data", "transfer"),
     "the loop's own code": ("other",),
 }
-"""What the parts are summed up to in a sentence; every part is in one of them."""
+"""Families of parts for a summary sentence; every part is in one of them."""
 ORDER = tuple(part for family in FAMILIES.values() for part in family)
-"""From the bottom of a stack to its top: what computes first, what waits on top of it."""
+"""Stack order from bottom to top: compute first, waiting on top of it."""
 
 
 def words(part: str) -> str:

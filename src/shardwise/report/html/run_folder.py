@@ -45,7 +45,7 @@ TIMING, FINDINGS, LOCK = "timing.json", "findings.json", ".lock"
 NO_JOB = "the config, the prediction and the plan's reason are unknown"
 NO_SUMMARY = "the run has not come to its end, and its receipts are unknown"
 ROWS = 600
-"""Rows of a series at most: more is neither seen on a screen nor quick to draw."""
+"""Most rows of a series: more are neither visible on a screen nor quick to draw."""
 
 _T = TypeVar("_T")
 _MEANS = ("time", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s")

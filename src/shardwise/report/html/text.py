@@ -10,7 +10,7 @@ from shardwise.units import bytes_text, count_text, seconds_text
 UNKNOWN = "unknown"
 _VOID = {"meta", "br", "link"}
 NUMBERS = 12
-"""Rows of the table under a chart: one for each tenth of the run, or so."""
+"""Rows of the table under a chart: about one for each tenth of the run."""
 
 
 class Safe(str):
