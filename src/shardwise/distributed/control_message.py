@@ -35,10 +35,10 @@ one step, plain PyTorch ends, too. Between steps a rank may do its own work, and
 _GONE = re.compile(r"closed|reset by peer|broken pipe|not connected", re.IGNORECASE)
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 _FIXES = {
-    "session.save": "session.save is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
-    "session.load": "session.load is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
+    "session.save": "session.save is for all ranks, whatever the strategy: move it out of `if session.ranks.is_main`",
+    "session.load": "session.load is for all ranks, whatever the strategy: move it out of `if session.ranks.is_main`",
     "an evaluation": "A forward needs all ranks where weights are sharded, and where ddp sends batch norm's "
-    "buffers: take the evaluation out of `if session.ranks.is_main`, and give each rank as many batches",
+    "buffers: move the evaluation out of `if session.ranks.is_main`, and give each rank as many batches",
     "a forward of a step": "A forward gathers sharded weights from all ranks: call the model as often on each in a "
     "micro batch, or use ddp or zero1",
     "step.backward": "A forward gathers sharded weights from all ranks: call the model as often on each in a micro "
@@ -165,7 +165,7 @@ class Meeting:
         where, me = self._what or "an exchange of all ranks", dist.get_rank(self._group)
         left = self._left()
         if not left:
-            return RankError(f"rank {me} waits at {where}, and another rank has ended; what it has printed says why")
+            return RankError(f"rank {me} waits at {where}, but another rank has ended; its output shows the reason")
         fix = _FIXES.get(self._what, "End the loop on all ranks at the same step")
         have = "has" if len(left) == 1 else "have"
         return TrainingError(f"{ranks_text(left)} {have} left the session, and rank {me} waits at {where}. {fix}")
@@ -198,7 +198,7 @@ def refuse_gone(error: RuntimeError, group: dist.ProcessGroup | None) -> None:
         text = store.get(_verdict(group)).decode() if store.check([_verdict(group)]) else ""
     if text:
         raise TrainingError(text) from error
-    raise RankError("a rank has ended in the middle of a step; what it has printed says why") from error
+    raise RankError("a rank has ended in the middle of a step; its output shows the reason") from error
 
 
 def ranks_text(ranks: list[int]) -> str:

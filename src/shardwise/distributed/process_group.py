@@ -239,7 +239,7 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
     if failure is not None:
         raise failure
     if not text:
-        raise UserError(f"rank 0 could not prepare {what}; its message says why")
+        raise UserError(f"rank 0 could not prepare {what}; its message shows the reason")
     return text
 
 

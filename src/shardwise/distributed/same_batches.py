@@ -46,6 +46,6 @@ def check_same_batches(sums: Sequence[int], plan: Plan) -> None:
         if mine != sums[other]:
             raise DataError(
                 f"ranks {other} and {rank} must see the same samples under {plan.strategy}, and received different "
-                "ones. Use the same DataLoader on every rank (same data, order, masks and augmentation: a generator of "
-                "its own with the same seed); session.steps shards the batches"
+                "ones. Use the same DataLoader on every rank (same data, order, masks and augmentation: its own "
+                "generator with the same seed); session.steps shards the batches"
             )

@@ -275,8 +275,8 @@ def warnings_of(scaling: Scaling) -> list[str]:
     if crowded:
         one = next(one for one in scaling.samples if one.crowded)
         found.append(
-            f"{_listed(crowded)} ranks share {one.cores} cores: that measures the sharing, and says little of as many "
-            "devices; no prediction is made from it"
+            f"{_listed(crowded)} ranks share {one.cores} cores: this measures sharing, not as many devices; "
+            "no prediction is made from it"
         )
     threads = {one.devices: one.threads for one in scaling.samples}
     if len(set(threads.values())) > 1 and scaling.cluster.device == "cpu":

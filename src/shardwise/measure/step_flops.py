@@ -177,9 +177,9 @@ def _step_work(
         executed = None
         if not tokens or math.isnan(square):
             model = None
-            unknown["model FLOPs"] = "the model is compiled, and its configuration does not say its attention"
+            unknown["model FLOPs"] = "the model is compiled, and its configuration does not describe its attention"
     elif not tokens and session.applied.pipeline is not None:
-        model, unknown["model FLOPs"] = None, "the samples are no tokens, and a pipeline's forward is not told apart"
+        model, unknown["model FLOPs"] = None, "the samples are not tokens, and a pipeline's forward cannot be separated"
     return StepWork(
         parameters=parameters,
         tokens=tokens,

@@ -77,7 +77,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         ModelError: the model has no trainable parameters, or does not support the plan.
     """
     if getattr(module, _MARK, False):
-        raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+        raise ModelError("this model was prepared by an earlier session; rebuild it, or continue with that session")
     check_tensors(module, plan)
     adapters = _adapters(module, plan)
     spec = read_model(module)
@@ -240,8 +240,8 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         group["params"] = [live[names[id(p)]] if id(p) in names else p for p in here]
     if strangers:
         raise ModelError(
-            f"the optimizer holds {strangers} parameters that are not the model's; "
-            "build it from the parameters of the model that you pass to session.prepare"
+            f"the optimizer holds {strangers} parameters that do not belong to the "
+            "model; build it from the parameters of the model that you pass to session.prepare"
         )
     if any(adopted):
         for group, fresh in zip(optimizer.param_groups, adopted, strict=True):
@@ -281,8 +281,8 @@ def _adopted(optimizer: Optimizer, names: dict[int, str], module: nn.Module) -> 
     if alone:
         more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
         raise ModelError(
-            f"the optimizer does not hold {', '.join([*alone][:3])}{more}, and adapters stand beside them, whose "
-            "options would be anybody's guess; build the optimizer from all weights that have adapters, or name "
+            f"the optimizer does not hold {', '.join([*alone][:3])}{more}, but they have adapters, whose optimizer "
+            "options are therefore unknown; build the optimizer from all weights that have adapters, or name "
             "others as lora.targets"
         )
     return found

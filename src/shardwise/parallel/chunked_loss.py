@@ -29,8 +29,8 @@ from shardwise.plan.plan import Plan, chunk_problems
 _FIX = "take loss_chunks out"
 _NARROW = (torch.bfloat16, torch.float16)
 _MISUSE = (
-    "the plan's loss_chunks keeps all logits from being made at once; give the outputs to shardwise.token_loss_sum, or "
-    "call .whole() on the logits where all of them are needed"
+    "the plan's loss_chunks computes the logits in chunks; give the outputs to shardwise.token_loss_sum, or "
+    "call .whole() on the logits if all of them are needed"
 )
 
 
@@ -157,7 +157,7 @@ def find_head(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
         for hook in hooks:
             hook.remove()
     if failure:
-        raise ModelError(f"loss_chunks: the model's forward cannot be looked at under fake tensors ({failure}); {_FIX}")
+        raise ModelError(f"loss_chunks: the model's forward cannot be traced under fake tensors ({failure}); {_FIX}")
     logits = _logits_of(outputs)
     if not isinstance(logits, torch.Tensor):
         raise ModelError(

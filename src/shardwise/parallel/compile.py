@@ -147,7 +147,7 @@ def check_options(plan: Plan) -> None:
     problems = []
     if plan.prefetch > 1 and not plan.parsed.shards_parameters:
         problems.append(
-            f"prefetch {plan.prefetch} gathers sharded weights ahead, and {plan.strategy} keeps them whole; "
+            f"prefetch {plan.prefetch} gathers sharded weights ahead, and {plan.strategy} replicates them; "
             "set parallel.prefetch to 1, or use zero2, fsdp or hsdp"
         )
     if plan.async_tp:

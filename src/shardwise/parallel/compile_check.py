@@ -47,7 +47,7 @@ def check_compile(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = 
         for handle in handles:
             handle.remove()
     if failure:
-        raise ModelError(f"compile: the model's forward cannot be looked at under fake tensors ({failure}); {_FIX}")
+        raise ModelError(f"compile: the model's forward cannot be traced under fake tensors ({failure}); {_FIX}")
     problems = []
     for kind, name in kinds.items():
         if name in entered:

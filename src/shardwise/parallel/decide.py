@@ -91,7 +91,7 @@ def check_model(spec: ModelSpec, plan: Plan) -> None:
     problems: list[str] = []
     if not spec.num_trainable:
         frozen = f"all {len(spec.parameters)} parameters are frozen" if spec.parameters else "it has no parameter"
-        raise ModelError(f"the model has nothing to train: {frozen}; leave requires_grad True on some")
+        raise ModelError(f"the model has no trainable parameters: {frozen}; leave requires_grad True on some")
     if plan.recompute != "none" and not spec.blocks:
         apply_recompute(nn.Module(), plan.recompute, ())
     dims = plan.dims
@@ -124,7 +124,7 @@ def refuse_renorm(module: nn.Module, plan: Plan) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and plan.dims.world_size > 1:
             raise ModelError(
-                f"'{clean_name(name)}' has max_norm={part.max_norm:g}: its forward changes the rows of weights that "
+                f"'{clean_name(name)}' has max_norm={part.max_norm:g}: its forward changes the weight rows that "
                 f"a rank looks up, and under {plan.strategy} other ranks keep others; scale the rows after the "
                 "lookup (functional.normalize), or after step.update on all ranks, and leave max_norm out"
             )

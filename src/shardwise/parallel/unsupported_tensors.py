@@ -49,13 +49,13 @@ def _odd_parameter(name: str, parameter: nn.Parameter, plan: Plan) -> Iterator[s
     if parameter.is_quantized:
         yield f"{kind} is quantized ({parameter.dtype}), and its scale cannot be sent to other ranks; dequantize it"
     elif parameter.layout is not torch.strided:
-        yield f"{kind} is sparse ({parameter.layout}), and no strategy can reduce or cut it; use to_dense()"
+        yield f"{kind} is sparse ({parameter.layout}), and no strategy can reduce or shard it; use to_dense()"
     elif any(not stride and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         yield f"{kind} has several elements in one place of memory, as expand() makes them; clone() it"
     elif parameter.is_complex() and parameter.requires_grad and not _keeps_whole(plan):
         yield (
-            f"{kind} is complex ({parameter.dtype}), which {plan.strategy} cannot cut or send; hold it as real numbers "
-            "(torch.view_as_real, and torch.view_as_complex in the forward), or use ddp"
+            f"{kind} is complex ({parameter.dtype}), which {plan.strategy} cannot shard or send; store it as real "
+            "numbers (torch.view_as_real, and torch.view_as_complex in the forward), or use ddp"
         )
 
 

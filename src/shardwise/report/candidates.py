@@ -177,7 +177,7 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, price
     plan, time = best.plan, best.time
     recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
     lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}: {plan.reason}."]
-    needs = f"A device holds {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
+    needs = f"A device needs {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
     if best.memory.offloaded_bytes:
         has = cluster.host_memory_bytes
         room = "; whether it has that is not known" if has is None else f" of {bytes_text(has)}"
@@ -205,7 +205,7 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: 
         speed = best.time.tokens_per_s_per_device if best.time else None
         million = dollars_per_million_tokens(speed, hourly)
         each = "" if million is None else f", ${million:.3g} a million tokens"
-        length = f"The whole run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
+        length = f"The full run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
         return f"{length} {cost}{each}.{_buy(cluster, prices)}"
     others = [c for c in result.candidates if c is not best]
     ties = [c.plan.strategy for c in others if c.tie]
@@ -222,10 +222,10 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
     runs = [c for c in result.candidates if not c.plan.parsed.not_runnable and c.fits is not False]
     what = f"this version plans {', '.join(words)} but does not run it"
     if len(result.candidates) == 1:
-        return f"Mind that {what}."
+        return f"Note that {what}."
     if not runs:
-        return f"Mind that {what}, and that nothing it runs fits."
-    return f"Mind that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
+        return f"Note that {what}, and that nothing it runs fits."
+    return f"Note that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
 
 
 def _buy(cluster: ClusterSpec, prices: Prices) -> str:

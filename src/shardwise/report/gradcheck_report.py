@@ -40,7 +40,7 @@ def print_heading(shrunk: Shrunk, seq_len: int, micro_batch: int, config: Config
         say(f"       left out: {', '.join(left)} (rounding would hide a wrong gradient; receipts of a run check these)")
     say(
         f"batch: micro batch {micro_batch} × {seq_len} tokens of the config's data; a step with samples of all "
-        "lengths, and one with whole ones"
+        "lengths, and one with full ones"
     )
 
 

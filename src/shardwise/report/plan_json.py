@@ -48,7 +48,7 @@ class ModelFacts(Facts):
     heads: int | None
     kv_heads: int | None
     max_seq_len: int | None
-    flops_per_sample: float = Field(description="forward and backward, the whole attention square (PaLM's convention)")
+    flops_per_sample: float = Field(description="forward and backward, the full attention square (PaLM's convention)")
     unknown: list[str]
 
 
@@ -162,10 +162,10 @@ class PlanDocument(Facts):
     cluster: ClusterFacts
     workload: WorkloadFacts
     recommended: int | None
-    considered: int = Field(description="plans looked at, those left out by an argument included")
+    considered: int = Field(description="plans considered, including those excluded by an argument")
     candidates: list[CandidateEntry]
     recommendation: str | None = Field(description="why the recommended plan is recommended")
-    advice: list[str] = Field(description="what would fit, where nothing does")
+    advice: list[str] = Field(description="what would fit, if nothing does")
     notes: list[str] = Field(description="what was not given and filled in, and what was given without effect")
     proof: dict[str, Any] | None = Field(default=None, description="what --prove found")
 

@@ -40,7 +40,7 @@ def timing_table(timing: Timing) -> Table:
     whole = timing.step_s + sum(timing.between_s.values())
     if timing.stopwatch_s is not None:
         watch = milliseconds(timing.stopwatch_s)
-        table.caption = f"parts and what lies between add up to {milliseconds(whole)}; a stopwatch says {watch}"
+        table.caption = f"parts and the time between steps add up to {milliseconds(whole)}; by stopwatch {watch}"
         table.caption_justify = "left"
     return table
 

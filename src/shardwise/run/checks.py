@@ -62,7 +62,7 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             and planned is not None
             and asked not in (planned, None, "auto")
         ):
-            problems.append(f"{key} is {asked}, but the plan says {planned}; take the key out or make a new plan")
+            problems.append(f"{key} is {asked}, but the plan has {planned}; remove the key or make a new plan")
     if plan.optimizer_in_backward and config.optimizer.clip_norm is not None:
         problems.append(
             "the plan steps the optimizer in the backward, before the norm of all gradients is known, and "
@@ -135,7 +135,7 @@ def check_samples(config: Config, corpus: Corpus) -> None:
         heldout = samples_for(corpus.heldout, config.data, corpus.separator)
         if not heldout.label_bytes(config.train.eval_samples or None):
             raise DataError(
-                "the held-out documents have no byte that can be predicted from one before it; "
+                "the held-out documents have no byte with a predecessor to predict it from; "
                 "give data.heldout_path longer documents, or set data.heldout_fraction=0"
             )
 

@@ -47,8 +47,8 @@ def finished(config: Config) -> dict[str, Any] | None:
     output = Path(config.train.output)
     if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(folder_of(config.checkpoints))):
         raise ConfigError(
-            f"train.output '{config.train.output}' holds a run already and checkpoint.resume is false; "
-            "choose another train.output, or set checkpoint.resume=true to go on"
+            f"train.output '{config.train.output}' contains a run already and checkpoint.resume is false; "
+            "choose another train.output, or set checkpoint.resume=true to resume"
         )
     found = summary_of(config)
     if found is None:
@@ -60,8 +60,8 @@ def finished(config: Config) -> dict[str, Any] | None:
     ]
     if other:
         raise ConfigError(
-            f"train.output '{config.train.output}' holds this run, finished with {', '.join(other)}; "
-            "raise train.steps to go on, or choose another train.output to run it again"
+            f"train.output '{config.train.output}' contains this run, finished with {', '.join(other)}; "
+            "raise train.steps to continue, or choose another train.output to run it again"
         )
     corpus = prepare_corpus(config.data, output / "data", lambda text: None)
     return summary if corpus.fingerprint == trained_on else None

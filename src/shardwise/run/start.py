@@ -62,7 +62,7 @@ def start(
         runnable(plan)
         given = {"grad_accum": (grad_accum, 1), "precision": (precision, "fp32"), "recompute": (recompute, "none")}
         wrong = [
-            f"start(..., {key}={value!r}) is beside a plan, and the plan says {getattr(plan, key)}; change it there"
+            f"start(..., {key}={value!r}) conflicts with the plan, which has {getattr(plan, key)}; change it there"
             for key, (value, default) in given.items()
             if value not in (default, getattr(plan, key))
         ]

@@ -52,7 +52,7 @@ def causal_configuration(path: Path, notes: list[str] | None = None) -> Any:
     kind = keys.get("model_type")
     if "auto_map" in keys:
         raise ModelError(
-            f"{where} names code of its own to be run (auto_map), and no code of a model's folder is; "
+            f"{where} requests custom code (auto_map), but code of a model's folder is never run; "
             "use a model that transformers has, or model.factory"
         )
     try:
@@ -91,7 +91,7 @@ def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> Non
     kind = facts.model_type
     if type(facts) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"{where}: model_type '{kind}' is no causal language model; "
+            f"{where}: model_type '{kind}' is not a causal language model; "
             "give the configuration of one, or use model.factory"
         )
     problems = []
@@ -118,8 +118,8 @@ def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> Non
         asked = keys["quantization_config"]
         method = asked.get("quant_method") if isinstance(asked, dict) else asked
         problems.append(
-            f"{where} asks for quantized weights (quantization_config: {method!s:.40}), and whole ones are trained "
-            f"here; take the key out of '{file}', or pack a frozen base with +qlora (parallel.strategy=fsdp+qlora)"
+            f"{where} asks for quantized weights (quantization_config: {method!s:.40}), but training needs full "
+            f"ones; remove the key from '{file}', or quantize a frozen base with +qlora (parallel.strategy=fsdp+qlora)"
         )
     if problems:
         raise ModelError(*problems)

@@ -58,7 +58,7 @@ class Table(BaseModel):
 class ModelTable(Table):
     """``[model]``: exactly one of ``config`` and ``factory``."""
 
-    config: Named | None = Field(None, description="Hugging Face config.json, or a folder that holds one")
+    config: Named | None = Field(None, description="Hugging Face config.json, or a folder with one")
     factory: Named | None = Field(None, description="package.module:function that returns an nn.Module")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     weights: Named | None = Field(None, description="folder or file of safetensors to start from; random if left out")
@@ -70,7 +70,7 @@ class ModelTable(Table):
             given = "neither; add one" if self.config is None else "both; leave one out"
             raise ValueError(f"needs exactly one of 'config' and 'factory', got {given}")
         if self.kwargs and self.factory is None:
-            raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
+            raise ValueError("'kwargs' are the arguments of a factory, and there is none; remove them")
         return self
 
 
@@ -79,14 +79,14 @@ class DataTable(Table):
 
     path: Named = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
-        "auto", description="auto looks at the files; dataset is a folder written by datasets.save_to_disk"
+        "auto", description="auto inspects the files; dataset is a folder written by datasets.save_to_disk"
     )
     include: list[str] = Field(default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns")
     exclude: list[str] = Field(default_factory=list, description="files left out: glob patterns")
-    text_field: str = Field("text", description="column that holds a document")
+    text_field: str = Field("text", description="column with the documents")
     tokenizer: Named = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
     seq_len: Length = Field(description="tokens in a sample")
-    pack: bool = Field(True, description="join documents and cut; if false, a document starts a sample and is padded")
+    pack: bool = Field(True, description="join documents and split; if false, a document starts a sample and is padded")
     mask_borders: bool = Field(False, description="no loss on the first token of the next document in a sample")
     heldout_fraction: Fraction = Field(0.05, description="share of documents kept for evaluation, chosen by content")
     heldout_path: Named | None = Field(None, description="held-out documents from here instead")
@@ -95,9 +95,9 @@ class DataTable(Table):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
         if self.mask_borders and not self.pack:
-            raise ValueError("'mask_borders' does nothing where pack is false; take it out")
+            raise ValueError("'mask_borders' has no effect if pack is false; remove it")
         if self.heldout_path is not None and "heldout_fraction" in self.model_fields_set:
-            raise ValueError("'heldout_path' and 'heldout_fraction' both say what is held out; leave one out")
+            raise ValueError("'heldout_path' and 'heldout_fraction' both select the held-out documents; remove one")
         return self
 
 
@@ -125,24 +125,24 @@ class OptimizerTable(Table):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: Count = 0
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
-    clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' is no limit")
+    clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' means no limit")
     in_backward: bool = option_field("optimizer_in_backward")
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
         if self.kwargs and self.factory is None:
-            raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
+            raise ValueError("'kwargs' are the arguments of a factory, and there is none; remove them")
         kind = "a factory" if self.factory is not None else self.name
         for key, owners in _OWNERS.items():
             if key in self.model_fields_set and kind not in owners:
-                raise ValueError(f"'{key}' does nothing for {kind}, only for {_listed(owners)}; take it out")
+                raise ValueError(f"'{key}' does nothing for {kind}, only for {_listed(owners)}; remove it")
         if self.in_backward and self.clip_norm is not None:
             raise ValueError(
                 "'in_backward' steps before the norm of all gradients is known, and 'clip_norm' is "
                 f'{self.clip_norm:g}; set optimizer.clip_norm="none", or take in_backward out'
             )
         if "min_lr_ratio" in self.model_fields_set and self.schedule == "constant":
-            raise ValueError("'min_lr_ratio' does nothing for the schedule constant; take it out")
+            raise ValueError("'min_lr_ratio' has no effect with schedule 'constant'; remove it")
         return self
 
 
@@ -166,7 +166,7 @@ def profile_steps(text: str) -> tuple[int, int]:
     first, count = int(found[1]), int(found[2] or 1)
     if first < FIRST_TRACED:
         raise ValueError(
-            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are looked at for the "
+            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are checked by the "
             f"receipts; begin at {FIRST_TRACED} or later"
         )
     if not 1 <= count <= MOST_TRACED:
@@ -216,7 +216,7 @@ class TrainTable(Table):
     def _profile_problems(self) -> list[str]:
         if self.profile is None:
             idle = "profile_ranks" in self.model_fields_set
-            return ["'profile_ranks' does nothing without 'profile'; take it out"] if idle else []
+            return ["'profile_ranks' does nothing without 'profile'; remove it"] if idle else []
         try:
             first, count = profile_steps(self.profile)
         except ValueError as error:
@@ -282,11 +282,11 @@ class CheckpointTable(Table):
 
     every: Count = Field(0, description="steps between checkpoints; 0 is only at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
-    resume: bool = Field(True, description="go on from the newest checkpoint of this run")
+    resume: bool = Field(True, description="resume from the newest checkpoint of this run")
     folder: CheckpointFolder | None = Field(
         None, description="path or URL (s3://...); else 'checkpoints' in train.output"
     )
-    async_save: bool = Field(False, description="copy the state, and write it while training goes on")
+    async_save: bool = Field(False, description="copy the state, and write it while training continues")
     verify: bool = Field(True, description="compare the hashes of what is read on resume and as model.weights")
 
 
@@ -294,14 +294,14 @@ def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
     """List why a config's optimizer cannot step the local shards of a strategy."""
     if table.factory is None and strategy.engine == "deepspeed" and table.name in ("adamw8bit", "adafactor"):
         return [
-            f"optimizer.name '{table.name}' is not for {strategy}: DeepSpeed cuts flattened weights anywhere, and its "
-            "state goes by rows or blocks; use adamw or sgd, or the same stage on PyTorch (zero1, zero2, fsdp)"
+            f"optimizer.name '{table.name}' is not for {strategy}: DeepSpeed splits flattened weights anywhere, but "
+            "its state is by rows or blocks; use adamw or sgd, or the same stage on PyTorch (zero1, zero2, fsdp)"
         ]
     if table.factory is not None or strategy.tp == 1:
         return []
     why = {
-        "adamw8bit": "its blocks of 256 run along a rank's rows, and parts cut along columns do not go together",
-        "adafactor": "its sums over rows and columns are not those of parts that are cut along columns",
+        "adamw8bit": "its blocks of 256 run along a rank's rows, and column shards cannot be combined",
+        "adafactor": "its sums over rows and columns differ from those of column shards",
     }.get(table.name)
     if why is None:
         return []
@@ -332,12 +332,12 @@ class Config(Table):
         if kind == "none" and "lora" in self.model_fields_set:
             problems.append(
                 f"'lora' does nothing under the strategy {named}; name one with +lora or +qlora, such as fsdp+qlora, "
-                "or take the table out"
+                "or remove the table"
             )
         if kind == "lora" and (moot := [key for key in ("quant_type", "double_quant") if key in given]):
-            problems.append(f"'lora.{moot[0]}' does nothing without +qlora; take it out")
+            problems.append(f"'lora.{moot[0]}' does nothing without +qlora; remove it")
         if kind != "none" and self.model.freeze:
-            problems.append(f"'model.freeze' does nothing under {named}, which freezes all of the model; take it out")
+            problems.append(f"'model.freeze' does nothing under {named}, which freezes all of the model; remove it")
         if problems:
             raise ValueError(*problems)
         return self
@@ -345,7 +345,7 @@ class Config(Table):
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> Self:
         if self.train.eval_every and not self.data.heldout_fraction and self.data.heldout_path is None:
-            raise ValueError("'train.eval_every' does nothing where data.heldout_fraction is 0; take it out")
+            raise ValueError("'train.eval_every' does nothing where data.heldout_fraction is 0; remove it")
         return self
 
     @model_validator(mode="after")

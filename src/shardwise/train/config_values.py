@@ -38,7 +38,7 @@ def _on_disk(text: str) -> str:
     if _scheme(text):
         raise ValueError(
             f"'{text}' is a URL, and the run folder is on a disk of this machine; give a path here, and "
-            f'checkpoint.folder="{text}" for checkpoints that are to lie there'
+            f'checkpoint.folder="{text}" to store checkpoints there'
         )
     return text
 

@@ -95,8 +95,8 @@ class ParameterHooks:
         if len(rows) > 1 and any(rows[rank] != rows[self._peers[0]] for rank in self._peers):
             here = sorted({*_active(self._before), *_active(self._after)})
             raise ModelError(
-                f"hooks on parameters differ between ranks (here: {', '.join(here[:3]) or 'none'}), and ranks would go "
-                "on with different weights; register the same hooks on every rank"
+                f"hooks on parameters differ between ranks (here: {', '.join(here[:3]) or 'none'}), and ranks would "
+                "continue with different weights; register the same hooks on every rank"
             )
 
     def on_gradients(self, session: TrainingSession, step: Step) -> None:
@@ -159,18 +159,18 @@ def _check(found: dict[str, tuple[_Hooks | None, _Hooks | None]], plan: Plan) ->
     both, after = list(found), [name for name, (_, hooks) in found.items() if hooks]
     if plan.parsed.engine == "deepspeed" and both:
         raise ModelError(
-            f"{_some(both)} a hook, and {plan.strategy} reduces gradients by hooks of its own before the user's "
-            "would be called on the whole; take it off, or use fsdp or ddp"
+            f"{_some(both)} a hook, and {plan.strategy} reduces gradients by its own hooks before the user's "
+            "hook could see the full gradient; remove it, or use fsdp or ddp"
         )
     if plan.optimizer_in_backward and both:
         raise ModelError(
             f"{_some(both)} a hook, and optimizer_in_backward steps a parameter before the hook could be called on "
-            "the whole gradient; set it to False, or take the hook off"
+            "the full gradient; set it to False, or remove the hook"
         )
     if after and not _keeps_whole(plan):
         raise ModelError(
-            f"{_some(after)} a hook of register_post_accumulate_grad_hook, which is given the whole parameter, and "
-            f"{plan.strategy} holds a part of it; change the gradient by register_hook, or use ddp"
+            f"{_some(after)} a hook of register_post_accumulate_grad_hook, which expects the full parameter, but "
+            f"{plan.strategy} has a shard of it; change the gradient by register_hook, or use ddp"
         )
 
 

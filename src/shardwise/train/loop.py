@@ -178,7 +178,7 @@ class TrainingRun:
         if self.session.stopped:
             raise Interrupted(
                 f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
-                "the same command goes on from there"
+                "the same command resumes from there"
             )
         return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits)
 
@@ -362,8 +362,8 @@ class TrainingRun:
             return
         if not config.checkpoint.resume:
             raise ConfigError(
-                f"train.output '{self.output}' holds a run already and checkpoint.resume is false; "
-                "choose another train.output, or set checkpoint.resume=true to go on"
+                f"train.output '{self.output}' contains a run already and checkpoint.resume is false; "
+                "choose another train.output, or set checkpoint.resume=true to resume"
             )
         with resume.advice(path, earlier):
             manifest = exchange.together(lambda: read_manifest(path))

@@ -43,7 +43,7 @@ def _cut_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum the cross-entropy over vocabulary-sharded logits, each rank its shard."""
     if tuple(logits.placements) != (Shard(logits.ndim - 1),):
         raise ModelError(
-            f"token_loss_sum takes logits that are whole or cut over the vocabulary alone, got {logits.placements}; "
+            f"token_loss_sum takes logits that are full or sharded over the vocabulary only, got {logits.placements}; "
             "pass what the model returned, or set parallel.loss_parallel to false"
         )
     mesh, vocab = logits.device_mesh, logits.shape[-1]
@@ -98,7 +98,7 @@ def count_labels(labels: Any) -> int:
     """Count the terms of a summed loss: integer labels other than ``-100``, else samples."""
     if not isinstance(labels, torch.Tensor):
         raise DataError(
-            f"labels are a {type(labels).__name__}, not a tensor; say how many loss terms they stand for with "
+            f"labels are a {type(labels).__name__}, not a tensor; give the number of loss terms with "
             "session.steps(loader, count=...)"
         )
     if labels.is_floating_point() or labels.is_complex():

@@ -36,7 +36,7 @@ class MetricsFile:
         except OSError as error:
             raise MachineError(
                 f"'{self._file.name}' cannot be written: {error.strerror}; free space on that disk and run the same "
-                "command again, which goes on from the last checkpoint"
+                "command again, which resumes from the last checkpoint"
             ) from None
         if self._also is not None:
             self._also(values)

@@ -47,7 +47,7 @@ def advice(path: Folder, earlier: Folder | None) -> Iterator[None]:
     except CheckpointMismatch:
         raise
     except CheckpointError as error:
-        then = f"goes on from '{earlier.name}'" if earlier is not None else "begins again: there is no earlier one"
+        then = f"resumes from '{earlier.name}'" if earlier is not None else "restarts: there is no earlier one"
         raise CheckpointError(f"{error} (without '{path}' the same command {then})") from None
 
 
@@ -83,8 +83,8 @@ def refuse_lost(output: Path, folder: Folder) -> None:
     done = exchange.broadcast_json(max(steps))
     if done:
         raise ConfigError(
-            f"train.output '{output}' has metrics of {done} steps, and '{folder}' has no checkpoint to go on from; "
-            f"set checkpoint.folder to where they are, choose another train.output, or remove '{file}' to begin again"
+            f"train.output '{output}' has metrics of {done} steps, and '{folder}' has no checkpoint to resume from; "
+            f"set checkpoint.folder to where they are, choose another train.output, or remove '{file}' to restart"
         )
 
 
@@ -99,7 +99,7 @@ def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, A
     then = manifest.state.get("order")
     if then is None:
         raise ConfigError(
-            f"'{path}' has no place in the data: it was converted, or saved by a loop of one's own; to begin with "
+            f"'{path}' has no data position: it was converted, or saved by a custom loop; to start from "
             f"its weights choose another folder for this run's checkpoints and set model.weights = '{path}'"
         )
     moot = LISTING if then.get(CONTENT) and facts.get(CONTENT) else CONTENT
@@ -224,7 +224,7 @@ def news(manifest: Manifest, config: Config, plan: Plan, total: int) -> list[str
     schedule = config.optimizer.schedule
     if old_total != total:
         follows = "" if schedule == "constant" else f", which the {schedule} schedule follows from here on"
-        texts.append(f"{old_total} steps in all → {total}{follows}")
+        texts.append(f"{old_total} steps total → {total}{follows}")
     return texts
 
 

@@ -77,8 +77,8 @@ def load_session(session: TrainingSession, folder: str | Folder, verify: bool) -
     facts = manifest.state.get("session")
     if facts is None:
         raise UserError(
-            f"'{path}' was not saved by session.save (shardwise train and convert keep no place of a loop of one's "
-            "own); load its weights with shardwise.checkpoint.weights.load_weights(model, path)"
+            f"'{path}' was not saved by session.save (shardwise train and convert do not save a custom loop's "
+            "position); load its weights with shardwise.checkpoint.weights.load_weights(model, path)"
         )
     saved = rng_for(path, rank_to_follow(manifest.plan, session.plan, session.ranks.rank)) or {}
     at_start = {name.removeprefix(_START): state for name, state in saved.items() if name.startswith(_START)}

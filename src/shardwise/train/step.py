@@ -106,8 +106,8 @@ class Step:
         session, micro = self._session, self.micros[self._current]
         if isinstance(loss_sum, DTensor):
             raise UserError(
-                "step.backward got a loss in which weights stand that are sharded (DTensor), as a penalty on "
-                "model.parameters() does; sum it up in the model's forward, use weight_decay, or ddp or zero1"
+                "step.backward got a loss with sharded weights (DTensor), such as a penalty "
+                "on model.parameters(); compute it in the model's forward, use weight_decay, or ddp or zero1"
             )
         if loss_sum.ndim != 0:
             shape = tuple(loss_sum.shape)
@@ -115,7 +115,7 @@ class Step:
         if count is not None and int(count) != micro.num_tokens and not micro.filler:
             raise UserError(
                 f"step.backward: count={int(count)}, but the micro batch has {micro.num_tokens} labels that count; "
-                "pass micro.num_tokens, or tell session.steps(loader, count=...) how labels are counted"
+                "pass micro.num_tokens, or set session.steps(loader, count=...) to count labels"
             )
         if self._backwards != self._current:
             raise UserError(
@@ -200,7 +200,7 @@ class Step:
         if self._backwards != len(self.micros):
             raise UserError(
                 f"step.update after {self._backwards} of {len(self.micros)} backward calls; "
-                "iterate the whole step and call step.backward on every micro batch"
+                "iterate over the full step and call step.backward on every micro batch"
             )
         if self._updated:
             raise UserError(f"step.update was called twice for step {self.number}; call it once")
@@ -263,7 +263,7 @@ def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:
     if is_mean:  # whatever the number of labels, so that no rank continues alone
         raise UserError(
             f"step.backward got a mean ({node.name() if node else ''}) over {micro.num_tokens} labels; it normalises "
-            "itself, by the labels of the whole global batch: pass the sum, with reduction='sum'"
+            "itself, by the labels of the full global batch: pass the sum, with reduction='sum'"
         )
 
 

@@ -91,7 +91,7 @@ class Trackers:
                     call(tracker)
             except Exception as error:
                 del self._trackers[name]
-                self._say(f"tracker {name} failed and gets nothing more, training goes on: {_one_line(error)}")
+                self._say(f"tracker {name} failed and is disabled, training continues: {_one_line(error)}")
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ def open_trackers(config: Config, steps_done: int, say: Say) -> Trackers:
             with _stdout_is_ours():
                 opened[name] = _OPENERS[name](config, folder, run, steps_done)
         except Exception as error:
-            say(f"tracker {name} cannot be opened and gets nothing, training goes on: {_one_line(error)}")
+            say(f"tracker {name} cannot be opened and is disabled, training continues: {_one_line(error)}")
         else:
             say(f"tracker {name}: {opened[name]}")
     return Trackers(opened, say)
@@ -224,7 +224,7 @@ class _WandB:
     def __str__(self) -> str:
         if self._offline:
             return f"offline in '{self._folder / 'wandb'}'; 'wandb sync' uploads it, WANDB_MODE=online does at once"
-        return f"run {self._run.id}, as WANDB_MODE says"
+        return f"run {self._run.id}, by WANDB_MODE"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._step = max(step, self._step)

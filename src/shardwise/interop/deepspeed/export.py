@@ -10,7 +10,7 @@ from shardwise.plan.deepspeed_stages import STAGES, deepspeed_config
 from shardwise.plan.plan import Plan, axis_problems
 
 _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
-    "seq_len": "cut samples to this length",
+    "seq_len": "split samples to this length",
     "recompute": "recompute the blocks in the model's code",
     "compile": "call torch.compile on the blocks",
     "prefetch": "DeepSpeed gathers ahead by elements instead, stage3_prefetch_bucket_size",
@@ -30,7 +30,7 @@ def twin_problems(plan: Plan) -> list[str]:
     }
     if strategy.base not in STAGES:
         problems.append(f"strategy '{plan.strategy}' has no twin in DeepSpeed: {whys[strategy.base]}")
-    axes = {"tp": "layers cut by it", "pp": "a model written as its PipelineModule", "cp": "attention of its own"}
+    axes = {"tp": "layers sharded by it", "pp": "a model written as its PipelineModule", "cp": "its own attention"}
     problems += [
         f"strategy '{plan.strategy}' has no twin in DeepSpeed: for +{axis} it needs {need}; take +{axis} out"
         for axis, need in axes.items()
@@ -42,7 +42,7 @@ def twin_problems(plan: Plan) -> list[str]:
         problems.append("the plan leaves the micro batch open, and DeepSpeed needs it; set micro_batch in the plan")
     if getattr(plan, "optimizer_in_backward", False):
         problems.append(
-            "optimizer_in_backward has no twin: DeepSpeed steps after the backward; take it out of the plan"
+            "optimizer_in_backward has no equivalent: DeepSpeed steps after the backward; remove it from the plan"
         )
     return problems
 
@@ -72,7 +72,7 @@ def beside(plan: Plan) -> dict[str, Any]:
 def export_notes(plan: Plan) -> list[str]:
     """List what the configuration omits, or DeepSpeed does differently; one line each."""
     strategy, kept = plan.parsed, beside(plan)
-    notes = [f"launch it on {plan.dims.world_size} ranks: DeepSpeed's configuration does not say how many"]
+    notes = [f"launch it on {plan.dims.world_size} ranks: DeepSpeed's configuration does not contain the number"]
     notes += [f"{key} {_text(kept[key])}: {do}" for key, do in _ITS_OWN.items() if key in kept]
     notes.append("the optimizer is your script's: deepspeed.initialize(optimizer=...)")
     if strategy.engine == "torch":
@@ -82,7 +82,7 @@ def export_notes(plan: Plan) -> list[str]:
                 f"DeepSpeed casts weights to {plan.precision} once; PyTorch's plan keeps fp32 ones and casts in use"
             )
         if strategy.offload and strategy.base == "zero2":
-            notes.append("DeepSpeed's stage 2 keeps whole parameters on the device, PyTorch's zero2+offload does not")
+            notes.append("DeepSpeed's stage 2 keeps full parameters on the device, PyTorch's zero2+offload does not")
     return notes
 
 

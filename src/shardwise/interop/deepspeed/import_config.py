@@ -85,7 +85,7 @@ def read_document(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PlanError(f"'{path}' is a {type(found).__name__}; a DeepSpeed configuration is a table {{...}}")
     if twice:
-        raise PlanError(*(f"'{path}' says '{name}' twice in one table; take one out" for name in twice))
+        raise PlanError(*(f"'{path}' says '{name}' twice in one table; remove one" for name in twice))
     return found
 
 
@@ -177,14 +177,14 @@ class _Reader:
             if key is None:
                 of = f"DeepSpeed's '{path}'" if path else "DeepSpeed's"
                 self.problems.append(
-                    f"{where}: no such key of {of}{did_you_mean(name, known)}; correct it or take it out"
+                    f"{where}: no such key of {of}{did_you_mean(name, known)}; correct it or remove it"
                 )
             elif isinstance(value, dict) and where in TABLES and where != BESIDE:
                 self.walk(where, value)
             elif key.fate == "taken":
                 self._auto_or_table(where, value)
             elif key.fate in ("not run", "removed") and not key.is_off(value):
-                gone = "DeepSpeed 0.19 has taken it out: " if key.fate == "removed" else ""
+                gone = "DeepSpeed 0.19 has removed it: " if key.fate == "removed" else ""
                 self.problems.append(f"{where} is {_short(value)}, which Shardwise does not run: {gone}{key.why}")
             elif key.fate == "tuning":
                 self.tuning.append((FileKey(where, value, key.why), key))
@@ -216,8 +216,8 @@ class _Reader:
             self.problems.append(f"{BESIDE} must be a table of a plan's keys, got {_short(table)}")
             return {}
         for name in [name for name in table if name not in BESIDE_KEYS]:
-            why = "DeepSpeed's own keys say it" if name in Plan.model_fields else "no such key of a plan"
-            self.problems.append(f"{BESIDE}.{name}: {why}{did_you_mean(name, BESIDE_KEYS)}; take it out")
+            why = "DeepSpeed's own keys set it" if name in Plan.model_fields else "no such key of a plan"
+            self.problems.append(f"{BESIDE}.{name}: {why}{did_you_mean(name, BESIDE_KEYS)}; remove it")
         words = {**given, **({} if device is None else {"device": device})}
         for name, value in words.items():
             if name in table and table[name] != value:
@@ -265,7 +265,7 @@ class _Reader:
         found = self.config.get("zero_optimization", {})
         if isinstance(found, bool):
             self.taken.append(
-                FileKey("zero_optimization", found, f"stage {int(found)}: true is DeepSpeed's old way to say 1")
+                FileKey("zero_optimization", found, f"stage {int(found)}: true is DeepSpeed's old form of 1")
             )
             return int(found)
         stage = self._table("zero_optimization").get("stage", 0)
@@ -282,7 +282,7 @@ class _Reader:
         zero, where = self._table("zero_optimization"), f"zero_optimization.{name}"
         old = "cpu_offload" if name == "offload_optimizer" else "cpu_offload_param"
         if old in zero:
-            self.taken.append(FileKey(f"zero_optimization.{old}", zero[old], f"the old way to say {name}.device"))
+            self.taken.append(FileKey(f"zero_optimization.{old}", zero[old], f"the old form of {name}.device"))
             if not isinstance(zero[old], bool | None):
                 self.problems.append(f"zero_optimization.{old} is {_short(zero[old])}; it must be true or false")
             if name in zero:
@@ -332,7 +332,7 @@ class _Reader:
             fix = "+offload moves both; add offload_param with device cpu, or take offload_optimizer out"
         else:
             fix = "Shardwise has cpu and cpu, nvme and nvme, or nvme and cpu; choose one of these"
-        self.problems.append(f"{where} is no plan that Shardwise runs: {fix}")
+        self.problems.append(f"{where} is not a plan that Shardwise runs: {fix}")
         return None
 
     def precision(self) -> str:
@@ -365,7 +365,7 @@ class _Reader:
             elif value is not None:
                 wrong = True
                 if value != "auto":
-                    self.problems.append(f"{name} is {_short(value)}; it must be a whole number of 1 or more")
+                    self.problems.append(f"{name} is {_short(value)}; it must be an integer of 1 or more")
         if wrong:
             return None, ""
         total, micro, steps = (numbers.get(name) for name in BATCH)

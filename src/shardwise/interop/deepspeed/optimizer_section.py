@@ -88,7 +88,7 @@ def read_training(config: Mapping[str, Any]) -> ImportedTraining:
         found.taken.append(FileKey("scheduler", None, "optimizer.schedule: the rate is constant"))
     if table is None:
         found.open.append(
-            FileKey("optimizer", None, "the script makes it, and the file does not say it: set [optimizer]")
+            FileKey("optimizer", None, "the script creates it, and the file does not contain it: set [optimizer]")
         )
     return found
 
@@ -123,7 +123,7 @@ def _optimizer(table: Mapping[str, Any], found: ImportedTraining) -> None:
     proper = known.get(name.lower())
     if proper is None:
         hint = did_you_mean(name, known.values())
-        found.problems.append(f"optimizer.type '{name}' is no optimizer of DeepSpeed's or PyTorch's{hint}")
+        found.problems.append(f"optimizer.type '{name}' is not an optimizer of DeepSpeed's or PyTorch's{hint}")
     elif proper in DEEPSPEED_ONLY:
         why = "DeepSpeed's own optimizer, which Shardwise does not have; choose another, or give optimizer.factory"
         found.differs.append(FileKey("optimizer.type", name, why))

@@ -447,7 +447,7 @@ class GpuSampler:
                 try:
                     self._look(source.brief())
                 except Exception as error:
-                    self._problem = f"a look at the GPUs failed: {error}"
+                    self._problem = f"reading the GPUs failed: {error}"
                 if self._stop.wait(self.interval_s):
                     return
 

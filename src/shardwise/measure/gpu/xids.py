@@ -18,7 +18,7 @@ MEANING = {
     64: ("memory rows could not be remapped", "replace the GPU"),
     74: ("an NVLink error", "reset the GPU; if it comes back, check the bridge or the NVSwitch board"),
     79: ("the GPU has fallen off the bus", "restart; then check power, seating and cooling of the card"),
-    92: ("many single-bit memory errors", "watch it; replace the GPU if they go on"),
+    92: ("many single-bit memory errors", "watch it; replace the GPU if they continue"),
     94: ("a contained memory error: one program was ended", "reset the GPU when it is free"),
     95: ("an uncontained memory error", "reset the GPU or restart the machine"),
     119: ("the GPU's system processor does not answer", "reset the GPU or restart; update the driver"),

@@ -102,12 +102,12 @@ class StepTrace:
         self._steps = range(0)
         if first + count - 1 <= done:
             if not trace_file(self._output, self._rank).exists():
-                self.notes.append(f"train.profile asks for step {first}, and this run goes on after step {done}")
+                self.notes.append(f"train.profile asks for step {first}, but this run resumes after step {done}")
             return
         begin = max(first, done + FIRST_TRACED)
         if begin > first and self._mine:
             self.notes.append(
-                f"the trace begins at step {begin}, not {first}: this run goes on after step {done}, and the first "
+                f"the trace begins at step {begin}, not {first}: this run resumes after step {done}, and the first "
                 "steps warm up"
             )
         self._steps = range(begin, begin + count)

@@ -45,7 +45,7 @@ class Borders:
         if session.reduced_ranks == 1:
             return
         if session.applied.engine is not None:
-            self.problem = f"{session.applied.engine.title} gathers and reduces inside of its own calls"
+            self.problem = f"{session.applied.engine.title} gathers and reduces inside its own calls"
         elif isinstance(outer, DistributedDataParallel):
             self._watch_ddp(outer)
             self._watch_zero1()

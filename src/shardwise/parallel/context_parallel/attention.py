@@ -76,8 +76,8 @@ class _Positions:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("labels") is not None:
             raise ModelError(
-                "a model that is given labels computes a loss of its own, which under context parallel would leave out "
-                "the label after each chunk; leave labels out of its inputs and compute the loss from its outputs"
+                "the model computes its own loss when labels are passed, which under context parallel would omit "
+                "the label after each chunk; remove labels from its inputs and compute the loss from its outputs"
             )
         if kwargs.get(POSITIONS) is not None or len(args) > self.layout.positions:
             return args, kwargs
@@ -91,8 +91,9 @@ class _Positions:
         if self.known is None or self.known.shape[1] != number or self.known.device != tensor.device:
             if window is not None and number * self.ranks >= window:
                 raise ModelError(
-                    f"the model looks at a window of {window} tokens, and samples have {number * self.ranks}: it would "
-                    "not notice in a chunk; use shorter samples, a longer window, or a strategy without +cp"
+                    f"the model attends to a window of {window} tokens, and samples have {number * self.ranks}: it "
+                    "cannot "
+                    "apply the window within a chunk; use shorter samples, a longer window, or a strategy without +cp"
                 )
             start = self.index * number
             self.known = torch.arange(start, start + number, device=tensor.device)[None]
@@ -121,7 +122,7 @@ def sequence_share(
     tp = plan.dims.tp if plan.sequence_parallel else 1
     if tokens is None:
         raise DataError(
-            f"{plan.strategy} cuts tensors [samples, length, ...], and the micro batch has none; "
+            f"{plan.strategy} shards tensors [samples, length, ...], and the micro batch has none; "
             "use a strategy without +cp"
         )
     samples, length = tokens.shape[:2]
@@ -130,7 +131,7 @@ def sequence_share(
         below, above = length // (cp * tp) * cp * tp, (length // (cp * tp) + 1) * cp * tp
         nearest = f"{below} or {above}" if below else str(above)
         raise DataError(
-            f"a micro batch has samples of {length} tokens, which is no multiple of {rule}; "
+            f"a micro batch has samples of {length} tokens, which is not a multiple of {rule}; "
             f"make them {nearest} tokens long (pad them with labels of -100)"
         )
     size = length // cp
@@ -148,7 +149,7 @@ def sequence_share(
         whole, parts = count(labels), [count(share(labels, at)) for at in range(cp)]
         if sum(parts) != whole:
             raise DataError(
-                f"{plan.strategy} gives each rank part of the labels: they count {whole} loss terms as a whole and "
+                f"{plan.strategy} gives each rank part of the labels: they count {whole} loss terms in full and "
                 f"{' + '.join(map(str, parts))} in parts; use integer labels [samples, length], or a count=... for "
                 "session.steps that adds up, or a strategy without +cp"
             )

@@ -90,7 +90,7 @@ def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any)
     known = min(length, _LONGEST)
     seen, _, failure = _forward(module, *_resized((args, kwargs), samples, length, known), None)
     if failure:
-        problems.append(f"the model's forward cannot be looked at under fake tensors ({failure}); {_WITHOUT}")
+        problems.append(f"the model's forward cannot be traced under fake tensors ({failure}); {_WITHOUT}")
     problems += _summed(list(seen.problems.values()))
     if not failure:
         problems += _mixing_problems(module, spec, plan, (args, kwargs), place)
@@ -99,7 +99,7 @@ def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any)
         problems += _head_problems(plan, seen.heads)
     window = _window(module)
     if window is not None and length > known and length >= window:
-        problems.append(f"the model looks at a window of {window} tokens, and samples have {length}; {_WITHOUT}")
+        problems.append(f"the model attends to a window of {window} tokens, and samples have {length}; {_WITHOUT}")
     if problems:
         raise ModelError(*dict.fromkeys(f"{plan.strategy}: {problem}" for problem in problems))
     return ContextLayout(_outermost(sites), place, window)
@@ -131,15 +131,15 @@ def _mixing_problems(module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tup
         )
     elif positions is not None and own.known - seen.known:
         problems.append(
-            f"the model does not number tokens 0, 1, 2, ... by itself, as each rank will tell it in {POSITIONS} (it "
+            f"the model does not number tokens 0, 1, 2, ... by itself, as each rank will pass in {POSITIONS} (it "
             f"counts from a padding index, or leaves padding out): put {POSITIONS} into each batch, or {_WITHOUT}"
         )
     for leaf in _pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs):
         if isinstance(leaf, torch.Tensor) and (leaf.ndim < 2 or leaf.shape[1] != prime):
             form = ["length" if size == prime else size for size in leaf.shape]
             problems.append(
-                f"the model returns {form} where [samples, length, ...] is needed: what is computed from a whole "
-                f"sequence has no place on one rank; {_WITHOUT}"
+                f"the model returns {form} where [samples, length, ...] is needed: a result of the full sequence "
+                f"does not fit on one rank; {_WITHOUT}"
             )
     return problems
 
@@ -181,7 +181,7 @@ def _form(args: Any, kwargs: Any) -> tuple[int, int]:
     found = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
     ids = [leaf for leaf in found if not leaf.is_floating_point()]
     if not found:
-        raise ModelError("context parallel cuts tensors [samples, length, ...], and the sample has none")
+        raise ModelError("context parallel shards tensors [samples, length, ...], and the sample has none")
     shape = (ids or found)[0].shape
     return shape[0], shape[1]
 
@@ -210,7 +210,7 @@ def _position_argument(module: nn.Module) -> tuple[int, list[str]]:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return len(known), []
     return -1, [
-        f"the model's forward has no argument {POSITIONS}, and a rank has to tell it where its tokens begin: "
+        f"the model's forward has no argument {POSITIONS}, through which a rank passes where its tokens begin: "
         f"add `{POSITIONS}: torch.Tensor | None = None` [1, length] and use it for every position"
     ]
 
@@ -240,7 +240,7 @@ def _head_problems(plan: Plan, heads: dict[str, tuple[int, int]]) -> list[str]:
             works = [n for n in range(2, local + 1) if local % n == 0]
             fix = f"use cp {' or '.join(map(str, works))}" if works else _WITHOUT
             each = f" ({queries} over tp {tp})" if tp > 1 else ""
-            rule = f"which do not divide by cp {cp}: each rank computes whole heads"
+            rule = f"which do not divide by cp {cp}: a head is computed on one rank"
             problems.setdefault(local, f"'{site}' has {local} heads{each}, {rule}; {fix}")
     return list(problems.values())
 

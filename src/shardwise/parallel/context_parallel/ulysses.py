@@ -108,7 +108,8 @@ def attention_problem(name: str, query: torch.Tensor, key: torch.Tensor, attn_ma
     if attn_mask is not None:
         return (
             f"'{name}' calls attention with an explicit mask {list(attn_mask.shape)} (padding, packed documents, a "
-            "sliding window or a bias), which context parallel does not cut: leave attention_mask and position_ids out "
+            "sliding window or a bias), which context parallel does not shard: leave attention_mask and "
+            "position_ids out "
             "of the batch (causal attention sees no padding on the right; labels of -100 leave it out), use a window "
             "no shorter than the sequence, or a strategy without +cp"
         )

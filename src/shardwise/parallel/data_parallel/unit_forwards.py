@@ -142,7 +142,7 @@ def with_named_error(forward: Any, *args: Any, **kwargs: Any) -> Any:
             raise
         raise ModelError(
             "the model's forward uses a block's weights outside that block's own forward, and sharded weights are "
-            "whole only while their block runs: give the block an output or an input for it, or use ddp or zero1"
+            "gathered only while their block runs: give the block an output or an input for it, or use ddp or zero1"
         ) from error
 
 

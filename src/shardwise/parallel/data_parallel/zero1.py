@@ -38,6 +38,4 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     try:
         return ZeroRedundancyOptimizer(groups, kind, **defaults)
     except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"zero1 cannot build {kind.__name__} anew from its defaults ({error}); use fsdp or ddp"
-        ) from None
+        raise ModelError(f"zero1 cannot build {kind.__name__} from its defaults ({error}); use fsdp or ddp") from None

@@ -177,7 +177,7 @@ def free_lock(folder: Path, say: Say, quiet_s: float = _QUIET_S, limit_s: float 
             say(f"took away '{lock}', which a build that was killed {silent:.0f} s ago has left")
             return True
         if time.monotonic() > end:
-            raise UserError(f"'{lock}' is held by another build since long; remove it if there is none")
+            raise UserError(f"'{lock}' has been locked by another build for too long; remove it if there is none")
         if not told:
             say(f"another process is compiling in '{folder}' (or was killed there, {silent:.0f} s ago): waiting")
             told = True

@@ -74,7 +74,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
         ModelError: the model or the optimizer is not supported.
     """
     if getattr(module, _MARK, False):
-        raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+        raise ModelError("this model was prepared by an earlier session; rebuild it, or continue with that session")
     check_tensors(module, plan)
     names, spec = parameter_names(module), read_model(module)
     check_for_deepspeed(spec, optimizer, plan)
@@ -109,7 +109,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its memory use
             inner, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if inner.optimizer.optimizer is not optimizer:
-        raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by one of its own; use AdamW or SGD, or fsdp")
+        raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by its own; use AdamW or SGD, or fsdp")
     _keep_gradients(inner.optimizer)
     engine = DeepSpeed(inner, optimizer, plan, ranks, groups, swap)
     if plan.precision != "fp32":  # DeepSpeed rounded them before it copied them
@@ -154,10 +154,10 @@ def check_for_deepspeed(spec: ModelSpec, optimizer: Optimizer, plan: Plan) -> No
     if odd:
         problems.append(
             f"{plan.strategy} keeps fp32 weights with the optimizer, and the model has parameters of {', '.join(odd)}; "
-            "build it in fp32 (parallel.precision says what computes), or use fsdp"
+            "build it in fp32 (parallel.precision sets the compute dtype), or use fsdp"
         )
     if type(optimizer).__name__ == "Adagrad":
-        problems.append("DeepSpeed builds Adagrad anew without its parameter groups; use AdamW or SGD, or fsdp")
+        problems.append("DeepSpeed rebuilds Adagrad without its parameter groups; use AdamW or SGD, or fsdp")
     if problems:
         raise ModelError(*problems)
 

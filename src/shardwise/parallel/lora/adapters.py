@@ -81,7 +81,7 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
     """
     options, kind = plan.adapter or AdapterOptions(), plan.parsed.adapter
     if adapters_of(module) is not None:
-        raise ModelError("the model has adapters already; build it anew")
+        raise ModelError("the model has adapters already; rebuild it")
     if any(clean_name(name) != name or ".lora_" in name for name, _ in module.named_parameters()):
         raise ModelError(
             f"the model has peft's adapters already, and {plan.strategy} would add more; take +{kind} out of the "
@@ -147,7 +147,7 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
     """
     if not layers:
         raise ModelError(
-            "the model has no torch.nn.Linear in repeated blocks, so adapters have nowhere to stand; train the whole "
+            "the model has no torch.nn.Linear in repeated blocks, so there is nothing to adapt; train the full "
             "model, with a strategy without +lora and +qlora"
         )
     found: dict[str, None] = {}
@@ -171,7 +171,7 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
             found_kind = type(module.get_submodule(odd))
             outside = " outside of the blocks" if found_kind is nn.Linear else ""
             problems.append(
-                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters stand beside the "
+                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters are added to the "
                 f"linear layers of the blocks: {', '.join(ends)}"
             )
             continue
@@ -179,12 +179,14 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
         if whole is not None:
             shape = " × ".join(map(str, whole[1].shape))
             problems.append(
-                f"lora.targets: '{want}' is the parameter '{whole[0]}' of shape {shape}, and adapters stand beside "
+                f"lora.targets: '{want}' is the parameter '{whole[0]}' of shape {shape}, and adapters are added to "
                 f"linear layers: {', '.join(ends)}"
             )
             continue
         hint = did_you_mean(want, [*ends, *ROLES])
-        problems.append(f"lora.targets: '{want}' is no linear layer of the blocks{hint}; there are {', '.join(ends)}")
+        problems.append(
+            f"lora.targets: '{want}' is not a linear layer of the blocks{hint}; there are {', '.join(ends)}"
+        )
     if problems:
         raise ModelError(*problems)
     return list(found)

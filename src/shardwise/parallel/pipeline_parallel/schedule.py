@@ -117,7 +117,7 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
     if name in _ZERO_BUBBLE and plan.parsed.reshards_after_forward:
         base = plan.parsed.base
         problems.append(
-            f"pipeline_schedule {name} with {base}: weights get their gradients in a pass of its own, when {base} has "
+            f"pipeline_schedule {name} with {base}: weights get their gradients in a separate pass, after {base} has "
             f"freed them; use zero2+pp{pp}, which keeps weights gathered, or pipeline_schedule interleaved-1f1b"
         )
     if name in _ZERO_BUBBLE and plan.recompute != "none":
@@ -128,8 +128,8 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
         )
     if name in _ZERO_BUBBLE and plan.compile:
         problems.append(
-            f"pipeline_schedule {name} splits the backward, and a compiled block has only a whole one; set compile to "
-            "false, or pipeline_schedule to interleaved-1f1b"
+            f"pipeline_schedule {name} splits the backward, and the backward of a compiled block cannot be split; "
+            "set compile to false, or pipeline_schedule to interleaved-1f1b"
         )
     if problems:
         raise PlanError(*problems)

@@ -433,7 +433,7 @@ def _same(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     else:
         fine = bool(gap <= CLOSE * scale.clamp_min(1e-6))
     if not fine:
-        raise _Differs(f"{where} is not this rank's share of the whole")
+        raise _Differs(f"{where} is not this rank's shard of the full result")
 
 
 def _line(error: Exception) -> str:

@@ -29,7 +29,7 @@ def decide_layout(
     """Decide the layout; see `tensor.tensor_layout`."""
     if not spec.blocks:
         raise ModelError(
-            f"{plan.strategy}: tensor parallel cuts repeated blocks (a ModuleList, ModuleDict or Sequential with two "
+            f"{plan.strategy}: tensor parallel shards repeated blocks (a ModuleList, ModuleDict or Sequential with two "
             "or more children of one type), and the model has none; use fsdp"
         )
     problems = _length_problems(plan, sample)
@@ -78,8 +78,8 @@ def _run(flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except Exception as error:
         text = " ".join(str(error).split())
         raise _NotRun(
-            f"{plan.strategy} looks at one short forward of the model, and that raised {type(error).__name__}: "
-            f"{text[:200]}; give what the model takes for one micro batch: session.prepare(model, optimizer, sample)"
+            f"{plan.strategy} traces one short forward of the model, which raised {type(error).__name__}: "
+            f"{text[:200]}; pass the model's input for one micro batch: session.prepare(model, optimizer, sample)"
         ) from error
 
 
@@ -98,9 +98,9 @@ def _side_results(flow: Flow, plan: Plan, output: Any) -> list[str]:
         for leaf in _pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and depends(leaf) - allowed:
                 return [
-                    f"the model gives '{key}', which is worked out inside of its blocks: under {plan.strategy} each "
-                    "rank would have it of its own part, and a loss of it a wrong gradient; turn that output off, or "
-                    "use fsdp"
+                    f"the model gives '{key}', which is computed inside its blocks: under {plan.strategy} each "
+                    "rank would compute it from its own shard, and a loss on it would have a wrong gradient; turn "
+                    "that output off, or use fsdp"
                 ]
     return []
 
@@ -121,7 +121,7 @@ def _odd_length(length: int, tp: int) -> list[str]:
     if length % tp == 0:
         return []
     return [
-        f"sequence parallel cuts the sequence over tp {tp} ranks, and its length {length} is not a multiple of {tp}; "
+        f"sequence parallel shards the sequence over tp {tp} ranks, and its length {length} is not a multiple of {tp}; "
         f"make it {-(-length // tp) * tp} or set parallel.sequence_parallel to false"
     ]
 
@@ -134,7 +134,7 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
         found[name] = found[run.like] if run.like else find_regions(run, flow, tp, styles, sequence=sequence)
     first = {name: run for name, run in flow.runs.items() if not run.like}
     problems = [
-        f"{name} runs more than once in one forward, which tensor parallel does not cut; use fsdp"
+        f"{name} runs more than once in one forward, which tensor parallel does not support; use fsdp"
         for name, run in flow.runs.items()
         if run.repeated
     ]
@@ -142,7 +142,7 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
     if not problems and not any(regions.columns for regions in found.values()):
         problems.append(
             f"{plan.strategy}: no block of the model has a linear layer whose results go to another one that gives the "
-            "block's width back, so there is nothing to cut; use fsdp, or name the layers in tp_styles"
+            "block's width back, so there is nothing to shard; use fsdp, or name the layers in tp_styles"
         )
     if sequence and not problems:
         problems += _odd_length(next(iter(first.values())).hidden.shape[1], tp)
@@ -165,7 +165,7 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
     ]
     cut = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
     problems += [
-        f"{reader} computes with the parameters of {owner}, which tensor parallel cuts; call {owner} instead"
+        f"{reader} computes with the parameters of {owner}, which tensor parallel shards; call {owner} instead"
         for reader, owner in sorted(flow.lent)
         if owner in cut
     ]
@@ -214,7 +214,7 @@ def _mixed(flow: Flow, run: BlockRun, found: Regions, tp: int) -> list[str]:
     norms = sorted({n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)})
     what = f"{prefix}{norms[0]} works" if norms else "what runs after it works"
     return [
-        f"{mixed[0].name} cannot be cut by columns: {what} over its whole width ({width}), of which each of {tp} "
+        f"{mixed[0].name} cannot be sharded by columns: {what} over its full width ({width}), of which each of {tp} "
         "ranks would have a part; use fsdp or pipeline parallel"
     ]
 
@@ -225,12 +225,12 @@ def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> 
     names = ", ".join([*found.columns, *found.rows])
     if plan.sequence_parallel and BlockCheck(flow, run, tp, sequence=False).settle(found) is None:
         return (
-            f"{run.name} cannot run with its sequence cut over tp {tp} ranks: {why}; set parallel.sequence_parallel to "
-            "false"
+            f"{run.name} cannot run with its sequence sharded over tp {tp} ranks: {why}; set "
+            "parallel.sequence_parallel to false"
         )
     return (
-        f"{run.name} cannot be cut over tp {tp} ranks ({names}): {why}, and no change of its modules' whole-number "
-        "attributes makes it right; use fsdp, or leave layers out with tp_styles"
+        f"{run.name} cannot be sharded over tp {tp} ranks ({names}): {why}, and no change of its modules' integer "
+        "attributes makes it correct; use fsdp, or leave layers out with tp_styles"
     )
 
 
@@ -239,8 +239,8 @@ def _head(
 ) -> tuple[VocabHead | None, list[str]]:
     """Find the linear layer that computes the model's output over a vocabulary, if any."""
     missing = (
-        f"{plan.strategy}: loss_parallel cuts the logits over the vocabulary, and the model's output is not that of a "
-        "linear layer over one that can be cut; set parallel.loss_parallel to false"
+        f"{plan.strategy}: loss_parallel shards the logits over the vocabulary, and the model's output is not that "
+        "of a linear layer over one that can be sharded; set parallel.loss_parallel to false"
     )
     refused = None, [missing] if plan.loss_parallel else []
     linear = [call for call in flow.calls if not call.product.is_lookup]
@@ -311,7 +311,7 @@ def _logits_problems(
                     if place == head.place
                     else (f"the output '{place}' is worked out from all logits (leave labels out of the inputs)")
                 )
-                return [f"{what}, which loss_parallel leaves cut over {tp} ranks; {fix}"]
+                return [f"{what}, which loss_parallel leaves sharded over {tp} ranks; {fix}"]
     return []
 
 
@@ -334,10 +334,10 @@ def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tu
     whole = sorted({starred(f"{block}.{name}", spec.blocks) for block, found in blocks.items() for name in found.whole})
     if whole:
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-        notes.append(f"not cut by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
+        notes.append(f"not sharded by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
     large = sorted({starred(p.name, spec.blocks) for p in spec.parameters if p.block is not None and len(p.shape) > 2})
     if large:
-        notes.append(f"not cut by tensor parallel: {', '.join(large[:3])}; every rank holds all of it")
+        notes.append(f"not sharded by tensor parallel: {', '.join(large[:3])}; every rank stores all of it")
     return tuple(notes)
 
 

@@ -113,7 +113,7 @@ def _style_problems(
     ]
     for call in columns:
         if below[id(call)] & cut:
-            problems.append(f"{call.product.name} is colwise and reads something that is cut already")
+            problems.append(f"{call.product.name} is colwise and reads a tensor that is sharded already")
         readers = [c.product.name for c in calls if id(call.leaf) in below[id(c)] and c not in rows]
         readers += ["the block's output"] if id(call.leaf) in out else []
         if readers:
@@ -158,8 +158,8 @@ def _strangers(
         others = sorted({known.get(leaf, "a tensor from outside the block") for leaf in below[id(call)] - fine})
         if others:
             problems.append(
-                f"{call.product.name} reads {others[0]} besides what is cut, and the gradient of that would be a part "
-                "on each rank; tensor parallel cannot cut this block"
+                f"{call.product.name} reads {others[0]} besides sharded tensors, and its gradient would be partial "
+                "on each rank; tensor parallel cannot shard this block"
             )
     return problems
 
@@ -179,7 +179,7 @@ def _outsiders(run: BlockRun, flow: Flow, depends: Depends, main: torch.Tensor |
     names = sorted(name for name, p in flow.parameters.items() if id(p) in strange)
     what = f"'{names[0]}', which is a parameter outside of it" if names else "a tensor from outside of it"
     return [
-        f"{run.name} computes with {what}, and with the sequence cut its gradient would be a part on each rank; set "
+        f"{run.name} computes with {what}, and with a sharded sequence its gradient would be partial on each rank; set "
         "parallel.sequence_parallel to false"
     ]
 
@@ -234,7 +234,7 @@ def _uses(run: BlockRun, flow: Flow, found: Regions, columns: list[Call], rows: 
         for rank in range(tp):
             mask = masks[rank][index]
             if mask is None:
-                found.problems.append(f"no linear layer that is cut by rows reads {call.product.name}")
+                found.problems.append(f"no row-parallel linear layer reads {call.product.name}")
                 break
             of_ranks.append(_slices(mask.flatten(0, -2).any(0)))
         else:

@@ -227,7 +227,8 @@ class TpForwards:
         length = hidden.shape[SEQUENCE]
         if length % ranks:
             raise ModelError(
-                f"sequence parallel cuts the sequence over tp {ranks} ranks, and its length {length} is not a multiple "
+                f"sequence parallel shards the sequence over tp {ranks} ranks, and its length {length} is not a "
+                "multiple "
                 f"of {ranks}; pad it to {-(-length // ranks) * ranks} or set parallel.sequence_parallel to false"
             )
         return _put(self.layout.hidden, cut_sequence(hidden, self.group), args, kwargs)
@@ -250,8 +251,8 @@ class TpForwards:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if kwargs.get("labels") is not None:
                 raise ModelError(
-                    "loss_parallel leaves the logits cut over the vocabulary, and a model that is given labels works "
-                    "out a loss of its own from them; leave labels out of its inputs or set parallel.loss_parallel to "
+                    "loss_parallel leaves the logits sharded over the vocabulary, but the model computes its "
+                    "own loss when labels are passed; remove labels from its inputs or set parallel.loss_parallel to "
                     "false"
                 )
             return args, kwargs

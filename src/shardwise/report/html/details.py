@@ -102,8 +102,8 @@ def _part_row(part: str, timing: Timing) -> tuple[str, str, str, str, str]:
 def _timing_facts(timing: Timing) -> Iterable[str]:
     if timing.stopwatch_s is not None:
         whole = timing.step_s + sum(timing.between_s.values())
-        both = f"{milliseconds(whole)}; a stopwatch says {milliseconds(timing.stopwatch_s)}"
-        yield f"Parts and what lies between add up to {both}."
+        both = f"{milliseconds(whole)}; by stopwatch {milliseconds(timing.stopwatch_s)}"
+        yield f"Parts and the time between steps add up to {both}."
     if timing.warm_up:
         yield f"Left out are the first {timing.warm_up} steps, in which things warm up."
     if timing.late_rank is not None and timing.world_size > 1:
@@ -121,7 +121,7 @@ def _timing_facts(timing: Timing) -> Iterable[str]:
     if absent:
         why = [f"{words(part)} ({timing.unmeasured[part]})" for part in absent if part in timing.unmeasured]
         rest = [words(part) for part in absent if part not in timing.unmeasured]
-        yield f"Not in this run, or not told apart: {', '.join([*why, *rest])}."
+        yield f"Not in this run, or not separated: {', '.join([*why, *rest])}."
 
 
 def _saves(record: RunRecord) -> Safe:

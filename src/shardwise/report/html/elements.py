@@ -141,7 +141,7 @@ def render(document: str) -> str:
         details.receipts(record),
         details.plan(record),
         details.environment(record),
-        el("footer", "Made from report.json alone. Unknown is said, not guessed."),
+        el("footer", "Made from report.json alone. Unknown values are marked, not guessed."),
         el("script", _json(charts), id="figures", type="application/json"),
         el("script", Safe(library)) if library is not None else None,
         el("script", Safe((ASSETS / "report.js").read_text())),

@@ -8,7 +8,7 @@ from shardwise.measure.step_time.timing import BETWEEN, NAMES, PARTS, Timing
 
 FAMILIES = {
     "computing": ("forward", "backward", "recompute", "clip", "optimizer"),
-    "communication that nothing hides": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
+    "exposed communication": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
     "waiting for slowest rank": ("slowest_rank",),
     "data": ("data", "transfer"),
     "the loop's own code": ("other",),

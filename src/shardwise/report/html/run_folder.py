@@ -146,10 +146,10 @@ def read_run(
         UserError: there is no run in it.
     """
     if not folder.is_dir():
-        raise UserError(f"'{folder}' is no folder; give the folder of a run, which is train.output of its config")
+        raise UserError(f"'{folder}' is not a folder; give a run folder (train.output of its config)")
     if not any((folder / name).exists() for name in (METRICS, SUMMARY, JOB)):
         raise UserError(
-            f"'{folder}' holds no run: neither {METRICS} nor {SUMMARY} nor {JOB} is in it; "
+            f"'{folder}' contains no run: neither {METRICS} nor {SUMMARY} nor {JOB} is in it; "
             "give the folder that train.output names"
         )
     files = _Files(folder)
@@ -159,7 +159,7 @@ def read_run(
     summary = files.fact(SUMMARY, _Summary, files.document(SUMMARY, NO_SUMMARY), NO_SUMMARY) or _Summary()
     timed = summary.timing or files.document(TIMING, "where the time went is unknown")
     timing = files.fact(TIMING, Timing, timed, "it is left out")
-    told = summary.findings or files.document(FINDINGS, "nobody has looked for what the run loses time to")
+    told = summary.findings or files.document(FINDINGS, "no diagnosis was made")
     findings = files.fact(FINDINGS, TypeAdapter(tuple[Finding, ...]), told, "they are left out")
     use = files.fact(SUMMARY, Utilisation, summary.utilisation, "the use of the devices is left out")
     done = int(steps[-1]["step"]) if steps else summary.steps or 0
@@ -322,7 +322,7 @@ def _metrics(files: _Files) -> list[dict[str, Any]]:
         files.problems.append(f"{METRICS} cannot be read ({_one_line(error)}): loss and throughput are unknown")
         return []
     if not any("loss" in line for line in lines):
-        files.problems.append(f"{METRICS} holds no step: loss and throughput are unknown")
+        files.problems.append(f"{METRICS} contains no step: loss and throughput are unknown")
     return lines
 
 
@@ -383,7 +383,7 @@ def _state(done: int, summary: _Summary, job: _Job, *, held: bool) -> tuple[Stat
     if summary.steps is not None and summary.steps >= max(done, job.steps or 0):
         return "finished", f"all {done} steps are done"
     if held:
-        return "running", f"step {done}{of} is the last one logged, and a process still holds the folder"
+        return "running", f"step {done}{of} is the last one logged, and a process still uses the folder"
     if not job.config and summary.steps is None:
         return "unknown", f"step {done} is the last one logged; how many were planned is not in the folder"
     return "unfinished", f"it stopped before its end: step {done}{of} is the last one logged"

@@ -42,9 +42,9 @@ def _document(option: str, path: Path, made_by: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{option} '{path}': {error.strerror or error}; {rule}") from None
     except ValueError as error:
-        raise UserError(f"{option} '{path}' is no JSON ({str(error).splitlines()[0]}); {rule}") from None
+        raise UserError(f"{option} '{path}' is not JSON ({str(error).splitlines()[0]}); {rule}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{option} '{path}' holds no samples; {rule}")
+        raise UserError(f"{option} '{path}' contains no samples; {rule}")
     return found
 
 
@@ -62,7 +62,8 @@ def read_scaling(path: Path) -> BenchSamples:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"--scaling '{path}' holds no samples of {made_by} ({where}: {first['msg']}); give the JSON file it wrote"
+            f"--scaling '{path}' contains no samples of {made_by} ({where}: {first['msg']}); give the JSON file it "
+            "wrote"
         ) from None
     price = document.get("price_per_device_hour")
     curves: list[Curve] = []

@@ -31,7 +31,7 @@ from shardwise.report.html.text import (
 )
 from shardwise.units import count_text
 
-LEVELS = {"alarm": "costs time", "hint": "worth a look", "fine": "healthy"}
+LEVELS = {"alarm": "costs time", "hint": "worth checking", "fine": "healthy"}
 STATES = {"finished": "finished", "unfinished": "not finished", "running": "running", "unknown": "state unknown"}
 
 
@@ -73,7 +73,7 @@ def verdict(record: RunRecord) -> Safe:
 def _no_verdict(record: RunRecord) -> str:
     """Explain why there are no findings: not computed, or too little data."""
     if record.findings is None:
-        return "nobody has looked for what this run loses time to"
+        return "no diagnosis was made for this run"
     steps = record.figures.steps if record.timing is None else record.timing.steps
     return f"{steps} {'step is' if steps == 1 else 'steps are'} too few to judge what this run loses time to"
 
@@ -130,7 +130,7 @@ def missing(record: RunRecord) -> Safe | None:
     if not record.missing:
         return None
     lines = (el("li", line) for line in record.missing)
-    return el("section", el("h2", "What this report cannot say"), el("ul", *lines), class_="notice", id="missing")
+    return el("section", el("h2", "Missing from this report"), el("ul", *lines), class_="notice", id="missing")
 
 
 def key_figures(record: RunRecord) -> Safe:

@@ -164,7 +164,7 @@ def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
         root = documents_at(value, where)
     saved = (root / "state.json").is_file() or (root / "dataset_dict.json").is_file()
     if form == "dataset" and not saved:
-        raise DataError(f"{where} is no saved dataset; give a folder that datasets.save_to_disk wrote")
+        raise DataError(f"{where} is not a saved dataset; give a folder that datasets.save_to_disk wrote")
     if root.is_file():
         names, folder = [root.name], root.parent
     elif saved and form in ("auto", "dataset"):
@@ -215,7 +215,9 @@ def _python_source(package: str, where: str) -> Path:
     if spec and spec.origin and spec.origin.endswith(".py") and not inside and not rest:
         found = [Path(spec.origin)]
     if not found:
-        raise DataError(f"{where}: '{package}' is no installed package with Python source; install it or give a folder")
+        raise DataError(
+            f"{where}: '{package}' is not an installed package with Python source; install it or give a folder"
+        )
     return found[0]
 
 
@@ -291,7 +293,7 @@ def _need_column(source: _Source, field: str, names: Iterable[str], at: str) -> 
 
 
 def _not_text(field: str, got: str) -> DataError:
-    return DataError(f"data.text_field '{field}' holds {got}, not text; name a column of text")
+    return DataError(f"data.text_field '{field}' holds {got}, not text; set it to a text column")
 
 
 def _batches(data: Any, field: str) -> Iterator[list[str]]:
@@ -319,7 +321,7 @@ def _tokenizer_files(name: str) -> list[Path]:
     files = [path] if path.is_file() else sorted(f for e in ("json", "txt", "model") for f in path.glob(f"*.{e}"))
     if not files:
         what = "has no tokenizer file" if path.is_dir() else "does not exist here"
-        raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder that holds one")
+        raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder with one")
     return files
 
 
@@ -408,7 +410,7 @@ def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) 
         if not len(found):
             raise DataError(f"{source.where} has only empty documents; give some with text")
     if scan.replaced:
-        say(f"{scan.replaced} documents hold U+FFFD, which stands for bytes that are not UTF-8")
+        say(f"{scan.replaced} documents contain U+FFFD, the replacement of bytes that are not UTF-8")
     held = [np.full(len(found), index == 1) for index, found in enumerate(hashes)]
     if len(sources) == 1:
         held = [_held_out(hashes[0], table.heldout_fraction)]

@@ -97,8 +97,8 @@ def check_dealer(dealer: Dealer, share: Share, ranks: Share, sharded: bool | Non
     deals = dealer.share or (share if sharded else ranks)
     if deals != share:
         raise DataError(
-            f"the loader's {dealer.name} deals for rank {deals[0]} of {deals[1]}, but this rank takes part {share[0]} "
-            f"of {share[1]} of the data; leave the sampler out, session.steps deals the samples out"
+            f"the loader's {dealer.name} shards for rank {deals[0]} of {deals[1]}, but this rank takes part {share[0]} "
+            f"of {share[1]} of the data; remove the sampler; session.steps shards the samples"
         )
 
 

@@ -45,8 +45,8 @@ def compared(inner: Iterable[Any], dataset: Any, ranks: Ranks) -> Iterator[Any]:
     if odd is not None:
         sizes = f"{total} samples" if rows[odd][0] == rows[0][0] else f"{rows[0][0]} and {rows[odd][0]} samples"
         raise DataError(
-            f"the loader's dataset ({type(dataset).__name__}, {sizes}) is another one on rank {odd} than on rank 0: "
-            "give all ranks the whole dataset, session.steps deals it out; or, if each rank holds its own share on "
+            f"the loader's dataset ({type(dataset).__name__}, {sizes}) differs between rank {odd} and rank 0: "
+            "give all ranks the full dataset, session.steps shards it; or, if each rank has its own shard on "
             "purpose, call session.steps(loader, sharded=True)"
         )
     known = [rank for rank, row in enumerate(rows) if not row[4]]
@@ -134,7 +134,7 @@ def _refuse_dealing(texts: list[str], known: list[int], inner: Iterable[Any]) ->
         if sets[one] and sets[other] and texts[one] != texts[other] and not sets[one] & sets[other]:
             first = " and ".join(f"{from_text(texts[rank])[0]} on rank {rank}" for rank in (one, other))
             raise DataError(
-                f"the loader's {type(inner).__name__} draws other samples on each rank (first {first}): if it deals "
-                "them out by rank, call session.steps(loader, sharded=True); if it shuffles, give it the same seed on "
+                f"the loader's {type(inner).__name__} draws different samples on each rank (first {first}): if it "
+                "shards them by rank, call session.steps(loader, sharded=True); if it shuffles, give it the same seed on "
                 "all ranks, or call session.steps(loader, sharded=False)"
             )

@@ -53,7 +53,7 @@ def _encode(item: Any) -> Any:
         content = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return {"tensor": [str(item.dtype).removeprefix("torch."), list(item.shape), content.hex()]}
     raise DataError(
-        f"the loader's sampler yields a {kind.__module__}.{kind.__qualname__}, which cannot be told to other ranks; "
+        f"the loader's sampler yields a {kind.__module__}.{kind.__qualname__}, which cannot be sent to other ranks; "
         "yield integers, floats, strings, bytes, or tuples, lists and dicts of them"
     )
 

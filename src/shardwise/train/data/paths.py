@@ -22,7 +22,7 @@ def place_of(text: str, where: str) -> Path:
         path = Path(text).expanduser()
         path.exists()
     except RuntimeError:  # ~ of an unknown user
-        raise DataError(f"{where}: there is no home folder of that user; give the whole path") from None
+        raise DataError(f"{where}: that user has no home folder; give the full path") from None
     except OSError as error:
         raise DataError(f"{where} cannot be read: {error.strerror}; give another path") from None
     return path

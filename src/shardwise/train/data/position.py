@@ -101,7 +101,7 @@ class Stream:
         if dealer is not None and place.ranks != self.share[1]:
             raise UserError(
                 f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader "
-                f"with a {dealer.name} cannot go on there; leave it out, session.steps deals the samples out"
+                f"with a {dealer.name} cannot resume there; remove it; session.steps shards the samples"
             )
         return self._pass(loader, place.batches, at_start, now, sharded)
 

@@ -73,9 +73,9 @@ class StreamWatch:
         odd = next((rank for rank, one in enumerate(first) if one != first[0]), None)
         if odd is not None:
             raise DataError(
-                f"the loader ({self._kind}) gives ranks 0 and {odd} different batches: if each rank's loader yields "
-                "its own share already, call session.steps(loader, sharded=True); if not, let it shuffle, mask and "
-                "augment alike on all ranks (one seed for its own generators): session.steps deals the batches out"
+                f"the loader ({self._kind}) gives ranks 0 and {odd} different batches: if each rank's loader already "
+                "yields its own shard, call session.steps(loader, sharded=True); if not, make it shuffle, mask and "
+                "augment equally on all ranks (one seed for its own generators): session.steps shards the batches"
             )
         odd = next((rank for rank, one in enumerate(length) if one != length[0]), None)
         if all(length) and odd is not None:
