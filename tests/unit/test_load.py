@@ -116,7 +116,7 @@ def test_a_function_of_a_file_and_of_a_module(tmp_path, monkeypatch):
     [
         ([], r"holds \[\], not an object"),
         ({"model_type": "lama"}, r"model_type 'lama' \(did you mean '\w*llama'\?\)"),
-        ({"model_type": "new", "auto_map": {"AutoModel": "x.Y"}}, "requests custom code"),
+        ({"model_type": "new", "auto_map": {"AutoModel": "x.Y"}}, "names code of its own"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "8 experts"),
         ({"model_type": "granitemoe", "num_local_experts": 6}, "6 experts"),
         ({"model_type": "xglm", "max_position_embeddings": 8} | UNKNOWN["xglm"], "more than the 8"),

@@ -370,7 +370,9 @@ class _Probabilities(_Stack):
 
 def test_loss_parallel_with_logits_that_are_mixed() -> None:
     (said,) = refused(_Probabilities(_Shifted), loss_parallel=True, sequence_parallel=False)
-    assert said.startswith("the logits are mixed over the vocabulary after the head, which loss_parallel leaves sharded")
+    assert said.startswith(
+        "the logits are mixed over the vocabulary after the head, which loss_parallel leaves sharded"
+    )
 
 
 def test_everything_at_once() -> None:

@@ -135,6 +135,6 @@ def _refuse_dealing(texts: list[str], known: list[int], inner: Iterable[Any]) ->
             first = " and ".join(f"{from_text(texts[rank])[0]} on rank {rank}" for rank in (one, other))
             raise DataError(
                 f"the loader's {type(inner).__name__} draws different samples on each rank (first {first}): if it "
-                "shards them by rank, call session.steps(loader, sharded=True); if it shuffles, give it the same seed on "
-                "all ranks, or call session.steps(loader, sharded=False)"
+                "shards them by rank, call session.steps(loader, sharded=True); if it shuffles, give it the same seed "
+                "on all ranks, or call session.steps(loader, sharded=False)"
             )
