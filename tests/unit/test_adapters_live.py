@@ -128,7 +128,7 @@ def test_a_plan_or_a_strategy_without_adapters_ignores_no_options() -> None:
         start("fsdp", lora=options)
     with pytest.raises(PlanError, match="'adapter' does nothing under fsdp"):
         start(Plan(strategy="fsdp", adapter=options))
-    with pytest.raises(PlanError, match="conflicts with the plan"):
+    with pytest.raises(PlanError, match="is beside a plan"):
         start(Plan(strategy="fsdp+lora", adapter=options), lora=options)
 
 

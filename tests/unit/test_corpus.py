@@ -557,8 +557,8 @@ class TestErrors:
     def test_a_dataset_that_is_none(self, folder: Path, tmp_path: Path) -> None:
         for path in (folder, folder / "00.txt"):
             message = fails(DataError, path, tmp_path / "cache", format="dataset")
-            assert message == f"data.path '{path}' is not a saved dataset; give a folder that datasets.save_to_disk "
-            "wrote"
+            rule = "give a folder that datasets.save_to_disk wrote"
+            assert message == f"data.path '{path}' is not a saved dataset; {rule}"
 
     def test_splits_without_train(self, tmp_path: Path) -> None:
         import datasets
