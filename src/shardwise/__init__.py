@@ -1,4 +1,4 @@
-"""Shardwise: the simplest way to train a PyTorch model on the GPUs you have, with a receipt for every claim."""
+"""Shardwise: train a PyTorch model on the GPUs you have, with a receipt for every claim."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used, so that ``shardwise --help`` never loads torch."""
+    """Import public names on first use, so that ``shardwise --help`` never loads torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute '{name}'; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -187,7 +187,7 @@ def test_a_config_for_another_drive_is_refused(tmp_path: Path) -> None:
 
     shardwise("import", str(FILES / "zero3-nvme.json"), "--cluster", "2xcpu", "-o", str(tmp_path / "plan.toml"))
     plan, cluster = read_plan(tmp_path / "plan.toml"), detect("cpu", 2)
-    for folder, says in (("/local_nvme", None), ("/elsewhere", "parallel.nvme_path is /elsewhere, but the plan says")):
+    for folder, says in (("/local_nvme", None), ("/elsewhere", "parallel.nvme_path is /elsewhere, but the plan has")):
         parallel = {"strategy": "deepspeed-zero3+nvme", "precision": "bf16", "nvme_path": folder}
         config = read_config(configs.write_config(tmp_path, train={"global_batch": None}, parallel=parallel))
         if says is None:

@@ -42,7 +42,7 @@ def test_its_plan_can_be_run_elsewhere(finished: Path, tmp_path: Path) -> None:
     out, _ = configs.train(config, "--json", "--plan", str(plan))
     assert json.loads(out.splitlines()[-1])["strategy"] == "ddp"
     _, err = configs.train(config, "--plan", str(plan), "train.global_batch=16", "train.steps=4", exit_code=2)
-    assert "train.global_batch is 16, but the plan says 8" in err
+    assert "train.global_batch is 16, but the plan has 8" in err
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_a_killed_run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("none",), "is no folder"),
-        ((".",), "holds no run"),
+        (("none",), "is not a folder"),
+        ((".",), "contains no run"),
         ((".", "--scaling", "a.json", "--links", "b.toml"), "2 problems"),
     ],
 )

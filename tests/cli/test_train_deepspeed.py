@@ -77,7 +77,7 @@ def test_a_lock_that_a_killed_build_has_left_is_taken_away_and_a_live_one_is_not
     builder.symlink_to(shutil.which("sleep") or "/bin/sleep")
     process = subprocess.Popen([str(builder), "60"], cwd=tmp_path)
     try:
-        with pytest.raises(UserError, match="held by another build"):
+        with pytest.raises(UserError, match="locked by another build"):
             deepspeed_ready.free_lock(tmp_path, said.append, quiet_s=0.0, limit_s=0.5)
     finally:
         process.kill()

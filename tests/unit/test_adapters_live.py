@@ -58,7 +58,12 @@ class Encoder(nn.Module):
 
 
 REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
-    ("llama", "ddp+lora", {"targets": ("q_prj",)}, "'q_prj' is no linear layer of the blocks (did you mean 'q_proj'?)"),
+    (
+        "llama",
+        "ddp+lora",
+        {"targets": ("q_prj",)},
+        "'q_prj' is not a linear layer of the blocks (did you mean 'q_proj'?)",
+    ),
     ("llama", "ddp+lora", {"targets": ("embed_tokens",)}, "'embed_tokens' is 'model.embed_tokens', a Embedding"),
     ("llama", "ddp+lora", {"targets": ("lm_head",)}, "'lm_head' is 'lm_head', a Linear outside of the blocks"),
     ("llama", "ddp+lora", {"rank": 33}, "lora.rank 33 is more than 'model.layers.0.self_attn.k_proj' can use"),
@@ -76,7 +81,7 @@ REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
         lambda: nn.Sequential(Experts(), Experts()),
         "ddp+lora",
         {"targets": ("gate_up",), "rank": 4},
-        "'gate_up' is the parameter '0.gate_up' of shape 4 × 8 × 8, and adapters stand beside linear layers",
+        "'gate_up' is the parameter '0.gate_up' of shape 4 × 8 × 8, and adapters are added to linear layers",
     ),
 ]
 

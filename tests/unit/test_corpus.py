@@ -169,7 +169,7 @@ class TestKinds:
         lines: list[str] = []
         corpus = prepare(tmp_path / "a.txt", tmp_path / "cache", lines)
         assert documents(corpus.train) == ["caf\ufffd"]
-        assert "1 documents hold U+FFFD, which stands for bytes that are not UTF-8" in lines
+        assert "1 documents contain U+FFFD, the replacement of bytes that are not UTF-8" in lines
         assert "nothing is held out: there is only one document; give data.heldout_path" in lines
 
 
@@ -244,7 +244,7 @@ class TestTokenizers:
 
         cache = tmp_path / "cache"
         message = fails(DataError, folder, cache, tokenizer="gpt2-of-nobody")
-        fix = "give 'bytes', a tokenizer.json or a folder that holds one"
+        fix = "give 'bytes', a tokenizer.json or a folder with one"
         assert message == f"data.tokenizer 'gpt2-of-nobody' does not exist here; {fix}"
         (tmp_path / "none").mkdir()
         message = fails(DataError, folder, cache, tokenizer=str(tmp_path / "none"))
@@ -467,7 +467,7 @@ class TestErrors:
 
     def test_no_such_package(self, tmp_path: Path) -> None:
         for name in ("nothing_of_this_name", "sys", "json.nothing"):
-            rule = f"'{name}' is no installed package with Python source; install it or give a folder"
+            rule = f"'{name}' is not an installed package with Python source; install it or give a folder"
             assert fails(DataError, f"python:{name}", tmp_path / "cache") == f"data.path 'python:{name}': {rule}"
 
     def test_no_file_matches(self, folder: Path, tmp_path: Path) -> None:
@@ -516,10 +516,10 @@ class TestErrors:
         rows = write_jsonl(tmp_path / "rows.jsonl", [{"n": 1}])
         message = fails(DataError, rows, tmp_path / "cache", text_field="n")
         where = "(file 'rows.jsonl', line 1)"
-        assert message == f"data.text_field 'n' holds int {where}, not text; name a column of text"
+        assert message == f"data.text_field 'n' holds int {where}, not text; set it to a text column"
         write_parquet(tmp_path / "rows.parquet", n=[1])
         message = fails(DataError, tmp_path / "rows.parquet", tmp_path / "cache", text_field="n")
-        assert message == "data.text_field 'n' holds int64, not text; name a column of text"
+        assert message == "data.text_field 'n' holds int64, not text; set it to a text column"
 
     def test_unreadable_files(self, tmp_path: Path) -> None:
         bad = tmp_path / "bad.jsonl"
@@ -557,7 +557,8 @@ class TestErrors:
     def test_a_dataset_that_is_none(self, folder: Path, tmp_path: Path) -> None:
         for path in (folder, folder / "00.txt"):
             message = fails(DataError, path, tmp_path / "cache", format="dataset")
-            assert message == f"data.path '{path}' is no saved dataset; give a folder that datasets.save_to_disk wrote"
+            rule = "give a folder that datasets.save_to_disk wrote"
+            assert message == f"data.path '{path}' is not a saved dataset; {rule}"
 
     def test_splits_without_train(self, tmp_path: Path) -> None:
         import datasets

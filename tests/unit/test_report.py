@@ -113,7 +113,7 @@ def test_the_page_says_it_all(run):
     ):
         assert words in page.text, words
     assert page.charts == {"loss", "heldout", "throughput", "parts", "ranks", "memory"}
-    assert "What this report cannot say" not in page.text
+    assert "Missing from this report" not in page.text
 
 
 def test_verdict_comes_first(run):
@@ -135,7 +135,7 @@ def test_page_is_made_from_the_record_alone(run, tmp_path):
 def test_a_missing_file_is_named_and_the_rest_is_shown(tmp_path, file):
     folder = write_run(tmp_path / "run", without=(file,))
     page = page_of(folder)
-    assert file in page.text and "What this report cannot say" in page.text
+    assert file in page.text and "Missing from this report" in page.text
     others = {"timing.json": "ranks", "metrics.jsonl": "loss"}
     assert others.get(file) not in page.charts
     assert "Plan" in page.text
@@ -251,9 +251,9 @@ def test_a_run_from_before_there_were_parts(tmp_path):
 
 
 def test_no_run_is_a_users_mistake(tmp_path):
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         make_report(tmp_path / "none")
-    with pytest.raises(UserError, match=r"holds no run: neither metrics\.jsonl nor summary\.json nor job\.json"):
+    with pytest.raises(UserError, match=r"contains no run: neither metrics\.jsonl nor summary\.json nor job\.json"):
         make_report(tmp_path)
 
 
@@ -499,7 +499,7 @@ def test_samples_that_are_none_are_all_said(tmp_path):
     (tmp_path / "other.json").write_text('{"schema": 1}')
     with pytest.raises(UserError, match=r"give the calibration file of that measurement: '.*other\.toml'"):
         read_links(tmp_path / "other.json")
-    with pytest.raises(UserError, match=r"holds no samples of shardwise bench scaling \(subject: "):
+    with pytest.raises(UserError, match=r"contains no samples of shardwise bench scaling \(subject: "):
         read_scaling(tmp_path / "other.json")
 
 

@@ -181,7 +181,7 @@ def test_own_styles() -> None:
     styles = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
     found = layout(module, styles=styles, sequence_parallel=False)
     assert found.styles == styles
-    assert found.notes[0].startswith("not cut by tensor parallel: blocks.*.attention.out, blocks.*.attention.qkv")
+    assert found.notes[0].startswith("not sharded by tensor parallel: blocks.*.attention.out, blocks.*.attention.qkv")
     module.tp_styles = styles
     assert layout(module, sequence_parallel=False).styles == styles
 
@@ -227,8 +227,8 @@ def test_a_width_that_does_not_divide() -> None:
 def test_a_norm_over_all_heads() -> None:
     module = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**GROUPED))
     assert refused(module) == [
-        "model.layers.0.self_attn.q_proj cannot be cut by columns: model.layers.0.self_attn.q_norm works over its "
-        "whole width (32), of which each of 2 ranks would have a part; use fsdp or pipeline parallel"
+        "model.layers.0.self_attn.q_proj cannot be sharded by columns: model.layers.0.self_attn.q_norm works over its "
+        "full width (32), of which each of 2 ranks would have a part; use fsdp or pipeline parallel"
     ]
 
 
@@ -280,12 +280,14 @@ class _Gated(_Softmax):
 
 def test_a_reduction_over_the_cut_width() -> None:
     (said,) = refused(_Stack(_Softmax))
-    assert said.startswith("blocks.0.up cannot be cut by columns: what runs after it works over its whole width (48)")
+    assert said.startswith(
+        "blocks.0.up cannot be sharded by columns: what runs after it works over its full width (48)"
+    )
 
 
 def test_what_mixes_tokens_between_regions() -> None:
     (said,) = refused(_Stack(_Shifted))
-    assert said.startswith("blocks.0 cannot run with its sequence cut over tp 2 ranks: ")
+    assert said.startswith("blocks.0 cannot run with its sequence sharded over tp 2 ranks: ")
     assert said.endswith("set parallel.sequence_parallel to false")
     assert layout(_Stack(_Shifted), sequence_parallel=False).styles["blocks.*.up"] == "colwise"
 
@@ -312,8 +314,8 @@ def test_what_runs_between_blocks() -> None:
 
 def test_a_number_that_nothing_can_change() -> None:
     (said,) = refused(_Stack(_Fixed))
-    assert said.startswith("blocks.0 cannot be cut over tp 2 ranks (up, down): ")
-    assert "no change of its modules' whole-number attributes makes it right" in said
+    assert said.startswith("blocks.0 cannot be sharded over tp 2 ranks (up, down): ")
+    assert "no change of its modules' integer attributes makes it correct" in said
 
 
 def test_what_enters_a_region_by_another_way() -> None:
@@ -321,25 +323,25 @@ def test_what_enters_a_region_by_another_way() -> None:
     assert "no block of the model has a linear layer whose results go to another one" in said
     styles = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     said = refused(_Stack(_Gated), styles=styles)[0]
-    assert said.startswith("blocks.0.down reads the block's input besides what is cut, and the gradient of that would")
+    assert said.startswith("blocks.0.down reads the block's input besides sharded tensors, and its gradient would")
 
 
 def test_a_model_without_blocks() -> None:
     (said,) = refused(nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)))
-    assert said.startswith("ddp+tp2: tensor parallel cuts repeated blocks")
+    assert said.startswith("ddp+tp2: tensor parallel shards repeated blocks")
 
 
 def test_a_model_that_does_not_run_on_token_ids() -> None:
     module = nn.Sequential(*(_Softmax() for _ in range(2)))
     (said,) = refused(module)
-    assert said.startswith("ddp+tp2 looks at one short forward of the model, and that raised RuntimeError: ")
+    assert said.startswith("ddp+tp2 traces one short forward of the model, which raised RuntimeError: ")
     assert said.endswith("session.prepare(model, optimizer, sample)")
 
 
 def test_a_length_that_does_not_divide() -> None:
     expected = (
-        "sequence parallel cuts the sequence over tp 2 ranks, and its length 15 is not a multiple of 2; make it 16 or "
-        "set parallel.sequence_parallel to false"
+        "sequence parallel shards the sequence over tp 2 ranks, and its length 15 is not a multiple of 2; make it "
+        "16 or set parallel.sequence_parallel to false"
     )
     assert refused(family("own", layers=2), sample=torch.zeros(2, 15, dtype=torch.int64)) == [expected]
     assert refused(family("own", layers=2), seq_len=15) == [expected]
@@ -349,7 +351,9 @@ def test_loss_parallel_without_a_vocabulary_to_cut() -> None:
     module = _Stack(_Shifted)
     module.head = nn.Linear(WIDTH, 10)
     (said,) = refused(module, loss_parallel=True, sequence_parallel=False)
-    assert said.startswith("ddp+tp2: loss_parallel cuts the logits over the vocabulary, and the model's output is not")
+    assert said.startswith(
+        "ddp+tp2: loss_parallel shards the logits over the vocabulary, and the model's output is not"
+    )
 
 
 def test_loss_parallel_with_a_loss_inside_the_model() -> None:
@@ -366,7 +370,9 @@ class _Probabilities(_Stack):
 
 def test_loss_parallel_with_logits_that_are_mixed() -> None:
     (said,) = refused(_Probabilities(_Shifted), loss_parallel=True, sequence_parallel=False)
-    assert said.startswith("the logits are mixed over the vocabulary after the head, which loss_parallel leaves cut")
+    assert said.startswith(
+        "the logits are mixed over the vocabulary after the head, which loss_parallel leaves sharded"
+    )
 
 
 def test_everything_at_once() -> None:
@@ -421,7 +427,7 @@ class HelpedBlock(nn.Module):
 
 def test_a_parameter_of_the_whole_model_inside_of_a_region_leaves_it_whole() -> None:
     whole = refused(Helped("inside"), sequence_parallel=False)
-    assert "nothing to cut" in whole[0]
+    assert "nothing to shard" in whole[0]
 
 
 def test_a_parameter_of_the_whole_model_between_regions_needs_whole_sequences() -> None:
@@ -433,7 +439,7 @@ def test_a_parameter_of_the_whole_model_between_regions_needs_whole_sequences() 
 @pytest.mark.parametrize("sequence", [True, False])
 def test_a_penalty_that_blocks_work_out_is_refused(sequence: bool) -> None:
     problems = refused(Helped("penalty"), sequence_parallel=sequence)
-    assert any("worked out inside of its blocks" in problem for problem in problems), problems
+    assert any("computed inside its blocks" in problem for problem in problems), problems
 
 
 def test_blocks_that_differ_in_a_function_are_each_looked_at() -> None:
@@ -446,6 +452,6 @@ def test_router_logits_are_refused() -> None:
     for asked in (False, True):
         module = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options, output_router_logits=asked))
         if asked:
-            assert any("worked out inside of its blocks" in problem for problem in refused(module))
+            assert any("computed inside its blocks" in problem for problem in refused(module))
         else:
             assert layout(module)

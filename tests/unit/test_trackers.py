@@ -82,7 +82,7 @@ def test_one_that_fails_is_said_once_and_the_others_go_on():
         all_of.log(step, {"loss": 1.0})
     all_of.close()
     assert len(good.calls) == 5 and len(bad.calls) == 1
-    assert said == ["tracker bad failed and gets nothing more, training goes on: OSError: the disk is full"]
+    assert said == ["tracker bad failed and is disabled, training continues: OSError: the disk is full"]
 
 
 def test_packages_that_are_missing_are_told_at_once(monkeypatch):
@@ -103,7 +103,7 @@ def test_one_that_cannot_be_opened_does_not_stop_the_run(tmp_path, monkeypatch):
     said: list[str] = []
     opened = open_trackers(config_for(tmp_path, "trackio"), 0, said.append)
     assert opened.names == ()
-    assert said == ["tracker trackio cannot be opened and gets nothing, training goes on: RuntimeError: no service"]
+    assert said == ["tracker trackio cannot be opened and is disabled, training continues: RuntimeError: no service"]
 
 
 def test_without_trackers_nothing_is_written(tmp_path):

@@ -146,7 +146,7 @@ def test_options_that_cannot_be_had_are_refused() -> None:
         check_options(plan_with("fsdp+tp2", 2, async_tp=True))
     with pytest.raises(PlanError, match=r"needs a strategy with \+tp and parallel.sequence_parallel=true"):
         check_options(plan_with("fsdp", 2, async_tp=True, device="cuda", compile=True, sequence_parallel=False))
-    with pytest.raises(PlanError, match="prefetch 3 gathers sharded weights ahead, and ddp keeps them whole"):
+    with pytest.raises(PlanError, match="prefetch 3 gathers sharded weights ahead, and ddp replicates them"):
         check_options(plan_with("ddp", 2, prefetch=3))
     check_options(plan_with("fsdp", 2, prefetch=3))
 

@@ -380,7 +380,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "not told": (lambda: Odd(told=False), "takes position_ids and does not use them"),
     "no argument": (lambda: nn.Sequential(nn.Embedding(VOCAB, 32), *(OddBlock(None, None) for _ in range(2))),
                     "forward has no argument position_ids"),
-    "does not run": (lambda: Odd(lambda x: x.view(1, 4, -1)), "cannot be looked at under fake tensors"),
+    "does not run": (lambda: Odd(lambda x: x.view(1, 4, -1)), "cannot be traced under fake tensors"),
 }  # fmt: skip
 
 
@@ -452,7 +452,7 @@ def test_eager_attention_is_refused() -> None:
 
 
 def test_degrees_that_work_are_named() -> None:
-    assert "has 4 heads, which do not divide by cp 8: each rank computes whole heads; use cp 2 or 4" in refusal(
+    assert "has 4 heads, which do not divide by cp 8: a head is computed on one rank; use cp 2 or 4" in refusal(
         family("llama"), "ddp+cp8"
     )
     assert "has 2 heads (4 over tp 2), which do not divide by cp 4" in refusal(family("llama"), "fsdp+tp2+cp4")
@@ -493,13 +493,17 @@ def test_tokens_are_cut_and_the_rest_is_left() -> None:
 
 def test_lengths_and_labels_that_do_not_divide_are_refused() -> None:
     ids = torch.zeros(2, 510, dtype=torch.int64)
-    with pytest.raises(DataError, match=r"samples of 510 tokens, which is no multiple of cp 4; make them 508 or 512"):
+    with pytest.raises(
+        DataError,
+        match=r"samples of 510 tokens, which is not a multiple of cp 4; make them 508 or "
+        r"512",
+    ):
         sequence_share((ids, ids), plan_of("ddp+cp4", 4), 0)
     with pytest.raises(DataError, match=r"cp 2 × tp 2 \(sequence parallel\) = 4; make them 508 or 512"):
         sequence_share((ids, ids), plan_of("fsdp+tp2+cp2", 4), 0)
     with pytest.raises(DataError, match="has none"):
         sequence_share((torch.zeros(3), torch.zeros(3)), plan_of("ddp+cp2", 2), 0)
-    with pytest.raises(DataError, match=r"count 2 loss terms as a whole and 2 \+ 2 in parts"):
+    with pytest.raises(DataError, match=r"count 2 loss terms in full and 2 \+ 2 in parts"):
         sequence_share((ids, torch.zeros(2)), plan_of("ddp+cp2", 2), 0, len)
 
 
@@ -523,7 +527,7 @@ def labels_inside() -> str:
 
 def test_a_loss_inside_of_the_model_is_refused() -> None:
     for text in run_world(labels_inside, 2):
-        assert "leave labels out of its inputs" in text
+        assert "remove labels from its inputs" in text
 
 
 def narrow() -> tuple[float, int]:

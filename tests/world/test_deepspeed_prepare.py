@@ -294,9 +294,9 @@ def test_hooks_registered_after_prepare_are_refused_on_all_ranks_before_an_updat
     cases += [(s, kind, 2, early) for s in ("fsdp", "zero2") for kind in ("before", "after", "one rank")]
     cases += [("fsdp", "after", 2, {})]
     words = {
-        "deepspeed": "'head.weight' has a hook, and deepspeed-zero\\S+ reduces gradients by hooks of its own",
+        "deepspeed": "'head.weight' has a hook, and deepspeed-zero\\S+ reduces gradients by its own hooks",
         "early": "'head.weight' has a hook, and optimizer_in_backward steps a parameter before",
-        "fsdp": "'head.weight' has a hook of register_post_accumulate_grad_hook, .* fsdp holds a part",
+        "fsdp": "'head.weight' has a hook of register_post_accumulate_grad_hook, .* fsdp has a shard",
     }
     fine: list[Any] = [(s, "removed", 2, {}) for s in STAGES[1:3]] + [("fsdp", "removed", 2, early)]
     for found in run_world(later, 2, cases + fine):

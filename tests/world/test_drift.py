@@ -195,7 +195,7 @@ def renorm() -> list[str]:
 
 def test_an_embedding_that_scales_its_weights_is_refused() -> None:
     for texts in run_world(renorm, 2):
-        assert all(text.startswith("'embed' has max_norm=1: its forward changes the rows") for text in texts)
+        assert all(text.startswith("'embed' has max_norm=1: its forward changes the weight rows") for text in texts)
 
 
 def budget() -> tuple[int, float]:

@@ -262,15 +262,15 @@ def test_every_sample_comes_once(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("quiet", "the loader's BatchSampler draws other samples on each rank"),
+        ("quiet", "the loader's BatchSampler draws different samples on each rank"),
         (
             "own list",
             r"the loader \(list\) gives ranks 0 and 1 different batches: if each rank's loader yields its own",
         ),
-        ("subset", r"the loader's dataset \(Subset, 12 samples\) is another one on rank 1 than on rank 0"),
-        ("files", r"the loader's dataset \(Files, 12 samples\) is another one on rank 1"),
-        ("split table", r"the loader's dataset \(Dataset, 12 samples\) is another one on rank 1"),
-        ("other ranks", "the loader's DistributedSampler deals for rank . of 4, but this rank takes part . of 2"),
+        ("subset", r"the loader's dataset \(Subset, 12 samples\) differs between rank 1 and rank 0"),
+        ("files", r"the loader's dataset \(Files, 12 samples\) differs between rank 1"),
+        ("split table", r"the loader's dataset \(Dataset, 12 samples\) differs between rank 1"),
+        ("other ranks", "the loader's DistributedSampler shards for rank . of 4, but this rank takes part . of 2"),
         ("own luck", r"the loader \(list\) gives ranks 0 and 1 different batches"),
         ("lengths", r"the loader \(list\) has 12 batches on rank 0 and 8 on rank 1"),
     ],
@@ -353,7 +353,7 @@ def told() -> tuple[list[int], str]:
 def test_what_a_sampler_yields_arrives_as_it_is() -> None:
     results = run_world(told, 2)
     assert [seen for seen, _ in results] == [[25, 50], [75, 100]]
-    assert all("sampler yields a fractions.Fraction, which cannot be told" in text for _, text in results)
+    assert all("sampler yields a fractions.Fraction, which cannot be sent" in text for _, text in results)
 
 
 @pytest.mark.parametrize(

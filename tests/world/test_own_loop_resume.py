@@ -150,7 +150,7 @@ def test_two_ranks_go_on_bit_identically(tmp_path: Path, strategy: str) -> None:
 
 
 def another_number_of_ranks(folder: str) -> str:
-    with pytest.raises(UserError, match="a loader with a DistributedSampler cannot go on there") as caught:
+    with pytest.raises(UserError, match="a loader with a DistributedSampler cannot resume there") as caught:
         train(folder, "distributed", "ddp")
     return str(caught.value)
 

@@ -95,7 +95,7 @@ def test_options_of_the_optimizer_count_on_resume(tmp_path: Path, strategy: str)
     said, options = train(tmp_path, strategy, 2, "train.steps=6", "optimizer.lr=1e-4", "optimizer.betas=[0.5, 0.75]")
     assert "resuming after step 4 of 6" in said
     assert "optimizer.lr 0.01 → 0.0001; optimizer.betas [0.9, 0.95] → [0.5, 0.75]" in said
-    assert "4 steps in all → 6, which the cosine schedule follows" in said
+    assert "4 steps total → 6, which the cosine schedule follows" in said
     assert options["betas"] == (0.5, 0.75)
     rates = [line["learning_rate"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert options["lr"] == rates[-1]
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[-9] ^= 16
     shard.write_bytes(data)
-    way_out = f"without '{last}' the same command goes on from 'step-00000004'"
+    way_out = f"without '{last}' the same command resumes from 'step-00000004'"
     with pytest.raises(WorldError, match=re.escape(way_out)) as caught:
         train(broken, "fsdp", 2)
     assert str(shard) in str(caught.value)
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
 def test_a_damaged_only_checkpoint(tmp_path: Path) -> None:
     train(tmp_path, "ddp", 1, "checkpoint.every=0")
     (newest(tmp_path / "run" / "checkpoints") / "manifest.json").write_text('{"schema": 2}')
-    with pytest.raises(WorldError, match="the same command begins again: there is no earlier one"):
+    with pytest.raises(WorldError, match="the same command restarts: there is no earlier one"):
         train(tmp_path, "ddp", 1)
 
 
@@ -144,7 +144,7 @@ def test_another_folder_for_checkpoints_does_not_begin_the_run_again(tmp_path: P
     metrics = tmp_path / "run" / "metrics.jsonl"
     before = metrics.read_text()
     elsewhere = f"checkpoint.folder={tmp_path / 'elsewhere'}"
-    with pytest.raises(WorldError, match=r"has metrics of 8 steps, and .* has no checkpoint to go on from"):
+    with pytest.raises(WorldError, match=r"has metrics of 8 steps, and .* has no checkpoint to resume from"):
         train(tmp_path, "ddp", 2, "train.steps=9", elsewhere)
     assert metrics.read_text() == before
     shutil.rmtree(tmp_path / "elsewhere")

@@ -329,4 +329,4 @@ def refusals() -> list[str]:
 def test_what_a_batch_can_get_wrong_is_said() -> None:
     for length, labels in run_world(refusals, 2):
         assert "length 7 is not a multiple of 2; pad it to 8 or set parallel.sequence_parallel to false" in length
-        assert "leave labels out of its inputs or set parallel.loss_parallel to false" in labels
+        assert "remove labels from its inputs or set parallel.loss_parallel to false" in labels

@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_traces_once_it_is_warm(tmp_path: Path) -> None:
 def test_steps_that_are_past_are_said(tmp_path: Path) -> None:
     ((written, notes, disturbed, _),) = run_world(train, 1, str(tmp_path), "ddp", table(profile="8:2"), 20, 6, 0)
     assert written == [] and disturbed == []
-    assert notes == ["train.profile asks for step 8, and this run goes on after step 20"]
+    assert notes == ["train.profile asks for step 8, but this run resumes after step 20"]
 
 
 def test_the_users_own_profiler_goes_first(tmp_path: Path) -> None:

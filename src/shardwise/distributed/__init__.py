@@ -1,1 +1,1 @@
-"""Process groups, meshes, control messages and local tensors: the lowest layer of `torch.distributed`."""
+"""Process groups, meshes, control messages and local tensors, on `torch.distributed`."""

@@ -1,4 +1,7 @@
-"""Where a rank begins and ends to wait for others, for whoever wants to know. Costs nothing where nobody does."""
+"""Report when a rank starts and ends waiting for others, to an optional listener.
+
+Free without one.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,37 @@ import torch
 
 
 class Listener(Protocol):
-    """Told of every border of a wait or of work that has a name of its own, on the thread where it happens."""
+    """Listener at the start and end of every wait and named work, on the thread of the event."""
 
     def enter(self, part: str) -> None:
-        """``part`` begins, inside of what was going on."""
+        """Enter ``part``, nested in the current one."""
 
     def leave(self) -> None:
-        """It ends; what was going on before goes on."""
+        """Leave the current part; the enclosing one continues."""
 
 
 class Waits:
-    """The waits of this process, which is one rank."""
+    """Waits of this process, which is one rank."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
 
     def enter(self, part: str) -> None:
-        """``part`` begins; what is entered is left, or a new phase of the step ends it."""
+        """Enter ``part`` until `leave`, or until a new phase of the step ends it."""
         if self.listener is not None:
             self.listener.enter(part)
 
     def leave(self) -> None:
-        """What was entered last ends."""
+        """Leave the part that was entered last."""
         if self.listener is not None:
             self.listener.leave()
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """While it is open, time counts as ``name`` (`shardwise.measure.step_time.timing`); not in compiled code."""
-        if torch.compiler.is_compiling() or self.listener is None:  # in this order: no code is compiled anew for it
+        """Count time within the context as ``name`` (`shardwise.measure.step_time.timing`).
+
+        Not in compiled code.
+        """
+        if torch.compiler.is_compiling() or self.listener is None:  # in this order: no code is recompiled for it
             return _NOTHING
         return _Part(self.listener, name)
 

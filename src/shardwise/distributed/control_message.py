@@ -1,7 +1,7 @@
-"""A small message that every rank sends and receives, and what is said on a rank where others do not come for theirs.
+"""Control messages that every rank sends and receives, and errors for absent ranks.
 
-Control messages have a gloo group of their own: on the group that FSDP2 uses, a rank that says something alone would
-meet a gather or a reduction of the others, which aborts the process where sizes differ, and else mixes the two up.
+Control messages have their own gloo group: on the group that FSDP2 uses, a message from one rank would
+match a gather or a reduction of the others, which aborts the process where sizes differ, and else mixes the two up.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch._C._distributed_c10d import AllgatherOptions
 from shardwise.errors import AnswerIsNo, MachineError, RankError, TrainingError
 
 WIDTH = 96
-"""Integers of a message, so that ranks at different points still understand each other."""
+"""Integers of a message, so that ranks at different points can still decode each other's."""
 TAG = 3
-"""Of these say what the message is about, 8 letters each."""
+"""Integers of it that name the operation, 8 letters each."""
 HERE_S = 10.0
-"""After so long a rank that waits says so in the store: whoever has not is what the others wait for."""
+"""Seconds after which a waiting rank records so in the store: the others wait for ranks without a record."""
 SAY_S = 30.0
-"""After so long the first of the ranks that wait names those that have not come."""
+"""Seconds after which the first of the waiting ranks reports the missing ones."""
 LIMIT_S = 600.0
-"""How long a rank waits within a step. It is what NCCL gives a collective by default: where ranks are further apart in
-one step, plain PyTorch ends, too. Between steps a rank may do work of its own, and the group's timeout holds."""
+"""Longest wait of a rank within a step: NCCL's default for a collective, so if ranks are further apart in
+one step, plain PyTorch ends, too. Between steps a rank may do its own work, and the group's timeout applies."""
 
 _GONE = re.compile(r"closed|reset by peer|broken pipe|not connected", re.IGNORECASE)
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 _FIXES = {
-    "session.save": "session.save is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
-    "session.load": "session.load is for all ranks, whatever the strategy: take it out of `if session.ranks.is_main`",
+    "session.save": "session.save is for all ranks, whatever the strategy: move it out of `if session.ranks.is_main`",
+    "session.load": "session.load is for all ranks, whatever the strategy: move it out of `if session.ranks.is_main`",
     "an evaluation": "A forward needs all ranks where weights are sharded, and where ddp sends batch norm's "
-    "buffers: take the evaluation out of `if session.ranks.is_main`, and give each rank as many batches",
+    "buffers: move the evaluation out of `if session.ranks.is_main`, and give each rank as many batches",
     "a forward of a step": "A forward gathers sharded weights from all ranks: call the model as often on each in a "
     "micro batch, or use ddp or zero1",
     "step.backward": "A forward gathers sharded weights from all ranks: call the model as often on each in a micro "
@@ -47,11 +47,13 @@ _FIXES = {
 
 
 class Meeting:
-    """This rank's integers, on their way to all others, and theirs. Collective; the ranks must have a control group.
+    """Exchange of one message of integers between all ranks. Collective.
 
-    ``what`` is what this rank is doing, in at most 24 letters; where they are doing different things, each waiting for
-    the others to join, all of them raise. Whoever has not come after ``limit_s`` (else: the group's timeout) is not
-    waited for any more, and the group is of no use from then on.
+    The ranks must have a control group.
+
+    ``what`` names this rank's operation, in at most 24 letters; if ranks are in different operations, each waiting for
+    the others to join, all of them raise. The wait for a rank that has not come ends after ``limit_s`` (else: the
+    group's timeout), and the group cannot be used from then on.
     """
 
     def __init__(
@@ -64,17 +66,19 @@ class Meeting:
         self._mine = torch.tensor(sent + [0] * (WIDTH - len(sent)), dtype=torch.int64)
         self._rows = torch.empty(dist.get_world_size(group), WIDTH, dtype=torch.int64)
         options = AllgatherOptions()
-        if limit_s is not None:  # gloo itself gives up then: a group with a message under way could never be left
+        if limit_s is not None:  # gloo itself gives up then: a group with a pending message could never be destroyed
             options.timeout = timedelta(seconds=limit_s)
         with self._named():
             self._work = group.allgather([[*self._rows.unbind()]], [self._mine], options)
 
     def wait(self, *, patient: bool = True) -> None:
-        """Wait until all ranks' are there; unless it is ``patient``, say after a while for whom.
+        """Wait until all ranks' messages have arrived.
+
+        Unless ``patient``, report the missing ranks after a while.
 
         Raises:
             TrainingError: ranks did not come, or have left.
-            RankError: one has ended.
+            RankError: a rank's process has ended.
         """
         with self._named():
             if self._came(HERE_S):
@@ -93,10 +97,12 @@ class Meeting:
             _mark(self._group, "waits", there=False)
 
     def rows(self) -> list[list[int]]:
-        """Each rank's integers, in rank order, once they are there; nothing where they did not fit in.
+        """Return each rank's integers, in rank order, once they have arrived.
+
+        Empty where they did not fit.
 
         Raises:
-            TrainingError: on all ranks, where they are doing different things.
+            TrainingError: on all ranks, if they are in different operations.
         """
         self.wait()
         rows: list[list[int]] = self._rows.tolist()
@@ -113,7 +119,7 @@ class Meeting:
         return [row[size : size + row[0]] if self.fits else [] for row in rows]
 
     def _came(self, seconds: float) -> bool:
-        """Whether all ranks' are there after so long at the most."""
+        """Return whether all ranks' messages have arrived after at most ``seconds``."""
         try:
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
@@ -123,7 +129,7 @@ class Meeting:
         return True
 
     def _say(self) -> None:
-        """On the first of the ranks that wait: for whom."""
+        """Report the missing ranks, on the first of the waiting ranks."""
         missing, mine = _without(self._group, "waits"), dist.get_rank(self._group)
         if missing and all(rank in missing for rank in range(mine)):
             logging.getLogger("shardwise").warning(
@@ -132,9 +138,9 @@ class Meeting:
             )
 
     def _refuse_left(self) -> None:
-        """Raise where a rank has left and its process goes on, so that gloo does not know."""
+        """Raise if a rank has left while its process still runs, which gloo does not detect."""
         if self._left():
-            # a group with a message under way waits for it when it is destroyed: this one stays until the process ends
+            # destroying a group waits for its pending message: this one stays until the process ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise self._gone()
 
@@ -144,7 +150,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """What gloo raises where a rank has left or does not come, as a sentence."""
+        """Translate gloo's errors for ranks that have left or did not come into sentences."""
         try:
             yield
         except RuntimeError as error:
@@ -159,7 +165,7 @@ class Meeting:
         where, me = self._what or "an exchange of all ranks", dist.get_rank(self._group)
         left = self._left()
         if not left:
-            return RankError(f"rank {me} waits at {where}, and another rank has ended; what it has printed says why")
+            return RankError(f"rank {me} waits at {where}, but another rank has ended; its output shows the reason")
         fix = _FIXES.get(self._what, "End the loop on all ranks at the same step")
         have = "has" if len(left) == 1 else "have"
         return TrainingError(f"{ranks_text(left)} {have} left the session, and rank {me} waits at {where}. {fix}")
@@ -172,16 +178,16 @@ class Meeting:
             f"{ranks_text(missing) if missing and me not in missing else 'another rank'} did not come there within "
             f"{within}. {_FIXES.get(self._what, 'Steps need every rank')}"
         )
-        with contextlib.suppress(RuntimeError):  # those that did not come learn it when this rank ends
+        with contextlib.suppress(RuntimeError):  # ranks that did not come learn it when this rank ends
             dist.distributed_c10d._get_default_store().set(_verdict(self._group), text)
         return TrainingError(text)
 
 
 def refuse_gone(error: RuntimeError, group: dist.ProcessGroup | None) -> None:
-    """Say in a sentence what a collective has raised since a rank has ended.
+    """Translate the error of a collective after a rank has ended.
 
     Raises:
-        TrainingError: why that rank has ended, if it did not find this one where it was itself.
+        TrainingError: the reason that rank gave, unless it was waiting for this one.
         RankError: that it has ended.
     """
     if group is None or not _GONE.search(str(error)):
@@ -192,28 +198,31 @@ def refuse_gone(error: RuntimeError, group: dist.ProcessGroup | None) -> None:
         text = store.get(_verdict(group)).decode() if store.check([_verdict(group)]) else ""
     if text:
         raise TrainingError(text) from error
-    raise RankError("a rank has ended in the middle of a step; what it has printed says why") from error
+    raise RankError("a rank has ended in the middle of a step; its output shows the reason") from error
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """``rank 1``, ``ranks 1, 2``; of many the first four."""
+    """Format ranks: ``rank 1``, ``ranks 1, 2``; of many the first four."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def say_joined(group: dist.ProcessGroup) -> None:
-    """This rank is there; a store that outlives its world may remember another group of this name."""
+    """Record that this rank joined.
+
+    A store that outlives its world may have an older group of this name.
+    """
     _mark(group, "left", there=False)
 
 
 def say_left(group: dist.ProcessGroup) -> None:
-    """This rank has left the session: who still waits for it can say so."""
+    """Record that this rank has left the session, so that waiting ranks can report it."""
     _mark(group, "left", there=True)
 
 
 def _without(group: dist.ProcessGroup, mark: str) -> list[int]:
     everyone = range(dist.get_world_size(group))
-    with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that keeps it
+    with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that hosts it
         store = dist.distributed_c10d._get_default_store()
         return [rank for rank in everyone if not store.check([_key(group, mark, rank)])]
     return list(everyone)
@@ -221,7 +230,7 @@ def _without(group: dist.ProcessGroup, mark: str) -> list[int]:
 
 @functools.cache  # a step has two of them
 def _tag(what: str) -> list[int]:
-    """What a message is about, as integers."""
+    """Encode the operation's name as integers."""
     tag = what.encode()[: 8 * TAG].ljust(8 * TAG, b" ")
     return [int.from_bytes(tag[at : at + 8], "little", signed=True) for at in range(0, len(tag), 8)]
 

@@ -1,4 +1,4 @@
-"""The part of a tensor that is on this rank, and tensors laid out as another one is."""
+"""Local part of a tensor, and tensors with the placement of another one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that are here, sharing storage with ``tensor``."""
+    """Return the local elements, sharing storage with ``tensor``."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def empty_beside(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Room for a tensor of the whole ``shape`` that belongs to ``parameter``.
+    """Allocate a tensor of the full ``shape`` that belongs to ``parameter``.
 
-    Its rows are cut as the parameter's are where it has as many of them; otherwise every rank has all of it.
+    It is sharded by rows like the parameter if it has as many rows; otherwise it is replicated.
     """
     with torch.no_grad():
         if not isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""The device meshes of a plan: one axis for each degree that the strategy uses."""
+"""Device meshes of a plan: one axis for each degree that the strategy uses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardwise.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Meshes:
-    """The axes that a rank works along; ``None`` where the plan has no such axis.
+    """Mesh axes of a rank; ``None`` where the plan has no such axis.
 
     ``data`` is the mesh that gradients are reduced over: ``dp_shard``, or ``dp_replicate × dp_shard`` where weights
-    are replicated too. Ranks of a context-parallel group hold equal weights and different tokens, so they are part of
+    are replicated too. Ranks of a context-parallel group have equal weights and different tokens, so they are part of
     its last axis (of ``dp_replicate`` where nothing is sharded).
     """
 
@@ -26,15 +26,17 @@ class Meshes:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that gradients are reduced over."""
+        """Return the number of ranks that gradients are reduced over."""
         return int(self.data.size())
 
 
 def build_mesh(plan: Plan, world_size: int) -> Meshes | None:
-    """The meshes of ``plan``; ``None`` where parameters stay whole and every rank has its own samples. Collective.
+    """Build the meshes of ``plan``.
+
+    ``None`` for replicated parameters and distinct samples per rank. Collective.
 
     Raises:
-        PlanError: the plan is for another number of ranks.
+        PlanError: the plan is for a different number of ranks.
     """
     dims, strategy = plan.dims, plan.parsed
     if dims.world_size != world_size:

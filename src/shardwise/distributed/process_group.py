@@ -1,4 +1,4 @@
-"""The process group: adopt the one that exists, or make one and take it away again."""
+"""Process group: adopt an existing one, or create one and destroy it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _BY_DDP = frozenset(
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. ``control`` is a CPU group for small messages, so no GPU is ever waited for."""
+    """Rank, world size and groups of this process.
+
+    ``control`` is a CPU group for small messages.
+    """
 
     rank: int
     world_size: int
@@ -52,7 +55,7 @@ _STAYING: dict[int, Ranks] = {}
 
 
 def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
-    """Join the world that the environment describes, adopt a group that exists, or be a world of one.
+    """Join the world of the environment, adopt an existing group, or form a world of one.
 
     Raises:
         UserError: the rendezvous variables are incomplete.
@@ -88,7 +91,7 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
                 f"rank {place.rank if place else 0} cannot join the world at {where}: {error}"
             ) from error
     world = dist.get_world_size()
-    needs_control = world > 1  # also where the world speaks gloo: see `shardwise.distributed.control_message`
+    needs_control = world > 1  # also with gloo as backend: see `shardwise.distributed.control_message`
     patience = datetime.timedelta(seconds=timeout_s) if owns else None
     control = dist.new_group(backend="gloo", timeout=patience) if needs_control else None
     if control is not None:
@@ -106,7 +109,7 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
 
 
 def _place() -> Rendezvous | None:
-    """What the environment says; an adopted group may have come about without it."""
+    """Read the rendezvous from the environment; an adopted group may exist without one."""
     try:
         return rendezvous()
     except UserError:
@@ -131,13 +134,16 @@ def _on_this_host() -> tuple[int, int]:
 
 
 def leave_at_exit(ranks: Ranks) -> None:
-    """`leave` where the process ends, unless it was called before: what was left must not be kept, nor its threads."""
+    """Call `leave` when the process ends, unless it was called before.
+
+    Frees the group and its threads.
+    """
     _leave_rest_at_exit()
     _STAYING[id(ranks)] = ranks
 
 
 def leave(ranks: Ranks) -> None:
-    """Destroy what `join` made; a group that existed before stays."""
+    """Destroy the groups that `join` created; an adopted group stays."""
     _STAYING.pop(id(ranks), None)
     if not dist.is_initialized():
         return
@@ -153,7 +159,7 @@ def leave(ranks: Ranks) -> None:
 
 
 def _registered(group: dist.ProcessGroup | None) -> bool:
-    """Whether the group still is: a session may be closed, and its process end after that."""
+    """Return whether the group is still registered; it may be gone when the process ends."""
     try:
         return dist.get_rank(group) >= 0
     except ValueError:
@@ -171,13 +177,13 @@ def _leave_rest() -> None:
 
 
 def _settle(quiet_s: float = 0.005, limit_s: float = 2.0) -> None:
-    """Wait until gloo's threads have let go of the tensors of the last messages.
+    """Wait until gloo's threads have released the tensors of the last messages.
 
-    A thread of PyTorch needs the interpreter for that, also after the message has arrived. DDP's reducer, where it
-    holds the last reference to a group, waits for such a thread with the interpreter held, and the process hangs (1 of
-    30 runs). One that asks while the interpreter ends is taken down by it, and the process dies of ``terminate called
-    without an active exception`` (7 of 60 runs on a machine with more processes than cores). Sleeping gives the
-    interpreter away; threads are at rest when none of them runs or wants to.
+    A thread of PyTorch needs the interpreter for that, also after the message has arrived. DDP's reducer, if it
+    has the last reference to a group, waits for such a thread with the interpreter locked, and the process hangs (1 of
+    30 runs). A thread that asks while the interpreter ends is killed by it, and the process dies of ``terminate called
+    without an active exception`` (7 of 60 runs on a machine with more processes than cores). Sleeping releases the
+    interpreter; threads are idle when none of them runs or wants to.
     """
     end = time.monotonic() + limit_s
     looks = 0
@@ -187,10 +193,13 @@ def _settle(quiet_s: float = 0.005, limit_s: float = 2.0) -> None:
 
 
 def _others_run() -> bool:
-    """Does another thread of this process run, or want to? False where Linux's ``/proc`` does not tell."""
+    """Return whether another thread of this process runs or wants to.
+
+    False without Linux's ``/proc``.
+    """
     me = str(threading.get_native_id())
     for path in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # a thread that has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             if path.parent.name != me and path.read_text().rpartition(")")[2].split()[0] == "R":
                 return True
     return False
@@ -199,13 +208,15 @@ def _others_run() -> bool:
 def gather_ints(
     values: list[int], ranks: Ranks, what: str = "", *, patient: bool = True, limit_s: float | None = None
 ) -> list[list[int]]:
-    """Each rank's integers, in rank order; one small collective (two for more than 92 integers).
+    """Gather each rank's integers, in rank order.
 
-    ``what`` is what this rank is doing, in at most 24 letters. Unless it is ``patient``, a long wait is reported, and
+    One small collective (two for more than 92 integers).
+
+    ``what`` names this rank's operation, in at most 24 letters. Unless ``patient``, a long wait is reported, and
     ends after ``limit_s``.
 
     Raises:
-        TrainingError: on all ranks, where they are doing different things, each waiting for the others to join; on
+        TrainingError: on all ranks, if they are in different operations, each waiting for the others to join; on
             this one, where others have left or did not come.
     """
     if ranks.control is None:
@@ -224,7 +235,7 @@ def _gathered(values: list[int], ranks: Ranks) -> list[list[int]]:
 
 
 def gather_text(text: str, ranks: Ranks) -> list[str]:
-    """Each rank's text, in rank order. Sent as bytes of text, not as objects."""
+    """Gather each rank's text, in rank order. Sent as bytes of text, not as objects."""
     if ranks.control is None:
         return [text]
     payload = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
@@ -237,10 +248,10 @@ def gather_text(text: str, ranks: Ranks) -> list[str]:
 
 
 def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str:
-    """What ``prepare`` returns on rank 0, the only one that calls it, on every rank. Collective.
+    """Call ``prepare`` on rank 0 only, and return its result on every rank. Collective.
 
     Raises:
-        ShardwiseError: on rank 0 what ``prepare`` has raised.
+        ShardwiseError: on rank 0, the error of ``prepare``.
         UserError: on the others, that rank 0 could not prepare ``what``.
     """
     text, failure = "", None
@@ -253,12 +264,12 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
     if failure is not None:
         raise failure
     if not text:
-        raise UserError(f"rank 0 could not prepare {what}; its message says why")
+        raise UserError(f"rank 0 could not prepare {what}; its message shows the reason")
     return text
 
 
 def broadcast_text(text: str, ranks: Ranks) -> str:
-    """Rank 0's text, on every rank."""
+    """Broadcast rank 0's text to every rank."""
     return gather_text(text if ranks.is_main else "", ranks)[0]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that work on the same samples must have been given the same ones."""
+"""Check that ranks that must work on the same samples received the same ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardwise.plan.plan import Plan
 
 
 def checksum(batches: Sequence[Any]) -> int:
-    """32 bits of all tensors, arrays, numbers and texts in ``batches``, as the loader gave them."""
+    """Hash all tensors, arrays, numbers and texts in ``batches`` to 32 bits, unchanged."""
     found = 0
     for leaf in _pytree.tree_leaves(list(batches)):
-        if isinstance(leaf, Mapping):  # one that is no dict
+        if isinstance(leaf, Mapping):  # a mapping that is not a dict
             found = zlib.crc32(str(checksum([dict(leaf)])).encode(), found)
         elif isinstance(leaf, int | float | str | bytes):
             found = zlib.crc32(repr(leaf).encode(), found)
@@ -31,9 +31,11 @@ def checksum(batches: Sequence[Any]) -> int:
 
 
 def check_same_batches(sums: Sequence[int], plan: Plan) -> None:
-    """Compare the `checksum` of ranks that stand at the same data-parallel place; ``sums`` is in rank order.
+    """Compare the `checksum` of ranks with the same data-parallel index.
 
-    Stages, tensor- and context-parallel ranks that got other samples would give a wrong gradient with no other sign.
+    ``sums`` is in rank order.
+
+    Stages, tensor- and context-parallel ranks with different samples would silently compute a wrong gradient.
 
     Raises:
         DataError: any two differ.
@@ -44,6 +46,6 @@ def check_same_batches(sums: Sequence[int], plan: Plan) -> None:
         if mine != sums[other]:
             raise DataError(
                 f"ranks {other} and {rank} must see the same samples under {plan.strategy}, and received different "
-                "ones. Use the same DataLoader on every rank (same data, order, masks and augmentation: a generator of "
-                "its own with the same seed); session.steps shards the batches"
+                "ones. Use the same DataLoader on every rank (same data, order, masks and augmentation: its own "
+                "generator with the same seed); session.steps shards the batches"
             )

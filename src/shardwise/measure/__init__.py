@@ -1,1 +1,4 @@
-"""Observe what a run really does. Imports nothing that predicts, so that the two sides stay independent."""
+"""Observation of real runs.
+
+Imports nothing that predicts, so that both sides stay independent.
+"""

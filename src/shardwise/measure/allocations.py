@@ -1,10 +1,10 @@
-"""Peaks of allocated memory on CPU, from torch's own records: every allocation and free that its CPU allocator reports
-to the profiler while the recorder is on.
+"""Record peaks of allocated CPU memory from the events of torch's allocator.
 
-Seen: memory of torch's CPU allocator that is taken or returned on the recording thread and in backward. Not seen: what
-lies outside that allocator (numpy, mapped files, libraries, the C library's own free lists), and blocks that another
-thread returns: gloo's may be the last to let go of a collective's tensor. `Recording.settled` puts those frees in.
-Blocks that were there before are known by the live tensors that `Recording.at_start` is given.
+While the recorder is on, it sees allocations and frees that torch's CPU allocator reports to the profiler on the
+recording thread and in backward. Not seen: memory outside that allocator (numpy, mapped files, libraries, the C
+library's own free lists), and blocks that another thread returns: gloo's may be the last to release a collective's
+tensor. `Recording.settled` adds those frees. Older blocks are known by the live tensors that `Recording.at_start` is
+given.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardwise.environment import quiet_profiler
 from shardwise.measure.state import local
 
 Result = TypeVar("Result")
-_torch: Any = torch.autograd  # its stubs do not know the profiler's functions
+_torch: Any = torch.autograd  # its stubs lack the profiler's functions
 _MARK = "shardwise: "
 
 
 class Event(NamedTuple):
-    """One allocation (``num_bytes`` > 0) or free (< 0) at an address, and the phase that it fell into."""
+    """Allocation (``num_bytes`` > 0) or free (< 0) at an address, and its phase."""
 
     num_bytes: int
     address: int
@@ -40,22 +40,25 @@ class Event(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What was recorded, in order; bytes count from the start of the recording, where ``live`` is 0."""
+    """Recorded events in order.
+
+    Bytes count from the start of the recording, where ``live`` is 0.
+    """
 
     events: tuple[Event, ...]
 
     @property
     def peak(self) -> int:
-        """The most bytes above the start."""
+        """Return the most bytes above the start."""
         return max(self.peaks().values(), default=0)
 
     @property
     def net(self) -> int:
-        """Bytes that were allocated and are still there at the end, less what was freed."""
+        """Return the bytes allocated and not freed by the end, minus freed older bytes."""
         return sum(event.num_bytes for event in self.events)
 
     def peaks(self) -> dict[str, int]:
-        """The most bytes above the start in each phase; what is there when a phase begins counts in it."""
+        """Return the most bytes above the start in each phase, including those from before it."""
         peaks: dict[str, int] = {}
         live = 0
         for event in self.events:
@@ -64,7 +67,7 @@ class Recording(NamedTuple):
         return peaks
 
     def at_first(self, phase: str) -> int | None:
-        """Bytes above the start when ``phase`` began for the first time; None when it never did."""
+        """Return bytes above the start when ``phase`` first began; None if it never did."""
         live = 0
         for event in self.events:
             if event.phase == phase:
@@ -73,19 +76,19 @@ class Recording(NamedTuple):
         return None
 
     def at_start(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of the storages of ``tensors``, which are alive at the end, that were there at the start already."""
+        """Return bytes of the storages of ``tensors``, alive at the end, that existed at the start."""
         made: set[int] = set()
         for event in self.events:
             (made.add if event.num_bytes > 0 else made.discard)(event.address)
         return sum(size for address, size in storages(tensors).items() if address not in made)
 
     def settled(self, alive: Iterable[torch.Tensor]) -> Recording:
-        """With a free for each block that nobody was seen to return and that is under no tensor of ``alive``.
+        """Return the recording with missing frees added for blocks that no tensor of ``alive`` uses.
 
-        Another thread returned it, moments after this one had let go. The free is put where blocks of the same role
-        (size, phase, what came before and after) were returned, counted in events from their allocation; else of the
-        same size and phase; else at the end of the phase. In any case before its address is taken anew, and within the
-        phase where all that are alike were returned within it.
+        Another thread returned them, moments after this one had released them. The free is put where blocks of the same
+        role (size, phase, events before and after) were returned, counted in events from their allocation; else of the
+        same size and phase; else at the end of the phase. In any case before its address is reused, and within the
+        phase if all similar blocks were returned within it.
         """
         left = storages(alive)
         blocks = list(_blocks(self.events))
@@ -119,7 +122,7 @@ class Recording(NamedTuple):
         return Recording(tuple(events))
 
     def _roles(self, block: _Block) -> tuple[tuple[object, ...], ...]:
-        """What tells blocks apart, the closest likeness first."""
+        """Return the properties that identify a block, the most specific first."""
         around = self.events[max(0, block.made - 3) : block.made + 4]
         plain = (block.num_bytes, block.phase)
         return (*plain, *(event.num_bytes for event in around)), plain
@@ -127,7 +130,7 @@ class Recording(NamedTuple):
 
 @dataclass
 class _Block:
-    """A block and the indices of the events that made it, freed it, or took its address though no free was seen."""
+    """Block with the indices of its allocation, its free, or the reuse of its address."""
 
     num_bytes: int
     address: int
@@ -151,13 +154,16 @@ def _blocks(events: Iterable[Event]) -> Iterator[_Block]:
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """Every tensor that Python can see now, and their gradients; not what an autograd graph has saved."""
+    """Return every tensor that Python can see, and their gradients; not those saved by autograd."""
     seen = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return seen + [tensor.grad for tensor in seen if tensor.is_leaf and tensor.grad is not None]
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address and bytes of each distinct storage on CPU under ``tensors``; a part of a shared storage counts whole."""
+    """Map addresses to bytes of each distinct CPU storage under ``tensors``.
+
+    Shared ones in full.
+    """
     found: dict[int, int] = {}
     for tensor in tensors:
         mine = local(tensor)
@@ -169,36 +175,36 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class AllocationRecorder:
-    """Records between `start` and `stop`. Off, it costs nothing; on, it notes allocations and phases, no operator.
+    """Recorder of allocations and phases between `start` and `stop`; free of cost when off.
 
-    A thread has one profiler at a time: `start` returns False, and nothing is recorded, where the user's own is on.
+    A thread has one profiler at a time: `start` returns False, and nothing is recorded, if the user's own is on.
     """
 
     def __init__(self) -> None:
         self._on = False
 
     def start(self, phase: str = "") -> bool:
-        """Begin; whether it could."""
+        """Start; return whether it was possible."""
         if _torch._profiler_enabled():
             return False
         made = profiler.profile(profile_memory=True, use_cpu=True, use_kineto=True)
         config = made.config(create_trace_id=False)
         with quiet_profiler():
             _torch._prepare_profiler(config, made.kineto_activities)
-            # user scope only: the marks of phases, and none of the operators
+            # user scope only: the marks of phases, without operators
             _torch._enable_profiler(config, made.kineto_activities, {torch._C._profiler.RecordScope.USER_SCOPE})
         self._on = True
         self.enter(phase)
         return True
 
     def enter(self, phase: str) -> None:
-        """A phase begins; what follows belongs to it."""
+        """Begin a phase for the following events."""
         if self._on:
             with record_function(_MARK + phase):
                 pass
 
     def stop(self) -> Recording:
-        """End, and give what was recorded."""
+        """Stop, and return the recording."""
         if not self._on:
             return Recording(())
         self._on = False
@@ -207,10 +213,10 @@ class AllocationRecorder:
 
 
 def record(call: Callable[[], Result]) -> tuple[Result, Recording]:
-    """Run ``call`` and record it; where there are other ranks, with the frees by gloo's threads put in.
+    """Run ``call`` and record it; with other ranks, add the frees by gloo's threads.
 
-    ``Recording.peak`` is bytes above the start; ``Recording.at_start(tensors)`` gives those that ``tensors`` held
-    before it. What is freed inside must have been made inside: keep older tensors alive in the caller, else torch says
+    ``Recording.peak`` is bytes above the start; ``Recording.at_start(tensors)`` gives the bytes of ``tensors`` before
+    it. Memory freed inside must have been allocated inside: keep older tensors alive in the caller, else torch logs
     once a second on stderr that it met a block of unknown size.
 
     Raises:
@@ -228,7 +234,7 @@ def record(call: Callable[[], Result]) -> tuple[Result, Recording]:
 
 
 def _events(roots: Iterable[Any]) -> Iterator[Event]:
-    """Allocations in the order of time, each with the last phase that was marked before it."""
+    """Yield allocations in order of time, each with the last phase that was marked before it."""
     flat: list[Any] = []
     waiting = list(roots)
     while waiting:

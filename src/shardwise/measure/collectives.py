@@ -1,4 +1,4 @@
-"""See every collective that really leaves this rank, and the dtype of every matrix product."""
+"""Record every collective of this rank, and the dtype of every matrix product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.model.read import dtype_name
 
-# c10d operator → (its field name, the argument that holds the whole tensor)
+# c10d operator → (its field name, the argument with the full tensor)
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -23,7 +23,7 @@ _OPERATORS = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "broadcast_": ("broadcast", 0),
 }
-# the same, for what only plans that cut the model send
+# the same, for operators of plans that split the model
 _OWN_OPERATORS = {
     "allgather_": ("all_gather", 0),
     "reduce_scatter_": ("reduce_scatter", 1),
@@ -33,7 +33,7 @@ _OWN_OPERATORS = {
     "recv_": ("recv", 0),
     "recv_any_source_": ("recv", 0),
 }
-# functional operator → (its field name, whether its input is one rank's part of the whole tensor)
+# functional operator → (its field name, whether its input is one rank's part of the full tensor)
 _FUNCTIONAL = {
     "all_reduce": ("all_reduce", False),
     "all_reduce_": ("all_reduce", False),
@@ -51,11 +51,11 @@ _FUNCTIONAL = {
 }
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 OTHER = "other ranks"
-Axes = Callable[[str, tuple[int, ...]], str]  # a collective's name and its ranks → the axis that it goes over
+Axes = Callable[[str, tuple[int, ...]], str]  # a collective's name and its ranks → its axis
 
 
 class Collective(NamedTuple):
-    """One collective: its name, the bytes of the whole (unsharded) tensor, its dtype, the session's phase, the axis."""
+    """Collective: name, bytes of the full (unsharded) tensor, dtype, the session's phase, axis."""
 
     name: str
     num_bytes: int
@@ -65,27 +65,27 @@ class Collective(NamedTuple):
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """While active, notes what passes PyTorch's dispatcher on this thread and in backward.
+    """Dispatch mode that records collectives and products on this thread and in backward.
 
     Every operator gets slower, so it is on for one step only. ``axes`` names the axis of a collective for a plan that
-    cuts the model; then functional collectives, exchanges and messages between two ranks are noted, too. (By ranks and
-    not by group: PyTorch keeps meshes that are equal, and may take the group of an earlier one.)
+    splits the model; then functional collectives, exchanges and messages between two ranks are recorded, too. (By ranks
+    and not by group: PyTorch caches equal meshes, and may return the group of an earlier one.)
     """
 
-    supports_higher_order_operators = True  # what compiled blocks are made of
+    supports_higher_order_operators = True  # compiled blocks consist of them
 
     def __init__(self, phase: Callable[[], str], axes: Axes | None = None) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
         self.matmul_dtypes: set[str] = set()
-        self.weight_dtypes: set[str] = set()  # of matrix products that a parameter, or a view of one, went into
-        self.looker: Callable[[Any, Any], None] | None = None  # told each operator and what it has made
+        self.weight_dtypes: set[str] = set()  # of matrix products with a parameter, or a view of one, as operand
+        self.looker: Callable[[Any, Any], None] | None = None  # called with each operator and its result
         self._phase = phase
         self._axes = axes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled blocks stay compiled while they are watched."""
+        """Keep compiled blocks compiled while recording."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,10 +119,10 @@ class CollectiveRecorder(TorchDispatchMode):
         self.collectives.append(Collective(field, size, dtype_name(tensors[0].dtype), self._phase(), axis))
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Calls and bytes of each collective that moved parameters or gradients.
+        """Return calls and bytes of each collective that moved parameters or gradients.
 
-        Left out: what the session itself says to other ranks, the norm of the gradient, and all but gathers during
-        forward, where DDP keeps its book-keeping and batch norm's statistics together, and the user may send things.
+        Excluded: the session's own messages, the norm of the gradient, and all but gathers during
+        forward, where DDP synchronises its book-keeping and batch norm's statistics, and the user may communicate.
         """
         found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for item in self.collectives:
@@ -134,7 +134,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def _is_weight(operand: torch.Tensor) -> bool:
-    """Whether an operand is a parameter as it lies, or a view of one, and no copy in another dtype."""
+    """Return whether an operand is a parameter or a view of one, not a copy in another dtype."""
     return isinstance(operand, torch.nn.Parameter) or isinstance(operand._base, torch.nn.Parameter)
 
 
@@ -147,7 +147,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _group_of(args: Any) -> tuple[int, ...]:
-    """The ranks of the process group among the arguments of a c10d operator."""
+    """Return the ranks of the process group among the arguments of a c10d operator."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             try:
@@ -158,7 +158,7 @@ def _group_of(args: Any) -> tuple[int, ...]:
 
 
 def _named_group(args: Any) -> tuple[int, ...]:
-    """The ranks of the group that a functional operator names last."""
+    """Return the ranks of the group that a functional operator names last."""
     return _ranks(next((argument for argument in reversed(args) if isinstance(argument, str)), ""))
 
 
@@ -167,5 +167,5 @@ def _ranks(name: str) -> tuple[int, ...]:
 
 
 def _degree(args: Any) -> int:
-    """Ranks of the group, which functional gathers are told."""
+    """Return the group size from the arguments of a functional gather."""
     return next((argument for argument in args[1:] if isinstance(argument, int)), 1)

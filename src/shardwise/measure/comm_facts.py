@@ -1,6 +1,6 @@
-"""What ``bench comm`` measures: axes, samples, fits, and the bandwidths of nccl-tests. No torch here.
+"""Measurements of ``bench comm``: axes, samples, fits, and nccl-tests' bandwidths. No torch.
 
-Sizes are those of nccl-tests (PERFORMANCE.md there): the whole tensor of an all_reduce, the gathered total of an
+Sizes are those of nccl-tests (PERFORMANCE.md there): the full tensor of an all_reduce, the gathered total of an
 all_gather, the unreduced total of a reduce_scatter, one rank's buffer of an all_to_all, the message of a send.
 *Algorithm bandwidth* is size over seconds. *Bus bandwidth* is that times a factor which makes it comparable with the
 link: 2 (n − 1) / n of all_reduce, (n − 1) / n of all_gather, reduce_scatter and all_to_all, 1 of send.
@@ -18,14 +18,14 @@ COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatt
 
 
 def bus_factor(collective: Collective, ranks: int) -> float:
-    """Bus over algorithm bandwidth of a group of ``ranks``."""
+    """Return bus over algorithm bandwidth of a group of ``ranks``."""
     if collective == "send":
         return 1.0
     return (2.0 if collective == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
 class Axis(BaseModel):
-    """One axis of the mesh: its groups of global ranks, all at work at the same time, and how they lie on nodes."""
+    """Axis of the mesh: its groups of global ranks, which work concurrently, and their nodes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,15 +36,15 @@ class Axis(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Ranks of a group."""
+        """Number of ranks in a group."""
         return len(self.groups[0])
 
 
 class CommSamples(BaseModel):
-    """Seconds of one call of ``collective`` on ``axis``: for each size one sample a round, that of the slowest rank.
+    """Seconds of one ``collective`` on ``axis``: per size, each round's slowest rank.
 
-    Of a send, one sample is half a round trip between the first and the last rank of a group. ``where`` is that of the
-    pair then. ``group_s`` is the median of each of the axis's groups at the largest size. Sizes that would not have
+    For a send, one sample is half a round trip between the first and the last rank of a group, and ``where`` is that
+    pair's. ``group_s`` is the median of each of the axis's groups at the largest size. Sizes that would not have
     fitted into the time are in ``left_out_bytes``.
     """
 
@@ -63,7 +63,7 @@ class CommSamples(BaseModel):
 
     @property
     def median_s(self) -> tuple[float, ...]:
-        """The median of each size."""
+        """Median seconds of each size."""
         return tuple(statistics.median(row) for row in self.samples_s)
 
     @property
@@ -73,19 +73,19 @@ class CommSamples(BaseModel):
 
     @property
     def algorithm_bytes_per_s(self) -> tuple[float, ...]:
-        """Of the median of each size."""
+        """Algorithm bandwidth of each size, from the median."""
         return tuple(size / seconds for size, seconds in zip(self.sizes_bytes, self.median_s, strict=True))
 
     @property
     def bus_bytes_per_s(self) -> tuple[float, ...]:
-        """Of the median of each size."""
+        """Bus bandwidth of each size, from the median."""
         return tuple(rate * self.factor for rate in self.algorithm_bytes_per_s)
 
 
 class CommFit(BaseModel):
-    """Latency and bus bandwidth of one collective, with 95 % intervals; None where the sizes did not show them.
+    """Latency and bus bandwidth of one collective, with 95 % intervals; None if not identified.
 
-    ``misfit`` is the largest share by which ``latency + bus bytes / bandwidth`` is off a measured median.
+    ``misfit`` is the largest relative error of ``latency + bus bytes / bandwidth`` against a measured median.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -98,7 +98,7 @@ class CommFit(BaseModel):
 
 
 def ladder(smallest: int, largest: int) -> tuple[int, ...]:
-    """Powers of two times ``smallest``, up to ``largest``, which is the last one."""
+    """Return powers of two times ``smallest``, ending with ``largest``."""
     sizes = [smallest]
     while sizes[-1] * 2 <= largest:
         sizes.append(sizes[-1] * 2)
@@ -108,6 +108,6 @@ def ladder(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def fitting_sizes(sizes: tuple[int, ...], ranks: int, width: int = 4) -> tuple[int, ...]:
-    """The sizes as groups of ``ranks`` can have them: whole elements of ``width`` bytes for each rank, one at least."""
+    """Round sizes to full elements of ``width`` bytes for each of ``ranks``, at least one."""
     whole = ranks * width
     return tuple(dict.fromkeys(max(whole, size // whole * whole) for size in sizes))

@@ -1,7 +1,7 @@
-"""The history of this machine: what was predicted and what was measured, one JSON line for each run.
+"""Prediction history of this machine: predicted and measured values, one JSON line per run.
 
-Kept in the user's data folder (`shardwise.environment.history_file`), never in a repository, never sent
-anywhere. A line holds a device's name, versions and numbers: no path, no name of a model or a data set. No torch here.
+Stored in the user's data folder (`shardwise.environment.history_file`), never in a repository, never sent
+anywhere. A line has a device's name, versions and numbers: no path, no name of a model or a data set. No torch here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from shardwise.hardware.gpus import find_gpu
 from shardwise.train.metrics import read_metrics
 
 KEPT_RUNS = 500
-"""Lines that are kept when the file is cut; it is cut at twice as many."""
+"""Lines that are kept when the file is truncated, which happens at twice as many."""
 
 MIN_RUNS = 3
-"""Fewer runs than this correct nothing."""
+"""Smallest number of runs for a correction."""
 
 
 class PastRun(BaseModel):
-    """One run. Peaks are allocated bytes on the fullest rank, steps are seconds; what was predicted is what the model
-    of costs said before any correction. ``base`` is the strategy without what is added by ``+``.
+    """Past run.
+
+    Peaks are allocated bytes on the fullest rank, steps are seconds; predictions are those of the cost
+    model before any correction. ``base`` is the strategy without its ``+`` parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -50,12 +52,12 @@ class PastRun(BaseModel):
 
     @property
     def peak_ratio(self) -> float | None:
-        """Measured over predicted peak; None where either is missing."""
+        """Measured over predicted peak; None if either is missing."""
         return _ratio(self.found_peak, self.planned_peak)
 
     @property
     def step_ratio(self) -> float | None:
-        """Measured over predicted step time; None where either is missing."""
+        """Measured over predicted step time; None if either is missing."""
         return _ratio(self.found_step_s, self.planned_step_s)
 
 
@@ -71,7 +73,7 @@ class Ratio(BaseModel):
 
 
 class Correction(BaseModel):
-    """What the history says of predictions like the one at hand; a part is ``None`` below `MIN_RUNS` runs."""
+    """Correction of similar predictions from the history; ``None`` parts below `MIN_RUNS` runs."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,7 +82,7 @@ class Correction(BaseModel):
 
 
 class History(BaseModel):
-    """The runs that could be read, the oldest first, and how many lines could not."""
+    """Runs that could be read, oldest first, and the number of unreadable lines."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,7 +90,7 @@ class History(BaseModel):
     ignored_lines: int = 0
 
     def correction(self, device: str, base: str) -> Correction:
-        """From the runs on ``device`` under strategy ``base`` with the torch and the Shardwise that are installed."""
+        """Compute the correction from runs on ``device`` under ``base`` with the installed versions."""
         wanted = (device_key(device), base, *_versions())
         alike = [run for run in self.runs if (run.device, run.base, run.torch, run.shardwise) == wanted]
         peaks, steps = (run.peak_ratio for run in alike), (run.step_ratio for run in alike)
@@ -96,13 +98,13 @@ class History(BaseModel):
 
 
 def device_key(name: str) -> str:
-    """One name for a device however it is spelt: that of the hardware table, where it has the device."""
+    """Normalize a device's name: that of the hardware table, if it has the device."""
     gpu = find_gpu(name)
     return name if gpu is None else gpu.name
 
 
 def read_history(file: Path | None = None) -> History:
-    """Read the history; a file that is missing or cannot be read is an empty one, a broken line is counted."""
+    """Read the history; a missing or unreadable file is empty, a broken line is counted."""
     path = file or history_file()
     if path is None:
         return History()
@@ -126,9 +128,9 @@ def remember(
     found_step_s: float | None = None,
     file: Path | None = None,
 ) -> str:
-    """Add a run to the history; returns why it could not be, or nothing.
+    """Add a run to the history; return the error text, empty on success.
 
-    Safe beside other runs: the line is written by one call under a lock. A run without any measurement is not added.
+    Safe beside other runs: the line is written by one call under a lock. A run without measurements is not added.
     """
     path = file or history_file()
     if path is None or (found_peak is None and found_step_s is None):
@@ -157,9 +159,9 @@ def remember(
 
 
 def median_step_s(metrics: Path, after_step: int) -> float | None:
-    """Median seconds of a step in a run's ``metrics.jsonl``, from the third line after ``after_step`` on.
+    """Median step seconds in ``metrics.jsonl``, from the third line after ``after_step`` on.
 
-    The first steps still allocate and are looked at by the receipts; evaluations and checkpoints are not in the times.
+    The first steps still allocate and are inspected by the receipts; evaluations and checkpoints are excluded.
     ``None`` with fewer than three such lines.
     """
     lines = [line for line in read_metrics(metrics) if line.get("step", 0) > after_step]
@@ -214,7 +216,7 @@ def _append(path: Path, line: bytes) -> None:
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line  # a run that was killed while it wrote spoils its own line only
+            line = b"\n" + line  # a run killed while writing spoils only its own line
         os.write(descriptor, line)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Peaks of one training step by phase: on CPU from torch's allocation records, on CUDA from its caching allocator."""
+"""Peaks of one training step by phase, from torch's records on CPU or CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _PHASE_OF = {"forward": "forward", "backward": "backward", "clip": "optimizer", 
 
 
 def phase_of(phase: str, session: Session) -> str | None:
-    """The phase that a session's counts as; ``None`` for none.
+    """Map a session's phase to a measured phase; ``None`` for none.
 
-    A pipeline goes forward and backward in turn: both are ``backward``, and there is no moment between them.
+    A pipeline runs forward and backward in turn: both are ``backward``, and there is no moment between them.
     """
     name = _PHASE_OF.get(phase)
     return "backward" if name == "forward" and session.applied.pipeline is not None else name
 
 
 class PeakWatch(Protocol):
-    """Watches one step, from its start to its end."""
+    """Recorder of one step, from its start to its end."""
 
     def start(self, session: Session) -> bool:
-        """Begin; False where it cannot."""
+        """Start; False if impossible."""
 
     def stop(self, session: Session, step: Step) -> Peaks:
-        """End, while gradients are there."""
+        """Stop, while gradients exist."""
 
 
 def peak_watch(device: torch.device) -> PeakWatch:
-    """The watch for ranks that compute on ``device``."""
+    """Return the recorder for ranks that compute on ``device``."""
     return CudaWatch() if device.type == "cuda" else CpuWatch()
 
 
 class CpuWatch:
-    """Every allocation of torch's CPU allocator in the step; see `AllocationRecorder` for what it does not see."""
+    """Recorder of torch's CPU allocations in the step; see `AllocationRecorder` for its limits."""
 
     def __init__(self) -> None:
         self._recorder = AllocationRecorder()
@@ -51,7 +51,7 @@ class CpuWatch:
         self._session: Session | None = None
 
     def start(self, session: Session) -> bool:
-        """Begin; False where a profiler of the user's is on."""
+        """Start; False if a profiler of the user's is on."""
         if not self._recorder.start("other"):
             return False
         self._session = session
@@ -64,7 +64,7 @@ class CpuWatch:
         self._recorder.enter(phase)
 
     def stop(self, session: Session, step: Step) -> Peaks:
-        """End, while gradients are there."""
+        """Stop, while gradients exist."""
         session.phase_watchers.remove(self._enter)
         recording = self._recorder.stop()
         if session.ranks.world_size > 1:
@@ -81,7 +81,10 @@ class CpuWatch:
 
 
 class CudaWatch:
-    """The caching allocator's peaks, read and reset at each border of a phase; the host waits for nothing."""
+    """Recorder of the caching allocator's peaks, read and reset at each phase change.
+
+    No host wait.
+    """
 
     def __init__(self) -> None:
         self._phase = "other"
@@ -92,7 +95,7 @@ class CudaWatch:
         self._session: Session | None = None
 
     def start(self, session: Session) -> bool:
-        """Begin; the allocator's peaks so far are forgotten."""
+        """Start; resets the allocator's peaks."""
         torch.cuda.reset_peak_memory_stats(session.device)
         self._start = torch.cuda.memory_allocated(session.device)
         self._session = session
@@ -116,7 +119,7 @@ class CudaWatch:
         self._phase = phase
 
     def stop(self, session: Session, step: Step) -> Peaks:
-        """End."""
+        """Stop."""
         self._enter("other")
         session.phase_watchers.remove(self._enter)
         return Peaks(
@@ -130,7 +133,7 @@ class CudaWatch:
 
 
 def held_tensors(session: Session, step: Step) -> Iterator[torch.Tensor]:
-    """What a rank holds between steps, with this step's gradients and inputs."""
+    """Yield the tensors that a rank keeps between steps, with this step's gradients and inputs."""
     module = session.module
     yield from module.parameters()
     yield from module.buffers()
@@ -142,7 +145,7 @@ def held_tensors(session: Session, step: Step) -> Iterator[torch.Tensor]:
 
 
 def gathered_bytes(session: Session) -> int:
-    """Bytes of the whole weights that FSDP2 holds on this rank now, beside the shards."""
+    """Count the bytes of full weights that FSDP2 has gathered on this rank now."""
     found: dict[int, int] = {}
     for unit in session.applied.outer.modules():
         group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
@@ -156,7 +159,7 @@ def gathered_bytes(session: Session) -> int:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """What this process has taken of a CUDA device, by NVML; where NVML cannot tell processes apart, what all have."""
+    """Return this process's bytes on a CUDA device by NVML, or all processes' if not separable."""
     import os
 
     import pynvml

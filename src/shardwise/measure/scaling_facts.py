@@ -1,8 +1,8 @@
-"""What ``bench scaling`` found, and what follows from it: efficiency, losses, the value of the last device. No torch.
+"""Results of ``bench scaling``: efficiency, losses, the value of the last device. No torch.
 
 *Weak*: every device keeps its batch, so a step should take as long on any number of devices. *Strong*: the global batch
-stays, so a step on twice the devices should take half as long. Efficiency is tokens a second and device, over those of
-the smallest size that was measured; what is lost is the seconds of a step above that ideal.
+stays, so a step on twice the devices should take half as long. Efficiency is tokens per second and device, over those
+of the smallest measured size; the loss is the seconds of a step above that ideal.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Z = 1.2816
 
 
 class UnitTraffic(BaseModel):
-    """One unit of the model, ``count`` times, as data-parallel traffic sees it.
+    """Unit of the model, ``count`` times, as data-parallel traffic sees it.
 
     ``share`` is the part of a micro batch's floating-point operations in one of the ``count``. ``gather_bytes`` are its
-    weights as they are gathered, ``reduce_bytes`` its gradients as they are reduced, both whole on one
-    tensor-parallel rank. Repeated blocks are units of sharding of their own; all others travel with the root.
+    gathered weights, ``reduce_bytes`` its reduced gradients, both of the full unit on one
+    tensor-parallel rank. Repeated blocks are sharding units of their own; all others belong to the root.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -43,10 +43,12 @@ class UnitTraffic(BaseModel):
 
 
 class Sample(BaseModel):
-    """One size, measured. Seconds are rank 0's, between the ends of two steps; ``tokens`` are the labels of all steps.
+    """Measured size. Seconds are rank 0's, between the ends of two steps.
 
-    ``wall_s`` is the clock's time around the timed steps, the devices waited for at both ends. ``threads`` are a
-    rank's, ``cores`` those that a node's ranks have between them (``None``: a GPU each). ``load`` is the machine's load
+    ``tokens`` are the labels of all steps.
+
+    ``wall_s`` is the clock's time around the timed steps, with the devices synchronised at both ends. ``threads`` are a
+    rank's, ``cores`` those that a node's ranks share (``None``: a GPU each). ``load`` is the machine's load
     average before the first step.
     """
 
@@ -67,7 +69,7 @@ class Sample(BaseModel):
 
     @property
     def steps(self) -> int:
-        """Timed steps."""
+        """Number of timed steps."""
         return len(self.steps_s)
 
     @property
@@ -77,34 +79,34 @@ class Sample(BaseModel):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all devices."""
+        """Tokens per second of all devices."""
         return self.tokens / self.wall_s
 
     @property
     def tokens_per_device(self) -> float:
-        """Tokens of one step for each device."""
+        """Tokens of one step per device."""
         return self.tokens / self.steps / self.devices
 
     @property
     def deviation(self) -> float:
-        """Standard error of `step_s`, as a part of it; steps are taken to be independent."""
+        """Relative standard error of `step_s`; steps are taken to be independent."""
         if self.steps < 2:
             return 0.0
         return statistics.stdev(self.steps_s) / math.sqrt(self.steps) / self.step_s
 
     @property
     def crowded(self) -> bool:
-        """Ranks of a node want more cores than there are: what is measured is the sharing of them."""
+        """True if a node's ranks need more cores than it has, so that sharing is measured."""
         return self.cores is not None and self.devices // self.nodes * self.threads > self.cores
 
     @property
     def share(self) -> int:
-        """Samples of a step that a data-parallel rank has."""
+        """Samples of a step on a data-parallel rank."""
         return (self.plan.micro_batch or 1) * self.plan.grad_accum
 
 
 class LeftOut(BaseModel):
-    """A size that was not measured, and why."""
+    """Size that was not measured, and the reason."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -114,7 +116,10 @@ class LeftOut(BaseModel):
 
 
 class Subject(BaseModel):
-    """What was measured: samples of one file agree on all of it. ``reference`` is the plan that sizes are made from."""
+    """Subject of a measurement, equal for all samples of a file.
+
+    Sizes derive from ``reference``.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -131,13 +136,13 @@ class Subject(BaseModel):
     optimizer: str
 
     def differences(self, other: Subject) -> list[str]:
-        """What ``other`` has otherwise, in words."""
+        """List the differences of ``other``, in words."""
         mine, theirs = self.model_dump(), other.model_dump()
         return [f"{key} {mine[key]} (not {theirs[key]})" for key in mine if mine[key] != theirs[key]]
 
 
 class Scaling(BaseModel):
-    """Everything that was measured of one subject, and what a prediction needs to know of the model and the machine.
+    """Measurements of one subject, with the facts of model and machine for predictions.
 
     ``cluster`` is the machine at its largest size. ``units`` is empty where the model could not be traced.
     """
@@ -152,11 +157,11 @@ class Scaling(BaseModel):
     left_out: tuple[LeftOut, ...] = ()
 
     def of(self, mode: Mode) -> list[Sample]:
-        """The samples of one mode, by size."""
+        """Return the samples of one mode, by size."""
         return sorted((one for one in self.samples if one.mode == mode), key=lambda one: one.devices)
 
     def merged(self, samples: Iterable[Sample], left_out: Iterable[LeftOut] = ()) -> Scaling:
-        """With more samples; a size that was measured again is the newer one's."""
+        """Return the measurements with more samples; a remeasured size is replaced."""
         new, gone = list(samples), list(left_out)
         known = {(one.mode, one.devices) for one in new}
         kept = [one for one in self.samples if (one.mode, one.devices) not in known]
@@ -168,7 +173,7 @@ class Scaling(BaseModel):
 
 
 class Loss(BaseModel):
-    """Seconds of a step that a part takes longer than the ideal; below 0 it takes less. ``share`` is of the step."""
+    """Seconds above the ideal of a part of a step (below 0: less). ``share`` is of the step."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -178,11 +183,11 @@ class Loss(BaseModel):
 
 
 class ScalingRow(BaseModel):
-    """One size beside the smallest one. What is not known is ``None``.
+    """Size compared with the smallest one. Unknown values are ``None``.
 
-    ``efficiency`` is 1 for the smallest size; ``low`` and ``high`` hold it in 8 of 10 cases, as far as the scatter of
-    steps tells. ``lost_s`` of a step is above the ideal: the sum of ``losses``, of which ``untold`` is what the parts
-    do not say. ``added_tokens_per_s`` is what each device since the next smaller size has added, ``worth`` that over a
+    ``efficiency`` is 1 for the smallest size; ``low`` and ``high`` are its 80 % interval, from the scatter of
+    steps. ``lost_s`` of a step is above the ideal: the sum of ``losses``, of which ``untold`` is not explained by
+    the parts. ``added_tokens_per_s`` is what each device since the next smaller size has added, ``worth`` that over a
     device of the smallest size. Money is US dollars.
     """
 
@@ -208,7 +213,7 @@ class ScalingRow(BaseModel):
 
 
 def rows_of(samples: Sequence[Sample], price: float | None) -> list[ScalingRow]:
-    """A row for each sample of one mode; ``price`` is dollars for an hour of a device."""
+    """Build a row for each sample of one mode; ``price`` is dollars for an hour of a device."""
     ordered = sorted(samples, key=lambda one: one.devices)
     return [_row(ordered[0], ordered[index - 1] if index else None, one, price) for index, one in enumerate(ordered)]
 
@@ -242,16 +247,16 @@ def _row(base: Sample, before: Sample | None, here: Sample, price: float | None)
 
 
 def _dollars(price: float | None, tokens_per_s: float) -> float | None:
-    """Dollars for a million tokens of devices that make so many a second each; ``None`` where they make none."""
+    """Return dollars for a million tokens at that rate per device; ``None`` for a rate of 0."""
     return None if price is None or tokens_per_s <= 0 else price / 3600 / tokens_per_s * 1e6
 
 
 def losses(base: Sample, here: Sample) -> tuple[Loss, ...] | None:
-    """Where the time above the ideal goes, largest first: a part's seconds here less the ideal part's.
+    """Split the time above the ideal by part, largest first: a part's seconds minus its ideal.
 
-    The ideal of a part is its time at the smallest size, times the work a device is left with: 1 under weak scaling. A
-    part that the smallest size does not have (nobody to talk to) has an ideal of 0. ``None`` where no parts were
-    measured; ``untold`` is what the parts leave of the whole.
+    The ideal of a part is its time at the smallest size, times a device's share of the work: 1 under weak scaling. A
+    part that the smallest size does not have (no communication) has an ideal of 0. ``None`` if no parts were
+    measured; ``untold`` is the remainder.
     """
     if base.timing is None or here.timing is None:
         return None
@@ -264,14 +269,14 @@ def losses(base: Sample, here: Sample) -> tuple[Loss, ...] | None:
 
 
 def warnings_of(scaling: Scaling) -> list[str]:
-    """What makes these numbers less than they seem, in sentences."""
+    """List the limits of these measurements, in sentences."""
     found = []
     crowded = sorted({one.devices for one in scaling.samples if one.crowded})
     if crowded:
         one = next(one for one in scaling.samples if one.crowded)
         found.append(
-            f"{_listed(crowded)} ranks share {one.cores} cores: that measures the sharing, and says little of as many "
-            "devices; no prediction is made from it"
+            f"{_listed(crowded)} ranks share {one.cores} cores: this measures sharing, not as many devices; "
+            "no prediction is made from it"
         )
     threads = {one.devices: one.threads for one in scaling.samples}
     if len(set(threads.values())) > 1 and scaling.cluster.device == "cpu":
@@ -293,5 +298,5 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def dumped(model: BaseModel) -> dict[str, Any]:
-    """A model as JSON has it."""
+    """Dump a model as JSON values."""
     return model.model_dump(mode="json", by_alias=True)

@@ -1,4 +1,4 @@
-"""What a rank really holds: read off live tensors, not off the plan."""
+"""Measure a rank's real state from live tensors, not from the plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardwise.parallel.engines.engine import Engine
 
 
 class Peaks(BaseModel):
-    """Bytes on this rank in one step; ``None`` where nothing can tell.
+    """Peak bytes on this rank in one step; ``None`` if unknown.
 
     ``start``: parameters, buffers, optimizer state, gradients that outlive a step and the step's inputs. ``saved``:
-    what was added until the first backward began, without ``gathered``, the whole weights that FSDP held then.
-    ``allocated`` and ``reserved`` are the fullest moments of each phase, ``start`` included; clipping counts in
-    ``optimizer``. A pipeline goes forward and backward in turn: both are ``backward``, and ``saved`` is not known.
-    ``device`` is what this process took of the device in all, context and communicators included.
+    bytes added until the first backward began, without ``gathered``, the full weights that FSDP had then.
+    ``allocated`` and ``reserved`` are the peaks of each phase, ``start`` included; clipping counts in
+    ``optimizer``. A pipeline runs forward and backward in turn: both are ``backward``, and ``saved`` is unknown.
+    ``device`` is this process's total on the device, context and communicators included.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,12 +35,12 @@ class Peaks(BaseModel):
 
 
 class Measurement(BaseModel):
-    """Observed bytes on this rank: at rest by the categories of an estimate, and the peaks of a step once it was seen.
+    """Observed bytes on this rank: at rest by estimate category, and a step's peaks once seen.
 
-    ``process_peak`` is the largest resident size of this process so far, interpreter and libraries included. It holds
-    freed memory too: with glibc's defaults it was 1.8 times what two ranks of FSDP2 had allocated on a CPU, and 1.08
-    times with MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ at 65536. Those are left alone, as every large tensor
-    then costs page faults anew: the 2 M-parameter example's median step went from 0.31 to 0.48 s.
+    ``process_peak`` is the largest resident size of this process so far, interpreter and libraries included. It
+    contains freed memory too: with glibc's defaults it was 1.8 times what two ranks of FSDP2 had allocated on a CPU,
+    and 1.08 times with MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ at 65536. Those are left unchanged, as every
+    large tensor then costs page faults anew: the 2 M-parameter example's median step went from 0.31 to 0.48 s.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -53,44 +53,44 @@ class Measurement(BaseModel):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that lives on this rank."""
+    """Return the local part of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Every tensor in the optimizer's state on this rank (of a ZeRO-1 optimizer: its own share)."""
+    """Yield every tensor in the optimizer's state on this rank (its share under ZeRO-1)."""
     inner = getattr(optimizer, "optim", optimizer)
     for state in inner.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that ``tensors`` take on this rank."""
+    """Count the local bytes of ``tensors``."""
     return sum(local(t).numel() * local(t).element_size() for t in tensors)
 
 
 def local_elements(tensors: Iterable[torch.Tensor]) -> int:
-    """Elements of ``tensors`` on this rank."""
+    """Count the local elements of ``tensors``."""
     return sum(local(t).numel() for t in tensors)
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
-    """The gradients that are there."""
+    """Return the existing gradients."""
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> str:
-    """The dtypes of ``tensors``, sorted and joined."""
+    """List the dtypes of ``tensors``, sorted and joined."""
     return ", ".join(sorted({dtype_name(t.dtype) for t in tensors})) or "none"
 
 
 def devices(tensors: Iterable[torch.Tensor]) -> str:
-    """The device types of ``tensors``, sorted and joined."""
+    """List the device types of ``tensors``, sorted and joined."""
     return ", ".join(sorted({local(t).device.type for t in tensors})) or "none"
 
 
 def measure_state(module: nn.Module, optimizer: Optimizer) -> Measurement:
-    """Bytes at rest on this rank, while gradients are there."""
+    """Measure bytes at rest on this rank, while gradients exist."""
     return Measurement(
         parameters=local_bytes(module.parameters()),
         gradients=local_bytes(gradients(module)),
@@ -100,9 +100,9 @@ def measure_state(module: nn.Module, optimizer: Optimizer) -> Measurement:
 
 
 def measure_engine(engine: Engine, gradients: int) -> Measurement:
-    """Bytes at rest on this rank under an engine: its fp32 weights count as the optimizer's.
+    """Measure bytes at rest under an engine; its fp32 weights count as the optimizer's.
 
-    ``gradients`` are the bytes that there were of them before the update.
+    ``gradients`` are the bytes of gradients before the update.
     """
     held = engine.held()
     return Measurement(

@@ -1,4 +1,4 @@
-"""Counts what one live step is: FLOPs by operator, tokens, and bytes of every collective."""
+"""Count the work of one live step: FLOPs by operator, tokens, and bytes of every collective."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from shardwise.train.session import Session
 from shardwise.train.step import Micro, Step
 
 COUNTED_STEP = 1
-"""Of a process: the first, which is not timed, and which no receipt looks at."""
+"""Step of a process to skip: the first, which is neither timed nor checked by receipts."""
 TRIES = 3
-"""Steps that are looked at; where none could be counted the rest runs without."""
+"""Steps to try; if none can be counted, the rest runs without."""
 _PHASES = ("forward", "backward", "clip", "optimizer")
 _BACKWARD_OF_FORWARD = 2.5
 """A flash attention's backward has five products where its forward has two (Dao et al., arXiv 2205.14135)."""
 
 
 class WorkRecorder(CollectiveRecorder):
-    """As `CollectiveRecorder`, and counts FLOPs by torch's own formulas (``torch.utils.flop_counter``).
+    """Recorder of collectives that also counts FLOPs by torch's ``torch.utils.flop_counter``.
 
-    Of a tensor that is cut over ranks the local part counts. ``attention_forward`` and ``attention_backward`` are those
-    of fused attention, its whole square; ``batched`` those of batched products in forward, of which attention that is
-    not fused is made.
+    For a sharded tensor the local part counts. ``attention_forward`` and ``attention_backward`` are those
+    of fused attention, its full square; ``batched`` those of batched products in forward, which attention that is
+    not fused consists of.
     """
 
     def __init__(self, phase: Callable[[], str], axes: Axes | None = None) -> None:
@@ -75,13 +75,13 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _packed_product(args: Any) -> float:
-    """bitsandbytes' product of x [..., inputs] with a packed weight [outputs, inputs]; its backward is a plain one."""
+    """Count bitsandbytes' product of x [..., inputs] with a quantized weight [outputs, inputs]."""
     outputs, inputs = args[2]
     return 2.0 * args[0].numel() * outputs if inputs else 0.0
 
 
 def _cpu_attention(name: str, args: Any) -> float:
-    """The CPU's fused attention, which torch has no formula for: two products over the whole square, five backward."""
+    """Count the CPU's fused attention: two products over the full square, five in backward."""
     first = 1 if name.endswith("_backward") else 0
     query, key, value = (tuple(tensor.shape) for tensor in args[first : first + 3])
     batch, heads, rows, width = query
@@ -90,10 +90,10 @@ def _cpu_attention(name: str, args: Any) -> float:
 
 
 class WorkProbe:
-    """Observes the first step of a session and counts it; ``work`` is on every rank from then on, ``None`` before.
+    """Observer that counts a session's first step; ``work`` is then set on every rank.
 
     Args:
-        axes: gives the axis of a collective's ranks for a session, or ``None`` for a plan that does not cut the model.
+        axes: gives the axis of a collective's ranks for a session, or ``None`` for a plan without model parallelism.
     """
 
     def __init__(self, axes: Callable[[Session], Axes | None] | None = None) -> None:
@@ -103,10 +103,10 @@ class WorkProbe:
         self._recorder: WorkRecorder | None = None
 
     def on_prepared(self, session: Session) -> None:
-        """Nothing yet."""
+        """Do nothing."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Start to count, unless somebody else watches every operator already."""
+        """Start counting, unless another recorder is active."""
         self._seen += 1
         if not self._looks or _get_current_dispatch_mode_stack():
             return
@@ -114,21 +114,21 @@ class WorkProbe:
         self._recorder.__enter__()
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Add up what the ranks have counted. Collective."""
+        """Add up the counts of all ranks. Collective."""
         recorder = self._end()
         if self._looks:
             self.work = _whole(session, step, recorder)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """A later step is counted instead."""
+        """Count a later step instead."""
         self._end()
 
     @property
     def _looks(self) -> bool:
-        """Whether this step is to be counted; the same on every rank."""
+        """Return whether to count this step; the same on every rank."""
         return self.work is None and COUNTED_STEP <= self._seen < COUNTED_STEP + TRIES
 
     def _end(self) -> WorkRecorder | None:
@@ -139,7 +139,7 @@ class WorkProbe:
 
 
 def _whole(session: Session, step: Step, recorder: WorkRecorder | None) -> StepWork | None:
-    """The sum over ranks; ``None`` where a rank could not count."""
+    """Sum over ranks; ``None`` if a rank could not count."""
     place, micros = session.place, [micro for micro in step.micros if not micro.filler]
     positions = token_positions(micros)
     once = place.tp == place.pp == 0
@@ -177,9 +177,9 @@ def _step_work(
         executed = None
         if not tokens or math.isnan(square):
             model = None
-            unknown["model FLOPs"] = "the model is compiled, and its configuration does not say its attention"
+            unknown["model FLOPs"] = "the model is compiled, and its configuration does not describe its attention"
     elif not tokens and session.applied.pipeline is not None:
-        model, unknown["model FLOPs"] = None, "the samples are no tokens, and a pipeline's forward is not told apart"
+        model, unknown["model FLOPs"] = None, "the samples are not tokens, and a pipeline's forward cannot be separated"
     return StepWork(
         parameters=parameters,
         tokens=tokens,
@@ -191,7 +191,7 @@ def _step_work(
 
 
 def _parameters(session: Session) -> tuple[int, int]:
-    """Weights of the model, packed ones unpacked, and those that adapters stand beside, which get no gradient.
+    """Count the model's weights, dequantized, and those with adapters, which get no gradient.
 
     Weights that the user froze count as trained, as the convention has it.
     """
@@ -203,9 +203,9 @@ def _parameters(session: Session) -> tuple[int, int]:
 
 
 def _attention_square(session: Session, recorder: WorkRecorder) -> tuple[float, float]:
-    """Forward FLOPs of this rank's attention, fused and not, each square once whatever is computed again.
+    """Return forward FLOPs of this rank's attention, fused and not, without recompute.
 
-    A backward comes once for each forward, so a fused one is taken from there. A pipeline's phases are not told apart:
+    A backward occurs once for each forward, so a fused one is taken from there. A pipeline's phases are not separated:
     of its batched products, which are one part forward and two parts backward, a third is taken.
     """
     fused = recorder.attention_backward / _BACKWARD_OF_FORWARD or recorder.attention_forward
@@ -214,7 +214,7 @@ def _attention_square(session: Session, recorder: WorkRecorder) -> tuple[float, 
 
 
 def _length(micros: Iterable[Micro], cp: int) -> int | None:
-    """Positions of one sample on all the ranks that share it; ``None`` where inputs are no token ids."""
+    """Return positions of one sample on all its ranks; ``None`` if inputs are not token ids."""
     first = next(iter(micros), None)
     found = None if first is None else token_positions([first])
     if first is None or found is None:
@@ -224,7 +224,10 @@ def _length(micros: Iterable[Micro], cp: int) -> int | None:
 
 
 def token_positions(micros: Iterable[Micro]) -> int | None:
-    """Positions of token ids in the micro batches, padding too; ``None`` where inputs are no ids [samples, length]."""
+    """Count positions of token ids with padding.
+
+    ``None`` if inputs are not ids [samples, length].
+    """
     positions = 0
     for micro in micros:
         shapes = {
@@ -239,7 +242,7 @@ def token_positions(micros: Iterable[Micro]) -> int | None:
 
 
 def configured_square(module: Any, tokens: int | None, length: int | None) -> float | None:
-    """As the square of all attentions of a step, from a Hugging Face configuration; ``None`` where it does not say."""
+    """Compute a step's attention square from a Hugging Face configuration; ``None`` if unknown."""
     config = getattr(module, "config", None)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     layers = getattr(config, "num_hidden_layers", None)
@@ -250,7 +253,7 @@ def configured_square(module: Any, tokens: int | None, length: int | None) -> fl
 
 
 def _traffic(session: Session, collectives: Iterable[Collective]) -> dict[str, dict[str, int]]:
-    """Message bytes by axis and collective; what the session, or the user's own code, says to others is left out."""
+    """Sum message bytes by axis and collective, without the session's and the user's own."""
     found: dict[str, dict[str, int]] = {}
     plan = session.plan
     for item in collectives:

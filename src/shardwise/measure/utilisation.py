@@ -1,13 +1,13 @@
-"""What the devices came to: FLOPs, the part of the peak that is (MFU, HFU), and the part of each link that is used.
+"""Utilisation of devices and links: FLOPs, their share of the peak (MFU, HFU), link use.
 
-Two counts, not to be mixed up. *Model FLOPs* are what the model needs, by the PaLM paper's convention (arXiv
-2204.02311, appendix B): 6 for each parameter and token, plus three times the whole attention square, recompute not
-counted; MFU is made of them. *Executed FLOPs* are the matrix products, convolutions and attentions that a live step
-really ran, counted by torch's own formulas at each operator, with all that is computed again; HFU is made of them. Left
-out of both: norms, activations and other work element by element. The convention counts embeddings that are only looked
-up, which makes MFU look better where they are large; a frozen weight counts 4.
+Two counts, not to be confused. *Model FLOPs* are what the model needs, by the PaLM paper's convention (arXiv
+2204.02311, appendix B): 6 for each parameter and token, plus three times the full attention square, recompute not
+counted; MFU is based on them. *Executed FLOPs* are the matrix products, convolutions and attentions that a live step
+really ran, counted by torch's own formulas at each operator, with recomputation; HFU is based on them. Excluded
+from both: norms, activations and other elementwise work. The convention counts embeddings that are only looked
+up, which inflates MFU where they are large; a frozen weight counts 4.
 
-A figure that cannot be had is ``None``, with its reason in ``unknown``: MFU without a known peak (every CPU), executed
+An unavailable figure is ``None``, with its reason in ``unknown``: MFU without a known peak (every CPU), executed
 FLOPs under ``torch.compile``, whose products no dispatcher sees.
 """
 
@@ -30,10 +30,10 @@ Traffic = Mapping[str, Mapping[str, int]]
 
 
 class StepWork(BaseModel):
-    """What one whole step is, over all ranks: positions of tokens, samples, FLOPs, and one rank's message bytes.
+    """Work of one step, over all ranks: tokens, samples, FLOPs, and one rank's message bytes.
 
-    ``model_flops`` and ``executed_flops`` are of all ranks together; ``unknown`` says why one is ``None``. Traffic is
-    rank 0's, which stands for all where the plan is even; ``None`` where it was not watched.
+    ``model_flops`` and ``executed_flops`` are totals of all ranks; ``unknown`` says why one is ``None``. Traffic is
+    rank 0's, which represents all if the plan is even; ``None`` if it was not recorded.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,15 +47,15 @@ class StepWork(BaseModel):
 
     @property
     def model_flops_per_token(self) -> float | None:
-        """``None`` where samples are no sequences of tokens, or the FLOPs are not known."""
+        """Model FLOPs per token; ``None`` if samples are not token sequences or FLOPs are unknown."""
         return self.model_flops / self.tokens if self.model_flops is not None and self.tokens else None
 
 
 class AxisUse(BaseModel):
-    """Bytes that a rank puts on the wire for one axis in a step, and what part of the link that is over the whole step.
+    """Bytes that a rank sends over one axis in a step, and their share of the link's capacity.
 
-    A ring's share of each message (``wire_share``). ``use`` is far below 1 where communication is a part of the step
-    only: it is no measure of how fast the link is, but of how much of it the run needs.
+    A ring's share of each message (``wire_share``). ``use`` is far below 1 if communication is a part of the step
+    only: it does not measure how fast the link is, but how much of it the run needs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -70,7 +70,7 @@ class AxisUse(BaseModel):
 
 
 class Utilisation(BaseModel):
-    """Per device, over ``devices`` devices and a step of ``step_s``. ``None`` is unknown, and ``unknown`` says why."""
+    """Utilisation per device, over ``devices`` devices. ``None`` is unknown; see ``unknown``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -97,10 +97,10 @@ def utilisation(
     *,
     tf32: bool = False,
 ) -> Utilisation:
-    """The figures of a run whose steps take ``step_s`` seconds on average.
+    """Compute the figures of a run whose steps take ``step_s`` seconds on average.
 
     Args:
-        cluster: where it runs; ``None`` leaves the peak and the links unknown.
+        cluster: the run's cluster; ``None`` leaves the peak and the links unknown.
         tf32: fp32 products run on the tensor cores (``torch.get_float32_matmul_precision()`` is not ``highest``).
     """
     devices = dims.world_size
@@ -133,7 +133,10 @@ def utilisation(
 
 
 def peak_of(gpu: GpuSpec | None, precision: str, *, tf32: bool = False) -> tuple[float | None, str]:
-    """Peak FLOP/s of a device in ``precision``, dense, and where the figure is from; ``None`` and "" where unknown."""
+    """Return a device's dense peak FLOP/s in ``precision`` and its source.
+
+    ``None`` and "" if unknown.
+    """
     if gpu is None:
         return None, ""
     name = "tf32" if tf32 and precision == "fp32" else PEAK_OF.get(precision, precision)
@@ -144,7 +147,7 @@ def peak_of(gpu: GpuSpec | None, precision: str, *, tf32: bool = False) -> tuple
 def axis_uses(
     traffic: Traffic, step_s: float, dims: ParallelDims, cluster: ClusterSpec | None = None
 ) -> tuple[AxisUse, ...]:
-    """The use of its link by each axis; an axis whose ranks are not known by name is left out."""
+    """Compute each axis's use of its link; an axis with unknown ranks is left out."""
     found = []
     for axis, messages in traffic.items():
         group = group_of(axis, dims)
@@ -169,7 +172,7 @@ def axis_uses(
 
 
 def _wire(name: str, ranks: int) -> float:
-    """Part of a message that a rank sends; a broadcast travels once, and what is received is no sending."""
+    """Return the part of a message that a rank sends; a broadcast is sent once."""
     if name in ("broadcast", "send"):
         return 1.0
     if name == "all_reduce":
@@ -181,7 +184,7 @@ _MEMBERS = {"dp": ("dp_replicate", "dp_shard"), "pp": ("pp",), "tp": ("tp",), "c
 
 
 def group_of(axis: str, dims: ParallelDims) -> tuple[int, ...] | None:
-    """The ranks of rank 0's group of ``axis``: an axis of the mesh, ``dp``, or several joined (``dp × cp``).
+    """Return the ranks of rank 0's group of ``axis``: mesh axis, ``dp``, or ``dp × cp``.
 
     ``None`` for a name that is none of these.
     """
@@ -198,7 +201,7 @@ def group_of(axis: str, dims: ParallelDims) -> tuple[int, ...] | None:
 
 
 def _link(group: tuple[int, ...], cluster: ClusterSpec | None) -> tuple[str, Link | None]:
-    """What joins the ranks of ``group``: the network as soon as they are on more than one node."""
+    """Return the link of the ranks of ``group``: the network if they span several nodes."""
     if cluster is None:
         return "unknown", None
     apart = len({rank // cluster.devices_per_node for rank in group}) > 1
@@ -208,7 +211,7 @@ def _link(group: tuple[int, ...], cluster: ClusterSpec | None) -> tuple[str, Lin
 
 
 def utilisation_lines(found: Utilisation) -> list[str]:
-    """The figures in sentences, for the end of a run."""
+    """Describe the figures in sentences, for the end of a run."""
     lines = []
     if found.model_flops_per_s is not None:
         share = f", {found.mfu:.1%} of the peak (MFU; {found.peak_source})" if found.mfu is not None else ""

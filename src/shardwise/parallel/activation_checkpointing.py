@@ -1,7 +1,7 @@
-"""Recompute (activation checkpointing) of the repeated blocks.
+"""Apply recompute (activation checkpointing) to the repeated blocks.
 
-``full`` keeps a block's inputs only. ``selective`` keeps the results of attention and of every second matrix
-product, which are the dear ones to compute again, and recomputes the rest.
+``full`` saves only a block's inputs. ``selective`` saves the results of attention and of every second matrix
+product, which are the most expensive to recompute, and recomputes the rest.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ ATTENTION = {
     _ATEN._scaled_dot_product_fused_attention_overrideable.default,
 }
 MATMULS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
-PACKED_MATMUL = "bitsandbytes::gemm_4bit"  # there once bitsandbytes is imported
+PACKED_MATMUL = "bitsandbytes::gemm_4bit"  # registered once bitsandbytes is imported
 
 
 def apply_recompute(
     module: nn.Module, mode: Recompute, blocks: Sequence[str], *, compiled: bool = False
 ) -> list[nn.Module]:
-    """Wrap each block in place; returns the blocks as they stand in the module afterwards.
+    """Wrap each block in place and return the blocks that are in the module afterwards.
 
-    What is done again counts as ``recompute`` in a step's time, but not in ``compiled`` blocks, where the compiler
-    decides what is done when.
+    Recomputation counts as ``recompute`` in a step's time, except in ``compiled`` blocks, where the compiler
+    decides what runs when.
 
     Raises:
-        ModelError: recompute is asked for, but the model has no repeated blocks.
+        ModelError: recompute is requested, but the model has no repeated blocks.
     """
     if mode == "none":
         return [module.get_submodule(name) for name in blocks]
@@ -74,7 +74,7 @@ def _told_contexts() -> tuple[Any, Any]:
 
 
 class _Both(AbstractContextManager[None]):
-    """One context inside of another, entered anew for each backward."""
+    """Nest one context inside another; both are re-entered for each backward."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self.outer, self.inner = outer, inner

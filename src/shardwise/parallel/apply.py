@@ -3,7 +3,7 @@
 check → adapters → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel → loss chunks →
 activation checkpointing → compile → precision → weights → FSDP2 or DDP → optimizer.
 
-What comes out is what PyTorch users know: an ``nn.Module`` (sharded in place, or inside DDP) and a
+The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
 """
 
@@ -46,7 +46,10 @@ _MARK = "_shardwise_prepared"
 
 @dataclass(frozen=True)
 class Applied:
-    """A model under a plan. ``outer`` is called; ``module`` is the user's own, whose names are the user's."""
+    """Model with a plan applied. Call ``outer``.
+
+    ``module`` is the user's own, with the user's parameter names.
+    """
 
     outer: nn.Module
     module: nn.Module
@@ -60,18 +63,20 @@ class Applied:
 
 
 def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None, fill: Fill | None = None) -> Applied:
-    """Put ``module`` under ``plan`` on this rank. Collective: every rank calls it with the same structure.
+    """Apply ``plan`` to ``module`` on this rank.
 
-    ``sample`` is what the model takes for one micro batch (a tensor, a tuple or a dict; values do not matter). Plans
-    that cut the model itself look at one forward of it under fake tensors; token ids [1, length] if left out.
+    Collective: every rank passes the same structure.
+
+    ``sample`` is the model's input for one micro batch (a tensor, a tuple or a dict; values do not matter). Plans
+    that split the model itself trace one forward of it under fake tensors; default: token ids [1, length].
     Adapters are added where the plan has them and the module does not; ``fill`` then gives a unit (a block, then the
-    rest) its frozen weights, before it is packed and cut. Without it they are rank 0's.
+    rest) its frozen weights, before it is quantized and sharded. Without it, rank 0's weights are used.
 
     Raises:
-        ModelError: the model has nothing to train, or does not allow what the plan asks for.
+        ModelError: the model has no trainable parameters, or does not support the plan.
     """
     if getattr(module, _MARK, False):
-        raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+        raise ModelError("this model was prepared by an earlier session; rebuild it, or continue with that session")
     check_tensors(module, plan)
     adapters = _adapters(module, plan)
     spec = read_model(module)
@@ -116,7 +121,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         apply_autocast(module, plan)
         for block in () if adapters is None else blocks.values():
             settle(block, device, fill)
-        settle(module, device, fill, broadcast=False)  # DDP sends rank 0's weights itself
+        settle(module, device, fill, broadcast=False)  # DDP broadcasts rank 0's weights itself
         send_what_ddp_cannot(module)
         if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
             make_contiguous(module, gaps_only=True)
@@ -137,9 +142,9 @@ def _place_stages(
     parameters: SplitParameters,
     decision: Decision,
 ) -> nn.Module:
-    """Give this rank's stages their parameters and shard them unit by unit; returns the stages' container.
+    """Fill this rank's stages with parameters, shard them by unit, and return their container.
 
-    Under ``ddp`` the mesh's shard axis is 1, as DDP takes no DTensors. FSDP2 over shards of 1 keeps its one copy of a
+    Under ``ddp`` the mesh's shard axis has size 1, as DDP takes no DTensors. FSDP2 over one shard keeps its copy of a
     block's weights only while the block runs, and a pipeline can drive it; torch's ``replicate`` keeps a second copy of
     the model from forward to backward. One data-parallel rank needs no wrapper.
     """
@@ -161,7 +166,10 @@ def _place_stages(
 
 
 def _adapters(module: nn.Module, plan: Plan) -> Adapters | None:
-    """The adapters of ``module``, which the plan must have too; added where they are missing."""
+    """Return the adapters of ``module``, which must match the plan's.
+
+    Add them where they are missing.
+    """
     found, kind = adapters_of(module), plan.parsed.adapter
     if kind == "none" and found is not None:
         raise ModelError(f"the model has adapters, and {plan.strategy} has none; add +{found.kind} to the strategy")
@@ -171,9 +179,9 @@ def _adapters(module: nn.Module, plan: Plan) -> Adapters | None:
 
 
 def stop_caching(module: nn.Module) -> tuple[str, ...]:
-    """transformers models keep keys and values by default; recompute would append them a second time.
+    """Turn off the key/value cache of transformers models; recompute would append to it twice.
 
-    A cut model would keep those of its own part, and training uses none.
+    A split model would cache only its own part, and training does not use the cache.
     """
     notes = []
     for name in ("config", "config.text_config"):
@@ -189,7 +197,10 @@ def stop_caching(module: nn.Module) -> tuple[str, ...]:
 
 
 def apply_batch_norm(module: nn.Module, spec: ModelSpec, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
-    """Batch statistics over the whole global batch where the device allows it; a warning where it does not."""
+    """Synchronize batch statistics over the global batch where the device supports it.
+
+    Else return a warning.
+    """
     if not spec.batch_norms or plan.dims.world_size == 1:
         return module, ()
     if plan.device == "cuda":
@@ -202,12 +213,14 @@ def apply_batch_norm(module: nn.Module, spec: ModelSpec, plan: Plan) -> tuple[nn
 
 
 def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: Applied, plan: Plan) -> Optimizer:
-    """Point ``optimizer`` at the parameters that ``apply`` put in place, and split its state for ``zero1``.
+    """Point ``optimizer`` at the parameters that ``apply`` created.
+
+    Shard its state for ``zero1``.
 
     ``names`` maps the id of each parameter before `apply` to its name.
 
     Raises:
-        ModelError: the optimizer has stepped already, or holds parameters that are not the model's.
+        ModelError: the optimizer has stepped already, or has parameters that are not the model's.
     """
     refill = _drop_fresh_sums(optimizer)
     if optimizer.state:
@@ -217,7 +230,7 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         )
     live = {clean_name(name): p for name, p in applied.module.named_parameters(remove_duplicate=False)}
     home = home_of(applied.module)
-    if home is not None:  # a stage knows a tied parameter by the name that is used there
+    if home is not None:  # a stage registers a tied parameter under its local name
         live |= {home.canonical(name): p for name, p in live.items()}
     strangers, adopted = 0, _adopted(optimizer, names, applied.module)
     for group in optimizer.param_groups:
@@ -226,8 +239,8 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         group["params"] = [live[names[id(p)]] if id(p) in names else p for p in here]
     if strangers:
         raise ModelError(
-            f"the optimizer holds {strangers} parameters that are not the model's; "
-            "build it from the parameters of the model that you pass to session.prepare"
+            f"the optimizer holds {strangers} parameters that do not belong to the "
+            "model; build it from the parameters of the model that you pass to session.prepare"
         )
     if any(adopted):
         for group, fresh in zip(optimizer.param_groups, adopted, strict=True):
@@ -242,7 +255,7 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
 
 
 def _drop_fresh_sums(optimizer: Optimizer) -> bool:
-    """Adagrad makes its state when it is built: before the first step it is dropped, to be made of what is cut."""
+    """Drop the state that Adagrad creates when built; the local shards get a new one."""
     fresh = type(optimizer) is torch.optim.Adagrad and not any(s["step"] for s in optimizer.state.values())
     if fresh:
         optimizer.state.clear()
@@ -250,7 +263,7 @@ def _drop_fresh_sums(optimizer: Optimizer) -> bool:
 
 
 def _adopted(optimizer: Optimizer, names: dict[int, str], module: nn.Module) -> list[list[nn.Parameter]]:
-    """Adapters that the optimizer, built before them, does not hold: each goes to the group of the weight beside it."""
+    """Add adapters created after the optimizer to the group of the weight that each adapts."""
     found: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     alone: dict[str, None] = {}
     if adapters_of(module) is None:
@@ -267,20 +280,20 @@ def _adopted(optimizer: Optimizer, names: dict[int, str], module: nn.Module) -> 
     if alone:
         more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
         raise ModelError(
-            f"the optimizer does not hold {', '.join([*alone][:3])}{more}, and adapters stand beside them, whose "
-            "options would be anybody's guess; build the optimizer from all weights that have adapters, or name "
+            f"the optimizer does not hold {', '.join([*alone][:3])}{more}, but they have adapters, whose optimizer "
+            "options are therefore unknown; build the optimizer from all weights that have adapters, or name "
             "others as lora.targets"
         )
     return found
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """The name of each parameter by its id, to find it again after `apply`."""
+    """Map the id of each parameter to its name, so that it can be found after `apply`."""
     return {id(p): clean_name(name) for name, p in module.named_parameters()}
 
 
 def set_gradient_sync(outer: nn.Module, enabled: bool) -> None:
-    """Let the next backward reduce gradients over the ranks, or only add them up locally."""
+    """Choose whether the next backward reduces gradients over ranks or accumulates them."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(outer, FSDPModule):

@@ -1,10 +1,10 @@
-"""The loss of a large vocabulary in chunks: never more than ``tokens / chunks`` rows of logits at once.
+"""Chunked loss of a large vocabulary: at most ``tokens / chunks`` rows of logits at once.
 
-The head's forward does not multiply: it returns `LateLogits`, which hold the hidden states and the head. The loss
-(`LateLogits.loss_sum`) multiplies chunk by chunk, and takes each chunk's gradients while its logits are there, so that
-the head's three products are done once each, as without chunks. What lives from the loss to its backward is the
-gradient of the hidden states and that of the head's weight. In fp16, whose gradients need the loss's scale, which only
-backward knows, chunks are multiplied a second time there.
+The head's forward does not multiply: it returns `LateLogits`, which store the hidden states and the head. The loss
+(`LateLogits.loss_sum`) multiplies chunk by chunk, and computes each chunk's gradients while its logits exist, so that
+the head's three products are computed once each, as without chunks. Between the loss and its backward only the
+gradients of the hidden states and of the head's weight are kept. In fp16, whose gradients need the loss scale, which
+only backward knows, chunks are multiplied a second time there.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from shardwise.plan.plan import Plan, chunk_problems
 _FIX = "take loss_chunks out"
 _NARROW = (torch.bfloat16, torch.float16)
 _MISUSE = (
-    "the plan's loss_chunks keeps all logits from being made at once; give the outputs to shardwise.token_loss_sum, or "
-    "call .whole() on the logits where all of them are needed"
+    "the plan's loss_chunks computes the logits in chunks; give the outputs to shardwise.token_loss_sum, or "
+    "call .whole() on the logits if all of them are needed"
 )
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The linear layer whose result is the model's logits, and the number of its columns."""
+    """Linear layer that computes the model's logits, and the number of its columns."""
 
     name: str
     vocab: int
 
 
 class _Head:
-    """The head as it stood in a forward: its weights (gathered ones, where they are sharded) and its compute dtype.
+    """State of the head in a forward: weights (gathered if sharded) and compute dtype.
 
-    ``strict``: nothing but the loss may read the logits, even without gradients. No dataclass: FSDP2 looks into those
-    for tensors to hook and to cast, and is to find the hidden states alone.
+    ``strict``: only the loss may read the logits, even without gradients. Not a dataclass: FSDP2 searches those
+    for tensors to hook and to cast, and must find only the hidden states.
     """
 
     def __init__(self, head: nn.Linear, dtype: torch.dtype, chunks: int, strict: bool) -> None:
@@ -56,10 +56,10 @@ class _Head:
 
 @dataclass(eq=False)
 class LateLogits:
-    """Logits [..., vocabulary] that are not made yet: ``hidden`` [..., width] and the head.
+    """Logits [..., vocabulary] that are not computed yet: ``hidden`` [..., width] and the head.
 
-    Without gradients (`torch.no_grad`, so also in ``generate``) they are made whole as soon as something but the loss
-    reads them. With gradients that is an error: it would hold what was to be avoided.
+    Without gradients (`torch.no_grad`, so also in ``generate``) all of them are computed as soon as anything but the
+    loss reads them. With gradients that is an error: it would use the memory that chunks avoid.
     """
 
     hidden: torch.Tensor
@@ -67,22 +67,25 @@ class LateLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the logits."""
+        """Shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
 
     def float(self) -> LateLogits:
-        """Itself: the loss is computed in fp32 anyway (in float64, where the head is)."""
+        """Return itself: the loss is computed in fp32 (float64 for a float64 head)."""
         return self
 
     def whole(self) -> torch.Tensor:
-        """All logits at once, in fp32 (in float64, where the head is)."""
+        """Compute all logits at once, in fp32 (float64 for a float64 head)."""
         weight, bias = _as(self.head.weight, self.head.dtype), _as(self.head.bias, self.head.dtype)
         with torch.autocast(self.hidden.device.type, enabled=False):
             logits = functional.linear(self.hidden.to(self.head.dtype), weight, bias)
         return logits.float() if logits.dtype in _NARROW else logits
 
     def loss_sum(self, labels: torch.Tensor, ignored: int) -> torch.Tensor:
-        """Summed cross-entropy of ``labels`` [...] that are not ``ignored``: 0-d, in fp32 (in float64, …)."""
+        """Summed cross-entropy of ``labels`` [...] that are not ``ignored``.
+
+        0-d, in fp32 (float64 for a float64 head).
+        """
         head, flat = self.head, self.hidden.flatten(0, -2)
         how = _How(head.dtype, chunk_rows(len(flat), head.chunks), head.chunks, ignored)
         if not torch.is_grad_enabled():
@@ -116,7 +119,7 @@ class LateLogits:
         return func(*args, **kwargs)
 
 
-# who looks for the tensors of an output finds the hidden states: FSDP2 as in any dataclass, autocast's wrapper here
+# FSDP2 (as in any dataclass) and autocast's wrapper here find the hidden states when they search an output for tensors
 _pytree.register_pytree_node(
     LateLogits,
     lambda late: ([late.hidden], late.head),
@@ -126,18 +129,18 @@ _pytree.register_pytree_node(
 
 
 def chunk_rows(tokens: int, chunks: int) -> int:
-    """Rows of logits at once: the last chunk may be smaller."""
+    """Return the number of logit rows per chunk; the last chunk may be smaller."""
     return max(1, math.ceil(tokens / chunks))
 
 
 def find_head(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> OutputHead:
-    """The head, by two forwards under fake tensors: whose result has the logits' shape, and whether they stay late.
+    """Find the output head by two fake forwards, and check that its logits can be deferred.
 
     No rank is needed, nothing is changed, weights may be on the meta device.
 
     Raises:
-        PlanError: the plan cuts the model in a way that chunks do not go with.
-        ModelError: the logits are not simply what a linear layer puts out; with what is in the way.
+        PlanError: the plan splits the model in a way that loss chunks do not support.
+        ModelError: the logits are not the direct output of a linear layer; names the obstacle.
     """
     if problems := chunk_problems(plan):
         raise PlanError(*problems)
@@ -154,7 +157,7 @@ def find_head(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None
         for hook in hooks:
             hook.remove()
     if failure:
-        raise ModelError(f"loss_chunks: the model's forward cannot be looked at under fake tensors ({failure}); {_FIX}")
+        raise ModelError(f"loss_chunks: the model's forward cannot be traced under fake tensors ({failure}); {_FIX}")
     logits = _logits_of(outputs)
     if not isinstance(logits, torch.Tensor):
         raise ModelError(
@@ -181,7 +184,10 @@ def _logits_of(outputs: Any) -> Any:
 
 
 def _check_nothing_follows(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The forward with late logits must return them as they are: whatever reads or changes them fails."""
+    """Check that a forward with deferred logits returns them unchanged.
+
+    Reading or changing them fails.
+    """
     head = _linear(module, name)
     vars(head)["forward"] = functools.partial(_late_forward, head, 1, True)
     try:
@@ -197,7 +203,7 @@ def _check_nothing_follows(module: nn.Module, name: str, args: tuple[Any, ...], 
 
 
 def apply_loss_chunks(module: nn.Module, head: OutputHead, chunks: int) -> None:
-    """Let ``head`` return `LateLogits` whose loss takes ``chunks`` parts. In place."""
+    """Make ``head`` return `LateLogits` whose loss is computed in ``chunks`` chunks. In place."""
     part = _linear(module, head.name)
     vars(part)["forward"] = functools.partial(_late_forward, part, chunks, False)
 
@@ -219,9 +225,9 @@ def _late_forward(head: nn.Linear, chunks: int, strict: bool, hidden: torch.Tens
 
 
 class _Enter(Function):
-    """The hidden states as an output of the model that is no view, and that needs a gradient where the head does.
+    """Return hidden states as a non-view output that needs a gradient if the head does.
 
-    FSDP2 puts its hook for the beginning of backward on such a tensor, and warns of views.
+    FSDP2 attaches its pre-backward hook to such a tensor, and warns about views.
     """
 
     @staticmethod
@@ -235,7 +241,7 @@ class _Enter(Function):
 
 @dataclass(frozen=True)
 class _How:
-    """Compute dtype, rows of a chunk, number of chunks, and the label that does not count."""
+    """Options of the chunked loss: compute dtype, rows and number of chunks, ignored label."""
 
     dtype: torch.dtype
     rows: int
@@ -244,7 +250,7 @@ class _How:
 
 
 class _ChunkedLoss(Function):
-    """Summed cross-entropy of ``hidden`` [tokens, width] through a head, ``rows`` tokens at a time."""
+    """Summed cross-entropy of ``hidden`` [tokens, width], ``rows`` tokens at a time."""
 
     @staticmethod
     def forward(
@@ -276,7 +282,7 @@ class _ChunkedLoss(Function):
 def _in_chunks(
     operands: Any, labels: torch.Tensor, how: _How, needs: tuple[bool, ...], scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The summed loss, and the gradients that are needed of hidden states, weight and bias.
+    """Compute the summed loss and the required gradients of hidden states, weight and bias.
 
     They are those of the loss times ``scale``; sums over tokens are fp32 (float64 for a float64 head).
     """
@@ -301,7 +307,10 @@ def _in_chunks(
 
 
 def _loss_of(logits: torch.Tensor, labels: torch.Tensor, ignored: int, *, gradient: bool) -> torch.Tensor:
-    """The summed loss of a chunk; ``logits`` become their ``gradient``, or something else without it."""
+    """Compute a chunk's summed loss.
+
+    With ``gradient``, overwrite ``logits`` with their gradient.
+    """
     counts = labels != ignored
     at = labels.masked_fill(~counts, 0).unsqueeze(-1)
     logits.sub_(logits.amax(-1, keepdim=True))
@@ -322,7 +331,7 @@ def _add(
     start: int,
     how: _How,
 ) -> None:
-    """Add a chunk's part, from the gradient of its logits."""
+    """Accumulate a chunk's gradients, computed from the gradient of its logits."""
     of_hidden, of_weight, of_bias = found
     if of_bias is not None:
         of_bias += gradient.sum(0)

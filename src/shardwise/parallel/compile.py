@@ -1,4 +1,4 @@
-"""``torch.compile`` on each repeated block, in place; nothing is ever run eagerly in silence.
+"""Apply ``torch.compile`` to each repeated block, in place.
 
 What is compiled is a block's forward with the recompute that is around it: hooks (of sharding, of pipeline stages) stay
 outside, so a block is one graph. A graph break is an error, as is anything else that would make PyTorch fall back. What
@@ -26,16 +26,16 @@ from shardwise.plan.plan import Plan
 
 _COMPILER = ("torch/_dynamo/", "torch/_functorch/", "torch/_inductor/")
 _MARK = "_shardwise_compiled"
-_KINDS = 4  # graphs of one block: training and evaluation, fixed and free lengths
+_KINDS = 4  # graphs of one block: training and evaluation, static and dynamic lengths
 _FIX = "set parallel.compile to false"
 
 
 @dataclass
 class Compiled:
-    """What took effect, for a receipt: every call of a block must have run one graph.
+    """Effect of compilation, for a receipt: every call of a block must have run one graph.
 
-    ``blocks`` are compiled blocks, ``graphs`` the graphs made (equal blocks share one; evaluation and another length
-    make more), ``calls`` forwards of blocks and ``runs`` forwards of graphs.
+    ``blocks`` are compiled blocks, ``graphs`` the graphs compiled (equal blocks share one; evaluation and another
+    length add more), ``calls`` forwards of blocks and ``runs`` forwards of graphs.
     """
 
     blocks: int = 0
@@ -44,7 +44,7 @@ class Compiled:
     runs: int = 0
 
     def __call__(self, graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """The backend: Inductor, counted."""
+        """Compile with Inductor, counting graphs and runs."""
         from torch._inductor.compile_fx import compile_fx
 
         self.graphs += 1
@@ -58,17 +58,17 @@ class Compiled:
 
 
 def apply_compile(blocks: Sequence[nn.Module], plan: Plan, compiled: Compiled | None = None) -> Compiled | None:
-    """Compile each block on its own (names and parameters stay); equal blocks share what was compiled.
+    """Compile each block separately (names and parameters stay); equal blocks share a graph.
 
-    ``compiled`` is what an earlier call returned, where a model's blocks come in several parts.
+    ``compiled`` is the result of an earlier call, where a model's blocks come in several parts.
     """
     if not plan.compile:
         return None
     import torch._dynamo
 
-    # DDP's buckets would cut blocks into graphs, and cannot cut what recompute is around
+    # DDP's buckets would split blocks into graphs, and cannot split a block that is recomputed
     torch._dynamo.config.optimize_ddp = False
-    # the exchange of context parallel is switched on inside of what is recomputed: a graph needs no switching on again
+    # context parallel's exchange is enabled inside the recomputed region, so the graph need not enable it
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # blocks that differ in an attribute (a layer's number) are compiled one by one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KINDS * len(blocks))
@@ -85,13 +85,16 @@ def apply_compile(blocks: Sequence[nn.Module], plan: Plan, compiled: Compiled | 
 
 
 def compiled_of(module: nn.Module) -> Compiled | None:
-    """What became of the blocks of ``module``; ``None`` where nothing is compiled."""
+    """Return the compilation record of the blocks of ``module``.
+
+    ``None`` if nothing is compiled.
+    """
     found = (getattr(type(part), _MARK, None) for part in module.modules())
     return next((compiled for compiled in found if compiled is not None), None)
 
 
 def _compiled_kind(kind: type[nn.Module], compiled: Compiled) -> type[nn.Module]:
-    """``kind`` with a compiled forward."""
+    """Return a subclass of ``kind`` with a compiled forward."""
     inner = torch.compile(kind.forward, fullgraph=True, backend=compiled)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +111,10 @@ def _compiled_kind(kind: type[nn.Module], compiled: Compiled) -> type[nn.Module]
 
 
 def _named(error: Exception, kind: type) -> Exception:
-    """What PyTorch says of code that it cannot compile, as a user's mistake; another error as it is."""
+    """Turn a compiler error about user code into a `ModelError`.
+
+    Return any other error unchanged.
+    """
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     if not isinstance(error, TorchDynamoException | FailOnRecompileLimitHit):
@@ -127,7 +133,7 @@ def _named(error: Exception, kind: type) -> Exception:
 
 
 def why_not(error: Exception) -> str:
-    """The first line of what PyTorch says, what it met and where in the user's code; one line."""
+    """Summarize a compiler error in one line: PyTorch's reason, the cause and the user's line."""
     lines = [line.strip() for line in str(error).splitlines()]
     context = "Developer debug context: "
     met = [line.removeprefix(context) for line in lines if line.startswith(context)]
@@ -136,15 +142,15 @@ def why_not(error: Exception) -> str:
 
 
 def check_options(plan: Plan) -> None:
-    """Whether compile, prefetch and asynchronous tensor parallel can be had under ``plan`` on this machine.
+    """Check that this machine supports the plan's compile, prefetch and async tensor parallel.
 
     Raises:
-        PlanError: what cannot, and what it needs.
+        PlanError: an option is not supported; names what it needs.
     """
     problems = []
     if plan.prefetch > 1 and not plan.parsed.shards_parameters:
         problems.append(
-            f"prefetch {plan.prefetch} gathers sharded weights ahead, and {plan.strategy} keeps them whole; "
+            f"prefetch {plan.prefetch} gathers sharded weights ahead, and {plan.strategy} replicates them; "
             "set parallel.prefetch to 1, or use zero2, fsdp or hsdp"
         )
     if plan.async_tp:
@@ -164,7 +170,7 @@ def check_options(plan: Plan) -> None:
 
 
 def _toolchain(plan: Plan) -> list[str]:
-    """What is missing on this machine to build kernels with."""
+    """List what this machine lacks to build kernels."""
     if plan.device == "cuda":
         from torch.utils._triton import has_triton
 
@@ -184,9 +190,11 @@ def _toolchain(plan: Plan) -> list[str]:
 
 
 def overlap_tensor_parallel(plan: Plan, mesh: DeviceMesh | None) -> None:
-    """Let compiled blocks overlap the collectives of tensor parallel with their matrix products. Collective.
+    """Let compiled blocks overlap tensor-parallel collectives with their matrix products.
 
-    Switches for the whole process, as PyTorch has them: it needs GPUs that reach each other's memory.
+    Collective.
+
+    Sets PyTorch's process-wide switches; needs GPUs with peer-to-peer memory access.
     """
     if not plan.async_tp or mesh is None:
         return

@@ -1,4 +1,4 @@
-"""`decide`: how a plan is put on a model, settled on the untouched module before any rank changes anything."""
+"""`decide`: how a plan is applied to a model, determined on the untouched module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise.plan.stage_balance import balanced_stages
 
 @dataclass(frozen=True)
 class Decision:
-    """What is decided on the untouched module, before any rank changes anything."""
+    """Decision made on the untouched module, before any rank changes anything."""
 
     wiring: Wiring | None
     layout: TensorLayout | None
@@ -35,10 +35,12 @@ class Decision:
 
 
 def decide_split(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
-    """Decide where pipeline stages begin and how tensor parallel shards the layers. No collective, nothing is changed.
+    """Decide where pipeline stages begin and how tensor parallel shards the layers.
+
+    No collective, nothing is changed.
 
     Raises:
-        ModelError: the model does not allow it; everything that is in the way, with what would work.
+        ModelError: the model does not support the plan; lists all obstacles, with what would work.
     """
     wiring = read_wiring(module, spec, plan.dims.pp, sample, plan.seq_len) if plan.dims.pp > 1 else None
     if wiring is not None:
@@ -48,12 +50,12 @@ def decide_split(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = N
 
 
 def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
-    """Check the plan's axes and options on ``module``, and decide how each is put on it.
+    """Check the plan's axes and options on ``module``, and decide how each is applied.
 
     No rank is needed, nothing is changed, and weights may be on the meta device.
 
     Raises:
-        ModelError: everything that is in the way, with what would work.
+        ModelError: all obstacles, with what would work.
     """
     problems: list[str] = []
     attention: list[ContextLayout] = []
@@ -80,15 +82,15 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
 
 
 def check_model(spec: ModelSpec, plan: Plan) -> None:
-    """Check that the model allows the plan, before anything is changed.
+    """Check that the model supports the plan, before anything is changed.
 
     Raises:
-        ModelError: it does not; everything that is in the way.
+        ModelError: it does not; lists all obstacles.
     """
     problems: list[str] = []
     if not spec.num_trainable:
         frozen = f"all {len(spec.parameters)} parameters are frozen" if spec.parameters else "it has no parameter"
-        raise ModelError(f"the model has nothing to train: {frozen}; leave requires_grad True on some")
+        raise ModelError(f"the model has no trainable parameters: {frozen}; leave requires_grad True on some")
     if plan.recompute != "none" and not spec.blocks:
         apply_recompute(nn.Module(), plan.recompute, ())
     dims = plan.dims
@@ -99,7 +101,7 @@ def check_model(spec: ModelSpec, plan: Plan) -> None:
     else:
         units = [[p for p in spec.parameters if p.trainable]] if plan.parsed.base == "zero1" else []
     for unit in units:
-        kinds = sorted({p.dtype for p in unit if p.trainable})  # what is frozen may rest in any
+        kinds = sorted({p.dtype for p in unit if p.trainable})  # frozen parameters may be stored in any dtype
         if len(kinds) > 1:
             examples = " and ".join(
                 f"'{next(p.name for p in unit if p.trainable and p.dtype == kind)}' {kind}" for kind in kinds
@@ -111,7 +113,9 @@ def check_model(spec: ModelSpec, plan: Plan) -> None:
 
 
 def refuse_renorm(module: nn.Module, plan: Plan) -> None:
-    """An embedding with ``max_norm`` scales the rows that its rank looks up, in place: copies and shards differ by it.
+    """Refuse an embedding with ``max_norm`` on several ranks.
+
+    It rescales the rows that its rank looks up, in place, so replicas and shards diverge.
 
     Raises:
         ModelError: there is one, and more than one rank.
@@ -119,14 +123,14 @@ def refuse_renorm(module: nn.Module, plan: Plan) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and plan.dims.world_size > 1:
             raise ModelError(
-                f"'{clean_name(name)}' has max_norm={part.max_norm:g}: its forward changes the rows of weights that "
+                f"'{clean_name(name)}' has max_norm={part.max_norm:g}: its forward changes the weight rows that "
                 f"a rank looks up, and under {plan.strategy} other ranks keep others; scale the rows after the "
                 "lookup (functional.normalize), or after step.update on all ranks, and leave max_norm out"
             )
 
 
 def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> Parts:
-    """Which parameters lie where, for who predicts what a rank holds."""
+    """Return how parameters are placed, for estimates of a rank's memory."""
     wiring, shard_dim = decision.wiring, decision.layout.shard_dim if decision.layout is not None else {}
     if wiring is None:
         return Parts(shard_dim)

@@ -1,4 +1,4 @@
-"""One forward of a module whose weights are fake: shapes and control flow are real, nothing of size is computed."""
+"""Run one forward with fake weights: real shapes and control flow, no large computation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from torch.utils import _pytree
 
 from shardwise.model.read import in_layer
 
-_LENGTH = 16  # where nothing says how long samples are
+_LENGTH = 16  # used if the sample length is unknown
 
 
 def run_forward(
     module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *contexts: AbstractContextManager[Any]
 ) -> tuple[Any, str]:
-    """What ``module`` returns within ``contexts``, and what went wrong (empty if nothing did). Nothing is changed.
+    """Return the output of ``module`` within ``contexts``, and the error text (empty if none).
 
-    Weights are fake and inputs are not: what is worked out from inputs alone (masks, positions) has values. Models that
-    keep keys and values by default are asked not to: training does not.
+    Nothing is changed.
+
+    Weights are fake and inputs are not: values computed from inputs alone (masks, positions) are real. The key/value
+    cache of models that use one by default is turned off: training does not use it.
     """
     if "use_cache" in inspect.signature(module.forward).parameters:
         kwargs = {"use_cache": False, **kwargs}
@@ -41,20 +43,23 @@ def run_forward(
             stack.enter_context(context)
         try:
             return torch.func.functional_call(module, state, tuple(args), kwargs), ""
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return None, said + in_layer(error, module) + _line_of(error)
 
 
 def _line_of(error: Exception) -> str:
-    """Where the user's code was when PyTorch raised."""
+    """Return the user's line at which PyTorch raised."""
     inside = str(Path(torch.__file__).parent)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
     return f", at {frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else ""
 
 
 def inputs_of(sample: Any, seq_len: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with for ``sample``, on the CPU; token ids [1, length] where there is none."""
+    """Build the model's arguments for ``sample``, on the CPU.
+
+    Token ids [1, length] if there is none.
+    """
     if sample is None:
         sample = torch.zeros(1, seq_len or _LENGTH, dtype=torch.int64)
     sample = _pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu"), sample)

@@ -1,4 +1,4 @@
-"""What gradients need beyond their backward: finished over the model's own axes, and one norm over all of them."""
+"""Gradient reductions over the model's own axes, and one global gradient norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.parallel.ownership import Home
 
 
 def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum gradients that each tensor-parallel rank has a part of; FSDP2 has done so for what it reduces itself.
+    """Sum gradients that are partial over tensor-parallel ranks, unless FSDP2 reduces them.
 
     One all-reduce for each mesh and dtype, whatever the number of parameters.
     """
@@ -42,10 +42,12 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
 def global_norm(
     named: Iterable[tuple[str, nn.Parameter]], home: Home | None, device: torch.device | str
 ) -> torch.Tensor:
-    """The 2-norm of the gradient of the whole model, 0-d, equal on every rank. One all-reduce, of one number.
+    """Compute the 2-norm of the full model's gradient, 0-d, equal on every rank.
 
-    Each element counts once: replicas of a shard count on the first of the ranks that hold them, a parameter that
-    another stage owns counts there. ``device`` is where ranks talk.
+    One all-reduce of one number.
+
+    Each element counts once: replicas of a shard count on the first of their ranks, and a parameter that
+    another stage owns counts there. ``device`` is the device of collectives.
     """
     first = dist.get_rank() == (0 if home is None else home.ranks[0])
     mine: list[torch.Tensor] = []
@@ -62,7 +64,7 @@ def global_norm(
             mine.append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     if mine:
-        norms = torch.stack(torch._foreach_norm(mine, 2.0))  # as one: hundreds of numbers would be as many copies
+        norms = torch.stack(torch._foreach_norm(mine, 2.0))  # stacked: hundreds of numbers would be as many copies
         total += norms.to(total.device, torch.float64).square().sum()
     with WAITS.part("control"):
         dist.all_reduce(total)
@@ -70,7 +72,7 @@ def global_norm(
 
 
 def scale_to(parameters: Iterable[nn.Parameter], largest: float, norm: torch.Tensor) -> None:
-    """Scale gradients in place so that their norm, which is ``norm``, is at most ``largest``."""
+    """Scale gradients in place so that their norm, given as ``norm``, is at most ``largest``."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     groups: dict[torch.dtype, list[torch.Tensor]] = {}

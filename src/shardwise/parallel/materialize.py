@@ -1,8 +1,8 @@
-"""From the meta device to real weights, the same ones whatever the strategy and the world size.
+"""Turn meta-device models into real weights, equal for every strategy and world size.
 
 Rank 0 builds the model for real, exactly as one process would; every other rank builds its parameters on the meta
-device and its buffers for real. Weights then travel unit by unit, each sharded before the next one is made, so no
-rank but 0 ever holds a whole model that is to be sharded. Why not initialise shard by shard: see docs/decisions.
+device and its buffers for real. Weights are then sent unit by unit, each sharded before the next one is created, so
+only rank 0 ever has a full model to be sharded. Why not initialise shard by shard: see docs/decisions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shardwise.parallel.meta_parameters import parameters_on_meta
 
 
 def build(factory: Callable[[], nn.Module], seed: int, *, real: bool) -> nn.Module:
-    """Call ``factory`` under a seed: with real weights, or with its parameters on the meta device.
+    """Call ``factory`` under a seed, with real weights or with parameters on the meta device.
 
-    The CPU random state is left as it was.
+    The CPU random state is restored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -34,11 +34,11 @@ def build(factory: Callable[[], nn.Module], seed: int, *, real: bool) -> nn.Modu
 
 
 Fill = Callable[[nn.Module], None]
-"""Gives a unit, whose parameters have memory, its frozen weights."""
+"""Function that fills a unit, whose parameters have memory, with its frozen weights."""
 
 
 def settle(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcast: bool = True) -> None:
-    """`materialize` for a unit with adapters or without: its base is filled and packed before anything is cut."""
+    """Materialize a unit with or without adapters; quantize its base before sharding."""
     from shardwise.parallel.lora.adapters import set_magnitudes
 
     materialize(unit, device, broadcast=broadcast or fill is not None, frozen=fill is None)
@@ -53,11 +53,13 @@ def settle(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcas
 
 
 def materialize(unit: nn.Module, device: torch.device, *, broadcast: bool, frozen: bool = True) -> None:
-    """Give every plain parameter and buffer of ``unit`` memory on ``device``; ties inside the unit are kept.
+    """Allocate every plain parameter and buffer of ``unit`` on ``device``.
 
-    A parameter on the meta device gets uninitialised memory. With ``broadcast`` all ranks then take rank 0's values,
-    without ``frozen`` only those of parameters that are trained.
-    Parameters that are sharded already (DTensors) are left alone.
+    Ties inside the unit are kept.
+
+    A parameter on the meta device gets uninitialised memory. With ``broadcast`` all ranks then receive rank 0's values,
+    without ``frozen`` only those of trained parameters.
+    Parameters that are sharded already (DTensors) are left unchanged.
     """
     made: dict[int, nn.Parameter] = {}
     for module in unit.modules():
@@ -85,9 +87,11 @@ def _placed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def make_contiguous(module: nn.Module, *, gaps_only: bool = False) -> None:
-    """Lay out each parameter row by row: FSDP2 takes no other. ``channels_last`` says where values lie, not which.
+    """Make each parameter contiguous: FSDP2 takes no other.
 
-    With ``gaps_only`` just those between whose elements lie others, whom a broadcast would take for theirs.
+    ``channels_last`` changes only the memory order.
+
+    With ``gaps_only`` just those whose memory interleaves with other elements, which a broadcast would overwrite.
     """
     for parameter in module.parameters():
         wanted = torch.empty_like(parameter, device="meta") if gaps_only else None  # keeps any order without gaps
@@ -96,7 +100,7 @@ def make_contiguous(module: nn.Module, *, gaps_only: bool = False) -> None:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Put every buffer on ``device``; one that several modules share stays one."""
+    """Move every buffer to ``device``; shared buffers stay shared."""
     moved: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for name, buffer in part._buffers.items():
@@ -105,12 +109,12 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Every rank takes rank 0's buffers, also those that are no part of the state dict."""
+    """Broadcast rank 0's buffers to every rank, also non-persistent ones."""
     _send_buffers(module, lambda buffer: True)
 
 
 def send_what_ddp_cannot(module: nn.Module) -> None:
-    """Every rank takes rank 0's buffers and frozen parameters that DDP has no way to send; it leaves them alone."""
+    """Broadcast rank 0's buffers and frozen parameters that DDP cannot send and ignores."""
     left = _send_buffers(module, lambda buffer: not is_sent_by_ddp(buffer))
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and not is_sent_by_ddp(parameter):
@@ -123,7 +127,7 @@ def send_what_ddp_cannot(module: nn.Module) -> None:
 
 
 def _send_buffers(module: nn.Module, chosen: Callable[[torch.Tensor], bool]) -> list[str]:
-    """Send those that are ``chosen``, and return their names; one that several modules share stays one."""
+    """Broadcast the ``chosen`` buffers and return their names; shared buffers stay shared."""
     sent: dict[int, torch.Tensor] = {}
     names: list[str] = []
     for prefix, part in module.named_modules():

@@ -1,6 +1,8 @@
-"""Precision: weights, gradients and their reduction stay fp32; only compute is narrower.
+"""Precision: weights, gradients and their reduction stay fp32.
 
-Whole parameters compute under autocast, sharded ones under FSDP2's mixed-precision policy. Outputs come back in
+Only compute has low precision.
+
+Replicated parameters compute under autocast, sharded ones under FSDP2's mixed-precision policy. Outputs are cast to
 fp32 either way, so that a loss is never summed in 16 bits.
 """
 
@@ -20,9 +22,9 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def mixed_precision_policy(plan: Plan, *, is_root: bool) -> MixedPrecisionPolicy:
-    """FSDP2's policy: parameters cast after they are gathered, gradients reduced in fp32.
+    """Build FSDP2's policy: cast parameters after gathering, reduce gradients in fp32.
 
-    The outputs are cast back at the root only: between blocks they keep the compute dtype.
+    Only the root casts outputs back: between blocks they keep the compute dtype.
     """
     if plan.precision == "fp32":
         return MixedPrecisionPolicy()
@@ -34,7 +36,10 @@ def mixed_precision_policy(plan: Plan, *, is_root: bool) -> MixedPrecisionPolicy
 
 
 def apply_autocast(module: nn.Module, plan: Plan) -> None:
-    """Let ``module`` compute in the plan's dtype with its fp32 weights. In place; nothing is done for fp32."""
+    """Make ``module`` compute in the plan's dtype with its fp32 weights. In place.
+
+    Does nothing for fp32.
+    """
     if plan.precision == "fp32":
         return
     inner, dtype = module.forward, DTYPES[plan.precision]
@@ -53,10 +58,10 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grad_scaler(plan: Plan) -> torch.amp.GradScaler | None:
-    """The gradient scaler that fp16 needs; ``None`` for other precisions.
+    """Build the gradient scaler that fp16 needs; ``None`` for other precisions.
 
-    It looks at sharded gradients through DTensor, which makes one rank's overflow every rank's. Where ranks hold other
-    parts of the model, too, the finding is reduced over all of them.
+    It checks sharded gradients through DTensor, which shares one rank's overflow with every rank. If ranks have
+    different parts of the model, too, the result is reduced over all of them.
     """
     if plan.precision != "fp16":
         return None

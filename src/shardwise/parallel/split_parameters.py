@@ -1,4 +1,4 @@
-"""`SplitParameters`: the parameters of a model that is split over ranks, sent unit by unit.
+"""`SplitParameters`: parameters of a model that is split over ranks, sent unit by unit.
 
 Every rank takes part in sending every unit (rank 0's weights) and keeps its own part, so the peak is what a rank keeps
 plus one full unit.
@@ -24,7 +24,10 @@ from shardwise.plan.plan import Plan
 
 
 class SplitParameters:
-    """The full parameters of ``module``, taken before its stages are split off. Collective: buffers are rank 0's."""
+    """Full parameters of ``module``, taken before its stages are split off.
+
+    Collective: buffers are rank 0's.
+    """
 
     def __init__(self, module: nn.Module, spec: ModelSpec, device: torch.device) -> None:
         move_buffers(module, device)
@@ -34,7 +37,10 @@ class SplitParameters:
         self._buffers, self._transient = _buffer_names(module)
 
     def place(self, unit: str | None, stages: Stages, layout: TensorLayout | None, meshes: Meshes) -> None:
-        """Put this rank's part of a unit's parameters into its stages; ``None`` is what lies outside the blocks."""
+        """Write this rank's part of a unit's parameters into its stages.
+
+        ``None``: those outside the blocks.
+        """
         places = [_modules(stage) for stage in stages.parts]
         for parameter in self._spec.parameters:
             if parameter.block == unit:
@@ -42,7 +48,7 @@ class SplitParameters:
                 _place(self._full.pop(parameter.name), names, places, layout, meshes, self._device)
 
     def note_ownership(self, stages: Stages, plan: Plan) -> None:
-        """Note on the stages' container which part of the full model it is."""
+        """Record on the stages' container which part of the full model it is."""
         set_home(stages.container, _home(self._spec, stages.borrowed, self._buffers, self._transient, plan))
 
 
@@ -54,7 +60,7 @@ def _place(
     meshes: Meshes,
     device: torch.device,
 ) -> None:
-    """Send one parameter from rank 0 and put this rank's part of it wherever it is used here."""
+    """Send one parameter from rank 0 and register this rank's part wherever it is used."""
     data = source.detach()
     if data.device != device:
         data = torch.empty_like(data, device=device) if data.device.type == "meta" else data.to(device)
@@ -70,12 +76,15 @@ def _place(
 
 
 def _modules(stage: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a stage by the user's names; of one that is wrapped, what is inside."""
+    """Return the modules of a stage by the user's names; for wrapped ones, the inner module."""
     return {clean_name(f"{name}.").rstrip("."): module for name, module in stage.named_modules()}
 
 
 def _slots(places: Sequence[dict[str, nn.Module]], names: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:
-    """Where the parameter of these names is registered on this rank; a stage leaves out what is not its own."""
+    """Yield where a parameter with these names is registered on this rank.
+
+    Stages omit what they do not own.
+    """
     for modules in places:
         for name in names:
             parent, _, key = name.rpartition(".")
@@ -85,7 +94,10 @@ def _slots(places: Sequence[dict[str, nn.Module]], names: Sequence[str]) -> Iter
 
 
 def _buffer_names(module: nn.Module) -> tuple[dict[str, str], frozenset[str]]:
-    """Persistent buffers in the model's order, each with the first name of the same tensor; names of the others."""
+    """Map persistent buffers, in model order, to the first name of the same tensor.
+
+    Also return other names.
+    """
     first: dict[int, str] = {}
     kept, transient = {}, set()
     for prefix, part in module.named_modules(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Parameters and buffers that cannot be sent, cut or stepped as they lie in memory, each refused by its name."""
+"""Refuse parameters and buffers that cannot be sent, sharded or stepped as laid out."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _Named = tuple[str, torch.Tensor]
 
 
 def check_tensors(module: nn.Module, plan: Plan) -> None:
-    """Refuse tensors of ``module`` that ``plan`` would make wrong. No rank is needed, and nothing is changed.
+    """Refuse tensors of ``module`` that ``plan`` would handle wrongly. No rank is needed.
+
+    Nothing is changed.
 
     Raises:
-        ModelError: up to three of each kind, with the rule and the way out.
+        ModelError: up to three of each kind, with the rule and the fix.
     """
     check_initialized(module)
     parameters = [(clean_name(name), p) for name, p in module.named_parameters()]
@@ -47,23 +49,23 @@ def _odd_parameter(name: str, parameter: nn.Parameter, plan: Plan) -> Iterator[s
     if parameter.is_quantized:
         yield f"{kind} is quantized ({parameter.dtype}), and its scale cannot be sent to other ranks; dequantize it"
     elif parameter.layout is not torch.strided:
-        yield f"{kind} is sparse ({parameter.layout}), and no strategy can reduce or cut it; use to_dense()"
+        yield f"{kind} is sparse ({parameter.layout}), and no strategy can reduce or shard it; use to_dense()"
     elif any(not stride and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         yield f"{kind} has several elements in one place of memory, as expand() makes them; clone() it"
     elif parameter.is_complex() and parameter.requires_grad and not _keeps_whole(plan):
         yield (
-            f"{kind} is complex ({parameter.dtype}), which {plan.strategy} cannot cut or send; hold it as real numbers "
-            "(torch.view_as_real, and torch.view_as_complex in the forward), or use ddp"
+            f"{kind} is complex ({parameter.dtype}), which {plan.strategy} cannot shard or send; store it as real "
+            "numbers (torch.view_as_real, and torch.view_as_complex in the forward), or use ddp"
         )
 
 
 def _keeps_whole(plan: Plan) -> bool:
-    """Whether parameters and their updates stay whole on each rank: DDP's, where the model itself is not cut."""
+    """Return whether parameters and updates are replicated: DDP without a split model."""
     return plan.parsed.base == "ddp" and plan.dims.tp * plan.dims.pp == 1
 
 
 def _shared(parameters: Sequence[_Named], buffers: Iterable[_Named], plan: Plan) -> Iterator[tuple[str, str]]:
-    """A trained parameter and another parameter or buffer that have an element in common, and would lose it."""
+    """Yield trained parameters that share an element with another tensor and would lose it."""
     trained = {id(p) for _, p in parameters if p.requires_grad}
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name, tensor)
@@ -78,13 +80,16 @@ def _shared(parameters: Sequence[_Named], buffers: Iterable[_Named], plan: Plan)
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last one."""
+    """Return the bytes from the first element to the end of the last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an element lies in both: every second column of one matrix is no part of the other columns."""
+    """Return whether two tensors share an element.
+
+    Every second column of a matrix shares none with the others.
+    """
     if one.element_size() != other.element_size():
         return True
     begin, size = min(one.data_ptr(), other.data_ptr()), one.element_size()

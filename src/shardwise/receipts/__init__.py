@@ -1,1 +1,1 @@
-"""Planned values beside found ones, for every run."""
+"""Receipts: planned values beside observed ones, for every run."""

@@ -1,8 +1,8 @@
-"""Replicas that drift apart: weights and buffers that ranks should hold alike, compared by checksums as a run goes on.
+"""Detect replicas that drift apart, by checksums of weights and buffers during a run.
 
 A forward may change state that no gradient reaches (running statistics, a codebook), by the samples of its own rank.
-Each check sums the bits of some tensors on each rank; the sums travel with the message that the next step begins with.
-A check waits until it costs no more than `SHARE` of the time gone by, and a save looks at all that it will store.
+Each check sums the bits of some tensors on each rank; the sums are sent with the message that starts the next step.
+A check waits until it costs at most `SHARE` of the elapsed time; a save checks everything that it will store.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 SHARE = 0.002  # of a run's time, at most
-CHUNK = 16 * 1024**2  # elements that one check sums up
-ROUNDING = 1e-6  # how far apart replicas may be, relative, where ranks only round differently
+CHUNK = 16 * 1024**2  # elements summed by one check
+ROUNDING = 1e-6  # largest relative difference of replicas whose ranks only round differently
 _SLOTS = 4  # kinds of replicas of parameters, and the buffers
 _BLOCKS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,7 +36,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor that all ranks of the same ``team`` hold alike. ``slot`` is 0 for buffers."""
+    """Tensor that is equal on all ranks of the same ``team``. ``slot`` is 0 for buffers."""
 
     name: str
     slot: int
@@ -47,7 +47,7 @@ class Replica:
 
 @dataclass
 class DriftWatch:
-    """Observes a session on every rank, and sends its sums with the mail. ``share`` of the time is spent, at most."""
+    """Observer on every rank that sends checksums as mail, within ``share`` of the time."""
 
     share: float = SHARE
     size: int = 2 + 2 * _SLOTS
@@ -66,7 +66,7 @@ class DriftWatch:
 
     @classmethod
     def attach(cls, session: Session, share: float = SHARE) -> DriftWatch:
-        """Watch ``session`` from now on."""
+        """Start observing ``session``."""
         one = cls(share)
         one._session = session
         session.observers.append(one)
@@ -74,20 +74,20 @@ class DriftWatch:
         session.phase_watchers.append(one._on_phase)
         return one
 
-    # what the session tells
+    # called by the session
 
     def on_prepared(self, session: Session) -> None:
-        """The model stands: what its ranks hold alike is known."""
+        """Find the tensors that several ranks have."""
         self._chunks = _chunks(replicas_of(session))
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Time begins to count with the first step."""
+        """Start the clock with the first step."""
         self._begun = self._begun or time.perf_counter()
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Sum up the next tensors, where all ranks have the time: as forwards leave them, before the update.
+        """Sum the next tensors, if all ranks have the time: after forward and before the update.
 
-        ``zero1`` would put the owner's weights over what a forward has changed elsewhere.
+        ``zero1`` would overwrite the changes of a forward elsewhere with the owner's weights.
         """
         if not self._due or not self._chunks:
             return
@@ -99,13 +99,13 @@ class DriftWatch:
         self.spent_s += self._last_s
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _on_phase(self, phase: str) -> None:
-        """Before a save: what it stores is one rank's."""
+        """Check before a save, which stores one rank's replica."""
         session = self._session
         if phase != "checkpoint" or session is None or not self._chunks:
             return
@@ -113,20 +113,20 @@ class DriftWatch:
         self._step = session.steps_done
         self._judge(gather_ints(self._sums(stored), session.ranks), stored)
 
-    # what travels with the steps
+    # sent with each step's message
 
     def post(self) -> list[int]:
-        """Whether there is time for a check; the teams and sums of the last one, if nobody was told of it."""
+        """Return whether there is time for a check, and the unsent teams and sums of the last one."""
         gone = time.perf_counter() - self._begun if self._begun else 0.0
         ready = not self.checks or self.share * gone >= self.spent_s + self._last_s
         row, self._row = self._row or [0] * (self.size - 1), []
         return [int(ready), *row]
 
     def deliver(self, rows: list[list[int]]) -> None:
-        """Compare, and agree on whether the step that begins ends with a check.
+        """Compare sums, and agree on whether this step ends with a check.
 
         Raises:
-            ReceiptError: on all ranks, where weights have drifted apart on any.
+            ReceiptError: on all ranks, if weights have drifted apart on any.
         """
         self._due = all(row[0] for row in rows)
         self._judge([row[1:] for row in rows], self._checked)
@@ -142,7 +142,7 @@ class DriftWatch:
     # sums
 
     def _sums(self, replicas: list[Replica]) -> list[int]:
-        """1, then a team and a sum for each slot."""
+        """Return 1, then a team and a sum for each slot."""
         session = self._session
         assert session is not None
         held, row = tensors_of(session.module), [1]
@@ -155,7 +155,7 @@ class DriftWatch:
         return row
 
     def _detail(self, replica: Replica) -> tuple[int, list[float]]:
-        """Its sum as it was checked, and the size of each of its parts as it is now."""
+        """Return the replica's sum as checked, and the size of each of its parts now."""
         assert self._session is not None
         tensor = tensors_of(self._session.module)[replica.name]
         flat = tensor.detach().reshape(-1)
@@ -167,7 +167,7 @@ class DriftWatch:
         assert session is not None
         found: dict[str, tuple[int, int, int, bool]] = {}
         first: dict[tuple[str, str], int] = {}
-        healed = session.plan.parsed.base == "zero1"  # by its broadcast: nothing is left of what was far apart
+        healed = session.plan.parsed.base == "zero1"  # by its broadcast: the difference is overwritten
         for rank, row in enumerate(everyone):
             for name, (team, slot, total, sizes) in row.items():
                 other = first.setdefault((name, team), rank)
@@ -199,7 +199,10 @@ class DriftWatch:
 
 
 def bit_sums(tensors: list[torch.Tensor]) -> list[int]:
-    """The sum of each tensor's bits, read as integers: a NaN is as good as a number. One wait for the device."""
+    """Sum each tensor's bits, read as integers, so that NaN counts, too.
+
+    One wait for the device.
+    """
     if not tensors:
         return []
     sums = []
@@ -211,15 +214,15 @@ def bit_sums(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's parameters and buffers, of sharded ones the part that it holds."""
+    """Return this rank's parameters and buffers, of sharded ones the local part."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {clean_name(name): state.local(tensor.detach()) for name, tensor in named}
 
 
 def replicas_of(session: Session) -> list[Replica]:
-    """What other ranks hold as well: whole or equally sharded parameters, and persistent buffers.
+    """Find tensors that other ranks have, too: equal or equally sharded parameters, and buffers.
 
-    Batch norm's statistics are left out: they are warned about when the model is prepared.
+    Excluded are batch norm's statistics: a warning covers them when the model is prepared.
     """
     module, place = session.module, session.place
     if session.ranks.world_size == 1:
@@ -242,8 +245,10 @@ def replicas_of(session: Session) -> list[Replica]:
 
 
 def _cut(parameter: torch.Tensor) -> tuple[str, str] | None:
-    """The axes of a parameter's mesh and where this rank stands on those that shard it; ``None`` where nobody holds
-    the same.
+    """Return the axes of a parameter's mesh and this rank's position on the sharding ones.
+
+    ``None`` if no other rank
+    has the same part.
     """
     if not isinstance(parameter, DTensor):
         return "", ""
@@ -262,7 +267,7 @@ def _summable(tensor: torch.Tensor) -> bool:
 
 
 def _chunks(replicas: list[Replica]) -> list[list[Replica]]:
-    """Cut for checks that are no longer than needed: buffers, then what is trained, then the rest."""
+    """Split replicas into checks of limited size: buffers, trained parameters, then the rest."""
     chunks: list[list[Replica]] = []
     room = 0
     for one in sorted(replicas, key=lambda one: (one.slot > 0, not one.trained)):
@@ -275,13 +280,13 @@ def _chunks(replicas: list[Replica]) -> list[list[Replica]]:
 
 
 def _differ(pairs: list[list[int]]) -> bool:
-    """Whether two ranks of one team have other sums."""
+    """Return whether two ranks of one team have different sums."""
     first: dict[int, int] = {}
     return any(team and first.setdefault(team, total) != total for team, total in pairs)
 
 
 def _far(mine: list[float], other: list[float]) -> bool:
-    """Further apart than rounding."""
+    """Return whether two sizes differ by more than rounding."""
     pairs = list(zip(mine, other, strict=False))
     return any(
         not (math.isfinite(a) and math.isfinite(b)) or abs(a - b) > ROUNDING * max(abs(a), abs(b)) for a, b in pairs

@@ -1,8 +1,8 @@
-"""The effects receipt: after the second step, what really took effect against what was planned.
+"""Effects receipt: observed effects of the plan, compared with it after the second step.
 
-`EffectsProbe` watches one step of a session on every rank. What it sees comes from live tensors and from PyTorch's
-dispatcher; what it expects comes from the plan and the model's structure. A rank's finding is told to all ranks, so
-that all of them go on or all of them stop.
+`EffectsProbe` observes one step of a session on every rank. Observations come from live tensors and from PyTorch's
+dispatcher; expectations come from the plan and the model's structure. A rank's finding is sent to all ranks, so
+that all of them continue or all of them stop.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from shardwise.train.step import Step
 PROBED_STEP = 2  # counted from the start of this process: the first step still allocates
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 _FACTORS = ("bfloat16", "float16", "float32", "float64")
-_AS_REAL = {"complex64": "float32", "complex128": "float64"}  # how DDP sends them
+_AS_REAL = {"complex64": "float32", "complex128": "float64"}  # dtypes in which DDP sends them
 
 
 class EffectsProbe:
-    """Observes the second step of a session and makes the effects receipt of it.
+    """Observer of a session's second step that creates the effects receipt.
 
     Args:
         on_receipt: called on rank 0 with the receipt, before a false line raises.
-        strict: raise `ReceiptError` on all ranks when a line is false on any.
-        told: lines about the run that nothing here can check.
+        strict: raise `ReceiptError` on all ranks if a line is false on any.
+        told: lines about the run that cannot be checked here.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class EffectsProbe:
         self._scale = 0.0
 
     def on_prepared(self, session: Session) -> None:
-        """Nothing yet."""
+        """Do nothing."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Start recording when it is the step to watch; where fp16's scaler skips that, the next is watched."""
+        """Start recording in the observed step; if fp16's scaler skips it, observe the next one."""
         self._stop_recording()
         self._seen += 1
         if self._seen < PROBED_STEP:
@@ -78,12 +78,12 @@ class EffectsProbe:
         self._watch = StepWatch(session, step)
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """An engine's gradients are gone at the end of the step: what there is of them is noted now."""
+        """Record an engine's gradients, which are gone at the end of the step."""
         if self._watch is not None and session.applied.engine is not None:
             self._gradients = SeenGradients.of(session.applied.engine)
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Stop recording, compare, and tell."""
+        """Stop recording, compare, and report."""
         if self._watch is None:
             return
         watch = self._watch
@@ -108,7 +108,7 @@ class EffectsProbe:
             self.receipt.require()
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """Stop recording; a later step is looked at instead."""
+        """Stop recording; observe a later step instead."""
         self._stop_recording()
 
     def _stop_recording(self) -> None:
@@ -119,16 +119,16 @@ class EffectsProbe:
 
 
 def _skipped(session: Session, before: float) -> list[bool]:
-    """On which ranks fp16's scaler has just skipped a step: its scale fell. A later one is looked at where all did."""
+    """Return per rank whether fp16's scaler has just skipped a step, seen by a smaller scale."""
     if session.scaler is None:
         return [False]
     return [bool(row[0]) for row in gather_ints([int(session.scaler.get_scale() < before)], session.ranks)]
 
 
 def agree(session: Session, title: str, lines: list[Line]) -> Receipt:
-    """Rank 0's lines, where a line that is false on another rank is false, with that rank's finding and number.
+    """Return rank 0's lines; a line that is false on another rank takes that rank's finding.
 
-    Stages of a pipeline may have lines that rank 0 does not have.
+    Pipeline stages may have lines that rank 0 does not have.
     """
     texts = gather_text(json.dumps([line.model_dump() for line in lines]), session.ranks)
     everyone = [{row["name"]: row for row in json.loads(text)} for text in texts]
@@ -146,7 +146,7 @@ def agree(session: Session, title: str, lines: list[Line]) -> Receipt:
 
 
 def effects_lines(session: Session, step: Step, watch: StepWatch) -> list[Line]:
-    """Every line that this rank can judge alone."""
+    """Return every line that this rank can check alone."""
     return [
         *_batch_lines(session, step),
         *_dtype_lines(session, watch),
@@ -189,9 +189,9 @@ def _dtype_lines(session: Session, watch: StepWatch) -> Iterator[Line]:
 
 
 def _computed(plan: Plan, spec: ModelSpec, found: Collection[str]) -> set[str]:
-    """The dtypes that a plan without a narrower one multiplies in: of its weights, and fp32 where they are packed.
+    """Return product dtypes without a low-precision plan: the weights', fp32 if quantized.
 
-    Integers, bytes and 8-bit floats are frozen and no factors; a complex parameter may be one or not.
+    Integers, bytes and 8-bit floats are frozen and not factors; a complex parameter may be a factor or not.
     """
     kinds = {p.dtype for p in spec.parameters if p.dtype in _FACTORS or p.dtype in found}
     return kinds | {"float32"} if plan.parsed.adapter == "qlora" else kinds
@@ -214,14 +214,14 @@ def _share_lines(session: Session) -> Iterator[Line]:
 
 
 def _planned(session: Session) -> list[nn.Parameter]:
-    """Parameters that `prepare` has seen; a frozen teacher, say, may have come since."""
+    """Return the parameters that `prepare` has seen; others may have been added since."""
     known = {name for p in session.spec.parameters for name in (p.name, *p.aliases)}
     names = canonical_names(session)
     return [p for p in session.module.parameters() if names[id(p)] in known]
 
 
 def canonical_names(session: Session) -> dict[int, str]:
-    """The name of each parameter by its id, tied ones under the first of their names in the whole model."""
+    """Map each parameter's id to its name in the full model; tied ones to their first name."""
     home, names = home_of(session.module), parameter_names(session.module)
     return names if home is None else {key: home.canonical(name) for key, name in names.items()}
 

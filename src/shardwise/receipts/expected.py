@@ -1,4 +1,4 @@
-"""What a plan says a step must do: collectives, bytes, block calls. Pure functions of the plan and the model."""
+"""Expected effects of a step by the plan: collectives, bytes, block calls. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Unit = list[ParameterSpec]
 class Traffic:
     """Calls and bytes of one collective in one optimizer step, each from least to most.
 
-    ``calls`` is ``None`` where PyTorch decides it by buckets, ``num_bytes`` where nothing says it beforehand.
+    ``calls`` is ``None`` if PyTorch's buckets decide it, ``num_bytes`` if it cannot be known beforehand.
     """
 
     calls: Range | None
@@ -27,9 +27,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class UnitCalls:
-    """How often a unit ran in a step: with gradients, in the last micro batch of those, and without any.
+    """Calls of a unit in a step: with gradients, in the last such micro batch, and without.
 
-    ``skipped``: how often it was gathered because other ranks run it, or may.
+    ``skipped``: gathers because other ranks run the unit, or may.
     """
 
     number: int
@@ -47,12 +47,12 @@ def expected_traffic(
     once: bool = False,
     calls: Mapping[str | None, UnitCalls] | None = None,
 ) -> dict[str, Traffic]:
-    """Each collective that must be seen in forward, backward and optimizer step; all others must not.
+    """Return each collective that must occur in forward, backward and update; no others may.
 
-    Bytes are those of the whole tensor, with the padding that even shards need. A range has two ends only where frozen
-    blocks leave open whether backward reaches them. ``units`` are sharding units, if they are not those of the whole
-    model; it is the data-parallel part of the traffic that is told, where there is more. With ``once`` weights are
-    gathered once in a step. ``calls`` are those of each block (``None`` for the rest), where they are not one for each
+    Bytes are those of the full tensor, with the padding that even shards need. A range has two ends only if frozen
+    blocks leave open whether backward reaches them. ``units`` are sharding units, if they are not those of the full
+    model; only the data-parallel part of the traffic is returned. With ``once`` weights are
+    gathered once in a step. ``calls`` are those of each block (``None`` for the rest), if they are not one for each
     micro batch.
     """
     if plan.dims.dp * plan.dims.cp == 1:
@@ -68,7 +68,7 @@ def expected_traffic(
 
 
 def units_of(spec: ModelSpec) -> list[Unit]:
-    """Parameters of each sharding unit: the blocks, then the root's if it has any."""
+    """Return the parameters of each sharding unit: the blocks, then the root's if it has any."""
     units: dict[str | None, Unit] = {block: [] for block in spec.blocks}
     for parameter in spec.parameters:
         units.setdefault(parameter.block, []).append(parameter)
@@ -76,7 +76,7 @@ def units_of(spec: ModelSpec) -> list[Unit]:
 
 
 def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
-    """Elements once dim 0 is padded to a multiple of ``ranks``."""
+    """Return the number of elements with dim 0 padded to a multiple of ``ranks``."""
     if not parameter.shape or not parameter.shape[0]:
         return parameter.num_elements
     rows = parameter.shape[0]
@@ -118,10 +118,10 @@ def _sharded_traffic(
 
 
 def _gathers(ran: UnitCalls, micros: int, *, again: bool, trained: bool) -> Range:
-    """How often a unit is gathered: for each forward, and ``again`` for each backward, if backward reaches it.
+    """Return how often a unit is gathered: per forward, and ``again`` per reached backward.
 
-    Two forwards before a backward share what stays gathered, and the first of their backwards lets go of it. A unit
-    that did not run may be gathered all the same, to keep all ranks at one collective.
+    Two forwards before a backward share the gathered weights, and the first of their backwards frees them. A unit
+    that did not run may be gathered too, so that all ranks run the same collective.
     """
     fewer, _ = sorted((ran.number, micros))
     all_ran = ran.number + ran.skipped
@@ -136,7 +136,7 @@ def _ends(pair: list[int]) -> Range:
 
 
 def expected_block_calls(spec: ModelSpec, plan: Plan, micros: int, calls: Mapping[str, int] | None = None) -> Range:
-    """Forward calls of the repeated blocks in one optimizer step, recomputed ones included.
+    """Return forward calls of the repeated blocks in one optimizer step, with recomputed ones.
 
     ``calls`` are those of each block that are not recomputed, if they are not one for each micro batch; a backward may
     then leave some out.

@@ -1,4 +1,4 @@
-"""Collectives of plans that cut the model itself, expected by plan and structure: over tp, cp, pp and dp."""
+"""Expected collectives over tp, cp, pp and dp of plans that split the model itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise.train.session import Session
 from shardwise.train.step import Micro
 
 NARROW = 2
-MESSAGE_BYTES = 8 * 11  # what a stage says of the hidden state before it sends the first one of a shape
+MESSAGE_BYTES = 8 * 11  # a stage's description of the hidden state, sent before the first one of a shape
 
 
 class Tally:
@@ -36,13 +36,13 @@ class Tally:
         self._rows: dict[str, list[int]] = {}
 
     def add(self, name: str, axis: str, calls: tuple[int, int], num_bytes: tuple[int, int]) -> None:
-        """Some more of one."""
+        """Add calls and bytes of one collective."""
         row = self._rows.setdefault(f"{name} over {axis}", [0, 0, 0, 0])
         for index, value in enumerate((*calls, *num_bytes)):
             row[index] += value
 
     def traffic(self, *, bytes_known: bool) -> dict[str, Traffic]:
-        """By the name of the line."""
+        """Return the traffic by name of the line."""
         return {
             name: Traffic((row[0], row[1]), (row[2], row[3]) if row[3] and bytes_known else None)
             for name, row in self._rows.items()
@@ -50,9 +50,9 @@ class Tally:
 
 
 def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepWatch) -> dict[str, Traffic]:
-    """Every collective of a step on this rank, whose part of the model is ``spec``.
+    """Return every collective of a step on this rank, whose part of the model is ``spec``.
 
-    How wide a hidden state is was seen where it enters a block, and so was whether the loss is this package's own.
+    The width of the hidden state is observed where it enters a block, as is whether the loss is this package's own.
     """
     tally, plan, decision = Tally(), session.plan, session.applied.decision
     facts = _Facts(session, spec, micros, watch)
@@ -68,14 +68,14 @@ def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watc
 
 
 class _Facts:
-    """What all axes need to know of a step."""
+    """Facts of a step that all axes need."""
 
     def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepWatch) -> None:
         self.session, self.spec, self.plan, self.forwards = session, spec, session.plan, watch.forwards
         self.width = max(watch.widths, default=0)
         self.batches = number = len(micros)
         known = tokens_of(micros)
-        if self.forwards.number not in (0, number):  # the model is called more or less often: each counts as one
+        if self.forwards.number not in (0, number):  # unusual number of model calls: each counts as one
             number = self.forwards.number
             known = self.forwards.shapes_known
         self.known = known is not None and self.width > 0
@@ -86,23 +86,23 @@ class _Facts:
         self.sizes = (own if self.plan.precision == "fp32" else NARROW, own)
         self.trained = all(p.trainable for p in spec.parameters)
         self.again = self.plan.recompute != "none"
-        self.again_least = self.again and self.trained and not self.plan.compile  # a graph recomputes what it likes
+        self.again_least = self.again and self.trained and not self.plan.compile  # a graph recomputes what it chooses
 
     def is_here(self, module: str, held: Sequence[str]) -> bool:
-        """Whether a module computes on this rank."""
+        """Return whether a module computes on this rank."""
         return any(f"{module}.{key}" in self.names for key in held)
 
     def block_of(self, module: str) -> str | None:
-        """The block that a module is in."""
+        """Return the block that contains a module."""
         return next((b for b in self.spec.blocks if module == b or module.startswith(f"{b}.")), None)
 
     def bytes(self, elements: int) -> tuple[int, int]:
-        """From the narrowest to the widest type that they may have on their way."""
+        """Return the bytes in the smallest and in the largest dtype that may be sent."""
         return elements * self.sizes[0], elements * self.sizes[1]
 
 
 def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
-    """Regions of each block, the embedding, the head, cut sequences, and sums of partial gradients."""
+    """Add regions of each block, the embedding, the head, split sequences and partial gradients."""
     ups = _Ups(tally, facts, layout)
     ways: set[str] = set()
     for name, cut in layout.modules.items():
@@ -132,7 +132,7 @@ def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
 
 
 class _Ups:
-    """Adds collectives over tp to the tally, for all micro batches of a step."""
+    """Add collectives over tp to the tally, for all micro batches of a step."""
 
     def __init__(self, tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
         self.tally, self.facts, self.layout = tally, facts, layout
@@ -140,12 +140,12 @@ class _Ups:
         meshes = facts.session.applied.meshes
         assert meshes is not None and meshes.tp is not None
         self.ranks, self.rank = meshes.tp.size(), meshes.tp.get_local_rank()
-        # gloo's scatter of a sum sends as much as the sum to all, so its pieces are exchanged and added
+        # gloo's reduce-scatter sends as much as an all-reduce, so its pieces are exchanged and added
         self.scatter = "all_to_all" if is_gloo(meshes.tp.get_group()) else "reduce_scatter"
         self.ended: set[str] = set()
 
     def add(self, name: str, width: int, *, backward: bool = False, again: tuple[int, int] = (0, 0)) -> None:
-        """One call for each micro batch, of ``width`` elements a token; ``again`` more where blocks are recomputed."""
+        """Add a call per micro batch, ``width`` elements a token; ``again`` more with recompute."""
         facts = self.facts
         least = 0 if backward and not facts.trained else 1
         more = again if facts.again else (0, 0)
@@ -155,14 +155,17 @@ class _Ups:
         self.tally.add(name, "tp", (times[0] * number, times[1] * number), (times[0] * low, times[1] * high))
 
     def lookup(self) -> None:
-        """An embedding: of every token, or of the positions of one sample."""
+        """Add an embedding: of every token, or of the positions of one sample."""
         facts, number = self.facts, len(self.facts.micros)
         low, high = facts.bytes(facts.width)
         positions = sum(length for _, length in facts.micros)
         self.tally.add("all_reduce", "tp", (number, number), (positions * low, facts.tokens * high))
 
     def sums(self, block: str | None) -> None:
-        """A rowwise layer. Recompute ends before the last one of a block, whose result nobody needs again."""
+        """Add a row-parallel layer.
+
+        Recompute ends before a block's last one, whose result is unused.
+        """
         ends = block is not None and block not in self.ended
         self.ended |= {block} if block is not None else set()
         again = (0 if ends else 1, 1) if block is not None else (0, 0)
@@ -171,7 +174,7 @@ class _Ups:
             self.add("all_gather", self.facts.width, backward=True)
 
     def way(self, name: str) -> None:
-        """A tensor that enters shared-out work, once for all who read it."""
+        """Add the entry of a tensor into sharded work, once for all its readers."""
         if self.sequence and name.startswith("block:"):
             self.add("all_gather", self.facts.width, again=(1, 1))
             self.add(self.scatter, self.facts.width, backward=True)
@@ -179,7 +182,7 @@ class _Ups:
             self.add("all_reduce", self.facts.width, backward=True)
 
     def exchange(self, module: str, key: str, held: ParameterView, block: str | None) -> None:
-        """Rows of a weight that lie on other ranks than those that use them."""
+        """Add the exchange of weight rows that are stored on other ranks than their users."""
         shape = _shape(self.facts.session.spec, f"{module}.{key}")
         size, inner = shape[held.uses_dim], _product(shape) // shape[held.uses_dim]
         first, end = chunk(size, self.ranks, self.rank)
@@ -195,7 +198,7 @@ class _Ups:
 
 
 def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
-    """Gradients that each rank has a part of: FSDP2 sums each, else all are summed together."""
+    """Add partial gradients: FSDP2 sums each, else all are summed together."""
     partial: dict[str, ParameterSpec] = {}
     specs = {name: p for p in facts.spec.parameters for name in (p.name, *p.aliases)}
     for name, cut in layout.modules.items():
@@ -217,9 +220,9 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
 
 
 def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> None:
-    """The loss over logits that are cut over the vocabulary: the largest, then two sums for each token.
+    """Add the loss over vocabulary-sharded logits: a maximum, then two sums for each token.
 
-    A loss of the user's own may send other things in their place.
+    A custom loss may send other data instead.
     """
     size = max(4, facts.sizes[1])
     over = [item.num_bytes for item in collectives if item.axis == "tp" and item.name == "all_reduce"]
@@ -233,9 +236,11 @@ def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> Non
 
 
 def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepWatch) -> None:
-    """Two exchanges for each attention, forward and backward; how many bytes depends on its heads.
+    """Add two exchanges for each attention, forward and backward.
 
-    Attention outside of repeated blocks, or in blocks that run as often as the model likes, is as often as it was seen.
+    Their bytes depend on its heads.
+
+    Attention outside of repeated blocks, or in blocks with a varying number of calls, counts as observed.
     """
     here = sum(facts.block_of(site) is not None for site in sites)
     number = here * len(facts.micros)
@@ -247,7 +252,7 @@ def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepWatch
 
 
 def _pipeline(tally: Tally, facts: _Facts) -> None:
-    """Hidden states to the next stage and gradients back, for each micro batch; whatever the schedule."""
+    """Add hidden states and gradients between stages, per micro batch, for any schedule."""
     plan, stages = facts.plan, sorted(planned_stages(facts.session))
     last = plan.dims.pp * plan.virtual_stages - 1
     cut = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
@@ -261,14 +266,14 @@ def _pipeline(tally: Tally, facts: _Facts) -> None:
             forward_sends, least = other > stage, number if facts.trained else 0
             for name, is_forward in (("send", forward_sends), ("recv", not forward_sends)):
                 fewest = number if is_forward else least
-                told = shapes if is_forward else 0  # a first message says the shape
+                told = shapes if is_forward else 0  # the first message includes the shape
                 share = fewest / number
                 tally.add(name, "pp", (fewest, number + told), (int(low * share), high + told * MESSAGE_BYTES))
     _shared(tally, facts, first=0 in stages, last=last in stages)
 
 
 def _shared(tally: Tally, facts: _Facts, *, first: bool, last: bool) -> None:
-    """The first and the last stage exchange their gradients of what both use."""
+    """Add the exchange of gradients of parameters that the first and the last stage share."""
     wiring = facts.session.applied.decision.wiring if facts.session.applied.decision is not None else None
     if wiring is None or first == last:
         return
@@ -281,7 +286,7 @@ def _shared(tally: Tally, facts: _Facts, *, first: bool, last: bool) -> None:
 
 
 def _data(facts: _Facts) -> dict[str, Traffic]:
-    """What data-parallel ranks send each other of this rank's own part of the model."""
+    """Return data-parallel traffic of this rank's own part of the model."""
     plan, session = facts.plan, facts.session
     local = facts.spec.model_copy(update={"parameters": tuple(local_parameters(session, facts.spec))})
     units = [unit for unit in units_of(local) if unit[0].block is not None] + root_units(session, local)
@@ -291,7 +296,7 @@ def _data(facts: _Facts) -> dict[str, Traffic]:
 
 
 def data_axis(plan: Plan, name: str) -> str:
-    """The name of the axis that a data-parallel collective goes over."""
+    """Return the name of the axis of a data-parallel collective."""
     cp = " × cp" if plan.dims.cp > 1 else ""
     if plan.parsed.base != "hsdp" or plan.dims.dp_replicate == 1:
         return f"dp{cp}"
@@ -299,7 +304,7 @@ def data_axis(plan: Plan, name: str) -> str:
 
 
 def local_parameters(session: Session, spec: ModelSpec, *, sharded: bool = False) -> Iterator[ParameterSpec]:
-    """Parameters with the shape that tensor parallel leaves of them on this rank; with ``sharded``, and FSDP2."""
+    """Yield parameters in their local tensor-parallel shape; with ``sharded``, FSDP2's, too."""
     dims, tp_rank = session.plan.dims, session.place.tp
     for parameter in spec.parameters:
         dim, shape = shard_dim_of(session, parameter.name), list(parameter.shape)

@@ -1,4 +1,4 @@
-"""What a rank's part of the model should be, and where its ranks stand: by plan and structure, not by what was done."""
+"""Expected part of the model on a rank, by plan and structure and not by observation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from shardwise.train.step import Micro, Step
 
 
 def used_spec(session: Session) -> ModelSpec:
-    """This rank's part of the model; parameters that no rank has a gradient of count as frozen: nothing steps them.
+    """Return this rank's part of the model.
 
-    A gradient that is there but was never reduced over the ranks is one all the same, and so is one that the backward
+    Parameters without a gradient on any rank are frozen.
+
+    A gradient that exists but was never reduced over the ranks counts as a gradient, and so does one that the backward
     has stepped and freed.
     """
     home = home_of(session.module)
@@ -42,7 +44,7 @@ def used_spec(session: Session) -> ModelSpec:
 
 
 def part_of(session: Session) -> ModelSpec:
-    """The blocks and parameters that this rank's stages should have; the whole model without a pipeline."""
+    """Return the blocks and parameters of this rank's stages; the full model without a pipeline."""
     spec = session.spec
     if session.plan.dims.pp == 1:
         return spec
@@ -53,7 +55,7 @@ def part_of(session: Session) -> ModelSpec:
 
 
 def stage_blocks(session: Session) -> dict[int, tuple[str, ...]]:
-    """The blocks of each stage that is on this rank, as they are there: by stage number."""
+    """Return the actual blocks of each stage on this rank, by stage number."""
     live = {id(block) for block in session.applied.blocks}
     found: dict[int, tuple[str, ...]] = {}
     for name, child in session.module.named_children():
@@ -64,9 +66,9 @@ def stage_blocks(session: Session) -> dict[int, tuple[str, ...]]:
 
 
 def planned_stages(session: Session) -> dict[int, tuple[str, ...]]:
-    """The stages that this rank should have, and the blocks of each: as even as their work allows.
+    """Return the stages that this rank should have, with their blocks, balanced by work.
 
-    Stages are dealt out in turn, or there and back again for ``zbv``.
+    Stages are assigned round robin, or there and back for ``zbv``.
     """
     plan, decision, blocks = session.plan, session.applied.decision, session.spec.blocks
     if plan.dims.pp == 1 or decision is None or decision.wiring is None:
@@ -81,7 +83,7 @@ def planned_stages(session: Session) -> dict[int, tuple[str, ...]]:
 
 
 def run_micros(session: Session, step: Step) -> list[Micro]:
-    """The micro batches that are computed: a pipeline's schedule may need some more, which are fillers."""
+    """Return the micro batches to compute; a pipeline's schedule may add padding ones."""
     micros = list(step.micros)
     if session.plan.dims.pp == 1:
         return micros
@@ -89,7 +91,7 @@ def run_micros(session: Session, step: Step) -> list[Micro]:
 
 
 def tokens_of(micros: Sequence[Micro]) -> list[tuple[int, int]] | None:
-    """Samples and length of each micro batch; ``None`` where its inputs do not say so (images, two sequences)."""
+    """Return samples and length of each micro batch; ``None`` if inputs are not token sequences."""
     found = []
     for micro in micros:
         leaves = [
@@ -103,15 +105,15 @@ def tokens_of(micros: Sequence[Micro]) -> list[tuple[int, int]] | None:
 
 
 def keeps_gathered(plan: Plan) -> bool:
-    """Whether a pipeline gathers sharded weights once for all micro batches of a step."""
+    """Return whether a pipeline gathers sharded weights once for all micro batches of a step."""
     whole = plan.parsed.base == "zero2" or plan.pipeline_schedule in ("interleaved-zero-bubble", "zbv")
     return plan.dims.pp > 1 and whole
 
 
 def root_units(session: Session, spec: ModelSpec) -> list[list[ParameterSpec]]:
-    """Parameters outside of the blocks as sharding units: what each stage uses, where it uses any.
+    """Group parameters outside of the blocks into sharding units by the stage that uses them.
 
-    The first stage has what is used before the first block, the last one what is used after the last, or never.
+    The first stage has those used before the first block, the last one those used after the last, or never.
     """
     outside = [p for p in spec.parameters if p.block is None]
     decision = session.applied.decision
@@ -131,25 +133,25 @@ def root_units(session: Session, spec: ModelSpec) -> list[list[ParameterSpec]]:
 
 
 def shard_rank(session: Session) -> int:
-    """Where this rank stands among those that FSDP2 cuts parameters over, which are context-parallel ranks, too."""
+    """Return this rank's index among FSDP2's shards, which include context-parallel ranks."""
     dims, place = session.plan.dims, session.place
     return place.dp % dims.dp_shard * dims.cp + place.cp
 
 
 def shard_dim_of(session: Session, name: str) -> int | None:
-    """The dim that tensor parallel cuts a parameter along; ``None`` where it is whole on each of its ranks."""
+    """Return the dim that tensor parallel shards a parameter along; ``None`` if replicated."""
     decision = session.applied.decision
     layout = None if decision is None else decision.layout
     return None if layout is None else layout.shard_dim.get(name)
 
 
 def group_of(module: FSDPModule) -> Any:
-    """FSDP2's parameter group of a unit; ``None`` where it manages none."""
+    """Return FSDP2's parameter group of a unit; ``None`` if it has none."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def holding_units(module: nn.Module) -> list[FSDPModule]:
-    """FSDP2's units inside ``module`` that manage parameters."""
+    """Return FSDP2's units inside ``module`` that manage parameters."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     return [unit for unit in units if group_of(unit) is not None and group_of(unit).fsdp_params]
 
@@ -163,9 +165,9 @@ def _never_reduced(module: nn.Module) -> Iterator[str]:
 
 
 def axis_of(session: Session) -> Axes | None:
-    """The name of the axis that a collective goes over, by its own name and its ranks; ``None`` for plain plans.
+    """Return a function from a collective and its ranks to its axis; ``None`` for plain plans.
 
-    Ranks of a context-parallel group are data-parallel ranks, too, and may well be the same: only their exchanges are
+    Ranks of a context-parallel group are data-parallel ranks, too, and may be the same: only their exchanges are
     all-to-all.
     """
     plan, meshes = session.plan, session.applied.meshes
@@ -198,5 +200,5 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group runs on gloo, which scatters sums by exchanging pieces."""
+    """Return whether a group uses gloo, which reduce-scatters by exchanging pieces."""
     return str(dist.get_backend(group)) == "gloo"

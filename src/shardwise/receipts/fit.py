@@ -1,4 +1,4 @@
-"""The fit receipt: bytes predicted by the plan against bytes that live tensors and the allocator really take."""
+"""Fit receipt: predicted bytes against the bytes of live tensors and of the allocator."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shardwise.train.step import Step
 from shardwise.units import bytes_text
 
 EXACT = ("parameters", "gradients", "optimizer")
-PEAK_STEP = PROBED_STEP + 1  # the second step moves DDP's buckets, and other receipts look at it
+PEAK_STEP = PROBED_STEP + 1  # the second step moves DDP's buckets, and other receipts inspect it
 _NEVER = "not measured: fewer than three steps"
 _UNSEEN = "not measured: another profiler is on"
 _MIXED = "not measured: micro batches of a pipeline come and go in turn"
 
 
 class FitProbe:
-    """Compares the bytes at rest at the end of the second step, and the peaks of the third.
+    """Observer that compares bytes at rest after the second step, and the peaks of the third.
 
-    Parameters, gradients and optimizer state must be what was predicted, to the byte, on the rank that holds most.
-    The peaks of forward, backward and optimizer are told, with their ratio to the prediction, and what is held for
-    backward when it begins, beside the most that activations and logits are predicted to take at any moment.
-    Until a third step is done, or where the run ends before it, the receipt stands without them.
+    Parameters, gradients and optimizer state must match the prediction, to the byte, on the rank that has most.
+    The peaks of forward, backward and optimizer are reported, with their ratio to the prediction, and the bytes saved
+    for backward when it begins, beside the predicted maximum of activations and logits.
+    Until a third step is done, or if the run ends before it, the receipt is without them.
     """
 
     def __init__(self, estimate: Estimate, on_receipt: Callable[[Receipt], None] | None = None) -> None:
@@ -47,10 +47,10 @@ class FitProbe:
         self._gradients = 0
 
     def on_prepared(self, session: Session) -> None:
-        """Nothing yet."""
+        """Do nothing."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Count steps, and watch the one whose peaks are compared."""
+        """Count steps, and record the one whose peaks are compared."""
         self._seen += 1
         if self._seen < PEAK_STEP or self._final or not self._complete(session):
             return
@@ -60,19 +60,19 @@ class FitProbe:
         self._blind = any(row[0] for row in gather_ints([int(self._watch is None)], session.ranks))
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """The optimizer's state is not there before the first step has ended; an engine's gradients are not then."""
+        """Measure an engine's gradients, which are gone at the end of the step."""
         engine = session.applied.engine
         if engine is not None and not self._final:
             self._gradients = state.local_bytes(engine.held().gradients)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """A later step is looked at instead."""
+        """Use a later step instead."""
         if self._watch is not None:
             self._watch.stop(session, step)
             self._watch = None
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Measure, and tell."""
+        """Measure, and report."""
         watch, self._watch = self._watch, None
         peaks = watch.stop(session, step) if watch is not None else None
         if self._final or self._seen < PROBED_STEP:
@@ -80,7 +80,7 @@ class FitProbe:
         if peaks is not None and not self._blind:
             self.peaks = fullest_peaks(peaks, session)
         self._final = self.peaks is not None or self._blind
-        self._kept = None if self._final else step  # what the next step would otherwise free, unseen
+        self._kept = None if self._final else step  # the next step would otherwise free it unseen
         if self.receipt is not None and not self._final:
             return
         engine = session.applied.engine
@@ -106,19 +106,19 @@ class FitProbe:
         self.receipt.require()
 
     def _complete(self, session: Session) -> bool:
-        """False while fp16's scaler has skipped every step, so that there is no optimizer state yet."""
+        """Return False if fp16's scaler has skipped every step and no optimizer state exists yet."""
         if session.scaler is None:
             return True
         mine = any(True for _ in state.optimizer_tensors(session.optimizer))
         return any(row[0] for row in gather_ints([int(mine)], session.ranks))
 
     def _exact_lines(self, found: Measurement, *, told: bool, engine: bool) -> Iterator[Line]:
-        """To the byte under PyTorch; an engine's alignment and buffers are its own, so that its figures are told."""
+        """Compare to the byte under PyTorch; an engine's alignment and buffers are only reported."""
         for name in EXACT:
             planned, seen = getattr(self._estimate, name), getattr(found, name)
             ok: bool | None = planned == seen
             if planned is None or engine or (told and name != "parameters" and seen < planned):
-                ok = None  # an unknown optimizer, fp16's scaler has skipped every step, or parameters are unused
+                ok = None  # unknown optimizer, fp16's scaler has skipped every step, or unused parameters
             ratio = f" ({seen / planned:.2f} × plan)" if engine and planned else ""
             yield Line(name=name, planned=bytes_text(planned), found=f"{bytes_text(seen)}{ratio}", ok=ok)
 
@@ -132,7 +132,7 @@ class FitProbe:
         parts = [estimate.activations, estimate.logits, *([estimate.buffers] if narrow else [])]
         planned = None if None in parts else sum(part or 0 for part in parts)
         name = "activations, logits, narrow weights" if narrow else "activations, logits"
-        bound = "not predicted" if planned is None else f"≤ {bytes_text(planned)}"  # each at its own fullest moment
+        bound = "not predicted" if planned is None else f"≤ {bytes_text(planned)}"  # each at its own peak
         saved = self._told(name, None, peaks.saved if peaks is not None else None)
         changes = {"planned": bound, "found": _MIXED} if pipelined and peaks is not None else {"planned": bound}
         yield saved.model_copy(update=changes)
@@ -170,7 +170,7 @@ class FitProbe:
 
 
 def fullest_peaks(peaks: Peaks, session: Session) -> Peaks:
-    """Each figure of the rank where it is largest; collective."""
+    """Return each figure's maximum over ranks; collective."""
     names = [*(f"allocated {phase}" for phase in PHASES), *(f"reserved {phase}" for phase in PHASES)]
     mine = [
         peaks.start,

@@ -1,4 +1,4 @@
-"""`Receipt`: planned and taken effect, line by line."""
+"""`Receipt`: planned and observed effects, line by line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from shardwise.errors import ReceiptError
 
 
 class Line(BaseModel):
-    """One claim. ``ok`` is ``None`` for something that is only told, because nothing here can check it."""
+    """Claim of a receipt.
+
+    ``ok`` is ``None`` for one that is only reported, as it cannot be checked.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -19,7 +22,7 @@ class Line(BaseModel):
 
 
 class Receipt(BaseModel):
-    """A titled list of claims; it holds when no line is false."""
+    """Receipt with a title and claims; it is valid if no line is false."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,7 +31,7 @@ class Receipt(BaseModel):
 
     @property
     def ok(self) -> bool:
-        """True when no claim was found false."""
+        """True if no claim was found false."""
         return all(line.ok is not False for line in self.lines)
 
     def require(self) -> None:
@@ -42,5 +45,5 @@ class Receipt(BaseModel):
             raise ReceiptError("\n".join(wrong))
 
     def to_dict(self) -> dict[str, object]:
-        """For the JSON document of a run."""
+        """Return the entry in the JSON document of a run."""
         return {"ok": self.ok, "lines": [line.model_dump() for line in self.lines]}

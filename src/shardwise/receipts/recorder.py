@@ -1,4 +1,4 @@
-"""What is seen of one step through hooks: block forwards, hidden states, logits, gathers ahead of their use."""
+"""Record one step through hooks: block forwards, hidden states, logits, prefetched units."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shardwise.train.step import Step
 
 
 class StepWatch:
-    """Hooks on the blocks and the head, and the recorder of collectives, on for one step."""
+    """Hooks on the blocks and the head, and the collective recorder, for one step."""
 
     def __init__(self, session: Session, step: Step) -> None:
         self.forwards = ForwardCounts(session, step)
         self.widths: set[int] = set()  # of the hidden states that enter blocks
-        self.lengths: set[int] = set()  # of those that enter blocks but the first, where a sequence is cut
+        self.lengths: set[int] = set()  # of those that enter all blocks but the first, where a sequence is sharded
         self._first = session.spec.blocks[0] if session.spec.blocks else ""
         self.logits: set[int] = set()
         self.gathers_before_first: int | None = None
@@ -60,24 +60,24 @@ class StepWatch:
 
     @property
     def exchanged(self) -> int:
-        """Attentions on exchanged heads in this step, recomputed ones too."""
+        """Number of attention calls on exchanged heads in this step, including recomputed ones."""
         return exchanged_calls(self._module) - self._exchanged_before
 
     @property
     def block_calls(self) -> int:
-        """Forwards of blocks in this step, recomputed ones too."""
+        """Number of forwards of blocks in this step, including recomputed ones."""
         return self.forwards.block_calls
 
     @property
     def compiled_calls(self) -> tuple[int, int]:
-        """Forwards of compiled blocks, and of their graphs, in this step."""
+        """Number of forwards of compiled blocks, and of their graphs, in this step."""
         if self.compiled is None:
             return 0, 0
         calls, runs = self._compiled_before
         return self.compiled.calls - calls, self.compiled.runs - runs
 
     def stop(self) -> None:
-        """End; what was seen stays."""
+        """Stop; the records stay."""
         self.recorder.__exit__(None, None, None)
         self.head.stop()
         self.optimizer.stop()
@@ -101,7 +101,7 @@ class StepWatch:
                 self.lengths.add(hidden.shape[1])
 
     def _hidden(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """The hidden state among a block's arguments: where the plan has found it, or the likely one."""
+        """Return the hidden state among a block's arguments: at the plan's place, or the likely one."""
         place: int | str | None = None
         if self._wiring is not None and name in self._wiring.calls:
             place = self._wiring.calls[name].argument
@@ -123,7 +123,7 @@ class StepWatch:
 
 
 def inner_blocks(session: Session) -> dict[str, nn.Module]:
-    """The blocks of this rank by name, inside of what recompute has put around them; compiled ones from outside."""
+    """Return this rank's blocks by name, inside recompute wrappers; compiled ones with them."""
     names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in session.module.named_modules()}
     inside = CHECKPOINT_WRAPPER_PART.rstrip(".")
     return {
@@ -133,7 +133,7 @@ def inner_blocks(session: Session) -> dict[str, nn.Module]:
 
 
 def heads(session: Session) -> Iterator[nn.Module]:
-    """The module whose columns are those of the vocabulary, under tensor parallel, if it is on this rank."""
+    """Yield the local module with the vocabulary's columns, under tensor parallel."""
     decision = session.applied.decision
     layout = None if decision is None else decision.layout
     if layout is None:

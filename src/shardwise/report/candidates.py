@@ -1,4 +1,4 @@
-"""The answer of ``shardwise plan`` for people: a bar for each strategy, the recommendation, the batch equation."""
+"""Answer of ``shardwise plan`` for people: candidates, recommendation, batch equation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel"
 
 
 def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
-    """The facts, the table, why the others are not taken, and what would fit where nothing does."""
+    """Print facts, table, reasons against other strategies, and fixes if nothing fits."""
     print_facts(profile, cluster, console)
     if result.candidates and (options := options_text(result.candidates[0].plan)):
         console.print(f"with: {options}", markup=False)
@@ -46,7 +46,7 @@ def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: Search
 
 
 def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -> None:
-    """One line for the model, one for the cluster, one for each thing that is not known."""
+    """Print one line for the model, one for the cluster, one for each unknown."""
     frozen = profile.num_parameters - profile.num_trainable
     length = f", {profile.seq_len} tokens a sample" if profile.seq_len else ""
     console.print(
@@ -68,7 +68,7 @@ def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -
 
 
 def options_text(plan: Plan) -> str:
-    """What a plan does besides its strategy, in words; empty where that is nothing."""
+    """Describe a plan's options besides its strategy; empty if there are none."""
     found = []
     if plan.adapter is not None:
         found.append(f"adapters of rank {plan.adapter.rank} beside {', '.join(plan.adapter.targets)}")
@@ -80,7 +80,7 @@ def options_text(plan: Plan) -> str:
 
 
 def _shown(result: SearchResult) -> list[Candidate]:
-    """The best, then the plain strategies whatever their place, then the next best; in their order."""
+    """Select rows: the best, the plain strategies, then the next best; in their order."""
     plain = [c for c in result.candidates if not any(c.plan.dims.model_dump()[axis] > 1 for axis in ("tp", "pp", "cp"))]
     first = list(result.candidates[:1])
     wanted = first + [c for c in plain if c not in first]
@@ -90,7 +90,7 @@ def _shown(result: SearchResult) -> list[Candidate]:
 
 
 def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpec, width: int) -> Table:
-    """One row a strategy; narrow terminals get a shorter bar and no money."""
+    """Build a row per strategy; narrow terminals get a shorter bar and no price."""
     priced = width >= WIDE and any(c.cost is not None for c in shown)
     timed = width >= WIDE and any(c.hours is not None for c in shown)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0) if width < WIDE else (0, 2, 0, 0), header_style="bold")
@@ -127,7 +127,7 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
 
 
 def bar(memory: Estimate, limit: int | None, most: int, cells: int = BAR) -> Text:
-    """A bar of what is needed, with the device's memory as a line; what is over it is red."""
+    """Draw a bar of the required memory, with a line at the device's; excess is red."""
     needed = memory.device_bytes
     cell = max(1, most) / cells
     line = None if limit is None else min(cells, round(limit / cell))
@@ -146,7 +146,7 @@ def bar(memory: Estimate, limit: int | None, most: int, cells: int = BAR) -> Tex
 
 
 def dollars(value: float) -> str:
-    """``$950``, ``$197.5 k`` or ``$190.8 M``."""
+    """Format ``$950``, ``$197.5 k`` or ``$190.8 M``."""
     return f"${value:,.0f}" if value < 1e4 else f"${count_text(value)}"
 
 
@@ -159,7 +159,7 @@ def _number(value: float | None) -> str:
 def print_recommendation(
     profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, prices: Prices, console: Console
 ) -> None:
-    """The recommendation in three sentences and the batch equation; or what would fit."""
+    """Print the recommendation in three sentences and the batch equation; or what would fit."""
     console.print()
     if result.recommended is None:
         console.print(f"[bold red]nothing fits[/] {cluster.world_size} × {escape(cluster.device_name)}. What would:")
@@ -173,11 +173,11 @@ def print_recommendation(
 
 
 def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: Prices) -> list[str]:
-    """What to use and why; what it needs and how fast it is; what it costs, or what comes next."""
+    """Write the recommendation with reason, needs and speed, and cost or runner-up."""
     plan, time = best.plan, best.time
     recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
     lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}: {plan.reason}."]
-    needs = f"A device holds {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
+    needs = f"A device needs {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
     if best.memory.offloaded_bytes:
         has = cluster.host_memory_bytes
         room = "; whether it has that is not known" if has is None else f" of {bytes_text(has)}"
@@ -205,7 +205,7 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: 
         speed = best.time.tokens_per_s_per_device if best.time else None
         million = dollars_per_million_tokens(speed, hourly)
         each = "" if million is None else f", ${million:.3g} a million tokens"
-        length = f"The whole run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
+        length = f"The full run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
         return f"{length} {cost}{each}.{_buy(cluster, prices)}"
     others = [c for c in result.candidates if c is not best]
     ties = [c.plan.strategy for c in others if c.tie]
@@ -215,17 +215,17 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: 
 
 
 def _not_run(best: Candidate, result: SearchResult) -> str:
-    """What this version runs, where it does not run the recommended plan."""
+    """Return what this version runs, if it does not run the recommended plan."""
     words = best.plan.parsed.not_runnable
     if not words:
         return ""
     runs = [c for c in result.candidates if not c.plan.parsed.not_runnable and c.fits is not False]
     what = f"this version plans {', '.join(words)} but does not run it"
     if len(result.candidates) == 1:
-        return f"Mind that {what}."
+        return f"Note that {what}."
     if not runs:
-        return f"Mind that {what}, and that nothing it runs fits."
-    return f"Mind that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
+        return f"Note that {what}, and that nothing it runs fits."
+    return f"Note that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
 
 
 def _buy(cluster: ClusterSpec, prices: Prices) -> str:
@@ -239,7 +239,7 @@ def _buy(cluster: ClusterSpec, prices: Prices) -> str:
 
 
 def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console) -> None:
-    """The arithmetic of one plan: every category with its formula, phases, time parts, bytes sent."""
+    """Print the arithmetic of one plan: categories with formulas, phases, time parts, traffic."""
     plan, memory, time = best.plan, best.memory, best.time
     console.print(f"plan: {plan.strategy} ({plan.dims}), {plan.precision}, recompute {plan.recompute}", markup=False)
     if options := options_text(plan):

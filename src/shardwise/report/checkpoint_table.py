@@ -1,4 +1,4 @@
-"""Checkpoints for people and for programs: what is in one, and what is wrong with it."""
+"""Checkpoint contents and damage, for people and for programs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.integrity import Verification
 
 SCHEMA = 1
-ROWS = 40  # rows of a group before the rest is counted only
+ROWS = 40  # rows of a group; the rest is only counted
 SHOWN = 20  # faults that are printed; all are in --json
 _NUMBER = re.compile(r"(?<![^./])\d+(?![^./])")
 _OPTIONS = ("lr", "weight_decay", "betas", "momentum")
-_OTHER_SHAPES = ("absmax1", "absmax2", "row_var", "col_var")  # optimizer state that is not shaped as its parameter
+_OTHER_SHAPES = ("absmax1", "absmax2", "row_var", "col_var")  # optimizer state that does not have its parameter's shape
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Row:
 
 
 def print_inspection(found: Inspection, console: Console, *, everything: bool = False) -> None:
-    """The head, the tables, the notes and the damage; ``everything``: a row for each tensor."""
+    """Print head, tables, notes and damage; ``everything``: a row for each tensor."""
     for line in _head(found):
         console.print(line, markup=False)
     for title, lines in _groups(found.lines):
@@ -66,7 +66,7 @@ def print_inspection(found: Inspection, console: Console, *, everything: bool = 
 
 
 def print_verification(found: Verification, console: Console) -> None:
-    """What was read, how fast, and what is wrong."""
+    """Print the amount read, the rate, and the damage."""
     speed = f" in {seconds_text(found.seconds)}" if found.seconds else ""
     if found.seconds and found.num_bytes:
         speed += f", {bytes_text(found.num_bytes / found.seconds)}/s"
@@ -82,7 +82,7 @@ def print_verification(found: Verification, console: Console) -> None:
 
 
 def print_damage(damage: Sequence[Damage], console: Console) -> None:
-    """One line for each fault, in red; a few of them where there are many."""
+    """Print one line for each fault, in red; only the first ones of many."""
     for one in damage[:SHOWN]:
         console.print(Text("✗ ", "red").append(str(one), ""))
     if len(damage) > SHOWN:
@@ -90,7 +90,7 @@ def print_damage(damage: Sequence[Damage], console: Console) -> None:
 
 
 def inspection_json(found: Inspection) -> dict[str, Any]:
-    """The document of ``inspect --json``; ``null`` is what is not known."""
+    """Build the document of ``inspect --json``; ``null`` is unknown."""
     manifest = found.manifest
     state = manifest.state if manifest else {}
     head: dict[str, Any] = {
@@ -130,7 +130,7 @@ def inspection_json(found: Inspection) -> dict[str, Any]:
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
-    """The document of ``verify --json``."""
+    """Build the document of ``verify --json``."""
     return {
         "schema": SCHEMA,
         "kind": found.kind,
@@ -148,12 +148,12 @@ def verification_json(found: Verification) -> dict[str, Any]:
 
 
 def damage_json(damage: Sequence[Damage]) -> list[dict[str, Any]]:
-    """File, what, tensors of each fault."""
+    """List file, kind and tensors of each fault."""
     return [{"file": one.file, "what": one.what, "tensors": list(one.tensors)} for one in damage]
 
 
 class ReadProgress:
-    """Bytes read, with rate and time left, on a terminal; nothing elsewhere. A context manager."""
+    """Progress of reading, with rate and time left, on a terminal only. A context manager."""
 
     def __init__(self, console: Console) -> None:
         columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
@@ -169,13 +169,13 @@ class ReadProgress:
             self._bar.stop()
 
     def begin(self, total: int) -> None:
-        """So many bytes are going to be read."""
+        """Start with the total number of bytes."""
         if not self._quiet:
             self._task = self._bar.add_task("reading", total=total)
             self._bar.start()
 
     def tick(self, num_bytes: int) -> None:
-        """So many more were read; from any thread."""
+        """Add bytes that were read; from any thread."""
         if self._task is not None:
             self._bar.advance(self._task, num_bytes)
 
@@ -202,7 +202,7 @@ def _head(found: Inspection) -> Iterable[str]:
 
 
 def _facts(manifest: Manifest) -> Iterable[str]:
-    """What a manifest says beside the tensors."""
+    """Yield a manifest's facts beside the tensors."""
     state, plan = manifest.state, _plan(manifest)
     loss = _number(state.get("loss"))
     created = f", saved {manifest.created}" if manifest.created else ""
@@ -238,7 +238,7 @@ def _model(facts: Mapping[str, Any] | None) -> str:
 
 
 def _adapter(facts: Mapping[str, Any] | None) -> Iterable[str]:
-    """What a checkpoint of adapters says of them, and of the base, which it does not hold."""
+    """Yield facts of a checkpoint of adapters, and of the base, which it does not contain."""
     adapter, base = (facts or {}).get("adapter"), (facts or {}).get("base")
     if not isinstance(adapter, Mapping):
         return
@@ -278,7 +278,7 @@ def _groups(lines: Sequence[TensorLine]) -> Sequence[tuple[str, list[TensorLine]
 
 
 def _table(title: str, lines: Sequence[TensorLine], *, everything: bool) -> Table:
-    """A row for each tensor, or for each kind of tensor, with what they add up to in the last."""
+    """Build a row per tensor, or per kind of tensor, and their total in the last."""
     rows = [_Row(_short(line.name), [line]) for line in lines] if everything else _folded(lines)
     shown = rows if everything or len(rows) <= ROWS else rows[: ROWS - 10]
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_footer=True)
@@ -301,7 +301,7 @@ def _table(title: str, lines: Sequence[TensorLine], *, everything: bool) -> Tabl
 
 
 def _folded(lines: Sequence[TensorLine]) -> list[_Row]:
-    """Weights of one shape whose names differ in numbers only; state of the optimizer by its last name."""
+    """Group weights of one shape whose names differ in numbers, and state by its last name."""
     found: dict[tuple[object, ...], list[TensorLine]] = {}
     for line in lines:
         if line.name.startswith("optimizer/"):
@@ -312,12 +312,12 @@ def _folded(lines: Sequence[TensorLine]) -> list[_Row]:
 
 
 def _short(name: str) -> str:
-    """A name without its first part, where the title of the table says that."""
+    """Drop the first part of a name, which the table's title has."""
     return name.split("/", 1)[1] if name.startswith(("model/", "optimizer/")) else name
 
 
 def _together(names: Sequence[str]) -> str:
-    """One name for several: numbers as a range, and for state of the optimizer what all have in common."""
+    """Merge names: numbers as a range, and optimizer state by its common part."""
     if len(names) == 1:
         return names[0]
     if len({_NUMBER.sub("*", name) for name in names}) > 1:

@@ -1,4 +1,4 @@
-"""What ``shardwise verify`` found, as a table for people and as one JSON document."""
+"""Results of ``shardwise verify``, as a table for people and as one JSON document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = {"verified": "verified", "failed": "NOT the gradient of one process", "
 
 
 def print_heading(shrunk: Shrunk, seq_len: int, micro_batch: int, config: Config, console: Console) -> None:
-    """What is verified, on what, and what was changed or left for it."""
+    """Print the subject of the check, and what was changed or left out for it."""
 
     def say(text: str) -> None:
         console.print(text, markup=False)
@@ -40,12 +40,12 @@ def print_heading(shrunk: Shrunk, seq_len: int, micro_batch: int, config: Config
         say(f"       left out: {', '.join(left)} (rounding would hide a wrong gradient; receipts of a run check these)")
     say(
         f"batch: micro batch {micro_batch} × {seq_len} tokens of the config's data; a step with samples of all "
-        "lengths, and one with whole ones"
+        "lengths, and one with full ones"
     )
 
 
 def print_rows(rows: Sequence[StrategyResult], console: Console) -> None:
-    """One row for each strategy, and under the table why those that fail do."""
+    """Print one row for each strategy, and below the table the reasons of failures."""
     table = Table(title="the gradient of one process, in float64", title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("strategy", no_wrap=True)
@@ -97,12 +97,12 @@ def _print_failure(row: StrategyResult, console: Console) -> None:
 
 
 def error_text(value: float) -> str:
-    """``3e-16`` for a relative error."""
+    """Format a relative error as ``3e-16``."""
     return "none" if math.isinf(value) else f"{value:.0e}"
 
 
 def to_document(rows: Sequence[StrategyResult], shrunk: Shrunk, seq_len: int, failure: str | None) -> dict[str, object]:
-    """The JSON document, schema 1; an infinite error (no gradient at all) is ``null``."""
+    """Build the JSON document, schema 1; an infinite error (no gradient) is ``null``."""
     return {
         "schema": 1,
         "verified": failure is None

@@ -1,4 +1,7 @@
-"""The JSON document of ``shardwise plan``: versioned, stable, described in ``docs/plan-json.md``. Keys may be added."""
+"""JSON document of ``shardwise plan``, versioned; see ``docs/plan-json.md``.
+
+Keys may be added.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,16 @@ from shardwise.search.problem import usable_bytes
 
 
 class Facts(BaseModel):
-    """What all parts of the document share."""
+    """Base of all parts of the document."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelFacts(Facts):
-    """The model; counts are elements, tied weights once, FLOPs those of a sample forward and backward."""
+    """Facts of the model.
+
+    Counts are elements, tied weights once, FLOPs those of a sample forward and backward.
+    """
 
     name: str
     origin: str
@@ -42,12 +48,12 @@ class ModelFacts(Facts):
     heads: int | None
     kv_heads: int | None
     max_seq_len: int | None
-    flops_per_sample: float = Field(description="forward and backward, the whole attention square (PaLM's convention)")
+    flops_per_sample: float = Field(description="forward and backward, the full attention square (PaLM's convention)")
     unknown: list[str]
 
 
 class ClusterFacts(Facts):
-    """The cluster; bytes are of one device, ``usable_bytes`` what a plan may take of them."""
+    """Facts of the cluster; bytes are per device, ``usable_bytes`` those available to a plan."""
 
     device: str
     device_name: str
@@ -65,7 +71,7 @@ class ClusterFacts(Facts):
 
 
 class WorkloadFacts(Facts):
-    """What is computed, whatever the plan."""
+    """Facts of the workload, independent of the plan."""
 
     seq_len: int | None
     global_batch: int | None
@@ -78,7 +84,7 @@ class WorkloadFacts(Facts):
 
 
 class MemoryBytes(Facts):
-    """Bytes of the fullest device; each category at its own fullest moment, null where it is not known."""
+    """Bytes of the fullest device; each category at its own peak, null if unknown."""
 
     parameters: int
     gradients: int
@@ -118,7 +124,7 @@ class TimeParts(Facts):
 
 
 class CandidateEntry(Facts):
-    """One plan with its costs."""
+    """Candidate plan with its costs."""
 
     strategy: str
     fits: bool | None
@@ -149,23 +155,23 @@ class CandidateEntry(Facts):
 
 
 class PlanDocument(Facts):
-    """The whole answer; ``recommended`` is an index into ``candidates``, null where nothing fits."""
+    """Full answer; ``recommended`` is an index into ``candidates``, null if nothing fits."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema", serialization_alias="schema")
     model: ModelFacts
     cluster: ClusterFacts
     workload: WorkloadFacts
     recommended: int | None
-    considered: int = Field(description="plans looked at, those left out by an argument included")
+    considered: int = Field(description="plans considered, including those excluded by an argument")
     candidates: list[CandidateEntry]
     recommendation: str | None = Field(description="why the recommended plan is recommended")
-    advice: list[str] = Field(description="what would fit, where nothing does")
+    advice: list[str] = Field(description="what would fit, if nothing does")
     notes: list[str] = Field(description="what was not given and filled in, and what was given without effect")
     proof: dict[str, Any] | None = Field(default=None, description="what --prove found")
 
 
 def json_schema() -> str:
-    """The JSON schema of the document."""
+    """Return the JSON schema of the document."""
     return json.dumps(PlanDocument.model_json_schema(by_alias=True), indent=2)
 
 
@@ -178,7 +184,7 @@ def document(
     *,
     notes: Sequence[str] = (),
 ) -> PlanDocument:
-    """Put the document together; ``notes`` are what was filled in or has no effect."""
+    """Build the document; ``notes`` are defaults that were used and options without effect."""
     precision = result.candidates[0].plan.precision if result.candidates else None
     chosen = None if result.recommended is None else result.candidates[result.recommended]
     return PlanDocument(

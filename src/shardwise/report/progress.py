@@ -1,4 +1,4 @@
-"""Progress of a run on rank 0: a bar with loss, rate and ETA on a terminal, a few plain lines elsewhere."""
+"""Progress of a run on rank 0: a bar with loss, rate and ETA on a terminal, or plain lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN_LINES = 10
 
 
 class ProgressReporter:
-    """Tells of a run: to stdout, or to stderr where stdout is for a program."""
+    """Reporter of a run: to stdout, or to stderr if stdout is for a program."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
@@ -34,11 +34,11 @@ class ProgressReporter:
         self._started = time.perf_counter()
 
     def say(self, text: str) -> None:
-        """One line, as it is: a folder's name may hold what looks like markup."""
+        """Print one line without markup, which a folder's name may resemble."""
         self.console.print(text, markup=False)
 
     def begin(self, first: int, total: int) -> None:
-        """Open the bar, or be quiet where there is no terminal."""
+        """Open the bar, or print nothing without a terminal."""
         self._first, self._total, self._started = first, total, time.perf_counter()
         self._tenth = first * PLAIN_LINES // max(1, total)
         if not self.console.is_terminal:
@@ -55,7 +55,7 @@ class ProgressReporter:
         self._bar.start()
 
     def step(self, number: int, loss: float, tokens_per_s: float) -> None:
-        """Move the bar; without a terminal, one line for each tenth of the run."""
+        """Move the bar; without a terminal, print one line for each tenth of the run."""
         news = f"loss {loss:.4f}  {count_text(tokens_per_s)} tokens/s"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, news=news)
@@ -66,7 +66,7 @@ class ProgressReporter:
             self.console.print(f"step {number}/{self._total}  {news}  {seconds_text(left)} left")
 
     def evaluating(self, share: float) -> None:
-        """A bar of its own for an evaluation."""
+        """Show the bar of an evaluation."""
         if self._bar is None:
             return
         if self._evaluation is None:
@@ -74,7 +74,7 @@ class ProgressReporter:
         self._bar.update(self._evaluation, completed=round(share * 100), visible=share < 1)
 
     def evaluated(self, number: int, bits_per_byte: float) -> None:
-        """One line."""
+        """Print the result of an evaluation."""
         self.console.print(f"held out after step {number}: {bits_per_byte:.4f} bits per byte")
 
     def end(self) -> None:
@@ -84,7 +84,7 @@ class ProgressReporter:
             self._bar = None
 
     def finish(self, outcome: Outcome, corpus: Corpus, receipts: Sequence[Receipt | None], output: str) -> None:
-        """The last page: held-out result against its baselines, then the receipts."""
+        """Print the end of a run: held-out result against its baselines, then the receipts."""
         if outcome.heldout_bits_per_byte is not None:
             bits = outcome.heldout_bits_per_byte
             verdict = "under" if bits < corpus.order1_bits else "over"
@@ -104,7 +104,7 @@ class ProgressReporter:
     def time_spent(
         self, timing: Timing | None, use: Utilisation | None, findings: Sequence[Finding], page: Path | None
     ) -> None:
-        """Where the time went, how much of the hardware was used, and what that means."""
+        """Print step time by part, hardware use, and findings."""
         if timing is None:
             return
         self.console.print(timing_table(timing))

@@ -1,1 +1,1 @@
-"""A job, from its configuration to its summary: prepared once, run by each rank."""
+"""Jobs from configuration to summary: prepared once, run by each rank."""

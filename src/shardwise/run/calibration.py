@@ -1,5 +1,7 @@
-"""Costs corrected by what was measured: links by ``bench comm`` (`shardwise.cost.link_calibration`), and whole runs by
-earlier ones on this machine (`shardwise.measure.history`).
+"""Correct costs by measurements: links, and whole runs.
+
+Links are from ``bench comm`` (`shardwise.cost.link_calibration`), runs from earlier ones on this machine
+(`shardwise.measure.history`).
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ RATES = ("tokens_per_s_per_device", "mfu")
 
 
 def read_links(path: Path, cluster: ClusterSpec) -> tuple[CalibrationFile, list[str]]:
-    """A file of ``bench comm`` for plans on ``cluster``, and in words what it changes, and what of it is not there.
+    """Read a ``bench comm`` file for plans on ``cluster``; also describe its changes and gaps.
 
     Raises:
-        UserError: it cannot be read, or was measured on something else.
+        UserError: it cannot be read, or was measured on a different cluster.
     """
     links = read_calibration(path)
     return links, links_told(links, cluster, name=str(path))
 
 
 def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") -> list[str]:
-    """What measured links change in plans for ``cluster``, and what of them is not there.
+    """Describe the effect of measured links on plans for ``cluster``, and their gaps.
 
     Raises:
-        PlanError: they were measured on something else.
+        PlanError: they were measured on a different cluster.
     """
     told = check_calibration(links, cluster, processor=processor_name(), name=name)
     if cluster.device == "cpu":
@@ -49,10 +51,10 @@ def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") 
 
 
 def corrected_costs(cluster: ClusterSpec, links: CalibrationFile | None = None) -> Costs:
-    """The cost model, times the median of measured over predicted of runs on ``cluster``'s kind of device.
+    """Return the cost model scaled by the median of measured over predicted on this device.
 
-    Unchanged where there are no such runs, or too few. With measured ``links`` the seconds are theirs, and runs correct
-    the memory alone: what runs have shown of the time was shown of predictions with the catalogue's links.
+    Unchanged if there are no such runs, or too few. With measured ``links`` they determine the time, and runs correct
+    the memory alone: time corrections from runs apply to predictions with the catalogue's links.
     """
     plain = default_costs() if links is None else _over(links, cluster)
     device = "CPU" if cluster.device == "cpu" else cluster.device_name
@@ -66,7 +68,7 @@ def corrected_costs(cluster: ClusterSpec, links: CalibrationFile | None = None) 
 
 
 def _over(links: CalibrationFile, cluster: ClusterSpec) -> Costs:
-    """The cost model over measured links; what it says of its calibration names them."""
+    """Return the cost model over measured links, with their name in its calibration note."""
     plain = default_costs(calibration=links.calibration())
 
     def step_time(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
@@ -88,7 +90,7 @@ def _wrapped(plain: Costs, correction_of: Callable[[str], Correction | None]) ->
 
 
 def corrected_memory(memory: Estimate, correction: Correction | None) -> Estimate:
-    """The estimate with its peak, and what follows from it, moved by what runs have shown; categories stay."""
+    """Return the estimate with its peak corrected by past runs; categories stay."""
     ratio = None if correction is None else correction.peak
     if ratio is None or memory.allocated is None:
         return memory
@@ -103,7 +105,7 @@ def corrected_memory(memory: Estimate, correction: Correction | None) -> Estimat
 
 
 def corrected_time(time: StepTime, correction: Correction | None) -> StepTime:
-    """All seconds times what runs have shown."""
+    """Scale all seconds by the correction of past runs."""
     ratio = None if correction is None else correction.step
     if ratio is None:
         return time

@@ -1,4 +1,4 @@
-"""All that looks on while ``shardwise train`` runs, on every rank, and what it has to say at the end, on rank 0."""
+"""Callbacks of ``shardwise train`` on every rank, and their reports at the end on rank 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ TIMING, FINDINGS = "timing.json", "findings.json"
 
 
 class RunWatch:
-    """The observers of one run. ``say`` prints a line; ``console`` takes tables. Made before the model is."""
+    """Callbacks of one run. ``say`` prints a line; ``console`` takes tables.
+
+    Made before the model.
+    """
 
     def __init__(self, job: Job, session: Session, say: Callable[[str], None], console: Console) -> None:
         ranks = session.ranks
@@ -56,10 +59,10 @@ class RunWatch:
         self.host_use: HostUse | None = None
         self.gpus: tuple[DeviceState, ...] = ()
 
-    # what the loop tells
+    # called by the loop
 
     def begin(self, session: Session) -> None:
-        """The model stands, and a run that goes on has gone on: the first step is next."""
+        """Called before the first step, with the model built and the checkpoint loaded."""
         if session.ranks.is_main:
             self.trackers = open_trackers(self.job.config, session.steps_done, self.say)
         if self.sampler is not None:
@@ -67,12 +70,12 @@ class RunWatch:
         self.host.restart()
 
     def told(self) -> dict[str, Any]:
-        """More values for a logged line, on rank 0."""
+        """Return additional values for a logged line, on rank 0."""
         return self.attribution.told()
 
     def wrote(self, line: dict[str, Any]) -> None:
-        """A line of metrics was written, on rank 0; that of a checkpoint is remembered."""
-        if not self._logged and "loss" in line:  # what an earlier part of the run has left does not speak for this one
+        """Handle a written line of metrics, on rank 0; that of a checkpoint is stored."""
+        if not self._logged and "loss" in line:  # an earlier part of the run does not count
             self._logged = True
             for name in (TIMING, FINDINGS):
                 with contextlib.suppress(OSError):
@@ -90,11 +93,11 @@ class RunWatch:
             self.saves.append(save)
 
     def between(self, session: Session) -> None:
-        """A step is over, and the next has not begun: a trace that is complete is written."""
+        """Write a complete trace between two steps."""
         if not self.trace.disturbs(session.steps_done):
             return
         summary = self.trace.write()
-        gather_ints([0], session.ranks)  # the others wait here, in a step that is left out, and not in the next one
+        gather_ints([0], session.ranks)  # the others wait here, in a step that is excluded, and not in the next one
         if session.ranks.is_main:
             from shardwise.report.terminal import print_trace
 
@@ -108,16 +111,16 @@ class RunWatch:
         self.trace.notes.clear()
 
     def finish(self) -> None:
-        """The last step is done. Collective."""
+        """Finish after the last step. Collective."""
         self.attribution.finish()
         self.host_use = self.host.finish(self.session.ranks)
         if self.session.device.type == "cuda":
             self.gpus = gpu_states(None if self.sampler is None else self.sampler.stop(), self.session.ranks)
 
-    # what comes of it, on rank 0
+    # results, on rank 0
 
     def utilisation(self, timing: Timing) -> Utilisation | None:
-        """Use of the device and of the links; ``None`` where no step was counted."""
+        """Return the use of devices and links; ``None`` if no step was counted."""
         if self.work.work is None:
             return None
         import torch
@@ -127,7 +130,7 @@ class RunWatch:
         return utilisation(self.work.work, timing.step_s, plan.dims, plan.precision, self.job.cluster, tf32=tf32)
 
     def findings(self, timing: Timing, use: Utilisation | None) -> tuple[Finding, ...]:
-        """What the run loses time to, the dearest first; healthy is said, too."""
+        """Return what the run loses time to, most expensive first; healthy runs get a finding, too."""
         job, peaks = self.job, self.fit.peaks
         observed = observe(
             self.session,
@@ -147,7 +150,7 @@ class RunWatch:
         return diagnose(observed)
 
     def write(self, timing: Timing | None, findings: tuple[Finding, ...]) -> None:
-        """``timing.json`` and ``findings.json`` in the run folder."""
+        """Write ``timing.json`` and ``findings.json`` to the run folder."""
         if timing is not None:
             self.keep(TIMING, timing.model_dump_json(indent=1))
             self.keep(FINDINGS, json.dumps([finding.model_dump() for finding in findings], indent=1))
@@ -156,7 +159,10 @@ class RunWatch:
             self.trackers.text(self.session.steps_done, "findings", texts)
 
     def keep(self, name: str, text: str) -> None:
-        """Put a file into the run folder at once. One that cannot be written is said: the weights are saved already."""
+        """Write a file to the run folder immediately.
+
+        A failure is reported, as the weights are saved.
+        """
         file = Path(self.job.config.train.output) / name
         temporary = file.with_name(f"{name}.tmp")
         try:
@@ -168,7 +174,7 @@ class RunWatch:
             self.say(f"'{file}' cannot be written: {error.strerror}; the run's checkpoints and metrics are untouched")
 
     def close(self) -> None:
-        """Let go of trackers and threads, however the run has ended."""
+        """Release trackers and threads, however the run has ended."""
         if self.trackers is not None:
             self.trackers.close()
         if self.sampler is not None:

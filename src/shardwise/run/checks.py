@@ -1,4 +1,4 @@
-"""What can be said of a config, a plan and a machine before anything is computed: each check says all that is wrong."""
+"""Check config, plan and machine before any computation; each check reports all problems."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shardwise.train.data.corpus import Corpus
 
 
 def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
-    """What can be said of the strategy and of a given plan before the data is read, which may take long.
+    """Check the strategy and a given plan before the data is read, which may take long.
 
     Raises:
-        PlanError: the degrees cannot be, or the given plan is for something else; all that differs.
+        PlanError: the degrees are impossible, or the plan is for something else; lists all differences.
     """
     parallel = config.parallel
     if plan is None:
@@ -62,7 +62,7 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             and planned is not None
             and asked not in (planned, None, "auto")
         ):
-            problems.append(f"{key} is {asked}, but the plan says {planned}; take the key out or make a new plan")
+            problems.append(f"{key} is {asked}, but the plan has {planned}; remove the key or make a new plan")
     if plan.optimizer_in_backward and config.optimizer.clip_norm is not None:
         problems.append(
             "the plan steps the optimizer in the backward, before the norm of all gradients is known, and "
@@ -78,10 +78,10 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
 
 
 def check_packages(adapter: str) -> None:
-    """Whether what adapters need is installed, before the data is read.
+    """Check that the adapters' packages are installed, before the data is read.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: they are not.
     """
     if adapter == "none":
         return
@@ -92,10 +92,10 @@ def check_packages(adapter: str) -> None:
 
 
 def check_engine(config: Config, plan: Plan | None, say: Callable[[str], None]) -> None:
-    """Whether the engine that a strategy names is installed and can run it, before the data is read.
+    """Check that a strategy's engine is installed and supports it, before the data is read.
 
     Raises:
-        UserError: all that is in the way.
+        UserError: lists all obstacles.
     """
     named = config.parallel.strategy if plan is None else plan.strategy
     strategy = None if named == "auto" else parse_strategy(named)
@@ -107,10 +107,10 @@ def check_engine(config: Config, plan: Plan | None, say: Callable[[str], None]) 
 
 
 def check_model_path(config: Config) -> None:
-    """Whether the model's configuration is there and can be used, before the data is read; what it ignores is said.
+    """Check the model's configuration before the data is read; report keys that it ignores.
 
     Raises:
-        ModelError: it is not, or it cannot.
+        ModelError: it is missing or cannot be used.
     """
     from shardwise.train.causal import causal_configuration
 
@@ -123,10 +123,10 @@ def check_model_path(config: Config) -> None:
 
 
 def check_samples(config: Config, corpus: Corpus) -> None:
-    """Whether there is something to learn from, and something to measure on.
+    """Check that the corpus has training labels and held-out bytes.
 
     Raises:
-        DataError: there is not.
+        DataError: it has not.
     """
     from shardwise.train.data.samples import samples_for
 
@@ -135,13 +135,13 @@ def check_samples(config: Config, corpus: Corpus) -> None:
         heldout = samples_for(corpus.heldout, config.data, corpus.separator)
         if not heldout.label_bytes(config.train.eval_samples or None):
             raise DataError(
-                "the held-out documents have no byte that can be predicted from one before it; "
+                "the held-out documents have no byte with a predecessor to predict it from; "
                 "give data.heldout_path longer documents, or set data.heldout_fraction=0"
             )
 
 
 def check_output(folder: Path) -> None:
-    """The run folder must exist or be made, and be writable; found out before anything is computed.
+    """Check that the run folder exists or can be created, and is writable.
 
     Raises:
         ConfigError: it is not.
@@ -158,6 +158,6 @@ def check_output(folder: Path) -> None:
 
 
 def adapter_of(config: Config) -> str:
-    """``lora``, ``qlora`` or ``none``: what the named strategy says."""
+    """Return the adapter kind of the named strategy: ``lora``, ``qlora`` or ``none``."""
     named = config.parallel.strategy
     return "none" if named == "auto" else parse_strategy(named).adapter

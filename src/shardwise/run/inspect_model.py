@@ -1,4 +1,4 @@
-"""A config's model as the planner sees it: its structure, what a sample saves, what its optimizer keeps."""
+"""Inspect a config's model for the planner: structure, saved activations, optimizer state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Looked:
-    """A model on the meta device, with its plan's adapters if there are any, and what was read off it.
+    """Model on the meta device, with its plan's adapters if any, and its inspected facts.
 
     ``profile`` is of the model without adapters, which the planner adds itself.
     """
@@ -35,7 +35,7 @@ class Looked:
 
 
 def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
-    """Build the model of ``config`` without weights and read it; ``kind`` of adapters is put into it.
+    """Build the model of ``config`` without weights, add adapters of ``kind``, and inspect it.
 
     Raises:
         UserError: the model cannot be built, or not with these adapters.
@@ -65,9 +65,9 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
 
 
 def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
-    """``factory`` with the plan's adapters in what it makes, on the meta device, and nothing packed.
+    """Wrap ``factory`` to add the plan's adapters, on the meta device and unquantized.
 
-    Called under fake tensors it makes fake ones: peft cannot move layers that are fake, so they are put in before.
+    Under fake tensors the model becomes fake: peft cannot move fake layers, so adapters are added before.
     """
     import torch
     from torch._guards import detect_fake_mode
@@ -91,7 +91,7 @@ def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[]
 
 @contextmanager
 def users_code(where: str) -> Iterator[None]:
-    """What the user's function raises becomes a message that says where; a machine out of memory stays one.
+    """Convert errors of the user's function to messages with the place; pass on out of memory.
 
     Raises:
         ConfigError: anything else was raised inside.
@@ -115,10 +115,10 @@ def _key(table: str, factory: str | None, other: str | None) -> str:
 def _activations(
     config: Config, plan: Plan, spec: ModelSpec, factory: Callable[[], nn.Module], vocab_size: int
 ) -> dict[str, dict[str, int | None] | int | None]:
-    """Saved bytes of a sample under the plan's recompute mode, and its logits.
+    """Measure the saved bytes of a sample under the plan's recompute mode, and its logits.
 
-    ``full`` holds the blocks' inputs plus one block that is being recomputed. What ``selective`` keeps is not seen by
-    autograd's hooks, so it stays unknown.
+    ``full`` contains the blocks' inputs plus one block that is being recomputed. What ``selective`` saves is not
+    visible to autograd's hooks, so it stays unknown.
     """
     from shardwise.parallel.activation_checkpointing import apply_recompute
     from shardwise.parallel.precision import DTYPES
@@ -147,7 +147,7 @@ def _activations(
 
 
 def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -> Workload:
-    """What the optimizer of a config will keep of ``module``; batch and length are left open.
+    """Describe the optimizer state of a config for ``module``; batch and length are left open.
 
     Raises:
         ConfigError: the optimizer's factory raised.
@@ -164,7 +164,7 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
 def traced_profile(
     module: nn.Module, seq_len: int, vocab_size: int, *, precision: Precision, device: DeviceType
 ) -> ModelProfile | None:
-    """The traced profile; ``None`` for a module that does not run on fake tensors."""
+    """Return the traced profile; ``None`` for a module that does not run on fake tensors."""
     from shardwise.model.trace import trace_module
 
     try:

@@ -1,4 +1,4 @@
-"""`Job`: everything that the ranks of one run must agree on, made once and read by each."""
+"""`Job`: facts that all ranks of one run share, prepared once and read by each."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 
 class Job(BaseModel):
-    """A config, the plan for it, where the prepared corpus lies, and what memory and time were predicted.
+    """Job of a run: config, plan, prepared corpus, and predicted memory and time.
 
-    ``traffic`` is what a device is predicted to send in a step, bytes by axis; ``alternatives`` what else the plan
-    could have been; ``measured_links`` bytes/s that ``bench comm`` got out of an axis, and when.
+    ``traffic`` is the predicted traffic of a device in a step, bytes by axis; ``alternatives`` are other possible
+    plans; ``measured_links`` bytes/s that ``bench comm`` measured on an axis, and when.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -73,12 +73,12 @@ class Job(BaseModel):
     measured_links: dict[str, tuple[float, str]] = {}
 
     def to_json(self) -> str:
-        """For the ranks. Keys that the user left out stay out: a config says when a key that is given does nothing."""
+        """Serialize for the ranks without unset keys, as a config reports given keys without effect."""
         return self.model_dump_json(by_alias=True, exclude_unset=True)
 
 
 class PreparedJob(BaseModel):
-    """A job, and what was found out on the way, for those who print it. ``notes`` are about measured links."""
+    """Job with findings of its preparation to print. ``notes`` are about measured links."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
@@ -99,12 +99,14 @@ def prepare_job(
     as_json: bool = False,
     calibration: Path | None = None,
 ) -> PreparedJob:
-    """Read the data, look at the machine and the model, and choose the plan. Starts no rank, needs no GPU.
+    """Read the data, inspect machine and model, and choose the plan.
 
-    ``calibration`` is a file of ``bench comm``, for the time that is predicted.
+    Starts no rank, needs no GPU.
+
+    ``calibration`` is a file of ``bench comm``, for the predicted time.
 
     Raises:
-        UserError: whatever of the config cannot be.
+        UserError: any part of the config is impossible.
         DoesNotFit: no plan fits.
     """
     check_output(Path(config.train.output))
@@ -138,10 +140,10 @@ def prepare_job(
 
 
 def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked) -> None:
-    """Whether what the ranks of a machine swap has room on its drive; of a slow one it is said what it costs.
+    """Check that a machine's drive has room for swapping; report the cost of a slow one.
 
     Raises:
-        UserError: it has no room.
+        UserError: it has not enough room.
     """
     if not plan.parsed.nvme or plan.nvme_path is None:
         return
@@ -159,7 +161,7 @@ def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked)
 
 
 def completed(plan: Plan, config: Config) -> Plan:
-    """A plan that leaves the batch open (one made for a loop of one's own) takes it from the config."""
+    """Complete a plan without a batch (made for a custom loop) from the config."""
     if plan.micro_batch is not None:
         return plan.model_copy(update={"seq_len": config.data.seq_len})
     train = config.train
@@ -173,7 +175,7 @@ def completed(plan: Plan, config: Config) -> Plan:
 
 
 def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
-    """What is decided before the strategy: the batch split, the precision, recompute."""
+    """Build a draft plan: batch split, precision and recompute, without the strategy."""
     train, parallel = config.train, config.parallel
     micro, accum = split_batch(
         data_ranks(config, cluster),
@@ -195,15 +197,16 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
 
 
 def data_ranks(config: Config, cluster: ClusterSpec) -> int:
-    """Ranks that see different samples: under ``auto`` all, else what the named strategy leaves of them."""
+    """Count ranks with different samples: all under ``auto``, else by the named strategy."""
     strategy = None if config.parallel.strategy == "auto" else parse_strategy(config.parallel.strategy)
     return cluster.world_size // (1 if strategy is None else strategy.tp * strategy.pp * strategy.cp)
 
 
 def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
-    """Micro batches of a pipeline on CPUs, whose speed is not modelled, where the config leaves them open.
+    """Return the micro batches of a pipeline on CPUs, which is not modelled; ``None`` if given.
 
-    As many as divide a rank's share of the global batch, up to four for each stage: the bubble is then a fifth or less.
+    The most that divide a rank's share of the global batch, up to four for each stage: the bubble is then a fifth or
+    less.
     """
     train, parallel = config.train, config.parallel
     stages = 1 if parallel.strategy == "auto" else parse_strategy(parallel.strategy).pp
@@ -215,7 +218,7 @@ def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
 
 
 def with_options(plan: Plan, config: Config) -> Plan:
-    """A plan that was chosen, with what ``[parallel]`` says about how its axes are run, and the loss's chunks."""
+    """Add ``[parallel]``'s options of the axes, and the loss chunks, to a chosen plan."""
     update = {name: attrgetter(key)(config) for name, key in CONFIG_KEYS.items() if not key.startswith("parallel.")}
     update |= config.parallel.options_for(plan.parsed)
     if plan.parsed.adapter != "none":
@@ -232,7 +235,7 @@ def choose_plan(
     fixed: bool,
     links: CalibrationFile | None = None,
 ) -> tuple[Choice, ModelSpec, Asked]:
-    """Read the model's structure on the meta device and choose; a ``fixed`` plan is only costed."""
+    """Inspect the model on the meta device and choose a plan; a ``fixed`` plan is only costed."""
     import torch
 
     from shardwise.parallel.decide import check_model, decide, parts_of
@@ -274,16 +277,16 @@ def choose_plan(
     if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
         raise PlanError(*unfit)
     if not choice.plan.dims.splits_model:
-        cut(choice.plan)  # its options; a plan that cuts the model was looked at when it was chosen
+        cut(choice.plan)  # its options; a plan that splits the model was checked when it was chosen
     return choice, spec, (profile, workload)
 
 
 Asked = tuple[ModelProfile | None, Workload]
-"""What the planner was asked about; without a profile where the model does not run on fake tensors."""
+"""Question to the planner; without a profile if the model does not run on fake tensors."""
 
 
 def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:
-    """What the planner knows of a plan beside its costs: its traffic, and what else it could have been."""
+    """Return the planner's knowledge of a plan beside its costs: traffic and alternatives."""
     profile, workload = asked
     if profile is None:
         return {}
@@ -292,7 +295,7 @@ def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:
 
 
 def _pins(config: Config, cluster: ClusterSpec) -> Pins:
-    """What the config fixes; where it leaves the batch split open, the largest micro batch that fits is looked for."""
+    """Return the choices that the config fixes; an open batch split is searched for."""
     parallel, train = config.parallel, config.train
     split = {"micro_batch": train.micro_batch, "grad_accum": pipeline_batches(config, cluster)}
     return Pins(
@@ -307,7 +310,7 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
 
 
 def _given_options(config: Config) -> dict[str, Any]:
-    """The options that the config names, the loss's chunks and the adapters."""
+    """Return the options that the config names, the loss chunks and the adapters."""
     given = {
         name: value
         for name, key in CONFIG_KEYS.items()
@@ -328,7 +331,7 @@ def _fixed_choice(
     parts: Parts,
     links: CalibrationFile | None,
 ) -> Choice:
-    """A plan that is given, with its costs."""
+    """Cost a given plan."""
     from shardwise.cost.memory.estimate_memory import estimate_memory
 
     if profile is None:

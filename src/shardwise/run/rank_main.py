@@ -1,4 +1,4 @@
-"""The entry of a rank: join the others, train, and print on rank 0 what the run came to.
+"""Entry point of a rank: join the others, train, and print the results on rank 0.
 
 Started by ``shardwise train`` as ``python -m shardwise.run.rank_main job.json``, or entered under torchrun.
 """
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def run_job(job: Any, ranks: Any = None) -> int:
-    """Train on this rank; returns the exit code."""
+    """Train on this rank; return the exit code."""
     from torch import nn
     from torch.optim import Optimizer
 
@@ -44,7 +44,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     if ranks.is_main:
         try:
             write_environment(Path(job.config.train.output))
-        except OSError as error:  # the report of the run knows less, and says so
+        except OSError as error:  # the run's report lacks it, and says so
             reporter.say(f"the versions of this run are not kept: {error.strerror}")
 
     def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
@@ -70,7 +70,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
 
 
 def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
-    """Whether this process had nothing to do, and an earlier one has told what the run came to; it stays as it is."""
+    """Return whether the run was finished by an earlier process, whose results stay."""
     from shardwise.run.run_summary import loss_text, summary_of
 
     found = summary_of(job.config)
@@ -83,7 +83,7 @@ def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
 
 
 def so_far(job: Any, watch: Any, reporter: Any) -> None:
-    """What an interrupted run has come to, on rank 0: where its time went, and its report."""
+    """Report an interrupted run so far, on rank 0: its time, and its report."""
     from shardwise.report.html.elements import write_report
 
     timing = watch.attribution.timing()
@@ -95,7 +95,7 @@ def so_far(job: Any, watch: Any, reporter: Any) -> None:
 
 
 def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
-    """What the run came to, on rank 0: printed, kept in the run folder, and as the last line for programs."""
+    """Print and store the results of the run, on rank 0; the last line is for programs."""
     from shardwise.report.html.elements import write_report
     from shardwise.run.run_summary import SUMMARY, identity, spread_of
     from shardwise.train.data.corpus import open_corpus
@@ -134,12 +134,12 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
 
 
 def finite(value: float | None) -> float | None:
-    """A number as it is; ``None`` for what JSON cannot say."""
+    """Return a finite number unchanged; ``None`` for others, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, float | None]:
-    """Put the run into this machine's history; the predicted and the measured seconds of a step."""
+    """Add the run to this machine's history; return predicted and measured step seconds."""
     import torch
 
     from shardwise.measure.history import median_step_s, remember
@@ -169,7 +169,7 @@ def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, f
 
 
 def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Path | None = None) -> None:
-    """This process is a rank of torchrun, Slurm or the like: rank 0 prepares the job, the others are told it."""
+    """Run as a rank of torchrun, Slurm or similar: rank 0 prepares the job and sends it."""
 
     def inner() -> int:
         from shardwise.distributed.process_group import join, prepared_by_main

@@ -1,4 +1,4 @@
-"""What a run folder keeps of a run: its job and plan at the start, its summary at the end."""
+"""Files of a run in its folder: job and plan at the start, summary at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUMMARY = "summary.json"
 
 
 def keep_job(job: Job) -> Path:
-    """``job.json`` and ``plan.toml`` in the run folder; returns the path of the former.
+    """Write ``job.json`` and ``plan.toml`` to the run folder; return the path of the former.
 
     Raises:
         MachineError: they cannot be written.
@@ -38,17 +38,17 @@ def keep_job(job: Job) -> Path:
 
 
 def finished(config: Config) -> dict[str, Any] | None:
-    """The summary of this very run, if it has done all its steps on data that is still the same.
+    """Return the summary of this run if it has finished all steps on unchanged data.
 
     Raises:
-        ConfigError: the folder holds a run, finished or not, and the config says that none is to be resumed; or it
-            holds this run, finished under another strategy or precision than is asked for now.
+        ConfigError: the folder has a run, finished or not, and the config forbids resuming; or it
+            has this run, finished under another strategy or precision than requested now.
     """
     output = Path(config.train.output)
     if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(folder_of(config.checkpoints))):
         raise ConfigError(
-            f"train.output '{config.train.output}' holds a run already and checkpoint.resume is false; "
-            "choose another train.output, or set checkpoint.resume=true to go on"
+            f"train.output '{config.train.output}' contains a run already and checkpoint.resume is false; "
+            "choose another train.output, or set checkpoint.resume=true to resume"
         )
     found = summary_of(config)
     if found is None:
@@ -60,15 +60,15 @@ def finished(config: Config) -> dict[str, Any] | None:
     ]
     if other:
         raise ConfigError(
-            f"train.output '{config.train.output}' holds this run, finished with {', '.join(other)}; "
-            "raise train.steps to go on, or choose another train.output to run it again"
+            f"train.output '{config.train.output}' contains this run, finished with {', '.join(other)}; "
+            "raise train.steps to continue, or choose another train.output to run it again"
         )
     corpus = prepare_corpus(config.data, output / "data", lambda text: None)
     return summary if corpus.fingerprint == trained_on else None
 
 
 def summary_of(config: Config) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
-    """What this very run came to, how it was spread, and the fingerprint of its data; ``None``: it never ended."""
+    """Return this run's summary, its spread, and its data fingerprint; ``None`` if unfinished."""
     try:
         summary: dict[str, Any] = json.loads((Path(config.train.output) / SUMMARY).read_text())
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def summary_of(config: Config) -> tuple[dict[str, Any], dict[str, str], str | No
 
 
 def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
-    """How a run is spread and computed, as far as a user asks for it by name."""
+    """Return how a run is distributed and computed, as far as it is named in a config."""
     parallel = config.parallel
     strategy = parallel.strategy if plan is None else plan.strategy
     return {
@@ -89,7 +89,7 @@ def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What makes two runs the same run: everything but how they are spread, saved and logged."""
+    """Return the facts that identify a run: all but distribution, saving and logging."""
     document = config.model_dump(mode="json")
     told = ("log_every", "output", "profile", "profile_ranks", "trackers")
     train = {key: value for key, value in document["train"].items() if key not in told}
@@ -98,7 +98,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def loss_text(summary: dict[str, Any]) -> str:
-    """``loss 1.2345, 2.345 held-out bits per byte``, as far as a summary tells them."""
+    """Format ``loss 1.2345, 2.345 held-out bits per byte``, as far as the summary has them."""
     loss, bits = summary.get("loss"), summary.get("heldout_bits_per_byte")
     text = "loss unknown" if loss is None else f"loss {loss:.4f}"
     return text if bits is None else f"{text}, {bits:.3f} held-out bits per byte"

@@ -1,4 +1,4 @@
-"""``shardwise.start``: the front door for a training loop of one's own."""
+"""``shardwise.start``: entry point for a custom training loop."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def start(
     device: str = "auto",
     receipts: bool = True,
 ) -> Session:
-    """Join the other ranks, or be the only one, and return a `Session`.
+    """Join the other ranks, or run alone, and return a `Session`.
 
-    Works in a notebook, in a plain script, under ``torchrun`` and inside a process group that exists already; what it
-    creates is taken away when the process ends or at ``session.close()``.
+    Works in a notebook, in a plain script, under ``torchrun`` and inside an existing process group; what it
+    creates is destroyed when the process ends or at ``session.close()``.
 
     Args:
         plan: a strategy (``"auto"``, ``"fsdp"``, ...), a `Plan`, or the path of a plan file.
         grad_accum: micro batches per optimizer step on one rank; this and the next two are the plan's if one is given.
         precision: compute dtype; weights, gradients and their reduction stay fp32.
         recompute: activation checkpointing of the repeated blocks.
-        lora: the adapters of a strategy with ``+lora`` or ``+qlora``; without it, of rank 16 beside all linear layers
-            of the blocks. A plan says its own.
+        lora: the adapters of a strategy with ``+lora`` or ``+qlora``; default: rank 16 on all linear layers
+            of the blocks. A plan has its own.
         device: ``cpu``, ``cuda``, or ``auto``.
-        receipts: check what took effect after the second step, and print it on rank 0; look as the run goes on whether
-            what ranks hold alike drifts apart.
+        receipts: check effects after the second step, and print the result on rank 0; also check during the run
+            that replicas do not drift apart.
 
     Raises:
-        PlanError: the strategy or the plan cannot be.
+        PlanError: the strategy or the plan is impossible.
     """
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".toml", ".json"))):
         plan = runnable(read_plan(Path(plan)))
@@ -62,7 +62,7 @@ def start(
         runnable(plan)
         given = {"grad_accum": (grad_accum, 1), "precision": (precision, "fp32"), "recompute": (recompute, "none")}
         wrong = [
-            f"start(..., {key}={value!r}) is beside a plan, and the plan says {getattr(plan, key)}; change it there"
+            f"start(..., {key}={value!r}) conflicts with the plan, which has {getattr(plan, key)}; change it there"
             for key, (value, default) in given.items()
             if value not in (default, getattr(plan, key))
         ]

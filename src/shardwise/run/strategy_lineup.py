@@ -1,4 +1,4 @@
-"""Which strategies ``shardwise verify`` compares, on how many ranks, and with which small model and plans."""
+"""Choose strategies, world sizes, small model and plans for ``shardwise verify``."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from shardwise.gradcheck.shrink import Shrunk
 
 WORLDS = (2, 4)
-MOST_RANKS = 8  # that are started for a strategy of the config, however many devices this machine has
+MOST_RANKS = 8  # ranks started for a strategy of the config, however many devices this machine has
 MICRO_BATCH = 2
 LENGTH = 32
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """The plans of each world size, and the rows of what cannot be."""
+    """Plans of each world size, and rows for impossible ones."""
 
     plans: dict[int, list[Plan]]
     refused: list[StrategyResult]
 
     @property
     def all_plans(self) -> list[Plan]:
-        """Every plan, whatever its world."""
+        """Return every plan of all worlds."""
         return [plan for plans in self.plans.values() for plan in plans]
 
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """A config, its corpus, its small model, and what to verify."""
+    """Config, corpus and small model to verify, and the strategies."""
 
     config: Config
     corpus: Corpus
@@ -56,7 +56,7 @@ class VerifyJob:
     seq_len: int
 
     def task(self, world: int, results: Path, references: Path) -> VerifyTask:
-        """What the ranks of one world are told; ``references`` is where `write_references` puts its files."""
+        """Build the task of one world's ranks; ``references`` is the folder of `write_references`."""
         from shardwise.gradcheck.run import VerifyTask
 
         return VerifyTask(
@@ -74,7 +74,7 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
     """Read the data and the model, choose strategies, and shrink. Starts no rank.
 
     Raises:
-        UserError: whatever of the config cannot be, or no strategy at all can be verified.
+        UserError: part of the config is impossible, or no strategy can be verified.
     """
     asked_for([*asked, config.parallel.strategy])
     if config.optimizer.in_backward:
@@ -95,7 +95,7 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
 
 
 def adapter_problems(strategy: Strategy) -> list[str]:
-    """Adapters stand on a base that the small model does not have, so there is nothing that could be compared."""
+    """Refuse adapters: the small model lacks their base, so nothing could be compared."""
     if strategy.adapter == "none":
         return []
     plain = strategy.model_copy(update={"adapter": "none"})
@@ -106,10 +106,10 @@ def adapter_problems(strategy: Strategy) -> list[str]:
 
 
 def asked_for(strategies: Sequence[str]) -> list[str]:
-    """The strategies that were asked for by name, each once; all that cannot be verified are said at once.
+    """Return the strategies requested by name, each once; report all that cannot be verified.
 
     Raises:
-        PlanError: a strategy is none, is not run by this version, or has adapters.
+        PlanError: a strategy is unknown, not supported by this version, or has adapters.
     """
     problems: list[str] = []
     found = []
@@ -127,7 +127,7 @@ def asked_for(strategies: Sequence[str]) -> list[str]:
 
 
 def _factory(config: Config, corpus: Corpus) -> Callable[[], nn.Module]:
-    """The user's model, which can be built."""
+    """Return the user's model factory, after checking that it works."""
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
 
@@ -139,7 +139,7 @@ def _factory(config: Config, corpus: Corpus) -> Callable[[], nn.Module]:
 
 
 def _planned(config: Config, corpus: Corpus, nproc: int | None, say: Callable[[str], None]) -> Plan | None:
-    """What the planner picks for this machine; ``None`` where nothing fits."""
+    """Return the planner's choice for this machine; ``None`` if nothing fits."""
     ranks = config.parallel.nproc if nproc is None else nproc
     cluster = detect(config.parallel.device, ranks, visible=visible_devices())
     try:
@@ -157,7 +157,7 @@ def line_up(
     worlds: Sequence[int],
     planned: Callable[[], Plan | None],
 ) -> Lineup:
-    """The plans to verify, each on the world sizes where it can be; the model itself says what it does not allow."""
+    """Build the plans to verify on all possible world sizes; the model reports what it refuses."""
     from shardwise.gradcheck.run import StrategyResult
     from shardwise.gradcheck.shrink import with_fewer_blocks
 
@@ -191,12 +191,12 @@ def line_up(
 
 
 def blocks_for(plans: Sequence[Plan]) -> int:
-    """Two for each stage of the longest pipeline, if there is one; else two."""
+    """Return the number of blocks: two per stage of the longest pipeline, else two."""
     return 2 * max((plan.dims.pp * plan.virtual_stages for plan in plans if plan.dims.pp > 1), default=1)
 
 
 def usual(world: int) -> list[str]:
-    """What is verified on ``world`` ranks if nothing is asked for by name."""
+    """Return the strategies to verify on ``world`` ranks by default."""
     if world == 1:
         return ["ddp", "fsdp"]
     names = ["ddp", "zero1", "zero2", "fsdp"]
@@ -209,7 +209,10 @@ def usual(world: int) -> list[str]:
 
 
 def world_for(name: str, worlds: Sequence[int]) -> int:
-    """The least world of ``worlds`` that has data-parallel ranks beside the strategy's own axes; else a larger one."""
+    """Return the smallest world with data-parallel ranks beside the strategy's axes.
+
+    Else larger.
+    """
     strategy = runnable_strategy(name)
     own = strategy.tp * strategy.pp * strategy.cp
     if len(worlds) == 1:
@@ -220,7 +223,7 @@ def world_for(name: str, worlds: Sequence[int]) -> int:
 
 
 def small_plan(config: Config, name: str, world: int) -> Plan:
-    """The plan of a strategy over a small global batch, computed in float64 on CPU; options are the config's."""
+    """Build a strategy's plan over a small global batch, in float64 on CPU, with config options."""
     strategy = runnable_strategy(name)
     dims = dims_for(strategy, world)
     plan = Plan(strategy=str(strategy), dims=dims, micro_batch=MICRO_BATCH, recompute=config.parallel.recompute)
@@ -233,7 +236,7 @@ def small_plan(config: Config, name: str, world: int) -> Plan:
 
 
 def accumulation(plan: Plan) -> int:
-    """Micro batches of a step: not a degree of the plan, so that a factor has one cause; what a schedule can run."""
+    """Return micro batches of a step, not equal to a degree and valid for the schedule."""
     from shardwise.parallel.pipeline_parallel.schedule import padded_count
 
     dims = plan.dims
@@ -243,7 +246,7 @@ def accumulation(plan: Plan) -> int:
 
 
 def _check(config: Config, module: nn.Module, plan: Plan) -> None:
-    """Whether the model in its own widths, at its own length, allows the plan."""
+    """Check that the model in its original sizes and length supports the plan."""
     import torch
 
     from shardwise.model.read import read_model
@@ -277,7 +280,7 @@ def _shrink(config: Config, factory: Callable[[], nn.Module], corpus: Corpus, li
 
 
 def check_memory(shrunk: Shrunk, world: int) -> None:
-    """A model that could not be made small may not fit on this machine, once for each rank.
+    """Check that a model that could not be made small fits on this machine, once per rank.
 
     Raises:
         ModelError: it does not.

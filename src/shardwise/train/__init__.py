@@ -1,1 +1,1 @@
-"""The session, its steps and checks, and the training loop."""
+"""Session, its steps and checks, and the training loop."""

@@ -1,6 +1,6 @@
-"""What ranks tell each other at the end of a step's last backward: one small message, before the optimizer steps.
+"""Agreement message of all ranks after a step's last backward, before the optimizer steps.
 
-It carries the loss, and beside it what makes a gradient wrong without any other sign: how many parameters got no
+It carries the loss and the signs of a silently wrong gradient: how many parameters got no
 gradient on a rank, and in which order sharded units were reduced.
 """
 
@@ -27,20 +27,20 @@ from shardwise.plan.plan import Plan
 
 
 class Agreement:
-    """The agreement of all ranks on one session's gradients."""
+    """Agreement of all ranks on one session's gradients."""
 
     def __init__(self, applied: Applied, plan: Plan, ranks: Ranks) -> None:
         self._applied, self._plan, self._ranks = applied, plan, ranks
         self._orders = orders_of(applied.outer)
         self._missing: dict[int, nn.Parameter] = {}
-        self._given: set[int] | None = None  # ids of what had a gradient before the first filler
+        self._given: set[int] | None = None  # parameters with a gradient before the first padding micro batch
         self._message: Meeting | None = None
         self._loss: tuple[dist.Work, torch.Tensor] | None = None
         places = [plan.dims.place(rank) for rank in range(ranks.world_size)]
         self._part = [(place.tp, place.pp) for place in places]  # ranks of one part reduce the same parameters
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Reset the state of the previous step."""
         self._missing, self._message, self._loss = {}, None, None
         self._given = None
         for order in self._orders:
@@ -48,12 +48,12 @@ class Agreement:
             order.watch_strays()
 
     def end_step(self) -> None:
-        """What runs from here on, until a step begins, is told to nobody."""
+        """Stop reporting until the next step begins."""
         for order in self._orders:
             order.end_step()
 
     def begin_micro(self, *, last: bool, filler: bool) -> None:
-        """Before the forward of a micro batch; fillers weigh nothing, so what only they reach has no gradient."""
+        """Prepare for a micro batch; parameters that only padding reaches have no gradient."""
         outer = self._applied.outer
         if filler and self._given is None:
             self._given = {id(p) for p in self._applied.module.parameters() if p.grad is not None}
@@ -63,16 +63,16 @@ class Agreement:
             outer.mark()
 
     def begin_backward(self) -> None:
-        """Before each backward: what FSDP2 could not follow.
+        """Check before each backward for changes that FSDP2 cannot follow.
 
         Raises:
-            ModelError: a unit's output was changed in place, by the unit's name.
+            ModelError: a unit's output was changed in place; names the unit.
         """
         for order in self._orders:
             order.check_views()
 
     def finish_backward(self) -> None:
-        """After each backward: have DDP reduce what it has waited for in vain."""
+        """Reduce, after each backward, the parameters that DDP still waits for."""
         self._missing |= {id(p): p for p in finish_reduction(self._applied.outer)}
         if self._given is not None and isinstance(self._applied.outer, Replicated):
             trained = (p for p in self._applied.module.parameters() if p.requires_grad)
@@ -99,15 +99,15 @@ class Agreement:
             self._loss = reduced, loss_sum
 
     def arrive(self) -> None:
-        """Wait for the message alone."""
+        """Wait for the message only."""
         if self._message is not None:
             self._message.wait()
 
     def settle(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """The loss of all ranks, once the message is there; gradients that no rank has are ``None`` again.
+        """Return the loss of all ranks; reset gradients that no rank has to ``None``.
 
         Raises:
-            TrainingError: on all ranks, where gradients were not reduced alike.
+            TrainingError: on all ranks, if gradients were not reduced alike.
         """
         self.end_step()
         if self._message is None:
@@ -168,11 +168,13 @@ class Agreement:
         )
 
     def _leave_alone(self) -> None:
-        """Take back the zeros of parameters that no rank has a gradient of: an optimizer leaves them alone, as in one
+        """Remove the zeros of parameters without a gradient on any rank.
+
+        An optimizer then leaves them unchanged, as in one
         process.
 
         Raises:
-            TrainingError: on all ranks, where the backward has stepped them already.
+            TrainingError: on all ranks, if the backward has stepped them already.
         """
         home, pipeline = home_of(self._applied.module), self._applied.pipeline
         tied = {name for pair in pipeline.tied for name in pair} if pipeline is not None else set()

@@ -1,4 +1,4 @@
-"""How often a loop calls its model in a micro batch: what is usual, and what is not."""
+"""Number of model calls per micro batch, and deviations from the first step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Calls:
-    """How often the model is called with gradients in each micro batch, and how often it was in the first step.
+    """Number of model calls with gradients in each micro batch, now and in the first step.
 
-    Other ranks gather in each of these calls, so what is usual needs no message and what is not does.
+    Other ranks gather in each of these calls: usual calls need no message, others do.
     """
 
     usual: list[int] = field(default_factory=list)
@@ -17,20 +17,23 @@ class Calls:
     now: int = 0
 
     def begin_step(self) -> None:
-        """No micro batch has begun."""
+        """Reset before the first micro batch of a step."""
         self.micro, self.now = -1, 0
 
     def begin_micro(self) -> None:
-        """The next one begins."""
+        """Begin the next micro batch."""
         self.micro, self.now = self.micro + 1, 0
 
     def is_news(self, first: bool) -> bool:
-        """The model is called: whether that is more often than usual; in the ``first`` step everything is."""
+        """Count a model call.
+
+        Return whether it exceeds the usual number (always in the ``first`` step).
+        """
         self.now += 1
         return first or not 0 <= self.micro < len(self.usual) or self.now > self.usual[self.micro]
 
     def ended(self, first: bool) -> bool:
-        """The micro batch's backward begins: whether the model was called less often than usual."""
+        """End the micro batch's forwards; return whether there were fewer calls than usual."""
         if first:
             self.usual[self.micro :] = [self.now]
         return first or not 0 <= self.micro < len(self.usual) or self.now < self.usual[self.micro]

@@ -1,4 +1,4 @@
-"""A Hugging Face configuration that is trained as a causal language model; what describes another model is refused."""
+"""Load a Hugging Face configuration of a causal language model; refuse other models."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.model.configuration import read_configuration
 
-_CAUSAL = ("gpt_neox", "gpt_neox_japanese", "trocr")  # they have ``is_decoder``, and do not look at it
+_CAUSAL = ("gpt_neox", "gpt_neox_japanese", "trocr")  # they have ``is_decoder`` but ignore it
 _NEAR = 0.85
 
 
 def configuration_file(path: Path) -> Path:
-    """The ``config.json`` that ``model.config`` means.
+    """Return the ``config.json`` that ``model.config`` refers to.
 
     Raises:
         ModelError: there is none.
@@ -37,20 +37,22 @@ def configuration_file(path: Path) -> Path:
 
 
 def causal_configuration(path: Path, notes: list[str] | None = None) -> Any:
-    """The configuration object of transformers for ``model.config``; no code of the model's folder is run.
+    """Load the transformers configuration of ``model.config``.
 
-    ``notes`` get a line for each key that has no effect and is near one that would have, and for what
-    transformers warns of in its rotary positions.
+    No code of the model's folder runs.
+
+    ``notes`` get a line for each key without effect that resembles a valid one, and for transformers' warnings about
+    rotary positions.
 
     Raises:
-        ModelError: it cannot be read or used, or is of a model that is no causal language model, or is quantized.
+        ModelError: it cannot be read or used, is not of a causal language model, or is quantized.
     """
     file, where = configuration_file(path), f"model.config '{path}'"
     keys = read_configuration(file, where)
     kind = keys.get("model_type")
     if "auto_map" in keys:
         raise ModelError(
-            f"{where} names code of its own to be run (auto_map), and no code of a model's folder is; "
+            f"{where} requests custom code (auto_map), but code of a model's folder is never run; "
             "use a model that transformers has, or model.factory"
         )
     try:
@@ -76,20 +78,20 @@ def causal_configuration(path: Path, notes: list[str] | None = None) -> Any:
         raise ModelError(f"{where} cannot be used: {reason:.600}; repair '{file}'") from None
     _check_kind(facts, keys, where, file)
     if notes is not None:
-        rotary = [line for line in dict.fromkeys(told) if "rope" in line]  # the rest is about generating text
+        rotary = [line for line in dict.fromkeys(told) if "rope" in line]  # the others are about generating text
         notes += [f"{where}: {line}" for line in [*_near_misses(facts, keys), *rotary]]
     facts.use_cache = False
     return facts
 
 
 def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> None:
-    """Refuse what `AutoModelForCausalLM` would build, and train as something else than it is."""
+    """Refuse models that `AutoModelForCausalLM` would build but train as a different kind."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = facts.model_type
     if type(facts) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"{where}: model_type '{kind}' is no causal language model; "
+            f"{where}: model_type '{kind}' is not a causal language model; "
             "give the configuration of one, or use model.factory"
         )
     problems = []
@@ -116,15 +118,15 @@ def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> Non
         asked = keys["quantization_config"]
         method = asked.get("quant_method") if isinstance(asked, dict) else asked
         problems.append(
-            f"{where} asks for quantized weights (quantization_config: {method!s:.40}), and whole ones are trained "
-            f"here; take the key out of '{file}', or pack a frozen base with +qlora (parallel.strategy=fsdp+qlora)"
+            f"{where} asks for quantized weights (quantization_config: {method!s:.40}), but training needs full "
+            f"ones; remove the key from '{file}', or quantize a frozen base with +qlora (parallel.strategy=fsdp+qlora)"
         )
     if problems:
         raise ModelError(*problems)
 
 
 def _is_causal(name: str) -> bool:
-    """Whether a class's name is of a causal language model, or of a trunk, which says nothing of its use."""
+    """Return whether a class name is of a causal language model, or of a trunk (use unknown)."""
     return bool(re.search(r"CausalLM|LMHead", name)) or not re.search(r"For[A-Z]|Heads", name)
 
 
@@ -135,7 +137,7 @@ def _sees_both_ways(facts: Any) -> bool:
 
 
 def _near_misses(facts: Any, keys: dict[str, Any]) -> Iterator[str]:
-    """Keys that the configuration does not know, where it knows one of nearly that name that is not given."""
+    """Yield unknown keys whose name resembles a known key that is not given."""
     known = {*type(facts)().to_dict(), *type(facts).attribute_map}
     for key in keys:
         near = difflib.get_close_matches(key, known - set(keys), n=1, cutoff=_NEAR) if key not in known else []
@@ -145,7 +147,7 @@ def _near_misses(facts: Any, keys: dict[str, Any]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _warnings(into: list[str]) -> Iterator[None]:
-    """Collect what transformers warns of, which it is otherwise told to keep to itself."""
+    """Collect transformers' warnings, which are silenced otherwise."""
     logger = logging.getLogger("transformers")
     handler, level, passed_on = logging.Handler(logging.WARNING), logger.level, logger.propagate
     handler.emit = lambda record: into.append(" ".join(record.getMessage().split()))  # type: ignore[method-assign]

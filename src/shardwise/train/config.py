@@ -1,6 +1,6 @@
-"""The config file of ``shardwise train``: seven tables, validated at once.
+"""Config file of ``shardwise train``: seven tables, validated together.
 
-Each table is one frozen class; ``Config`` only composes them. `read_config` is the only way in: it reads the
+Each table is one frozen class; ``Config`` only composes them. `read_config` is the only entry point: it reads the
 file, applies ``key=value`` overrides and reports every problem in one `ConfigError`.
 """
 
@@ -43,14 +43,14 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class Table(BaseModel):
-    """What all tables share: frozen, no unknown keys, no silent conversion of types."""
+    """Base of all tables: frozen, no unknown keys, no silent type conversion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _none_is_nothing(cls, data: Any) -> Any:
-        """TOML has no null: ``"none"`` is one for the keys that can be left out."""
+        """Convert ``"none"`` to ``None`` for optional keys, as TOML has no null."""
         if not isinstance(data, dict):
             return data
         optional = {name for name, field in cls.model_fields.items() if NoneType in get_args(field.annotation)}
@@ -60,7 +60,7 @@ class Table(BaseModel):
 class ModelTable(Table):
     """``[model]``: exactly one of ``config`` and ``factory``."""
 
-    config: Named | None = Field(None, description="Hugging Face config.json, or a folder that holds one")
+    config: Named | None = Field(None, description="Hugging Face config.json, or a folder with one")
     factory: Named | None = Field(None, description="package.module:function that returns an nn.Module")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     weights: Named | None = Field(None, description="folder or file of safetensors to start from; random if left out")
@@ -72,23 +72,23 @@ class ModelTable(Table):
             given = "neither; add one" if self.config is None else "both; leave one out"
             raise ValueError(f"needs exactly one of 'config' and 'factory', got {given}")
         if self.kwargs and self.factory is None:
-            raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
+            raise ValueError("'kwargs' are the arguments of a factory, and there is none; remove them")
         return self
 
 
 class DataTable(Table):
-    """``[data]``: where the documents are and how they become samples."""
+    """``[data]``: documents, and how they become samples."""
 
     path: Named = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
-        "auto", description="auto looks at the files; dataset is a folder written by datasets.save_to_disk"
+        "auto", description="auto inspects the files; dataset is a folder written by datasets.save_to_disk"
     )
     include: list[str] = Field(default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns")
     exclude: list[str] = Field(default_factory=list, description="files left out: glob patterns")
-    text_field: str = Field("text", description="column that holds a document")
+    text_field: str = Field("text", description="column with the documents")
     tokenizer: Named = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
     seq_len: Length = Field(description="tokens in a sample")
-    pack: bool = Field(True, description="join documents and cut; if false, a document starts a sample and is padded")
+    pack: bool = Field(True, description="join documents and split; if false, a document starts a sample and is padded")
     mask_borders: bool = Field(False, description="no loss on the first token of the next document in a sample")
     heldout_fraction: Fraction = Field(0.05, description="share of documents kept for evaluation, chosen by content")
     heldout_path: Named | None = Field(None, description="held-out documents from here instead")
@@ -97,9 +97,9 @@ class DataTable(Table):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
         if self.mask_borders and not self.pack:
-            raise ValueError("'mask_borders' does nothing where pack is false; take it out")
+            raise ValueError("'mask_borders' has no effect if pack is false; remove it")
         if self.heldout_path is not None and "heldout_fraction" in self.model_fields_set:
-            raise ValueError("'heldout_path' and 'heldout_fraction' both say what is held out; leave one out")
+            raise ValueError("'heldout_path' and 'heldout_fraction' both select the held-out documents; remove one")
         return self
 
 
@@ -111,13 +111,13 @@ class OptimizerTable(Table):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     lr: Rate = 1e-3
     betas: list[Fraction] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
-    eps: float = Field(1e-8, ge=1e-38, le=1)  # what is smaller is 0 in fp32
+    eps: float = Field(1e-8, ge=1e-38, le=1)  # smaller values are 0 in fp32
     weight_decay: float = Field(0.0, ge=0, le=100)
     momentum: Fraction = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: Count = 0
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
-    clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' is no limit")
+    clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' means no limit")
     in_backward: bool = option_field("optimizer_in_backward")
 
     @model_validator(mode="before")
@@ -151,7 +151,7 @@ class OptimizerTable(Table):
                 f'{self.clip_norm:g}; set optimizer.clip_norm="none", or take in_backward out'
             )
         if "min_lr_ratio" in self.model_fields_set and self.schedule == "constant":
-            raise ValueError("'min_lr_ratio' does nothing for the schedule constant; take it out")
+            raise ValueError("'min_lr_ratio' has no effect with schedule 'constant'; remove it")
         return self
 
 
@@ -160,14 +160,14 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-FIRST_TRACED, MOST_TRACED = 4, 100  # receipts look at the steps before; a trace of many steps does not open anywhere
+FIRST_TRACED, MOST_TRACED = 4, 100  # receipts inspect the earlier steps; viewers cannot open a trace of many steps
 
 
 def profile_steps(text: str) -> tuple[int, int]:
-    """First step and number of steps of ``STEP`` or ``STEP:COUNT``.
+    """Parse ``STEP`` or ``STEP:COUNT`` into the first step and the number of steps.
 
     Raises:
-        ValueError: it is neither, or a number is out of range.
+        ValueError: malformed, or a number is out of range.
     """
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if found is None:
@@ -175,7 +175,7 @@ def profile_steps(text: str) -> tuple[int, int]:
     first, count = int(found[1]), int(found[2] or 1)
     if first < FIRST_TRACED:
         raise ValueError(
-            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are looked at for the "
+            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are checked by the "
             f"receipts; begin at {FIRST_TRACED} or later"
         )
     if not 1 <= count <= MOST_TRACED:
@@ -184,7 +184,7 @@ def profile_steps(text: str) -> tuple[int, int]:
 
 
 class TrainTable(Table):
-    """``[train]``: how long, with what batch, and where results go."""
+    """``[train]``: duration, batch size and output."""
 
     steps: Positive | None = Field(None, description="optimizer steps; exactly one of steps and epochs")
     epochs: Annotated[int, Field(ge=1, le=10**6)] | None = None
@@ -205,7 +205,7 @@ class TrainTable(Table):
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """First step and number of steps of the trace; ``None`` where none is asked for."""
+        """First step and number of steps of the trace; ``None`` without a trace."""
         return None if self.profile is None else profile_steps(self.profile)
 
     @model_validator(mode="after")
@@ -225,7 +225,7 @@ class TrainTable(Table):
     def _profile_problems(self) -> list[str]:
         if self.profile is None:
             idle = "profile_ranks" in self.model_fields_set
-            return ["'profile_ranks' does nothing without 'profile'; take it out"] if idle else []
+            return ["'profile_ranks' does nothing without 'profile'; remove it"] if idle else []
         try:
             first, count = profile_steps(self.profile)
         except ValueError as error:
@@ -238,7 +238,7 @@ class TrainTable(Table):
 
 
 class ParallelTable(ParallelOptions, Table):
-    """``[parallel]``: the strategy and what it runs on; `ParallelOptions` are its other keys."""
+    """``[parallel]``: the strategy and its devices; `ParallelOptions` are its other keys."""
 
     strategy: str = "auto"
     nproc: Ranks | None = Field(None, description="ranks on this machine; a GPU each, or two on CPU if left out")
@@ -265,7 +265,7 @@ class ParallelTable(ParallelOptions, Table):
 
 
 class LoraTable(Table):
-    """``[lora]``: the adapters of a strategy with ``+lora`` or ``+qlora``; the base is frozen."""
+    """``[lora]``: adapters of a strategy with ``+lora`` or ``+qlora``; the base is frozen."""
 
     rank: Few = 16
     alpha: float = Field(32.0, ge=1e-6, le=1e6, description="adapters count alpha / rank")
@@ -282,20 +282,20 @@ class LoraTable(Table):
 
     @property
     def options(self) -> AdapterOptions:
-        """As a plan has them."""
+        """Return the options as a plan stores them."""
         return AdapterOptions(**{**self.model_dump(), "targets": tuple(self.targets)})
 
 
 class CheckpointTable(Table):
-    """``[checkpoint]``: when to save, where, how, and how many to keep."""
+    """``[checkpoint]``: when, where and how to save, and how many to keep."""
 
     every: Count = Field(0, description="steps between checkpoints; 0 is only at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
-    resume: bool = Field(True, description="go on from the newest checkpoint of this run")
+    resume: bool = Field(True, description="resume from the newest checkpoint of this run")
     folder: CheckpointFolder | None = Field(
         None, description="path or URL (s3://...); else 'checkpoints' in train.output"
     )
-    async_save: bool = Field(False, description="copy the state, and write it while training goes on")
+    async_save: bool = Field(False, description="copy the state, and write it while training continues")
     verify: bool = Field(True, description="compare the hashes of what is read on resume and as model.weights")
 
 
@@ -323,11 +323,11 @@ def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
 
 
 class Config(Table):
-    """A whole config file."""
+    """Full config file."""
 
     @property
     def checkpoints(self) -> str:
-        """The folder or URL of this run's checkpoints."""
+        """Folder or URL of this run's checkpoints."""
         return self.checkpoint.folder or str(Path(self.train.output) / "checkpoints")
 
     model: ModelTable
@@ -346,12 +346,12 @@ class Config(Table):
         if kind == "none" and "lora" in self.model_fields_set:
             problems.append(
                 f"'lora' does nothing under the strategy {named}; name one with +lora or +qlora, such as fsdp+qlora, "
-                "or take the table out"
+                "or remove the table"
             )
         if kind == "lora" and (moot := [key for key in ("quant_type", "double_quant") if key in given]):
-            problems.append(f"'lora.{moot[0]}' does nothing without +qlora; take it out")
+            problems.append(f"'lora.{moot[0]}' does nothing without +qlora; remove it")
         if kind != "none" and self.model.freeze:
-            problems.append(f"'model.freeze' does nothing under {named}, which freezes all of the model; take it out")
+            problems.append(f"'model.freeze' does nothing under {named}, which freezes all of the model; remove it")
         if problems:
             raise ValueError(*problems)
         return self
@@ -359,7 +359,7 @@ class Config(Table):
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> Self:
         if self.train.eval_every and not self.data.heldout_fraction and self.data.heldout_path is None:
-            raise ValueError("'train.eval_every' does nothing where data.heldout_fraction is 0; take it out")
+            raise ValueError("'train.eval_every' does nothing where data.heldout_fraction is 0; remove it")
         return self
 
     @model_validator(mode="after")
@@ -391,18 +391,18 @@ class Config(Table):
 
 
 def json_schema() -> str:
-    """The JSON schema of a config file, for editors."""
+    """Return the JSON schema of a config file, for editors."""
     return json.dumps(Config.model_json_schema(), indent=2)
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | None = None) -> Config:
-    """Read a TOML file and apply ``table.key=value`` overrides (a value is TOML, or else a bare string).
+    """Read a TOML file and apply ``table.key=value`` overrides (TOML values or bare strings).
 
-    Paths inside the file are relative to the folder the command runs in. ``planned`` is the strategy of a plan that
-    is given beside it, and takes the place of ``auto``.
+    Paths inside the file are relative to the working directory. ``planned`` is the strategy of a plan that
+    is given beside the file, and replaces ``auto``.
 
     Raises:
-        ConfigError: every problem at once, each with the key, the value, the rule and the nearest known key.
+        ConfigError: all problems together, each with the key, the value, the rule and the nearest known key.
     """
     try:
         data = read_toml(path)
@@ -430,7 +430,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
 
 
 def _override(data: dict[str, Any], item: str) -> str | None:
-    """Put one ``table.key=value`` into ``data``; returns what is wrong with it, if anything."""
+    """Apply one ``table.key=value`` to ``data``; return the problem, if any."""
     key, equals, value = item.partition("=")
     *tables, name = key.strip().split(".")
     if not equals or not tables or not all([*tables, name]):
@@ -439,7 +439,7 @@ def _override(data: dict[str, Any], item: str) -> str | None:
         parsed, *more = parse_toml(f"value = {value}").values()
     except ValueError:
         more, parsed = [], value
-    if more:  # a line break in the value began another key
+    if more:  # a line break in the value started another key
         parsed = value
     if len(tables) > MOST_DEEP:
         return f"override '{item:.40}...' names a table in {len(tables) - 1} others; {MOST_DEEP} is the most"

@@ -1,4 +1,4 @@
-"""A sentence for each problem that pydantic finds in a config: the key, the value, the rule, the nearest known key."""
+"""Format each pydantic problem of a config: key, value, rule and nearest known key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from shardwise.errors import did_you_mean
 
-_RULES = {  # what pydantic calls a kind of mistake, and the rule in words
+_RULES = {  # pydantic's error type and the rule in words
     "int_type": "a whole number",
     "float_type": "a number",
     "finite_number": "a finite number",
@@ -27,10 +27,10 @@ _SHOWN = 200  # characters of a value in a message
 
 
 def explain(item: Any, config: type[BaseModel]) -> str:
-    """One line for one problem that pydantic found in a ``config``."""
+    """Format one pydantic problem of a ``config`` as one line."""
     path = [str(part) for part in item["loc"]]
     where = ".".join(path)
-    start = f"{where}: " if where else ""  # what is wrong between tables has no place of its own
+    start = f"{where}: " if where else ""  # problems between tables have no key of their own
     if item["type"] == "extra_forbidden":
         known = _known_keys(path[:-1], config)
         what = "key" if path[:-1] else "table"
@@ -50,7 +50,7 @@ def explain(item: Any, config: type[BaseModel]) -> str:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # a number of thousands of digits, which a file can hold in hexadecimal
+    except ValueError:  # an integer of thousands of digits, possible in hexadecimal
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

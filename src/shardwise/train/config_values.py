@@ -1,4 +1,4 @@
-"""Values of a config file: the bounds that every sensible one keeps, and what no value may hold."""
+"""Values of a config file: their bounds, and forbidden contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-MOST_LR = 1e4  # LSTMs were trained at 30; what lies beyond is a slip, and infinite in fp32 before long
+MOST_LR = 1e4  # LSTMs were trained at 30; larger values are mistakes, and soon infinite in fp32
 MOST_RANKS = 1024  # of one machine
 _NOT_KEPT = {
     "memory": "is gone when a process ends, and ranks do not share it",
@@ -38,7 +38,7 @@ def _on_disk(text: str) -> str:
     if _scheme(text):
         raise ValueError(
             f"'{text}' is a URL, and the run folder is on a disk of this machine; give a path here, and "
-            f'checkpoint.folder="{text}" for checkpoints that are to lie there'
+            f'checkpoint.folder="{text}" to store checkpoints there'
         )
     return text
 
@@ -61,9 +61,9 @@ CheckpointFolder = Annotated[Named, AfterValidator(_kept)]
 
 
 def unfit_values(data: Any, where: str = "") -> Iterator[str]:
-    """Values that neither the file system nor the ranks would get as they are written, a line for each.
+    """Yield a line for each value that the file system or the ranks would not get as written.
 
-    Arguments of a factory have no types that would refuse a date or an infinity.
+    A factory's arguments have no types that would refuse a date or an infinity.
     """
     if isinstance(data, dict):
         for key, value in data.items():

@@ -1,4 +1,4 @@
-"""No checkpoint of weights that are not numbers: looked at before each save, on all ranks together."""
+"""Check before each save, on all ranks, that weights are finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.train.session_interface import TrainingSession
 
 
 def check_weights(session: TrainingSession) -> None:
-    """Stop before weights that an update has spoilt are saved. Collective; reads each trained weight once.
+    """Refuse to save weights that are not finite. Collective; reads each trained weight once.
 
     Raises:
         TrainingError: on all ranks, with the first such parameter's name.
@@ -34,7 +34,7 @@ def check_weights(session: TrainingSession) -> None:
 
 
 def _spoilt(session: TrainingSession) -> list[tuple[str, bool]]:
-    """Each trained parameter, and whether this rank's part of it is not finite."""
+    """Return each trained parameter, and whether this rank's part of it is not finite."""
     held = [(name, part) for name, part in _held(session) if part.numel()]
     if not held:
         return []
@@ -43,7 +43,7 @@ def _spoilt(session: TrainingSession) -> list[tuple[str, bool]]:
 
 
 def _is_finite(part: torch.Tensor) -> torch.Tensor:
-    """Whether all elements are; 0-d, and without a copy of them. A NaN is both the least and the largest."""
+    """Return whether all elements are finite; 0-d, without a copy. A NaN is both min and max."""
     part = torch.view_as_real(part) if part.is_complex() else part
     least, largest = (part if part.element_size() > 1 else part.float()).aminmax()
     return least.isfinite() & largest.isfinite()

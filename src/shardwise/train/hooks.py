@@ -1,8 +1,8 @@
-"""Hooks that users put on parameters (``register_hook``), with the meaning that they have in one process.
+"""Gradient hooks of users (``register_hook``), with the same meaning as in one process.
 
 Autograd would call them on one rank's share of one micro batch, which is right for a mask and wrong for a clip, and
-FSDP2 would not call them at all. Here each is called once in a step, on the whole gradient of the global batch, before
-clipping by the norm; what it makes of it is what the optimizer sees, on every rank alike.
+FSDP2 would not call them. Here each is called once per step, on the full gradient of the global batch, before
+clipping by the norm; the optimizer sees its result, the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardwise.plan.plan import Plan
 from shardwise.train.session_interface import TrainingSession
 from shardwise.train.step import Step
 
-_Hooks = dict[int, Any]  # torch's own, by the number of a handle, which removes from it
+_Hooks = dict[int, Any]  # torch's own, by the id of a handle, which removes from it
 _BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 class ParameterHooks:
-    """Takes hooks off the parameters, and calls them when the gradients are whole; an observer, and a `Mail`.
+    """Observer and `Mail` that takes hooks off parameters and calls them on full gradients.
 
-    ``model`` is what `Session.prepare` was given, untouched. Hooks that are registered later are taken when the next
-    step begins; one that the plan has no way to call is refused then, on all ranks.
+    ``model`` is the argument of `Session.prepare`, untouched. Hooks that are registered later are taken when the next
+    step begins; one that the plan cannot call is refused then, on all ranks.
 
     Raises:
-        ModelError: a hook that the plan has no way to call, by the parameter's name.
+        ModelError: a hook that the plan cannot call, by the parameter's name.
     """
 
     size = 1
@@ -53,11 +53,11 @@ class ParameterHooks:
         self._after: dict[str, list[_Hooks]] = {}
         self._peers: tuple[int, ...] = ()
         self._ranks: Ranks | None = None
-        self._own: set[int] = set()  # numbers of hooks that the library and DeepSpeed have put there
+        self._own: set[int] = set()  # ids of hooks that the library and DeepSpeed have registered
         _check(self._found, plan)
 
     def on_prepared(self, session: TrainingSession) -> None:
-        """Give the parameters that are trained the hooks of those that they stand for."""
+        """Transfer hooks from the original parameters to the trained ones."""
         home = home_of(session.module)
         for name, parameter in session.module.named_parameters():
             name = clean_name(name) if home is None else home.canonical(clean_name(name))
@@ -72,9 +72,9 @@ class ParameterHooks:
         self._take()
 
     def post(self) -> list[int]:
-        """Which parameters have hooks, as one number, so that no rank is alone in gathering a gradient.
+        """Encode which parameters have hooks as one number, so that all ranks gather them.
 
-        It is below zero where one has a hook that the plan cannot call.
+        It is negative if one has a hook that the plan cannot call.
         """
         self._take()
         if self._late():
@@ -82,7 +82,7 @@ class ParameterHooks:
         return [zlib.crc32(repr(sorted([*_active(self._before), "", *_active(self._after)])).encode())]
 
     def deliver(self, rows: list[list[int]]) -> None:
-        """Refuse, on all ranks, hooks that not all of them have, and late ones that the plan cannot call.
+        """Refuse, on all ranks, hooks missing on some rank, and late ones that the plan cannot call.
 
         Raises:
             ModelError: with the parameters that have hooks here.
@@ -95,12 +95,12 @@ class ParameterHooks:
         if len(rows) > 1 and any(rows[rank] != rows[self._peers[0]] for rank in self._peers):
             here = sorted({*_active(self._before), *_active(self._after)})
             raise ModelError(
-                f"hooks on parameters differ between ranks (here: {', '.join(here[:3]) or 'none'}), and ranks would go "
-                "on with different weights; register the same hooks on every rank"
+                f"hooks on parameters differ between ranks (here: {', '.join(here[:3]) or 'none'}), and ranks would "
+                "continue with different weights; register the same hooks on every rank"
             )
 
     def on_gradients(self, session: TrainingSession, step: Step) -> None:
-        """Call each hook on the whole gradient; of random numbers all ranks draw the same."""
+        """Call each hook on the full gradient; random numbers are the same on all ranks."""
         _check(self._late(), self._plan)
         late = [name for name, parameter in self._named if parameter._backward_hooks]
         if late:
@@ -120,16 +120,16 @@ class ParameterHooks:
                         hook(parameter)
 
     def on_step_start(self, session: TrainingSession, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_end(self, session: TrainingSession, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_abandoned(self, session: TrainingSession, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _take(self) -> None:
-        """What is on the parameters now; an empty place is left, from which handles that exist still remove."""
+        """Take the hooks off the parameters; existing handles still remove from an empty dict."""
         for name, parameter in self._named if self._takes else ():
             if parameter._backward_hooks:
                 self._keep(self._before, name, parameter._backward_hooks)
@@ -139,7 +139,7 @@ class ParameterHooks:
                 parameter._post_accumulate_grad_hooks = type(parameter._post_accumulate_grad_hooks)()
 
     def _late(self) -> dict[str, tuple[_Hooks | None, _Hooks | None]]:
-        """Parameters that were given a hook since `prepare` which the plan has no way to call."""
+        """Return parameters that got a hook since `prepare` which the plan cannot call."""
         found: dict[str, tuple[_Hooks | None, _Hooks | None]] = {}
         for name, parameter in self._named:
             before = None if self._takes else parameter._backward_hooks
@@ -159,23 +159,23 @@ def _check(found: dict[str, tuple[_Hooks | None, _Hooks | None]], plan: Plan) ->
     both, after = list(found), [name for name, (_, hooks) in found.items() if hooks]
     if plan.parsed.engine == "deepspeed" and both:
         raise ModelError(
-            f"{_some(both)} a hook, and {plan.strategy} reduces gradients by hooks of its own before the user's "
-            "would be called on the whole; take it off, or use fsdp or ddp"
+            f"{_some(both)} a hook, and {plan.strategy} reduces gradients by its own hooks before the user's "
+            "hook could see the full gradient; remove it, or use fsdp or ddp"
         )
     if plan.optimizer_in_backward and both:
         raise ModelError(
             f"{_some(both)} a hook, and optimizer_in_backward steps a parameter before the hook could be called on "
-            "the whole gradient; set it to False, or take the hook off"
+            "the full gradient; set it to False, or remove the hook"
         )
     if after and not _keeps_whole(plan):
         raise ModelError(
-            f"{_some(after)} a hook of register_post_accumulate_grad_hook, which is given the whole parameter, and "
-            f"{plan.strategy} holds a part of it; change the gradient by register_hook, or use ddp"
+            f"{_some(after)} a hook of register_post_accumulate_grad_hook, which expects the full parameter, but "
+            f"{plan.strategy} has a shard of it; change the gradient by register_hook, or use ddp"
         )
 
 
 def _keeps_whole(plan: Plan) -> bool:
-    """Whether each rank has whole parameters and whole gradients when it steps."""
+    """Return whether each rank has full parameters and full gradients when it steps."""
     return plan.parsed.base in ("ddp", "zero1") and plan.dims.tp * plan.dims.pp == 1
 
 
@@ -202,7 +202,10 @@ def _gpus(device: torch.device) -> list[torch.device]:
 
 
 def _change(name: str, gradient: torch.Tensor, hooks: list[Any]) -> None:
-    """Put what ``hooks`` make of the whole of ``gradient`` in its place. Collective where it is cut."""
+    """Replace ``gradient`` by the result of ``hooks`` on the full gradient.
+
+    Collective if it is sharded.
+    """
     if not hooks:
         return
     whole = given = _gathered(gradient) if isinstance(gradient, DTensor) else gradient
@@ -224,7 +227,7 @@ def _change(name: str, gradient: torch.Tensor, hooks: list[Any]) -> None:
 
 
 def _gathered(gradient: DTensor) -> torch.Tensor:
-    """The whole gradient where the mesh computes, also of one that rests in the CPU's memory."""
+    """Return the full gradient on the mesh's device, also if it is stored in CPU memory."""
     mesh, local = gradient.device_mesh, gradient.to_local()
     here = local.to(mesh.device_type)
     if here is not local:

@@ -1,4 +1,4 @@
-"""The training loop of ``shardwise train``: data, schedule, evaluation, checkpoints, resume. On one page."""
+"""Training loop of ``shardwise train``: data, schedule, evaluation, checkpoints, resume."""
 
 from __future__ import annotations
 
@@ -45,49 +45,49 @@ from shardwise.train.step import StepResult, check_finite
 
 
 class Reporter(Protocol):
-    """Where progress is told; every call is made on rank 0 only."""
+    """Reporter of progress; every call is made on rank 0 only."""
 
     def say(self, text: str) -> None:
-        """A line of plain news."""
+        """Print a line."""
 
     def begin(self, first: int, total: int) -> None:
-        """Training starts after step ``first`` of ``total``."""
+        """Start reporting after step ``first`` of ``total``."""
 
     def step(self, number: int, loss: float, tokens_per_s: float) -> None:
-        """A logged step."""
+        """Report a logged step."""
 
     def evaluating(self, share: float) -> None:
-        """An evaluation is this far."""
+        """Report the progress of an evaluation."""
 
     def evaluated(self, number: int, bits_per_byte: float) -> None:
-        """An evaluation is done."""
+        """Report a finished evaluation."""
 
     def end(self) -> None:
-        """No more steps."""
+        """Stop reporting: there are no more steps."""
 
 
 class RunCallback(Protocol):
-    """What looks on while a run goes on, on every rank."""
+    """Callback during a run, on every rank."""
 
     def begin(self, session: Session) -> None:
-        """The model stands, and a run that goes on has gone on: the first step is next."""
+        """Called before the first step, with the model built and the checkpoint loaded."""
 
     def told(self) -> dict[str, Any]:
-        """More values for a logged line, on rank 0."""
+        """Return additional values for a logged line, on rank 0."""
 
     def wrote(self, line: dict[str, Any]) -> None:
-        """A line of metrics was written, on rank 0."""
+        """Called after a line of metrics was written, on rank 0."""
 
     def between(self, session: Session) -> None:
-        """A step is over, and the next has not begun."""
+        """Called between two steps."""
 
     def finish(self) -> None:
-        """The last step is done. Collective."""
+        """Called after the last step. Collective."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to. ``loss`` is the last step's."""
+    """Outcome of a run. ``loss`` is the last step's."""
 
     steps: int
     tokens: int
@@ -97,7 +97,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """What lies between two logged steps: evaluations and checkpoints are not in ``seconds``."""
+    """Interval between two logged steps; ``seconds`` exclude evaluations and checkpoints."""
 
     steps: int
     tokens: int
@@ -105,7 +105,7 @@ class StepWindow:
 
 
 class TrainingRun:
-    """One ``shardwise train`` on this rank, from a config, a plan and a prepared corpus."""
+    """Training run of ``shardwise train`` on this rank: config, plan and prepared corpus."""
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class TrainingRun:
 
     @property
     def _luck(self) -> int:
-        """Ranks of one tensor-parallel group draw the same numbers: they compute much of the model together."""
+        """Rank for the random seed, equal in a tensor-parallel group."""
         return self.session.ranks.rank // self.plan.dims.tp
 
     def train(self) -> Outcome:
         """Build, resume, train, evaluate and save.
 
         Raises:
-            Interrupted: after a stop was asked for; the state is saved before.
+            Interrupted: after a stop was requested; the state is saved before.
         """
         model = self._prepare()
         table = self.config.checkpoint
@@ -180,7 +180,7 @@ class TrainingRun:
         if self.session.stopped:
             raise Interrupted(
                 f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
-                "the same command goes on from there"
+                "the same command resumes from there"
             )
         return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits)
 
@@ -200,7 +200,10 @@ class TrainingRun:
         return model
 
     def _adapt(self, model: nn.Module) -> BaseWeights | None:
-        """Put the plan's adapters into ``model``; the weights of its base, where they are to be read from somewhere."""
+        """Add the plan's adapters to ``model``.
+
+        Return the weights of its base if they are read from a file.
+        """
         if self.plan.parsed.adapter == "none":
             return None
         weights, seed = self.config.model.weights, self.config.train.seed
@@ -239,10 +242,10 @@ class TrainingRun:
                 clock, since, tokens_since = time.perf_counter(), step.number, 0
             paused = time.perf_counter()
             self._between(result, metrics)
-            clock += time.perf_counter() - paused  # evaluations and checkpoints are no step time
+            clock += time.perf_counter() - paused  # evaluations and checkpoints are not step time
 
     def _between(self, result: StepResult, metrics: MetricsFile | None) -> None:
-        """Evaluation and checkpoint after a step, where they are due."""
+        """Run evaluation and checkpoint after a step, if they are due."""
         number = result.number
         if self.watch is not None:
             self.watch.between(self.session)
@@ -311,7 +314,7 @@ class TrainingRun:
         return path
 
     def _log_saves(self, metrics: MetricsFile | None) -> None:
-        """What the saves that are through have cost; one in the background is told at the next."""
+        """Log the cost of finished saves; a background save is logged at the next one."""
         for done in self.saver.reports:
             if metrics is not None:
                 metrics.write(
@@ -323,7 +326,7 @@ class TrainingRun:
         self.saver.reports.clear()
 
     def _order_facts(self) -> dict[str, Any]:
-        """Everything that decides which sample comes at which index, under the names that a user can change."""
+        """Return all facts that determine the order of samples, under the user's config keys."""
         data = self.config.data
         return {
             resume.CONTENT: self.corpus.train.content,
@@ -336,10 +339,10 @@ class TrainingRun:
         }
 
     def _prime(self) -> None:
-        """One backward that is thrown away, for DDP: it orders its buckets by the first one it sees.
+        """Run and discard one backward, for DDP: it orders its buckets by the first backward.
 
-        The order decides in which order ranks are summed, so a run that resumes without it differs in the last bit
-        from one that was never interrupted, from three ranks on.
+        That order decides the order of summation over ranks, so without this a resumed run would differ in the last bit
+        from an uninterrupted one, from three ranks on.
         """
         if not isinstance(self.session.applied.outer, DistributedDataParallel):
             return
@@ -353,7 +356,7 @@ class TrainingRun:
         self.session.optimizer.zero_grad()
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one; all that is to be refused is refused before it is read."""
+        """Resume from the newest checkpoint, if any; make all refusals before reading it."""
         config, session, folder = self.config, self.session, folder_of(self.config.checkpoints)
         path, earlier = resume.find(folder)
         if path is None:
@@ -361,8 +364,8 @@ class TrainingRun:
             return
         if not config.checkpoint.resume:
             raise ConfigError(
-                f"train.output '{self.output}' holds a run already and checkpoint.resume is false; "
-                "choose another train.output, or set checkpoint.resume=true to go on"
+                f"train.output '{self.output}' contains a run already and checkpoint.resume is false; "
+                "choose another train.output, or set checkpoint.resume=true to resume"
             )
         with resume.advice(path, earlier):
             manifest = exchange.together(lambda: read_manifest(path))
@@ -390,7 +393,7 @@ class TrainingRun:
             self.total, told = steps, resume.news(manifest, config, self.plan, steps)
         if saved is not None:
             restore_random_states(saved, session.device)
-        else:  # a rank that was not there: not the numbers of the first step again
+        else:  # a rank that did not exist: not the random numbers of the first step again
             seed_everything(config.train.seed + manifest.step, self._luck)
         if self.is_main:
             self.reporter.say(f"resuming after step {manifest.step} of {self.total} from '{path}'")
@@ -399,7 +402,7 @@ class TrainingRun:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:
-    """Set every group's rate; groups that began with another one than ``base`` keep the ratio."""
+    """Set every group's rate; groups with another initial rate than ``base`` keep the ratio."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])
         group["lr"] = rate * (initial / base)

@@ -1,4 +1,4 @@
-"""The loss as a sum, never as a mean: only a sum can be added up over ranks and micro batches and stay right."""
+"""Loss as a sum, not a mean: only sums can be added over ranks and micro batches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ IGNORED = -100
 
 
 def token_loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropy over the labels that count.
+    """Sum the cross-entropy over labels that are not ``-100``.
 
     Args:
-        outputs: logits [..., vocabulary], or an object that has them as ``.logits``. They may be cut over the
+        outputs: logits [..., vocabulary], or an object that has them as ``.logits``. They may be sharded over the
             vocabulary (a DTensor, as ``loss_parallel`` leaves them); they are not gathered then. Under ``loss_chunks``
-            they are not made yet, and are made here, a part at a time.
+            they are computed here, a chunk at a time.
         labels: [...], ``-100`` where there is no label.
     """
     logits = outputs if isinstance(outputs, torch.Tensor | LateLogits) else outputs.logits
@@ -40,21 +40,24 @@ def token_loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
-    """The same over logits that are cut over the vocabulary: each rank looks at its part of it."""
+    """Sum the cross-entropy over vocabulary-sharded logits, each rank its shard."""
     if tuple(logits.placements) != (Shard(logits.ndim - 1),):
         raise ModelError(
-            f"token_loss_sum takes logits that are whole or cut over the vocabulary alone, got {logits.placements}; "
+            f"token_loss_sum takes logits that are full or sharded over the vocabulary only, got {logits.placements}; "
             "pass what the model returned, or set parallel.loss_parallel to false"
         )
     mesh, vocab = logits.device_mesh, logits.shape[-1]
-    first = mesh.get_local_rank() * -(-vocab // mesh.size())  # as DTensor cuts: the last parts may be smaller
+    first = mesh.get_local_rank() * -(-vocab // mesh.size())  # as DTensor splits: the last parts may be smaller
     local = logits.to_local().flatten(0, -2)
     found: torch.Tensor = _CutCrossEntropy.apply(local, labels.flatten(), first, vocab, mesh.get_group())
     return found
 
 
 class _CutCrossEntropy(Function):
-    """Summed cross-entropy of logits [tokens, part of the vocabulary]; float64 stays, all else computes in fp32."""
+    """Summed cross-entropy of logits [tokens, part of the vocabulary].
+
+    Fp32, or float64 for float64.
+    """
 
     @staticmethod
     def forward(
@@ -92,10 +95,10 @@ class _CutCrossEntropy(Function):
 
 
 def count_labels(labels: Any) -> int:
-    """How many terms a summed loss over ``labels`` has: integer labels that are not ``-100``, else samples."""
+    """Count the terms of a summed loss: integer labels other than ``-100``, else samples."""
     if not isinstance(labels, torch.Tensor):
         raise DataError(
-            f"labels are a {type(labels).__name__}, not a tensor; say how many loss terms they stand for with "
+            f"labels are a {type(labels).__name__}, not a tensor; give the number of loss terms with "
             "session.steps(loader, count=...)"
         )
     if labels.is_floating_point() or labels.is_complex():

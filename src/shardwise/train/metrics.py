@@ -11,9 +11,9 @@ from shardwise.errors import MachineError
 
 
 class MetricsFile:
-    """``metrics.jsonl`` of a run. Opened at a step: what a dead run wrote after that step is cut off.
+    """File ``metrics.jsonl`` of a run; opening it at a step drops later lines of a dead run.
 
-    ``also`` is told every line, too.
+    ``also`` is called with every line, too.
     """
 
     def __init__(self, path: Path, after_step: int, also: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -28,7 +28,7 @@ class MetricsFile:
         """Append one line.
 
         Raises:
-            MachineError: the disk is full or gone.
+            MachineError: the disk is full or unavailable.
         """
         try:
             self._file.write(json.dumps(values) + "\n")
@@ -36,7 +36,7 @@ class MetricsFile:
         except OSError as error:
             raise MachineError(
                 f"'{self._file.name}' cannot be written: {error.strerror}; free space on that disk and run the same "
-                "command again, which goes on from the last checkpoint"
+                "command again, which resumes from the last checkpoint"
             ) from None
         if self._also is not None:
             self._also(values)
@@ -47,7 +47,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file; a last line that a crash cut short is left out."""
+    """Yield the lines of a metrics file; a last line truncated by a crash is left out."""
     if not path.exists():
         return
     with path.open(errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""The model of a config: from a Hugging Face configuration, or from the user's own factory."""
+"""Model of a config: from a Hugging Face configuration, or from the user's own factory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardwise.train.config import Config
 
 
 def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
-    """A function that builds the model anew, with random weights; checks what can be checked before.
+    """Return a function that builds the model with random weights, after checking the config.
 
     Nothing is downloaded and no code of the model's folder is run.
 
     Raises:
-        ModelError: there is no such configuration, or it does not go with the data.
-        ConfigError: the factory cannot be imported, or does not take the arguments.
+        ModelError: there is no such configuration, or it does not match the data.
+        ConfigError: the factory cannot be imported, or does not accept the arguments.
     """
     table = config.model
     if table.factory is not None:
@@ -60,7 +60,10 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
 
 
 def model_facts(config: Config) -> dict[str, Any]:
-    """How the model is built, for whoever has only the checkpoint; see `checkpoint.format.Manifest`."""
+    """Describe how the model is built, for readers of the checkpoint.
+
+    See `checkpoint.format.Manifest`.
+    """
     table = config.model
     if table.factory is not None:
         return {"kind": "factory", "factory": table.factory, "kwargs": table.kwargs}
@@ -95,14 +98,14 @@ def forward_bytes(
     dtype: torch.dtype,
     prepare: Callable[[nn.Module], object],
 ) -> tuple[int, int] | None:
-    """Bytes of one sample's forward under fake tensors: what is saved for backward, and the logits in fp32.
+    """Estimate the bytes of one sample's fake forward: saved for backward, and the fp32 logits.
 
     Every saved storage counts once; parameters do not count. ``prepare`` may change the module first (recompute).
-    Leaves out backward's own temporaries, and attention's where the device has another kernel than the CPU.
-    ``None`` where the model does not run under fake tensors.
+    Excludes backward's own temporaries, and attention's where the device has another kernel than the CPU.
+    ``None`` if the model does not run under fake tensors.
 
     Raises:
-        ModelError: what the model returns are no logits of ``vocab_size`` tokens.
+        ModelError: the model's output is not logits of ``vocab_size`` tokens.
     """
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
@@ -126,7 +129,7 @@ def forward_bytes(
                 loss(outputs, ids)
         except ModelError:
             raise
-        except Exception:  # it need not be right for fake tensors
+        except Exception:  # it need not support fake tensors
             return None
     return sum(storage.nbytes() for storage in storages.values()), logits.numel() * torch.float32.itemsize
 

@@ -45,9 +45,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
 def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, device: str | None = None) -> Workload:
     """How many states the optimizer will keep for each parameter; unknown for classes that are not declared.
 
-    ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are told, too. ``device`` is what
-    it will step on, where its parameters are not there yet. Of an optimizer whose state is split over ranks (zero1) the
-    inner one is looked at.
+    ``names`` maps the id of a parameter to its name; with it, the optimizer's groups are included. ``device`` is the
+    device of the step, if its parameters are not there yet. If the state is sharded over ranks (zero1), the
+    inner optimizer counts.
     """
     groups = None
     if names is not None:
@@ -75,7 +75,7 @@ def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, de
 
 
 def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float]:
-    """Tensors that live only while the optimizer steps: of all parameters together, and of one after the other.
+    """Count temporary tensors of an optimizer step: of all parameters, and one at a time.
 
     Those of Adam and SGD as torch.optim 2.13 has it, others as declared. Fused kernels make none. ``foreach``, the
     default on CUDA but not on CPU, makes the root of the second moment for all parameters, and where weight decay is
@@ -102,7 +102,7 @@ def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float
 
 
 def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], float]:
-    """The learning rate of step ``n`` (from 1): linear warm-up, then constant, linear or cosine down to the minimum.
+    """Return the learning rate by step: linear warm-up, then constant, linear or cosine decay.
 
     A pure function of the step, so that a resumed run needs no scheduler state.
     """

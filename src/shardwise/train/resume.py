@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, what must be as it was, and what may be another and is said."""
+"""Resume from a checkpoint: choice of checkpoint, required equality, and reported changes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shardwise.train.config import Config, OptimizerTable
 from shardwise.train.metrics import read_metrics
 
 CONTENT = "the data (content)"
-LISTING = "the data (fingerprint)"  # also of where the files lie and when they were written
+LISTING = "the data (fingerprint)"  # includes the files' paths and modification times
 _OPTIONS = ("lr", "betas", "eps", "momentum", "weight_decay")  # of a parameter group, as the config names them
 
 
 def find(folder: Folder) -> tuple[Folder | None, Folder | None]:
-    """The checkpoint to go on from and the one to fall back on, as rank 0 sees them. Collective.
+    """Find the checkpoint to resume from and its fallback, as rank 0 sees them. Collective.
 
     Raises:
         CheckpointError: the folder cannot be read, or a rank does not see what rank 0 does.
@@ -41,22 +41,22 @@ def find(folder: Folder) -> tuple[Folder | None, Folder | None]:
 
 @contextmanager
 def advice(path: Folder, earlier: Folder | None) -> Iterator[None]:
-    """A checkpoint that turns out to be damaged inside is said with what the same command does without it."""
+    """Add the fallback's effect to the error of a checkpoint that turns out to be damaged."""
     try:
         yield
     except CheckpointMismatch:
         raise
     except CheckpointError as error:
-        then = f"goes on from '{earlier.name}'" if earlier is not None else "begins again: there is no earlier one"
+        then = f"resumes from '{earlier.name}'" if earlier is not None else "restarts: there is no earlier one"
         raise CheckpointError(f"{error} (without '{path}' the same command {then})") from None
 
 
 @contextmanager
 def reading_state(path: Folder) -> Iterator[None]:
-    """The caller's own part of a manifest has no schema: what does not fit it is damage, said as such.
+    """Report errors in the caller's part of a manifest, which has no schema, as damage.
 
     Raises:
-        CheckpointError: a value is missing or of another kind.
+        CheckpointError: a value is missing or has the wrong type.
     """
     try:
         yield
@@ -68,10 +68,12 @@ def reading_state(path: Folder) -> Iterator[None]:
 
 
 def refuse_lost(output: Path, folder: Folder) -> None:
-    """A run that has saved checkpoints is not begun again because they are not where this one looks. Collective.
+    """Refuse to restart a run whose checkpoints are not in this run's checkpoint folder.
+
+    Collective.
 
     Raises:
-        ConfigError: so it would be, and its metrics would be lost.
+        ConfigError: it would be restarted, and its metrics would be lost.
     """
     file = output / "metrics.jsonl"
     steps = [0]
@@ -81,13 +83,15 @@ def refuse_lost(output: Path, folder: Folder) -> None:
     done = exchange.broadcast_json(max(steps))
     if done:
         raise ConfigError(
-            f"train.output '{output}' has metrics of {done} steps, and '{folder}' has no checkpoint to go on from; "
-            f"set checkpoint.folder to where they are, choose another train.output, or remove '{file}' to begin again"
+            f"train.output '{output}' has metrics of {done} steps, and '{folder}' has no checkpoint to resume from; "
+            f"set checkpoint.folder to where they are, choose another train.output, or remove '{file}' to restart"
         )
 
 
 def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, Any]) -> None:
-    """``facts`` decide which sample comes when, under the names that a user can change.
+    """Refuse a checkpoint whose sample order differs from this run's.
+
+    ``facts`` determine the order, under the names of the config.
 
     Raises:
         ConfigError: the checkpoint is not of this loop, or some of them have changed.
@@ -95,7 +99,7 @@ def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, A
     then = manifest.state.get("order")
     if then is None:
         raise ConfigError(
-            f"'{path}' has no place in the data: it was converted, or saved by a loop of one's own; to begin with "
+            f"'{path}' has no data position: it was converted, or saved by a custom loop; to start from "
             f"its weights choose another folder for this run's checkpoints and set model.weights = '{path}'"
         )
     moot = LISTING if then.get(CONTENT) and facts.get(CONTENT) else CONTENT
@@ -111,12 +115,14 @@ def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, A
 def refuse_other_base(
     manifest: Manifest, path: Folder, facts: Mapping[str, Any], otherwise: str = "choose another train.output"
 ) -> None:
-    """``facts`` are those of this run's adapters and their base, empty where there are none.
+    """Refuse a checkpoint with other adapters or another base.
 
-    A base whose mark is not known on one of both sides is taken for the same.
+    ``facts`` are those of this run's adapters and their base, empty if there are none.
+
+    A base without a known digest on either side is assumed to be the same.
 
     Raises:
-        ConfigError: the checkpoint has adapters and the run has none, or the other way, or they are others.
+        ConfigError: only one of checkpoint and run has adapters, or they differ.
     """
     saved = manifest.model or {}
     then, now = saved.get("adapter"), facts.get("adapter")
@@ -147,7 +153,10 @@ def _base_text(base: Mapping[str, Any]) -> str:
 
 
 def steps_in_all(config: Config, num_samples: int, global_batch: int, step: int = 0, position: int = 0) -> int:
-    """Optimizer steps of the whole run, of which ``step`` are done and took the samples before ``position``."""
+    """Count the optimizer steps of the run.
+
+    ``step`` are done and used the samples before ``position``.
+    """
     if config.train.steps is not None:
         return config.train.steps
     left = (config.train.epochs or 1) * num_samples - position
@@ -155,10 +164,10 @@ def steps_in_all(config: Config, num_samples: int, global_batch: int, step: int 
 
 
 def refuse_fewer(manifest: Manifest, config: Config, num_samples: int) -> None:
-    """A run cannot end before the step that it has reached.
+    """Refuse a config whose run would end before the step that it has reached.
 
     Raises:
-        ConfigError: it would have to.
+        ConfigError: it would.
     """
     step, position, epochs = manifest.step, int(manifest.state["position"]), config.train.epochs
     if config.train.steps is not None and step > config.train.steps:
@@ -174,12 +183,12 @@ def refuse_fewer(manifest: Manifest, config: Config, num_samples: int) -> None:
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group."""
+    """Return the options of each parameter group."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def changed_keys(manifest: Manifest, table: OptimizerTable) -> dict[str, tuple[Any, Any]]:
-    """Keys of ``[optimizer]`` that are not as they were when the checkpoint was made: what they were, and are."""
+    """Map changed keys of ``[optimizer]`` to their value in the checkpoint and now."""
     now: dict[str, Any] = table.model_dump(mode="json")
     then = manifest.state.get("optimizer") or now
     return {key: (then[key], value) for key, value in now.items() if key in then and then[key] != value}
@@ -188,10 +197,10 @@ def changed_keys(manifest: Manifest, table: OptimizerTable) -> dict[str, tuple[A
 def set_changed(
     optimizer: Optimizer, made: list[dict[str, Any]], manifest: Manifest, changed: Iterable[str], table: OptimizerTable
 ) -> None:
-    """Let the config's options count where a checkpoint that is loaded brought others.
+    """Apply the config's options in place of those from a loaded checkpoint.
 
-    ``made`` are the groups' options as the config made them. What the config does not name stays as it was loaded:
-    some optimizers keep state there.
+    ``made`` are the groups' options as the config set them. Options that the config does not name keep their loaded
+    value: some optimizers keep state there.
     """
     keys = set(changed) & set(_OPTIONS)
     if {"kwargs", "factory"} & set(changed) or "optimizer" not in manifest.state:
@@ -203,7 +212,10 @@ def set_changed(
 
 
 def news(manifest: Manifest, config: Config, plan: Plan, total: int) -> list[str]:
-    """What is another than when the checkpoint was made, a phrase each; nothing where the run goes on bit for bit."""
+    """List what changed since the checkpoint, a phrase each.
+
+    Empty if the run resumes bit for bit.
+    """
     texts: list[str] = []
     with suppress(ValidationError):  # a later version's plan
         texts += _plan_news(Plan.model_validate(manifest.plan), plan)
@@ -212,7 +224,7 @@ def news(manifest: Manifest, config: Config, plan: Plan, total: int) -> list[str
     schedule = config.optimizer.schedule
     if old_total != total:
         follows = "" if schedule == "constant" else f", which the {schedule} schedule follows from here on"
-        texts.append(f"{old_total} steps in all → {total}{follows}")
+        texts.append(f"{old_total} steps total → {total}{follows}")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""The generators of a rank: seeded by the seed and the rank, and their states as bytes that a checkpoint can hold."""
+"""Generators of a rank: seeded by the seed and the rank; states as bytes for a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardwise.plan.plan import Plan
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Random states for dropout and the like: a function of the seed and the rank."""
+    """Seed all generators from the seed and the rank."""
     torch.manual_seed(seed * 100_003 + rank)
     random.seed(seed * 100_003 + rank)
     np.random.seed((seed * 100_003 + rank) % 2**32)
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of every generator of this rank, as bytes."""
+    """Return the state of every generator of this rank, as bytes."""
     version, words, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     python = json.dumps([version, list(words), gauss])
@@ -33,7 +33,7 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `random_states` gave."""
+    """Restore the states from `random_states`."""
     torch.set_rng_state(states["torch"])
     version, words, gauss = json.loads(bytes(states["python"].tolist()))
     random.setstate((version, tuple(words), gauss))
@@ -44,7 +44,9 @@ def restore_random_states(states: dict[str, torch.Tensor], device: torch.device)
 
 
 def rank_to_follow(saved: Mapping[str, Any], plan: Plan, rank: int) -> int:
-    """The rank whose generators ``rank`` goes on with; one that was not there where the checkpoint has too few.
+    """Return the saved rank whose generators ``rank`` resumes with.
+
+    A new one if there are too few.
 
     ``saved`` is the plan of the checkpoint as JSON. Under the same degrees it is the rank itself. Under others, ranks
     of one tensor-parallel group follow the same one (they must draw the same numbers), and no two groups do.

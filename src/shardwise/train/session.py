@@ -1,8 +1,8 @@
-"""`Session`: the five lines that make a training loop distributed, and right.
+"""`Session`: correct distributed training in a custom loop, in five lines.
 
-The gradient of a step is that of one process over the whole global batch: each micro batch gives its loss as a sum,
+The gradient of a step is that of one process over the full global batch: each micro batch gives its loss as a sum,
 the number of terms in the global batch is agreed on before the first backward, and only the last micro batch
-synchronises. `shardwise train` runs on this class too; there is no second path.
+synchronises. `shardwise train` uses this class too; there is no second implementation.
 """
 
 from __future__ import annotations
@@ -56,56 +56,59 @@ Planner = Callable[[nn.Module, Optimizer], Plan]
 
 
 class Observer(Protocol):
-    """Something that watches a session; each method runs on every rank at the same point."""
+    """Observer of a session; each method is called on every rank at the same point."""
 
     def on_prepared(self, session: Session) -> None:
-        """The model and the optimizer stand as they will be trained."""
+        """Called once the model and the optimizer are ready for training."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Before the first forward of a step."""
+        """Called before the first forward of a step."""
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Gradients are reduced, normalised and not yet clipped."""
+        """Called once gradients are reduced and normalised, before clipping."""
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """After the optimizer's step; gradients are still there."""
+        """Called after the optimizer's step; gradients still exist."""
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """The loop was left in the middle of a step; its gradients are thrown away."""
+        """Called if the loop left a step unfinished; its gradients are discarded."""
 
 
 class Mail(Protocol):
-    """Integers that travel in the message that every step begins with."""
+    """Integers sent with the message at the start of every step."""
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of integers."""
 
     def post(self) -> list[int]:
-        """This rank's."""
+        """Return this rank's integers."""
 
     def deliver(self, rows: list[list[int]]) -> None:
-        """Those of all ranks, in rank order."""
+        """Receive the integers of all ranks, in rank order."""
 
 
 class Timekeeper(Protocol):
-    """Knows where the time of steps goes."""
+    """Recorder of the time that steps take."""
 
     def timing(self) -> Any:
-        """`shardwise.measure.step_time.timing.Timing` so far; ``None`` before the second step, and off rank 0."""
+        """`shardwise.measure.step_time.timing.Timing` so far.
+
+        ``None`` before the second step, and off rank 0.
+        """
 
     def detach(self) -> None:
-        """Nothing is to be timed any more; what is known stays."""
+        """Stop timing; recorded times stay."""
 
 
 @dataclass
 class Session:
-    """A training session on this rank; make one with ``shardwise.start``.
+    """Training session on this rank; create one with ``shardwise.start``.
 
-    ``plan`` is known after `prepare`. ``phase`` says what the session is doing, for those who watch it; who must know
-    the moment that it changes puts a function into ``phase_watchers``. ``mail`` is sent with each step's first message.
-    ``micros_left`` are the micro batches of a step that come after the one at hand. ``in_backward`` steps parameters
-    during the backward where the plan says so.
+    ``plan`` is set by `prepare`. ``phase`` is the current phase, for observers; functions in ``phase_watchers`` are
+    called when it changes. ``mail`` is sent with each step's first message.
+    ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
+    during the backward if the plan requests it.
     """
 
     ranks: Ranks
@@ -136,21 +139,23 @@ class Session:
 
     @property
     def phase(self) -> str:
-        """What a step is at: ``data`` (it begins), ``transfer``, ``control`` (ranks agree on it), ``forward``,
+        """Phase of the step.
+
+        ``data`` (it begins), ``transfer``, ``control`` (ranks agree on it), ``forward``,
         ``backward``, ``clip``, ``optimizer``, or ``other``; between steps also ``checkpoint`` and ``evaluation``.
         """
         return self._phase
 
     @phase.setter
     def phase(self, name: str) -> None:
-        """Change the phase, and tell those who watch."""
+        """Change the phase, and call the watchers."""
         self._phase = name
         for watcher in self.phase_watchers:
             watcher(name)
 
     @property
     def stream(self) -> Stream:
-        """Where the loop stands in its data."""
+        """Position of the loop in its data."""
         if self._stream is None:
             self._stream = Stream(self.ranks, self.device, (self.place.dp, self.dp), self.plan.grad_accum)
             self.mail.append(self._stream.watch)
@@ -158,58 +163,58 @@ class Session:
 
     @property
     def dealer(self) -> str:
-        """What in the loop's loader was taken to deal the samples out by rank; empty where nothing was."""
+        """Name of the object in the loader that shards samples by rank; empty without one."""
         return "" if self._stream is None else self._stream.dealer
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self.ranks.device
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """Plan in force."""
         if self._plan is None:
             raise UserError("session.plan is known after session.prepare(model, optimizer)")
         return self._plan
 
     @property
     def dp(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks with different samples."""
         return self.plan.dims.dp
 
     @property
     def place(self) -> MeshCoord:
-        """Where this rank stands on each axis of the plan."""
+        """Coordinates of this rank on the axes of the plan."""
         return self.plan.dims.place(self.ranks.rank)
 
     @property
     def reduced_ranks(self) -> int:
-        """Ranks whose gradients are averaged: those that see different tokens."""
+        """Number of ranks whose gradients are averaged: those with different tokens."""
         return self.plan.dims.dp * self.plan.dims.cp
 
     @property
     def applied(self) -> Applied:
-        """The model as it stands under the plan."""
+        """Model with the plan applied."""
         if self._applied is None:
             raise UserError("call session.prepare(model, optimizer) first")
         return self._applied
 
     @property
     def agreement(self) -> Agreement:
-        """What ranks agree on at the end of a step's last backward."""
+        """Agreement of the ranks at the end of a step's last backward."""
         if self._agreement is None:
             raise UserError("call session.prepare(model, optimizer) first")
         return self._agreement
 
     @property
     def module(self) -> nn.Module:
-        """The user's own module, without DDP around it."""
+        """User's own module, without DDP around it."""
         return self.applied.module
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that `prepare` returned."""
+        """Optimizer that `prepare` returned."""
         if self._optimizer is None:
             raise UserError("call session.prepare(model, optimizer) first")
         return self._optimizer
@@ -222,16 +227,16 @@ class Session:
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, sample: Any = None, fill: Fill | None = None
     ) -> tuple[nn.Module, Optimizer]:
-        """Put the model under the plan and point the optimizer at its parameters.
+        """Apply the plan to the model and point the optimizer at its parameters.
 
-        Weights are rank 0's. Build learning-rate schedulers from the optimizer that is returned. ``sample`` is what
-        the model takes for one micro batch, as the loader gives it; tensor, pipeline and context parallel look at one
-        forward of it (values do not matter), of token ids [1, length] if it is left out. Under ``+lora`` and ``+qlora``
-        adapters are put into the model, and the optimizer holds them in place of the weights that they stand beside;
+        Weights are rank 0's. Build learning-rate schedulers from the returned optimizer. ``sample`` is the model's
+        input for one micro batch, as the loader returns it; tensor, pipeline and context parallel trace one
+        forward of it (values do not matter); default: token ids [1, length]. Under ``+lora`` and ``+qlora``
+        adapters are added to the model, and the optimizer has them in place of the weights that they adapt;
         ``fill`` gives each unit of a model on the meta device its frozen weights.
 
         Raises:
-            ModelError: the session has a model already, or the model does not allow the plan.
+            ModelError: the session has a model already, or the model does not support the plan.
         """
         if self._applied is not None:
             raise ModelError("session.prepare was called before; a session trains one model")
@@ -269,7 +274,7 @@ class Session:
             self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
             called.register_forward_pre_hook(self._meet, prepend=True)
-        self.observers[:0] = [hooks, StructureWatch()]  # before those who look at gradients
+        self.observers[:0] = [hooks, StructureWatch()]  # before observers of gradients
         self.mail.append(hooks)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer
@@ -282,14 +287,14 @@ class Session:
         count: Callable[[Any], int] = count_labels,
         sharded: bool | None = None,
     ) -> Iterator[Step]:
-        """One `Step` for each global batch of ``loader``, which yields micro batches.
+        """Yield one `Step` for each global batch of ``loader``, which yields micro batches.
 
         Args:
-            loader: yields ``(inputs, labels)`` or dicts with ``labels``. Each rank is given its own share, unless the
-                loader deals by rank itself, as one with a ``DistributedSampler`` does.
+            loader: yields ``(inputs, labels)`` or dicts with ``labels``. Each rank gets its own share, unless the
+                loader shards by rank itself, as one with a ``DistributedSampler`` does.
             limit: stop after this many steps.
-            count: number of loss terms that labels stand for; integer labels other than ``-100``, else samples.
-            sharded: whether each rank's loader yields that rank's own share already; found out if left out.
+            count: number of loss terms of given labels; default: integer labels other than ``-100``, else samples.
+            sharded: whether each rank's loader already yields only that rank's share; detected by default.
         """
         share = windows(self.stream.open(loader, sharded), self.plan.grad_accum)
         return self.run_windows(share, limit=limit, count=count)
@@ -297,9 +302,9 @@ class Session:
     def run_windows(
         self, share: Iterable[list[Any]], *, limit: int | None = None, count: Callable[[Any], int] = count_labels
     ) -> Iterator[Step]:
-        """As `steps`, from windows that are this rank's own already."""
+        """Yield steps as `steps`, from windows that are already this rank's share."""
         source, last = iter(share), None
-        if self._applied is not None:  # of a loop that was left in the middle of a step
+        if self._applied is not None:  # the loop left a step unfinished
             if self._applied.engine is None:
                 discard_gradients(self._applied.outer)
             else:
@@ -352,7 +357,7 @@ class Session:
             limit = None if limit is None else limit - 1
 
     def _post(self) -> list[int]:
-        """What everybody who has something to say sends along."""
+        """Collect the integers that all senders attach to the message."""
         return [number for one in self.mail for number in one.post()]
 
     def _deliver(self, rows: list[list[int]], start: int) -> None:
@@ -361,17 +366,17 @@ class Session:
             start += one.size
 
     def marks(self, given: list[Any]) -> list[int]:
-        """What ranks that work on one sample must have in common: what the loader gave, and the luck of a tp group."""
+        """Return checksums that ranks on one sample must share: data, and a TP group's RNG state."""
         if not self.plan.dims.splits_model:
             return []
         luck = zlib.crc32(self._luck().numpy().data) if self.plan.dims.tp > 1 else 0
         return [checksum(given), luck]
 
     def _keep_together(self, rows: list[list[int]]) -> None:
-        """Refuse other samples within a group, and let its ranks share luck again where one has drawn alone.
+        """Refuse different samples within a group, and restore equal RNG states in its ranks.
 
-        The first rank of all draws the order of the samples for everybody, and a loop may seed each rank by its number:
-        ranks of a tensor-parallel group would drop other elements of one and the same tensor.
+        Rank 0 draws the order of the samples for all ranks, and a loop may seed each rank by its number:
+        ranks of a tensor-parallel group would drop different elements of the same tensor.
         """
         dims = self.plan.dims
         if not dims.splits_model:
@@ -381,13 +386,13 @@ class Session:
             self.share_luck()
 
     def _luck(self) -> torch.Tensor:
-        """The states of torch's generators, as bytes on the CPU."""
+        """Return the states of torch's generators, as bytes on the CPU."""
         states = [torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return torch.cat(states)
 
     def share_luck(self) -> None:
-        """Ranks of a tensor-parallel group go on with the numbers of its first. Collective over all ranks."""
+        """Copy the first rank's RNG state to its tensor-parallel group. Collective over all ranks."""
         mine = self._luck()
         states = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(states, mine, group=self.ranks.control)
@@ -398,7 +403,7 @@ class Session:
             torch.cuda.set_rng_state(shared[size:], self.device)
 
     def _in_all(self, rows: list[list[int]]) -> tuple[int, int]:
-        """Labels and micro batches of all ranks, those that several ranks work on together counted once."""
+        """Sum labels and micro batches over all ranks; those shared by several ranks count once."""
         places = [self.plan.dims.place(rank) for rank in range(len(rows))]
         once = [(place, row) for place, row in zip(places, rows, strict=True) if place.tp == place.pp == 0]
         return sum(row[0] for _, row in once), sum(row[1] for place, row in once if place.cp == 0)
@@ -411,14 +416,16 @@ class Session:
         keep: int = 2,
         async_save: bool = False,
     ) -> Folder:
-        """Save model, optimizer, generators and the place in the data as ``folder/step-00000020``. Collective.
+        """Save model, optimizer, generators and data position as ``folder/step-00000020``.
 
-        To be called between two steps. ``folder`` is on a disk that all ranks see, or a URL (``s3://...``). ``state``
+        Collective.
+
+        Call it between two steps. ``folder`` is on a disk that all ranks see, or a URL (``s3://...``). ``state``
         is the caller's own, as JSON (rank 0's is kept). The ``keep`` newest checkpoints stay. With ``async_save``
-        training goes on while it is written; the next save, or `close`, waits for it and raises what went wrong.
+        training continues while it is written; the next save, or `close`, waits for it and raises its errors.
 
         Raises:
-            UserError: in the middle of a step, or the folder cannot be written to or is another run's.
+            UserError: in the middle of a step, or the folder cannot be written to or belongs to another run.
             TrainingError: a trained weight is not finite; nothing is written.
             CheckpointError: a rank could not write its part. Earlier checkpoints stay.
         """
@@ -437,41 +444,46 @@ class Session:
             self.phase = "other"
 
     def load(self, folder: str | Folder, *, verify: bool = True) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint in ``folder``: returns the caller's state, ``None`` where there is none.
+        """Resume from the newest checkpoint in ``folder``; return the caller's state or ``None``.
 
-        Collective; after `prepare` and before the first `steps`. Strategy and world size may be others than before.
-        Passes over the data that were done yield no steps, and the one that was under way goes on at the micro batch
-        where it stood, whatever the number of ranks: no sample comes twice, and none is left out. The order of later
-        passes is that of the uninterrupted run too, on another number of ranks only if the loader shuffles by a
-        ``generator`` of its own: the global one also serves dropout, of which each rank has its share. Under ``ddp``
-        and ``zero1`` on three ranks or more the first step afterwards is summed in another order: last digits differ.
+        Collective; after `prepare` and before the first `steps`. Strategy and world size may differ from the
+        checkpoint's. Finished passes over the data yield no steps, and the interrupted one resumes at its micro batch,
+        whatever the number of ranks: no sample is repeated or left out. The order of later passes is that of the
+        uninterrupted run too, on another number of ranks only if the loader shuffles with its own ``generator``: the
+        global one also serves dropout, of which each rank has its share. Under ``ddp`` and ``zero1`` on three ranks or
+        more the first step afterwards is summed in another order: last digits differ.
 
         Raises:
-            UserError: a pass has begun, or it is no checkpoint of `save`.
+            UserError: a pass has begun, or the checkpoint is not from `save`.
             CheckpointError: it is damaged, or of another model or optimizer.
         """
         gather_ints([], self.ranks, "session.load")
         return load_session(self, folder, verify)
 
     def timing(self) -> Any:
-        """Step time so far by component: a `shardwise.measure.step_time.timing.Timing` on rank 0, else ``None``."""
+        """Return step time by component: a `shardwise.measure.step_time.timing.Timing` on rank 0."""
         return None if self.timekeeper is None else self.timekeeper.timing()
 
     def stop(self) -> None:
-        """Ask for the end at the next step's border; one rank's wish stops all. Safe in a signal handler."""
+        """Request the end at the next step boundary; one rank's request stops all.
+
+        Safe in a signal handler.
+        """
         self._stop_asked = True
 
     def stop_agreed(self) -> bool:
-        """Whether any rank was asked to stop; collective, and remembered as ``stopped``."""
+        """Return whether any rank was asked to stop; collective, and stored as ``stopped``."""
         self.stopped = self.stopped or any(row[0] for row in gather_ints([int(self._stop_asked)], self.ranks))
         return self.stopped
 
     def close(self) -> None:
-        """Leave the world: ends a save that is under way, destroys the group if the session made it, and lets go of the
+        """Leave the world.
+
+        Ends a save in progress, destroys the group if the session created it, and releases the
         model.
 
         Raises:
-            CheckpointError: the last save, in the background, went wrong.
+            CheckpointError: the last save, in the background, failed.
         """
         saver, self.saver = self.saver, None
         try:
@@ -493,7 +505,9 @@ class Session:
         self.observers, self.phase_watchers, self.mail = [], [], []
 
     def check_forward(self) -> None:
-        """A loss under DDP must come through the prepared model, or nothing would be reduced.
+        """Refuse a loss under DDP that did not come from the prepared model.
+
+        It would not be reduced.
 
         Raises:
             UserError: the model was not called since the micro batch began.
@@ -507,8 +521,10 @@ class Session:
             )
 
     def _meet(self, module: nn.Module, args: Any) -> None:
-        """A forward gathers sharded weights, or sends batch norm's buffers: every rank must be there. In a step of the
-        usual kind it is.
+        """Wait for every rank before a forward that communicates.
+
+        It gathers sharded weights, or sends batch norm's buffers.
+        A step with the usual number of forwards needs no wait.
         """
         if self._applied is None or backward_runs():
             return
@@ -518,12 +534,14 @@ class Session:
             self._come_together("a forward of a step")
 
     def meet_before_backward(self) -> None:
-        """In the first step, and where the micro batch had fewer forwards than in it: others may be in one still."""
+        """Wait in the first step, and if there were fewer forwards: others may still be in one."""
         if self._applied is not None and self._gathers and self._calls.ended(self.steps_done == self.first_step):
             self._come_together("step.backward")
 
     def _come_together(self, where: str) -> None:
-        """Every rank is at the same place. In a step one that does not come may be in a collective of FSDP2, and would
+        """Check that every rank is at the same place.
+
+        In a step, a rank that does not come may be in a collective of FSDP2, and would
         never answer.
         """
         phase, self.phase = self.phase, "control" if self.in_step else self.phase
@@ -531,7 +549,7 @@ class Session:
         self.phase = phase
 
     def begin_micro(self, *, last: bool, filler: bool = False) -> None:
-        """Called by `Step` before each micro batch."""
+        """Prepare for a micro batch; called by `Step`."""
         if self.applied.engine is not None:
             self.applied.engine.begin_micro(last=last)
         else:
@@ -542,7 +560,7 @@ class Session:
         self.phase = "forward"
 
     def clip(self, clip_norm: float) -> torch.Tensor:
-        """Scale the gradients so that their global norm is at most ``clip_norm``; returns the norm before that, 0-d."""
+        """Scale gradients to a global norm of at most ``clip_norm``; return the norm before, 0-d."""
         self.phase = "clip"
         meshes = self.applied.meshes
         if meshes is not None:  # of parts: PyTorch's own would be one all-reduce for each parameter
@@ -555,7 +573,7 @@ class Session:
         return norm
 
     def finish_gradients(self) -> None:
-        """What the model's own axes still have to add up, once all backwards of a step are done."""
+        """Reduce over the model's own axes, once all backwards of a step are done."""
         if home_of(self.module) is None:
             return
         self.phase = "backward"
@@ -565,7 +583,10 @@ class Session:
         self.phase = "other"
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """The optimizer must be the one that `prepare` returned: another one would step stale parameters."""
+        """Check that the optimizer is the one from `prepare`.
+
+        Another one would step stale parameters.
+        """
         if optimizer is not self._optimizer:
             raise UserError(
                 "step.update got another optimizer than session.prepare returned; "
@@ -573,7 +594,7 @@ class Session:
             )
 
     def notify(self, event: str, *args: Any) -> None:
-        """Tell every observer."""
+        """Call ``event`` of every observer."""
         for observer in self.observers:
             getattr(observer, event)(self, *args)
 

@@ -1,4 +1,4 @@
-"""`TrainingSession`: what a session's own parts (its steps, its checks, its checkpoints) ask of it."""
+"""`TrainingSession`: interface of a session for its own parts (steps, checks, checkpoints)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.train.data.position import Stream
 
 
 class TrainingSession(Protocol):
-    """See `shardwise.train.session.Session`, which is the one there is; its parts do not import it."""
+    """Interface of `shardwise.train.session.Session`, which its parts cannot import."""
 
     ranks: Ranks
     steps_done: int
@@ -30,11 +30,11 @@ class TrainingSession(Protocol):
 
     @property
     def phase(self) -> str:
-        """The phase of the step."""
+        """Phase of the step."""
 
     @phase.setter
     def phase(self, name: str) -> None:
-        """The phase of the step."""
+        """Phase of the step."""
 
     @property
     def stream(self) -> Stream:
@@ -42,11 +42,11 @@ class TrainingSession(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """Plan in force."""
 
     @property
     def place(self) -> MeshCoord:
@@ -58,19 +58,19 @@ class TrainingSession(Protocol):
 
     @property
     def applied(self) -> Applied:
-        """The model under the plan."""
+        """Model under the plan."""
 
     @property
     def agreement(self) -> Agreement:
-        """The message at the end of a step's last backward."""
+        """Message at the end of a step's last backward."""
 
     @property
     def module(self) -> nn.Module:
-        """The user's module, without DDP around it."""
+        """User's module, without DDP around it."""
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that `prepare` returned."""
+        """Optimizer that `prepare` returned."""
 
     def check_forward(self) -> None:
         """Refuse a loss that did not come through the prepared model under DDP."""

@@ -1,4 +1,4 @@
-"""What `Session.save` and `Session.load` put into a checkpoint beside model and optimizer."""
+"""Session state in a checkpoint, for `Session.save` and `Session.load`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardwise.train.resume import reading_state, refuse_other_base
 from shardwise.train.rng import random_states, rank_to_follow
 from shardwise.train.session_interface import TrainingSession
 
-_START = "start."  # before the names of generators as they were when the pass over the data began
+_START = "start."  # prefix of generator names, for their states when the pass over the data began
 
 
 def save_session(session: TrainingSession, saver: Saver, state: dict[str, Any] | None) -> Folder:
-    """Save the session as it stands between two steps. Collective.
+    """Save the session between two steps. Collective.
 
     Raises:
-        UserError: it is in the middle of a step.
+        UserError: called in the middle of a step.
         TrainingError: weights are not finite.
     """
     if session.in_step:
@@ -52,7 +52,10 @@ def save_session(session: TrainingSession, saver: Saver, state: dict[str, Any] |
 
 
 def _adapter_facts(session: TrainingSession) -> dict[str, Any]:
-    """Adapters and a mark of their base, both as rank 0 has them; empty where there are none. Collective."""
+    """Return adapters and a digest of their base, from rank 0; empty without adapters.
+
+    Collective.
+    """
     adapters = adapters_of(session.module)
     if adapters is None:
         return {}
@@ -60,10 +63,10 @@ def _adapter_facts(session: TrainingSession) -> dict[str, Any]:
 
 
 def load_session(session: TrainingSession, folder: str | Folder, verify: bool) -> dict[str, Any] | None:
-    """Go on from the newest checkpoint in ``folder``, if there is one. Collective.
+    """Resume from the newest checkpoint in ``folder``, if there is one. Collective.
 
     Raises:
-        UserError: the checkpoint is not one of `save_session`, or its adapters or their base are others.
+        UserError: the checkpoint is not from `save_session`, or its adapters or their base differ.
     """
     path = newest_of_all(folder_of(folder))
     if path is None:
@@ -74,8 +77,8 @@ def load_session(session: TrainingSession, folder: str | Folder, verify: bool) -
     facts = manifest.state.get("session")
     if facts is None:
         raise UserError(
-            f"'{path}' was not saved by session.save (shardwise train and convert keep no place of a loop of one's "
-            "own); load its weights with shardwise.checkpoint.weights.load_weights(model, path)"
+            f"'{path}' was not saved by session.save (shardwise train and convert do not save a custom loop's "
+            "position); load its weights with shardwise.checkpoint.weights.load_weights(model, path)"
         )
     saved = rng_for(path, rank_to_follow(manifest.plan, session.plan, session.ranks.rank)) or {}
     at_start = {name.removeprefix(_START): state for name, state in saved.items() if name.startswith(_START)}

@@ -1,4 +1,4 @@
-"""One optimizer step: its micro batches, their backward passes, and the update."""
+"""Optimizer step: its micro batches, their backward passes, and the update."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from shardwise.train.session_interface import TrainingSession
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro batch on this rank, on the device.
+    """Micro batch on this rank, on the device.
 
-    ``num_tokens`` counts the labels that take part in the loss. A ``filler`` stands in on a rank that has run out of
-    data while others have not: it is computed, weighs nothing and counts nothing. Unpacks as ``inputs, labels``.
+    ``num_tokens`` counts the labels that take part in the loss. A ``filler`` pads the step on a rank that has run out
+    of data while others have not: it is computed, with weight 0 and count 0. Unpacks as ``inputs, labels``.
     """
 
     inputs: Any
@@ -40,7 +40,7 @@ class Micro:
 
 
 class StepResult:
-    """What a step did. Reading ``loss`` or ``grad_norm`` waits for the device."""
+    """Result of a step. Reading ``loss`` or ``grad_norm`` waits for the device."""
 
     def __init__(self, number: int, tokens: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         self.number = number
@@ -55,15 +55,15 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the gradient before clipping; ``None`` where no ``clip_norm`` was given."""
+        """Global norm of the gradient before clipping; ``None`` without ``clip_norm``."""
         return None if self._grad_norm is None else float(self._grad_norm.item())
 
 
 class Step:
-    """One optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
+    """Optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
 
-    ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the whole global batch,
-    ``micros`` are this rank's. ``clip_norm`` is what `update` was asked to clip by.
+    ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the full global batch,
+    ``micros`` are this rank's. ``clip_norm`` is the argument of `update`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Step:
         self.clip_norm: float | None = None
 
     def __iter__(self) -> Iterator[Micro]:
-        """Each micro batch in turn; gradients synchronise during the backward of the last one."""
+        """Yield each micro batch in turn; gradients synchronise during the backward of the last one."""
         if self._session.applied.pipeline is not None:
             raise UserError(
                 f"{self._session.plan.strategy} runs all micro batches of a step through the stages together: replace "
@@ -94,20 +94,20 @@ class Step:
             yield micro
 
     def backward(self, loss_sum: torch.Tensor, count: int | None = None) -> None:
-        """Backward of this micro batch's summed loss, normalised by the global count of labels.
+        """Run backward of this micro batch's summed loss, normalised by the global count of labels.
 
         Args:
             loss_sum: 0-d; the sum (not the mean) of the loss over this micro batch.
             count: the number of terms in that sum, as a check against ``micro.num_tokens``.
 
         Raises:
-            UserError: ``count`` is not what was agreed on, or the loss is no scalar.
+            UserError: ``count`` differs from the agreed number, or the loss is not a scalar.
         """
         session, micro = self._session, self.micros[self._current]
         if isinstance(loss_sum, DTensor):
             raise UserError(
-                "step.backward got a loss in which weights stand that are sharded (DTensor), as a penalty on "
-                "model.parameters() does; sum it up in the model's forward, use weight_decay, or ddp or zero1"
+                "step.backward got a loss with sharded weights (DTensor), such as a penalty "
+                "on model.parameters(); compute it in the model's forward, use weight_decay, or ddp or zero1"
             )
         if loss_sum.ndim != 0:
             shape = tuple(loss_sum.shape)
@@ -115,7 +115,7 @@ class Step:
         if count is not None and int(count) != micro.num_tokens and not micro.filler:
             raise UserError(
                 f"step.backward: count={int(count)}, but the micro batch has {micro.num_tokens} labels that count; "
-                "pass micro.num_tokens, or tell session.steps(loader, count=...) how labels are counted"
+                "pass micro.num_tokens, or set session.steps(loader, count=...) to count labels"
             )
         if self._backwards != self._current:
             raise UserError(
@@ -137,7 +137,7 @@ class Step:
         if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.agreement.finish_backward()
-        session.phase = "other"  # what the user sends between micro batches is not the plan's traffic
+        session.phase = "other"  # collectives of the user's code between micro batches are not the plan's traffic
         if self._backwards == len(self.micros):
             session.agreement.send(self._loss_sum)
 
@@ -150,15 +150,15 @@ class Step:
                 (loss if session.scaler is None else session.scaler.scale(loss)).backward()
 
     def weight(self, micro: Micro) -> float:
-        """What a summed loss is multiplied by: the mean over ranks is then that over all labels of the global batch."""
+        """Return the loss factor that makes the mean over ranks the mean over all global labels."""
         session = self._session
         return 0.0 if micro.filler or not self.tokens else session.reduced_ranks / self.tokens
 
     def run(self, model: nn.Module, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Forward and backward of every micro batch; under pipeline parallel the only way to do so.
+        """Run forward and backward of every micro batch; required under pipeline parallel.
 
         Args:
-            model: what `Session.prepare` returned; called with the inputs (a tuple's or a dict's parts as arguments).
+            model: the model from `Session.prepare`; called with the inputs (a tuple's or a dict's parts as arguments).
             loss_fn: outputs and labels to the summed loss, 0-d.
         """
         session, pipeline = self._session, self._session.applied.pipeline
@@ -186,21 +186,21 @@ class Step:
             self._loss_sum += found.detach()
         self._current, self._backwards = len(self.micros) - 1, len(self.micros)
         session.agreement.send(self._loss_sum)
-        with WAITS.part("pipeline"):  # the last stages are through before the first ones: their part of the bubble
+        with WAITS.part("pipeline"):  # the last stages finish before the first ones: their part of the bubble
             session.agreement.arrive()
 
     def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
-        """Clip by the global norm, step the optimizer (the backward may have done so) and clear the gradients.
+        """Clip by the global norm, step the optimizer (if the backward did not), clear gradients.
 
         Raises:
-            TrainingError: the loss or the norm is not a number (on CPU before the weights are touched; on a GPU the
+            TrainingError: the loss or the norm is not a number (on CPU before the weights are changed; on a GPU the
                 caller sees it when it reads the result).
         """
         session = self._session
         if self._backwards != len(self.micros):
             raise UserError(
                 f"step.update after {self._backwards} of {len(self.micros)} backward calls; "
-                "iterate the whole step and call step.backward on every micro batch"
+                "iterate over the full step and call step.backward on every micro batch"
             )
         if self._updated:
             raise UserError(f"step.update was called twice for step {self.number}; call it once")
@@ -237,16 +237,16 @@ class Step:
         session.stream.batches += self.batches
         session.notify("on_step_end", self)
         if engine is None:
-            with WAITS.part("optimizer"):  # to give memory back takes its time
+            with WAITS.part("optimizer"):  # returning memory takes its time
                 optimizer.zero_grad()
         session.in_step = False
         return result
 
     def _updated_by(self, engine: Engine, clip_norm: float | None) -> StepResult:
-        """Clipping and the update as an engine does them; its norm is known only then.
+        """Clip and update through an engine; the norm is known only afterwards.
 
         Raises:
-            TrainingError: the norm is not a number; the engine leaves the weights alone, or they are lost.
+            TrainingError: the norm is not a number; the engine leaves the weights unchanged, or they are lost.
         """
         found = engine.update(clip_norm)
         norm = torch.tensor(found, dtype=torch.float64)
@@ -255,20 +255,20 @@ class Step:
 
 
 def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:
-    """A mean would be normalised twice; where autograd shows that the loss is one, it is refused."""
+    """Refuse a mean, which would be normalised twice, if autograd shows that the loss is one."""
     node = loss.grad_fn
     is_mean = node is not None and (
         node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1  # at::Reduction::Mean
     )
-    if is_mean:  # whatever the number of labels, so that no rank goes on alone
+    if is_mean:  # whatever the number of labels, so that no rank continues alone
         raise UserError(
             f"step.backward got a mean ({node.name() if node else ''}) over {micro.num_tokens} labels; it normalises "
-            "itself, by the labels of the whole global batch: pass the sum, with reduction='sum'"
+            "itself, by the labels of the full global batch: pass the sum, with reduction='sum'"
         )
 
 
 def check_finite(result: StepResult, *, scaled: bool = False) -> None:
-    """Stop at a loss or a norm that is not a number (an overflowing norm is fp16 scaling's normal business).
+    """Stop at a non-finite loss or norm (an overflowing norm is normal under fp16 scaling).
 
     Raises:
         TrainingError: with the step, the value and what usually helps.

@@ -1,4 +1,4 @@
-"""Parameters that come to a model after `prepare`, which no rank reduces and no optimizer steps as it should."""
+"""Detect parameters added to a model after `prepare`, which are neither reduced nor stepped."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from shardwise.train.step import Step
 
 
 class StructureWatch:
-    """Refuses a step in which a parameter that `prepare` has not seen has a gradient; an observer.
+    """Observer that refuses a step with gradients of parameters that `prepare` has not seen.
 
-    What is added and gets no gradient (a frozen teacher, a copy for an average) is nobody's business. A rank alone does
-    what PyTorch does. As long as no module has got another child or parameter, a look costs a comparison for each.
+    Parameters that are added and get no gradient (a frozen teacher, a copy for an average) are ignored. On a single
+    rank, PyTorch's behaviour applies. While no module has got another child or parameter, a check costs a comparison
+    each.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class StructureWatch:
         self._watches = False
 
     def on_prepared(self, session: TrainingSession) -> None:
-        """Remember what the model is made of."""
+        """Record the structure of the model."""
         self._watches = session.ranks.world_size > 1 and session.applied.engine is None
         self._trained = {id(p) for p in session.module.parameters() if p.requires_grad}
         self._frozen = [p for p in session.module.parameters() if not p.requires_grad]
@@ -38,10 +39,10 @@ class StructureWatch:
         self._seen = self._look()
 
     def on_gradients(self, session: TrainingSession, step: Step) -> None:
-        """Before the optimizer's step.
+        """Check before the optimizer's step.
 
         Raises:
-            ModelError: with the names of the parameters, and what to do.
+            ModelError: with the names of the parameters, and the fix.
         """
         if not self._watches or not self._is_other():
             return
@@ -60,16 +61,19 @@ class StructureWatch:
             )
 
     def on_step_start(self, session: TrainingSession, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_end(self, session: TrainingSession, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_abandoned(self, session: TrainingSession, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _look(self) -> list[Any]:
-        """The children and the parameters of each module; FSDP2 has put its shards back by now."""
+        """Return the children and the parameters of each module.
+
+        FSDP2 has restored its shards by now.
+        """
         return list(chain.from_iterable(holder.values() for holder in self._holders))
 
     def _is_other(self) -> bool:

@@ -1,8 +1,8 @@
-"""TensorBoard, Weights & Biases and trackio beside ``metrics.jsonl``: optional, on rank 0, and never a reason to fail.
+"""TensorBoard, Weights & Biases and trackio beside ``metrics.jsonl``: optional, on rank 0.
 
-A tracker that raises while a run goes on is said once and left out. Nothing here uses the network of its own accord:
-W&B runs offline (``wandb sync`` uploads later) unless WANDB_MODE says otherwise, trackio writes to its own folder
-unless its own settings name a server. A resumed run goes on as the same run: its number is in ``trackers.json``.
+A tracker never fails a run: one that raises is reported once and disabled. Nothing here uses the network by itself:
+W&B runs offline (``wandb sync`` uploads later) unless WANDB_MODE requests otherwise, trackio writes to its own folder
+unless its own settings name a server. A resumed run continues as the same run: its id is in ``trackers.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.train.config import Config
 FILE = "trackers.json"
 PROJECT = "shardwise"
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-"""The package that each tracker needs."""
+"""Package that each tracker needs."""
 _NAMES = {
     "loss": "train/loss",
     "learning_rate": "train/learning_rate",
@@ -44,20 +44,20 @@ Say = Callable[[str], None]
 
 
 class Tracker(Protocol):
-    """One tracker. Any method may raise."""
+    """Tracker interface. Any method may raise."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by name."""
+        """Log numbers of a step, by name."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text, such as a finding."""
+        """Log a text, such as a finding."""
 
     def close(self) -> None:
-        """Write what is left and let go."""
+        """Write pending data and close."""
 
 
 class Trackers:
-    """The trackers of a run; empty where none was asked for. Made by `open_trackers`."""
+    """Trackers of a run; empty if none was requested. Created by `open_trackers`."""
 
     def __init__(self, trackers: Mapping[str, Tracker], say: Say) -> None:
         self._trackers = dict(trackers)
@@ -65,22 +65,22 @@ class Trackers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that still work."""
+        """Names of the trackers that still work."""
         return tuple(self._trackers)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """A line of ``metrics.jsonl``: what is a number goes to every tracker, what is ``None`` does not."""
+        """Log a line of ``metrics.jsonl``: numbers go to every tracker, ``None`` values do not."""
         numbers = flat(values)
         if numbers:
             self._each(lambda tracker: tracker.log(step, numbers))
 
     def text(self, step: int, name: str, texts: Sequence[str]) -> None:
-        """Sentences of a run under one name, such as its findings."""
+        """Log sentences of a run under one name, such as its findings."""
         if texts:
             self._each(lambda tracker: tracker.text(step, name, "\n\n".join(texts)))
 
     def close(self) -> None:
-        """Close every tracker; calling it again does nothing."""
+        """Close every tracker; repeated calls do nothing."""
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
 
@@ -91,14 +91,14 @@ class Trackers:
                     call(tracker)
             except Exception as error:
                 del self._trackers[name]
-                self._say(f"tracker {name} failed and gets nothing more, training goes on: {_one_line(error)}")
+                self._say(f"tracker {name} failed and is disabled, training continues: {_one_line(error)}")
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Look for the packages of ``names``, before anything is started.
+    """Check that the packages of ``names`` are installed, before anything is started.
 
     Raises:
-        ConfigError: those that are not installed, all at once.
+        ConfigError: lists all that are not installed.
     """
     missing = [name for name in names if importlib.util.find_spec(PACKAGES[name]) is None]
     if missing:
@@ -110,9 +110,11 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(config: Config, steps_done: int, say: Say) -> Trackers:
-    """The trackers that ``train.trackers`` names, to go on after ``steps_done`` steps. For rank 0 only.
+    """Open the trackers of ``train.trackers``, to continue after ``steps_done`` steps.
 
-    One that cannot be opened is said and left out.
+    For rank 0 only.
+
+    A tracker that cannot be opened is reported and left out.
 
     Raises:
         ConfigError: a package is missing.
@@ -129,14 +131,14 @@ def open_trackers(config: Config, steps_done: int, say: Say) -> Trackers:
             with _stdout_is_ours():
                 opened[name] = _OPENERS[name](config, folder, run, steps_done)
         except Exception as error:
-            say(f"tracker {name} cannot be opened and gets nothing, training goes on: {_one_line(error)}")
+            say(f"tracker {name} cannot be opened and is disabled, training continues: {_one_line(error)}")
         else:
             say(f"tracker {name}: {opened[name]}")
     return Trackers(opened, say)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics under the names of the trackers; what has no name of its own is ``more/...``."""
+    """Map the numbers of a metrics line to the trackers' names; others go under ``more/...``."""
     found: dict[str, float] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -152,7 +154,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _run_id(folder: Path) -> str:
-    """The number that makes a resumed run the same run; kept in the run folder."""
+    """Return the id that makes a resumed run the same run; stored in the run folder."""
     file = folder / FILE
     try:
         known = json.loads(file.read_text())["run"]
@@ -167,7 +169,10 @@ def _run_name(folder: Path, run: str) -> str:
 
 
 class _TensorBoard:
-    """Event files in ``tensorboard`` in the run folder. Of steps that are done again the earlier values are hidden."""
+    """Event files in ``tensorboard`` in the run folder.
+
+    Repeated steps hide their earlier values.
+    """
 
     def __init__(self, config: Config, folder: Path, run: str, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -192,7 +197,10 @@ class _TensorBoard:
 
 
 class _WandB:
-    """W&B, in ``wandb`` in the run folder. It takes no step that is over: late numbers go to the newest one."""
+    """W&B, in ``wandb`` in the run folder.
+
+    It refuses past steps: late numbers go to the newest one.
+    """
 
     def __init__(self, config: Config, folder: Path, run: str, steps_done: int) -> None:
         import wandb
@@ -201,7 +209,7 @@ class _WandB:
         mode: Any = wandb_mode() or "offline"
         self._offline = mode == "offline"
         settings = wandb.Settings(mode=mode, silent=True, console="off")
-        known = wandb.setup(settings=settings).settings  # its own telemetry asks these, too
+        known = wandb.setup(settings=settings).settings  # its own telemetry reads these, too
         self._run: Any = wandb.init(
             project=known.project or PROJECT,
             name=_run_name(folder, run),
@@ -216,7 +224,7 @@ class _WandB:
     def __str__(self) -> str:
         if self._offline:
             return f"offline in '{self._folder / 'wandb'}'; 'wandb sync' uploads it, WANDB_MODE=online does at once"
-        return f"run {self._run.id}, as WANDB_MODE says"
+        return f"run {self._run.id}, by WANDB_MODE"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._step = max(step, self._step)
@@ -231,7 +239,7 @@ class _WandB:
 
 
 class _Trackio:
-    """trackio, in its own folder."""
+    """Run of trackio, in its own folder."""
 
     def __init__(self, config: Config, folder: Path, run: str, steps_done: int) -> None:
         import trackio
@@ -257,7 +265,7 @@ class _Trackio:
         self._run.log({name: text}, step=step)
 
     def close(self) -> None:
-        self._module.finish()  # the run's own would be called, and print, once more at exit
+        self._module.finish()  # otherwise the run's own would run, and print, again at exit
 
 
 _OPENERS: dict[str, Callable[[Config, Path, str, int], Tracker]] = {
@@ -268,7 +276,7 @@ _OPENERS: dict[str, Callable[[Config, Path, str, int], Tracker]] = {
 
 
 def _stdout_is_ours() -> contextlib.AbstractContextManager[Any]:
-    """What a tracker prints goes to stderr: the last line of stdout is a document."""
+    """Redirect a tracker's output to stderr: the last line of stdout is a document."""
     return contextlib.redirect_stdout(sys.stderr)
 
 

@@ -1,1 +1,1 @@
-"""A plan as DeepSpeed's JSON configuration, and back."""
+"""Plans as DeepSpeed's JSON configuration, and back."""

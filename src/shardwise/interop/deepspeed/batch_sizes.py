@@ -1,4 +1,4 @@
-"""DeepSpeed's batch equation: ``train_batch_size`` = ``train_micro_batch_size_per_gpu`` × accumulation × ranks."""
+"""DeepSpeed's batch equation: total batch = micro batch per GPU × accumulation × ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 def solve_batch(
     total: int | None, micro: int | None, steps: int | None, ranks: int | None
 ) -> tuple[tuple[int, int, int], str]:
-    """Solve ``total = micro × steps × ranks`` as DeepSpeed does; also where the number of ranks is from.
+    """Solve ``total = micro × steps × ranks`` as DeepSpeed does; also return the ranks' source.
 
-    With only a total, or only a micro batch, there is no accumulation. DeepSpeed divides and drops the rest, and then
-    finds that the equation does not hold; here the rest is a problem at once.
+    With only a total, or only a micro batch, there is no accumulation. DeepSpeed divides and drops the remainder, and
+    then finds that the equation is violated; here a remainder is reported immediately.
 
     Raises:
-        PlanError: it has no solution in whole numbers, contradicts itself, or leaves something open.
+        PlanError: it has no integer solution, contradicts itself, or is underdetermined.
     """
     names = dict(zip(("total", "micro", "steps", "ranks"), (*BATCH, "ranks"), strict=True))
     given = {"total": total, "micro": micro, "steps": steps, "ranks": ranks}

@@ -1,4 +1,4 @@
-"""A plan as the DeepSpeed configuration of the same training, or why there is none."""
+"""Export a plan as an equivalent DeepSpeed configuration, or explain why there is none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shardwise.interop.deepspeed.import_config import BESIDE, BESIDE_KEYS
 from shardwise.plan.deepspeed_stages import STAGES, deepspeed_config
 from shardwise.plan.plan import Plan, axis_problems
 
-_ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a script of one's own
-    "seq_len": "cut samples to this length",
+_ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
+    "seq_len": "split samples to this length",
     "recompute": "recompute the blocks in the model's code",
     "compile": "call torch.compile on the blocks",
     "prefetch": "DeepSpeed gathers ahead by elements instead, stage3_prefetch_bucket_size",
@@ -21,7 +21,7 @@ _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a script of one
 
 
 def twin_problems(plan: Plan) -> list[str]:
-    """Why no DeepSpeed configuration says the same as ``plan``; empty where one does."""
+    """List why no DeepSpeed configuration is equivalent to ``plan``; empty if one is."""
     strategy = plan.parsed
     problems = axis_problems(plan)
     whys = {
@@ -30,7 +30,7 @@ def twin_problems(plan: Plan) -> list[str]:
     }
     if strategy.base not in STAGES:
         problems.append(f"strategy '{plan.strategy}' has no twin in DeepSpeed: {whys[strategy.base]}")
-    axes = {"tp": "layers cut by it", "pp": "a model written as its PipelineModule", "cp": "attention of its own"}
+    axes = {"tp": "layers sharded by it", "pp": "a model written as its PipelineModule", "cp": "its own attention"}
     problems += [
         f"strategy '{plan.strategy}' has no twin in DeepSpeed: for +{axis} it needs {need}; take +{axis} out"
         for axis, need in axes.items()
@@ -42,16 +42,16 @@ def twin_problems(plan: Plan) -> list[str]:
         problems.append("the plan leaves the micro batch open, and DeepSpeed needs it; set micro_batch in the plan")
     if getattr(plan, "optimizer_in_backward", False):
         problems.append(
-            "optimizer_in_backward has no twin: DeepSpeed steps after the backward; take it out of the plan"
+            "optimizer_in_backward has no equivalent: DeepSpeed steps after the backward; remove it from the plan"
         )
     return problems
 
 
 def export_deepspeed(plan: Plan, *, clip_norm: float | None) -> dict[str, Any]:
-    """The configuration, with what DeepSpeed has no keys for in a table ``shardwise``, which DeepSpeed passes over.
+    """Build the configuration; keys unknown to DeepSpeed go into a table ``shardwise``.
 
     Raises:
-        PlanError: the plan has no twin in DeepSpeed; all the reasons.
+        PlanError: the plan has no equivalent in DeepSpeed; lists all reasons.
     """
     if problems := twin_problems(plan):
         raise PlanError(*problems)
@@ -59,7 +59,7 @@ def export_deepspeed(plan: Plan, *, clip_norm: float | None) -> dict[str, Any]:
 
 
 def beside(plan: Plan) -> dict[str, Any]:
-    """The plan's keys that DeepSpeed has none for, where they are not the default; and always the device."""
+    """Return the plan's keys without a DeepSpeed key, unless default; always with the device."""
     written = plan.model_dump(mode="json", by_alias=True)
     usual = Plan().model_dump(mode="json", by_alias=True)
     kept = {key: written[key] for key in written if key in BESIDE_KEYS - {"strategy"} and written[key] != usual[key]}
@@ -70,9 +70,9 @@ def beside(plan: Plan) -> dict[str, Any]:
 
 
 def export_notes(plan: Plan) -> list[str]:
-    """What the configuration does not say, or DeepSpeed does in another way; one line each."""
+    """List what the configuration omits, or DeepSpeed does differently; one line each."""
     strategy, kept = plan.parsed, beside(plan)
-    notes = [f"launch it on {plan.dims.world_size} ranks: DeepSpeed's configuration does not say how many"]
+    notes = [f"launch it on {plan.dims.world_size} ranks: DeepSpeed's configuration does not contain the number"]
     notes += [f"{key} {_text(kept[key])}: {do}" for key, do in _ITS_OWN.items() if key in kept]
     notes.append("the optimizer is your script's: deepspeed.initialize(optimizer=...)")
     if strategy.engine == "torch":
@@ -82,7 +82,7 @@ def export_notes(plan: Plan) -> list[str]:
                 f"DeepSpeed casts weights to {plan.precision} once; PyTorch's plan keeps fp32 ones and casts in use"
             )
         if strategy.offload and strategy.base == "zero2":
-            notes.append("DeepSpeed's stage 2 keeps whole parameters on the device, PyTorch's zero2+offload does not")
+            notes.append("DeepSpeed's stage 2 keeps full parameters on the device, PyTorch's zero2+offload does not")
     return notes
 
 

@@ -1,6 +1,6 @@
-"""A DeepSpeed configuration read as a plan: what is taken over, what goes into a config file, what is not run, and why.
+"""Import a DeepSpeed configuration as a plan and config keys; explain what is not supported.
 
-Nothing is passed over: every key of the file is in one row of `Imported`, or in the message of a `PlanError`.
+No key is dropped: every key of the file is in one row of `Imported`, or in the message of a `PlanError`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardwise.plan.plan import DeviceType, Plan, axis_problems, plan_problems
 from shardwise.plan.strategy import Engine, Strategy, parse_strategy
 
 BESIDE = "shardwise"
-"""The table of a configuration that `shardwise export` writes for what DeepSpeed's keys cannot say; DeepSpeed passes
-it over."""
+"""Table of a configuration in which `shardwise export` stores what DeepSpeed has no keys for; DeepSpeed ignores
+it."""
 BESIDE_KEYS = frozenset(Plan.model_fields) - {
     "schema_version",
     "dims",
@@ -43,11 +43,11 @@ BESIDE_KEYS = frozenset(Plan.model_fields) - {
 
 @dataclass(frozen=True)
 class Imported:
-    """A plan, and a row for each key of the file.
+    """Imported plan, and a row for each key of the file.
 
-    ``taken`` says which part of the plan or which key of a config file a key became; ``same`` holds keys of DeepSpeed's
-    own workings for which Shardwise gives DeepSpeed the same value; ``not_taken`` those for which it does not;
-    ``no_effect`` what only prints or records; ``open`` what is left to be set by hand. ``keys`` go into a config file,
+    ``taken`` names the part of the plan or the config key that a key became; ``same`` has keys of DeepSpeed's
+    internals for which Shardwise gives DeepSpeed the same value; ``not_taken`` those for which it does not;
+    ``no_effect`` keys that only print or record; ``open`` keys to be set by hand. ``keys`` go into a config file,
     ``table.key`` → value.
     """
 
@@ -62,10 +62,10 @@ class Imported:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The JSON of a file, in which no key may stand twice.
+    """Read the JSON of a file, in which no key may occur twice.
 
     Raises:
-        PlanError: it is missing, not JSON, no table, or says something twice.
+        PlanError: it is missing, not JSON, not a table, or has a duplicate key.
     """
     twice: list[str] = []
 
@@ -85,7 +85,7 @@ def read_document(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PlanError(f"'{path}' is a {type(found).__name__}; a DeepSpeed configuration is a table {{...}}")
     if twice:
-        raise PlanError(*(f"'{path}' says '{name}' twice in one table; take one out" for name in twice))
+        raise PlanError(*(f"'{path}' says '{name}' twice in one table; remove one" for name in twice))
     return found
 
 
@@ -98,18 +98,18 @@ def import_deepspeed(
     engine: Engine | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Imported:
-    """The plan of a DeepSpeed configuration.
+    """Convert a DeepSpeed configuration to a plan.
 
     Args:
         config: the file's table.
-        ranks: how many there will be; ``None`` where the three batch keys of the file say it.
-        device: what they run on; the file's own word (see ``BESIDE``), else ``here``, if ``None``.
-        here: what this machine has.
-        engine: ``torch`` for the same plan on PyTorch; the file's own word, else DeepSpeed, if ``None``.
-        given: ``seq_len`` and ``recompute``, which DeepSpeed's keys cannot say.
+        ranks: number of ranks; ``None`` if the file's three batch keys determine it.
+        device: their device type; if ``None``, the file's own (see ``BESIDE``), else ``here``.
+        here: this machine's device type.
+        engine: ``torch`` for the same plan on PyTorch; if ``None``, the file's own, else DeepSpeed.
+        given: ``seq_len`` and ``recompute``, which DeepSpeed has no keys for.
 
     Raises:
-        PlanError: everything that is wrong, contradictory, not known or not run, at once.
+        PlanError: lists everything that is wrong, contradictory, unknown or not supported.
     """
     reader = _Reader(config)
     reader.walk("", config)
@@ -147,7 +147,7 @@ def import_deepspeed(
 
 
 def _plan_problems(plan: Plan) -> list[str]:
-    """What is wrong with the plan; with the way out where its twin on PyTorch has none of it."""
+    """List the plan's problems, with the fix if its equivalent on PyTorch has none."""
     problems, strategy = axis_problems(plan), plan.parsed
     if problems and strategy.engine == "deepspeed" and (strategy.base != "zero1" or not strategy.offload):
         twin = plan.model_copy(update={"strategy": str(strategy.model_copy(update={"engine": "torch"}))})
@@ -158,7 +158,7 @@ def _plan_problems(plan: Plan) -> list[str]:
 
 @dataclass
 class _Reader:
-    """Goes through the file, table by table, and notes what is wrong and what becomes of what."""
+    """Reader of a file, table by table, that records problems and the use of each key."""
 
     config: Mapping[str, Any]
     problems: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ class _Reader:
     nvme_path: str | None = None
 
     def walk(self, path: str, table: Mapping[str, Any]) -> None:
-        """Sort every key of a table; those that are ``taken`` are read by the other methods."""
+        """Sort every key of a table; ``taken`` ones are read by the other methods."""
         known = TABLES[path]
         for name, value in table.items():
             where = f"{path}.{name}" if path else name
@@ -177,14 +177,14 @@ class _Reader:
             if key is None:
                 of = f"DeepSpeed's '{path}'" if path else "DeepSpeed's"
                 self.problems.append(
-                    f"{where}: no such key of {of}{did_you_mean(name, known)}; correct it or take it out"
+                    f"{where}: no such key of {of}{did_you_mean(name, known)}; correct it or remove it"
                 )
             elif isinstance(value, dict) and where in TABLES and where != BESIDE:
                 self.walk(where, value)
             elif key.fate == "taken":
                 self._auto_or_table(where, value)
             elif key.fate in ("not run", "removed") and not key.is_off(value):
-                gone = "DeepSpeed 0.19 has taken it out: " if key.fate == "removed" else ""
+                gone = "DeepSpeed 0.19 has removed it: " if key.fate == "removed" else ""
                 self.problems.append(f"{where} is {_short(value)}, which Shardwise does not run: {gone}{key.why}")
             elif key.fate == "tuning":
                 self.tuning.append((FileKey(where, value, key.why), key))
@@ -210,14 +210,14 @@ class _Reader:
         return found if isinstance(found, Mapping) else {}
 
     def beside(self, device: DeviceType | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the file's own table for Shardwise says, which neither the words nor the rest may contradict."""
+        """Read the file's table for Shardwise, which must not contradict arguments or other keys."""
         table = self.config.get(BESIDE, {})
         if not isinstance(table, Mapping):
             self.problems.append(f"{BESIDE} must be a table of a plan's keys, got {_short(table)}")
             return {}
         for name in [name for name in table if name not in BESIDE_KEYS]:
-            why = "DeepSpeed's own keys say it" if name in Plan.model_fields else "no such key of a plan"
-            self.problems.append(f"{BESIDE}.{name}: {why}{did_you_mean(name, BESIDE_KEYS)}; take it out")
+            why = "DeepSpeed's own keys set it" if name in Plan.model_fields else "no such key of a plan"
+            self.problems.append(f"{BESIDE}.{name}: {why}{did_you_mean(name, BESIDE_KEYS)}; remove it")
         words = {**given, **({} if device is None else {"device": device})}
         for name, value in words.items():
             if name in table and table[name] != value:
@@ -226,7 +226,10 @@ class _Reader:
         return {name: value for name, value in table.items() if name in BESIDE_KEYS}
 
     def strategy(self, engine: Engine | None, beside: dict[str, Any]) -> Strategy | None:
-        """Stage and places in a strategy's words; the one that the file names must be the same."""
+        """Derive the strategy from stage and offload.
+
+        A strategy that the file names must be the same.
+        """
         problems_before = len(self.problems)
         stage = self._stage()
         state, weights = self._place("offload_optimizer"), self._place("offload_param")
@@ -262,7 +265,7 @@ class _Reader:
         found = self.config.get("zero_optimization", {})
         if isinstance(found, bool):
             self.taken.append(
-                FileKey("zero_optimization", found, f"stage {int(found)}: true is DeepSpeed's old way to say 1")
+                FileKey("zero_optimization", found, f"stage {int(found)}: true is DeepSpeed's old form of 1")
             )
             return int(found)
         stage = self._table("zero_optimization").get("stage", 0)
@@ -275,11 +278,11 @@ class _Reader:
         return int(stage)
 
     def _place(self, name: str) -> str:
-        """``none``, ``cpu`` or ``nvme``; the deprecated switches are understood."""
+        """Return ``none``, ``cpu`` or ``nvme``; understands the deprecated switches."""
         zero, where = self._table("zero_optimization"), f"zero_optimization.{name}"
         old = "cpu_offload" if name == "offload_optimizer" else "cpu_offload_param"
         if old in zero:
-            self.taken.append(FileKey(f"zero_optimization.{old}", zero[old], f"the old way to say {name}.device"))
+            self.taken.append(FileKey(f"zero_optimization.{old}", zero[old], f"the old form of {name}.device"))
             if not isinstance(zero[old], bool | None):
                 self.problems.append(f"zero_optimization.{old} is {_short(zero[old])}; it must be true or false")
             if name in zero:
@@ -309,7 +312,7 @@ class _Reader:
         return str(device)
 
     def _flags(self, stage: int, state: str, weights: str) -> list[str] | None:
-        """The words for the places of optimizer state and weights that a plan can have."""
+        """Return the strategy words for supported places of optimizer state and weights."""
         where = f"zero_optimization: stage {stage} with the optimizer on '{state}' and parameters on '{weights}'"
         can: dict[tuple[str, str], list[str]] = {("none", "none"): []}
         if stage in (1, 2):
@@ -329,11 +332,11 @@ class _Reader:
             fix = "+offload moves both; add offload_param with device cpu, or take offload_optimizer out"
         else:
             fix = "Shardwise has cpu and cpu, nvme and nvme, or nvme and cpu; choose one of these"
-        self.problems.append(f"{where} is no plan that Shardwise runs: {fix}")
+        self.problems.append(f"{where} is not a plan that Shardwise runs: {fix}")
         return None
 
     def precision(self) -> str:
-        """``bf16``, ``fp16`` or ``fp32``."""
+        """Return ``bf16``, ``fp16`` or ``fp32``."""
         on = []
         for name in ("bf16", "bfloat16", "fp16"):
             value = self._table(name).get("enabled")
@@ -352,7 +355,7 @@ class _Reader:
         return on[0] if on else "fp32"
 
     def batch(self, ranks: int | None) -> tuple[tuple[int, int, int] | None, str]:
-        """Micro batch, accumulation and ranks, and where the ranks are from; ``None`` where something is wrong."""
+        """Return micro batch, accumulation and ranks, and the ranks' source; ``None`` on an error."""
         numbers: dict[str, int] = {}
         wrong = False
         for name in BATCH:
@@ -362,7 +365,7 @@ class _Reader:
             elif value is not None:
                 wrong = True
                 if value != "auto":
-                    self.problems.append(f"{name} is {_short(value)}; it must be a whole number of 1 or more")
+                    self.problems.append(f"{name} is {_short(value)}; it must be an integer of 1 or more")
         if wrong:
             return None, ""
         total, micro, steps = (numbers.get(name) for name in BATCH)
@@ -381,7 +384,7 @@ class _Reader:
 def _compared(
     tuning: list[tuple[FileKey, Key]], plan: Plan, training: ImportedTraining
 ) -> tuple[list[FileKey], list[FileKey]]:
-    """Keys of DeepSpeed's own workings: the same as Shardwise gives it, and others."""
+    """Split keys of DeepSpeed's internals into those equal to Shardwise's values, and others."""
     same, other = [], []
     if plan.parsed.engine == "torch":
         return [], [
@@ -411,7 +414,7 @@ def _with(first: str, second: str) -> str:
 
 
 def _config_problems(training: ImportedTraining) -> list[str]:
-    """What the config file would say to the keys that are printed for it."""
+    """List the config file's problems with the keys that are printed for it."""
     from shardwise.train.config import OptimizerTable
 
     table: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed configuration as DeepSpeed 0.19 documents them, and what becomes of each in a plan.
+"""Keys of a DeepSpeed configuration, as of DeepSpeed 0.19, and their use in a plan.
 
-Sources: deepspeed.ai/docs/config-json, and the fields of DeepSpeed 0.19's own configuration classes where the page says
-less. Defaults are those of the classes. Tables that only print or record are known by name, not key by key.
+Sources: deepspeed.ai/docs/config-json, and the fields of DeepSpeed 0.19's own configuration classes where the page has
+less. Defaults are those of the classes. Tables that only print or record are known by name, not by key.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Fate = Literal["taken", "tuning", "no effect", "not run", "removed"]
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of a key.
+    """Use of a key.
 
-    ``taken`` is read into the plan or into ``[optimizer]``. ``tuning`` is how DeepSpeed does its work, not what comes
-    out: Shardwise has values of its own. ``no effect`` is for what DeepSpeed prints and records. ``not run`` changes
-    what is computed and is refused unless it is off. ``removed`` was taken out of DeepSpeed, and is refused likewise.
+    ``taken`` is read into the plan or into ``[optimizer]``. ``tuning`` changes how DeepSpeed works, not the
+    result: Shardwise has its own values. ``no effect`` is for what DeepSpeed prints and records. ``not run`` changes
+    the result and is refused unless it is off. ``removed`` was removed from DeepSpeed, and is refused likewise.
     """
 
     fate: Fate
@@ -27,7 +27,7 @@ class Key:
     default: Any = None
 
     def is_off(self, value: Any) -> bool:
-        """True where ``value`` is the default, or switches the thing off."""
+        """True if ``value`` is the default, or switches the feature off."""
         if isinstance(value, dict):
             return value == self.default or not value or value.get("enabled") is False
         return value in (None, False, "none", self.default) or value == []
@@ -45,8 +45,8 @@ _OFFLOAD = {"device": Key("taken"), "nvme_path": Key("taken")}
 _SWITCH = {"enabled": Key("taken")}
 _PRINTS = "DeepSpeed's own printing and timing; Shardwise logs to metrics.jsonl and to train.trackers"
 _TRACKS = "Shardwise writes metrics to train.trackers (tensorboard, wandb, trackio)"
-_MASTERS = "the fp32 weights would be kept in 16 bits, which changes the result; take it out"
-_QUANTISED = "what is sent would be rounded to 8 bits, which changes the result; take it out"
+_MASTERS = "the fp32 weights would be kept in 16 bits, which changes the result; remove it"
+_QUANTISED = "what is sent would be rounded to 8 bits, which changes the result; remove it"
 _SCALE = "Shardwise scales fp16 losses dynamically, from 2^16"
 _MODEL_CODE = (
     "it sets up calls of deepspeed.checkpointing in the model's own code; Shardwise recomputes blocks by itself: "
@@ -93,17 +93,17 @@ ZERO: dict[str, Key] = {
     "ignore_unused_parameters": Key("no effect", "parameters without a gradient are found out by Shardwise", True),
     "leaf_module": Key("tuning", "Shardwise names no leaf modules"),
     "save_muon_momentum_buffer_in_memory": Key("tuning", "only for Muon", False),
-    "legacy_stage1": Key("not run", "DeepSpeed's old stage 1 is not run; take it out", False),
+    "legacy_stage1": Key("not run", "DeepSpeed's old stage 1 is not run; remove it", False),
     "zero_hpz_partition_size": Key(
         "not run", "a second shard group inside each node is not run on DeepSpeed; use hsdp on PyTorch instead", 1
     ),
     "zero_quantized_weights": Key("not run", _QUANTISED, False),
     "zero_quantized_nontrainable_weights": Key("not run", _QUANTISED, False),
     "zero_quantized_gradients": Key("not run", _QUANTISED, False),
-    "zenflow": Key("not run", "ZenFlow updates part of the weights late, which changes the result; take it out"),
+    "zenflow": Key("not run", "ZenFlow updates part of the weights late, which changes the result; remove it"),
     "mics_shard_size": Key("removed", "use hsdp on PyTorch instead", -1),
     "mics_hierarchical_params_gather": Key("removed", "use hsdp on PyTorch instead", False),
-    "zeropp_loco_param": Key("removed", "take it out"),
+    "zeropp_loco_param": Key("removed", "remove it"),
 }
 for _name in [name for name in ZERO if name.startswith("stage3_")]:
     ZERO[_name.removeprefix("stage3_")] = ZERO[_name]  # DeepSpeed reads these under both names
@@ -134,29 +134,29 @@ TOP: dict[str, Key] = {
     "aio": Key("tuning", "Shardwise leaves reading and writing the drive to DeepSpeed's defaults"),
     "data_types": Key("tuning", "the width of what gradients are added up in"),
     "activation_checkpointing": Key("tuning", _MODEL_CODE),
-    "autotuning": Key("not run", "shardwise plan looks for the fastest plan; take it out"),
+    "autotuning": Key("not run", "shardwise plan finds the fastest plan; remove it"),
     "gradient_allreduce_op": Key("not run", "Shardwise takes the mean over ranks; a sum changes the step", "mean"),
     "torch_autocast": Key("not run", "Shardwise runs DeepSpeed with 16-bit weights; write bf16 enabled instead"),
-    "tensor_parallel": Key("not run", "Shardwise cuts layers on PyTorch only; make a plan with +tp instead"),
+    "tensor_parallel": Key("not run", "Shardwise shards layers on PyTorch only; make a plan with +tp instead"),
     "pipeline": Key("not run", "Shardwise runs pipelines on PyTorch only; make a plan with +pp instead"),
-    "sequence_parallel_size": Key("not run", "Shardwise cuts sequences on PyTorch only; make a plan with +cp", 1),
-    "expert_parallel": Key("not run", "experts are not spread over ranks by this version; take it out"),
-    "use_data_before_expert_parallelism": Key("not run", "experts are not spread over ranks; take it out", False),
-    "data_efficiency": Key("not run", "it changes which samples a step sees; take it out"),
-    "hybrid_engine": Key("not run", "Shardwise trains only; take it out"),
-    "weight_quantization": Key("not run", "it is for inference; take it out, or plan with +qlora"),
-    "compile": Key("not run", "DeepSpeed's own compiler passes are not run; take it out"),
+    "sequence_parallel_size": Key("not run", "Shardwise shards sequences on PyTorch only; make a plan with +cp", 1),
+    "expert_parallel": Key("not run", "experts are not spread over ranks by this version; remove it"),
+    "use_data_before_expert_parallelism": Key("not run", "experts are not spread over ranks; remove it", False),
+    "data_efficiency": Key("not run", "it changes which samples a step sees; remove it"),
+    "hybrid_engine": Key("not run", "Shardwise trains only; remove it"),
+    "weight_quantization": Key("not run", "it is for inference; remove it, or plan with +qlora"),
+    "compile": Key("not run", "DeepSpeed's own compiler passes are not run; remove it"),
     "amp": Key("removed", "use bf16"),
-    "sparse_gradients": Key("removed", "take it out", False),
-    "sparse_attention": Key("removed", "take it out"),
-    "progressive_layer_drop": Key("removed", "take it out"),
-    "curriculum_learning": Key("removed", "take it out"),
-    "compression_training": Key("removed", "take it out"),
-    "quantize_training": Key("removed", "take it out"),
-    "eigenvalue": Key("removed", "take it out"),
+    "sparse_gradients": Key("removed", "remove it", False),
+    "sparse_attention": Key("removed", "remove it"),
+    "progressive_layer_drop": Key("removed", "remove it"),
+    "curriculum_learning": Key("removed", "remove it"),
+    "compression_training": Key("removed", "remove it"),
+    "quantize_training": Key("removed", "remove it"),
+    "eigenvalue": Key("removed", "remove it"),
     "elasticity": Key("removed", "set the three batch keys"),
-    "graph_harvesting": Key("removed", "take it out", False),
-    "nebula": Key("removed", "take it out"),
+    "graph_harvesting": Key("removed", "remove it", False),
+    "nebula": Key("removed", "remove it"),
 }
 
 TABLES: dict[str, Mapping[str, Key]] = {
@@ -166,8 +166,8 @@ TABLES: dict[str, Mapping[str, Key]] = {
         **_OFFLOAD,
         **_tuning(buffer_count=4, pin_memory=True, pipeline_read=False, pipeline_write=False, fast_init=False),
         "cpuadam_cores_perc": Key("tuning", "only with super_offload", 0.8),
-        "ratio": Key("not run", "Shardwise offloads the whole optimizer; take it out", 1.0),
-        "super_offload": Key("not run", "SuperOffload is not run by this version; take it out", False),
+        "ratio": Key("not run", "Shardwise offloads the full optimizer; remove it", 1.0),
+        "super_offload": Key("not run", "SuperOffload is not run by this version; remove it", False),
     },
     "zero_optimization.offload_param": {
         **_OFFLOAD,
@@ -237,7 +237,7 @@ TABLES["bfloat16"] = TABLES["bf16"]
 
 _PER_DEVICE, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 AUTO: dict[str, str] = {
-    "train_batch_size": f"{_PER_DEVICE} × {_ACCUMULATION} × ranks, or take the key out",
+    "train_batch_size": f"{_PER_DEVICE} × {_ACCUMULATION} × ranks, or remove the key",
     "train_micro_batch_size_per_gpu": _PER_DEVICE,
     "gradient_accumulation_steps": _ACCUMULATION,
     "gradient_clipping": "max_grad_norm",
@@ -252,4 +252,4 @@ AUTO: dict[str, str] = {
     "bf16.enabled": "bf16 (true or false)",
     "fp16.enabled": "fp16 (true or false)",
 }
-"""What Hugging Face's Trainer puts for ``auto``: the field of its TrainingArguments (its DeepSpeed integration)."""
+"""Replacement of ``auto`` by Hugging Face's Trainer: the field of its TrainingArguments (DeepSpeed integration)."""

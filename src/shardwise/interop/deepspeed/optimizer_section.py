@@ -1,8 +1,8 @@
-"""The optimizer, its schedule and the clipping of a DeepSpeed configuration, as keys of a config file of ours.
+"""Convert optimizer, schedule and clipping of a DeepSpeed configuration to config keys.
 
 DeepSpeed's "Adam" is AdamW unless ``adam_w_mode`` is false. Its schedulers step after the optimizer, from -1 on: the
 rates of WarmupLR and WarmupDecayLR come two steps later than ours, a cosine's warm-up two and its decay one
-(deepspeed/runtime/lr_schedules.py of 0.19.8). That is said, not imitated.
+(deepspeed/runtime/lr_schedules.py of 0.19.8). That is reported, not imitated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KNOWN["WarmupDecayLR"] = ("total_num_steps", *_KNOWN["WarmupLR"])
 
 @dataclass(frozen=True)
 class FileKey:
-    """One key of the file, its value, and what became of it, in words."""
+    """Key of the file, its value, and its use, in words."""
 
     key: str
     value: Any
@@ -45,7 +45,9 @@ class FileKey:
 
 @dataclass
 class ImportedTraining:
-    """What goes into a config file: ``keys`` are ``table.key``; ``differs`` and ``open`` say what does not, or not yet.
+    """Config keys from a file: ``keys`` are ``table.key``.
+
+    ``differs`` and ``open`` list the exceptions.
 
     ``problems`` are mistakes, ``taken`` and ``no_effect`` rows like those of the plan.
     """
@@ -58,7 +60,7 @@ class ImportedTraining:
     problems: list[str] = field(default_factory=list)
 
     def take(self, path: str, value: Any, key: str, new: Any = None) -> None:
-        """Note that ``path`` becomes ``key``; an ``auto`` is left open, with what to put."""
+        """Record that ``path`` becomes ``key``; an ``auto`` is left open, with advice."""
         if value == "auto":
             said = AUTO.get(path, "the value that is meant")
             self.open.append(FileKey(path, value, f"set {key} to what TrainingArguments has: {said}"))
@@ -68,7 +70,7 @@ class ImportedTraining:
 
 
 def read_training(config: Mapping[str, Any]) -> ImportedTraining:
-    """The keys of ``[optimizer]`` and ``[train]`` for ``optimizer``, ``scheduler`` and ``gradient_clipping``."""
+    """Convert optimizer, scheduler and clipping to keys of ``[optimizer]`` and ``[train]``."""
     found = ImportedTraining()
     _clipping(config, found)
     table = config.get("optimizer")
@@ -86,7 +88,7 @@ def read_training(config: Mapping[str, Any]) -> ImportedTraining:
         found.taken.append(FileKey("scheduler", None, "optimizer.schedule: the rate is constant"))
     if table is None:
         found.open.append(
-            FileKey("optimizer", None, "the script makes it, and the file does not say it: set [optimizer]")
+            FileKey("optimizer", None, "the script creates it, and the file does not contain it: set [optimizer]")
         )
     return found
 
@@ -121,7 +123,7 @@ def _optimizer(table: Mapping[str, Any], found: ImportedTraining) -> None:
     proper = known.get(name.lower())
     if proper is None:
         hint = did_you_mean(name, known.values())
-        found.problems.append(f"optimizer.type '{name}' is no optimizer of DeepSpeed's or PyTorch's{hint}")
+        found.problems.append(f"optimizer.type '{name}' is not an optimizer of DeepSpeed's or PyTorch's{hint}")
     elif proper in DEEPSPEED_ONLY:
         why = "DeepSpeed's own optimizer, which Shardwise does not have; choose another, or give optimizer.factory"
         found.differs.append(FileKey("optimizer.type", name, why))
@@ -163,7 +165,10 @@ def _adam(proper: str, params: dict[str, Any], name: str, found: ImportedTrainin
 
 
 def _from_torch(proper: str, params: dict[str, Any], name: str, found: ImportedTraining) -> None:
-    """SGD where ours has all that is asked for; else PyTorch's class through ``optimizer.factory``."""
+    """Use SGD if it has all that is requested.
+
+    Else PyTorch's class through ``optimizer.factory``.
+    """
     plain = proper == "SGD" and not set(params) - {"lr", "momentum", "weight_decay"}
     found.take("optimizer.type", name, *(("optimizer.name", "sgd") if plain else ("optimizer.factory", _path(proper))))
     if "lr" not in params:

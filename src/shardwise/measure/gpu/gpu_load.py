@@ -1,4 +1,4 @@
-"""A GPU under a short load: what an idle one does not show is its link's generation and what holds its clock."""
+"""Load a GPU briefly to see its link's generation and its clock limits, unseen when idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS, SIDE, COPIED = 1.0, 4096, 64 * 1024**2
 
 
 class DeviceLoad(BaseModel):
-    """A device while it multiplies matrices: its state, and bytes/s of copies from pinned host memory before."""
+    """State of a device while it multiplies matrices, and bytes/s of copies from pinned memory."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,7 +23,7 @@ class DeviceLoad(BaseModel):
 
 
 def load_device(device: torch.device, seconds: float = SECONDS) -> DeviceLoad:
-    """Copy and multiply on a CUDA device for about ``seconds``, and look at it meanwhile through NVML."""
+    """Copy and multiply on a CUDA device for about ``seconds``, and read its state through NVML."""
     facts = torch.cuda.get_device_properties(device)
     host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
     here = torch.empty(COPIED, dtype=torch.uint8, device=device)

@@ -1,6 +1,6 @@
-"""The same facts as NVML's, read from the text of ``nvidia-smi -q``: where NVML cannot be loaded, or from a file.
+"""Read GPU facts from the text of ``nvidia-smi -q``, live or from a file, without NVML.
 
-The text is for people, and its names change with the driver: what is not found is ``None``. It was written after the
+The text is for people, and its names change with the driver: missing values are ``None``. It follows the
 manual of nvidia-smi, drivers 450 to 580.
 """
 
@@ -30,10 +30,10 @@ Facts = dict[str, list[str]]
 
 
 class QuerySource:
-    """Asks ``nvidia-smi -q``; no GPUs, with the reason, where that does not answer."""
+    """Source that runs ``nvidia-smi -q``; no GPUs, with the reason, if that does not answer."""
 
     def read(self) -> GpuMachine:
-        """All GPUs, now."""
+        """Read all GPUs now."""
         try:
             done = subprocess.run(
                 ["nvidia-smi", "-q"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False, errors="replace"
@@ -47,7 +47,7 @@ class QuerySource:
 
 
 def parse_query(text: str) -> GpuMachine:
-    """The GPUs that the text lists, in its order."""
+    """Parse the GPUs that the text lists, in its order."""
     head, *blocks = re.split(r"(?m)^(?=GPU [0-9A-Fa-f]+:[0-9A-Fa-f:.]+\s*$)", text)
     top = _facts(head)
     version = re.fullmatch(r"(\d+)\.(\d+)", _one(top, "CUDA Version") or "")
@@ -61,7 +61,7 @@ def parse_query(text: str) -> GpuMachine:
 
 
 def _facts(block: str) -> Facts:
-    """Each value under the path of the headings above it: ``PCI/GPU Link Info/Link Width/Max``."""
+    """Map the path of headings to each value: ``PCI/GPU Link Info/Link Width/Max``."""
     found: Facts = {}
     path: list[tuple[int, str]] = []
     for line in block.splitlines():
@@ -133,7 +133,7 @@ def _reasons(facts: Facts) -> tuple[str, ...] | None:
 
 
 def _errors(facts: Facts) -> int | None:
-    """Uncorrectable errors of all memories since the driver was loaded; newer drivers tell SRAM's by two kinds."""
+    """Count uncorrectable errors since driver load; newer drivers list SRAM's as two kinds."""
     counts = [
         int(values[0])
         for key, values in facts.items()
@@ -150,7 +150,7 @@ def _processes(facts: Facts) -> tuple[int, ...] | None:
 
 
 def _one(facts: Facts, *keys: str) -> str | None:
-    """The value of the first key that is there."""
+    """Return the value of the first key that exists."""
     return next(_values(facts, keys), None)
 
 
@@ -160,7 +160,7 @@ def _values(facts: Facts, keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def _number(facts: Facts, *keys: str) -> float | None:
-    """The number that a value begins with: ``70.00 W``, ``16x``, ``35 C``."""
+    """Parse the number at the start of a value: ``70.00 W``, ``16x``, ``35 C``."""
     found = re.match(r"-?\d+(\.\d+)?", _one(facts, *keys) or "")
     return float(found.group()) if found else None
 

@@ -1,6 +1,6 @@
-"""What the GPUs of this machine say of themselves through NVML: clocks, heat, power, links, errors; now or over a run.
+"""Read GPU state through NVML, once or over a run: clocks, heat, power, links, errors.
 
-What a device, a driver or a container does not tell is ``None``, never 0.
+Values that a device, a driver or a container does not report are ``None``, never 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
-# Why clocks are lower than they could be: the bits of nvmlClocksEventReasons (NVML API reference).
+# Why clocks are reduced: the bits of nvmlClocksEventReasons (NVML API reference).
 REASONS = {
     0x001: "idle",
     0x002: "application clocks",
@@ -28,27 +28,27 @@ REASONS = {
 }
 THERMAL = ("software thermal slowdown", "hardware thermal slowdown")
 HARMFUL = (*THERMAL, "hardware slowdown", "power brake")
-"""Reasons that take speed from a device that is healthy otherwise; a power cap is how a loaded GPU runs by design."""
+"""Reasons that slow an otherwise healthy device; a power cap is normal on a loaded GPU."""
 COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive process"}
-P2P_READ, P2P_OK = 0, 0  # pynvml has the first as a tuple, which its own function does not take
+P2P_READ, P2P_OK = 0, 0  # pynvml has the first as a tuple, which its own function does not accept
 FABRIC_STATES = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
 
 
 def decode_reasons(bits: int) -> tuple[str, ...]:
-    """The reasons that NVML's bits hold, by rising bit; a bit that is not known here reads ``bit 0x...``."""
+    """Return the reasons in NVML's bits, by rising bit; an unknown bit reads ``bit 0x...``."""
     known = [name for bit, name in REASONS.items() if bits & bit]
     rest = bits & ~sum(REASONS)
     return (*known, *([f"bit {rest:#x}"] if rest else []))
 
 
 class GpuState(BaseModel):
-    """One GPU at one moment. Clocks in Hz, power in W, memory in bytes, temperatures in °C.
+    """State of one GPU at one moment. Clocks in Hz, power in W, memory in bytes, heat in °C.
 
-    ``reasons`` says why the clock is below its maximum; empty: nothing holds it. ``pcie_generation`` and ``pcie_lanes``
-    are the link now: the generation falls while a GPU idles, the lanes do not. ``pcie_slot_generation`` is the most
-    that card and slot can do together, ``pcie_card_generation`` the card alone. At ``slowdown_c`` the hardware
-    throttles. ``ecc_uncorrected`` counts since the driver was loaded; ``remap_pending`` wants a reset,
-    ``remap_failed`` a new card. ``processes`` are ids of those that hold memory on it. ``fabric`` is the state of its
+    ``reasons`` says why the clock is below its maximum; empty: nothing limits it. ``pcie_generation`` and
+    ``pcie_lanes`` are the link now: the generation falls while a GPU idles, the lanes do not. ``pcie_slot_generation``
+    is the maximum of card and slot together, ``pcie_card_generation`` that of the card alone. At ``slowdown_c`` the
+    hardware throttles. ``ecc_uncorrected`` counts since the driver was loaded; ``remap_pending`` requires a reset,
+    ``remap_failed`` a new card. ``processes`` are ids of those with memory on it. ``fabric`` is the state of its
     registration with the NVSwitches.
     """
 
@@ -89,13 +89,15 @@ class GpuState(BaseModel):
 
     @property
     def throttled(self) -> tuple[str, ...]:
-        """The reasons of `HARMFUL` that hold; empty where the reasons are not known."""
+        """Active reasons of `HARMFUL`; empty if the reasons are unknown."""
         return tuple(reason for reason in self.reasons or () if reason in HARMFUL)
 
 
 class GpuMachine(BaseModel):
-    """The GPUs of a machine, their driver, and the newest CUDA that it runs (major, minor). ``problem`` says why there
-    are none. ``peers`` has, for each pair of indices, whether one can read the other's memory; ``None``: not told.
+    """GPUs of a machine, their driver, and its newest supported CUDA (major, minor).
+
+    ``problem`` says why there
+    are none. ``peers`` has, for each pair of indices, whether one can read the other's memory; ``None``: unknown.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -108,18 +110,18 @@ class GpuMachine(BaseModel):
 
 
 class GpuSource(Protocol):
-    """Where the states come from: `NvmlSource`, or what a test has recorded."""
+    """Source of states: `NvmlSource`, or a recording in tests."""
 
     def read(self) -> GpuMachine:
-        """All GPUs, now."""
+        """Read all GPUs now."""
         ...
 
 
 class NvmlSource:
     """NVML through ``pynvml``, or a module ``nvml`` with the same functions.
 
-    Reading makes no CUDA context. NVML is opened for each call unless the source is used in a ``with``, which keeps it
-    open. A function that fails for a device, or that this driver lacks, leaves its value ``None``.
+    Reading creates no CUDA context. NVML is opened for each call unless the source is used in a ``with``, which keeps
+    it open. A function that fails for a device, or that this driver lacks, leaves its value ``None``.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -143,7 +145,7 @@ class NvmlSource:
                 self._nvml.nvmlShutdown()
 
     def read(self) -> GpuMachine:
-        """All GPUs, now; none, with the reason, where there is no driver."""
+        """Read all GPUs now; none, with the reason, if there is no driver."""
         with self._opened() as problem:
             if problem is not None:
                 return GpuMachine(problem=problem)
@@ -158,7 +160,7 @@ class NvmlSource:
             )
 
     def brief(self) -> tuple[GpuState, ...]:
-        """What changes from moment to moment: clock, heat, power, reasons, use. Empty without a driver."""
+        """Read only changing values: clock, heat, power, reasons, use. Empty without a driver."""
         with self._opened() as problem:
             if problem is not None:
                 return ()
@@ -181,7 +183,7 @@ class NvmlSource:
                 self._nvml.nvmlShutdown()
 
     def _handles(self) -> list[tuple[int, Any]]:
-        """Those that can be opened; a GPU that fell off the bus cannot."""
+        """Return the handles that can be opened; a GPU that fell off the bus cannot."""
         found = []
         for index in range(self._ask("nvmlDeviceGetCount") or 0):
             handle = self._ask("nvmlDeviceGetHandleByIndex", index)
@@ -190,7 +192,7 @@ class NvmlSource:
         return found
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """What a function of NVML says; ``None`` where it fails or is not there."""
+        """Call a function of NVML; ``None`` if it fails or is missing."""
         function: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if function is None:
             return None
@@ -286,14 +288,16 @@ def _text(value: str | bytes | None) -> str | None:
 
 
 BUSY = 0.5
-"""A device counts as at work when NVML says that kernels ran in this part of its last sampling period, or more."""
+"""Share of NVML's last sampling period in which kernels must have run for a device to count as busy."""
 
 
 class DeviceTrack(BaseModel):
-    """One device over a run. ``samples`` in all, ``busy`` of them at work; clocks in Hz and ``reasons`` (each reason's
-    share) are of the busy samples only, ``None`` or empty where there were none: an idle clock says nothing.
+    """One device over a run.
 
-    ``max_sm_clock_hz`` is what the device could do. NVML's use is a share of time in which any kernel ran, not of the
+    ``samples`` is the total, ``busy`` those under load; clocks in Hz and ``reasons`` (each reason's
+    share) are of the busy samples only, ``None`` or empty if there were none: an idle clock is not informative.
+
+    ``max_sm_clock_hz`` is the device's limit. NVML's use is a share of time in which any kernel ran, not of the
     device's units: 100 % is possible with one unit at work.
     """
 
@@ -324,7 +328,7 @@ class DeviceTrack(BaseModel):
 
 
 class GpuTrack(BaseModel):
-    """What a `GpuSampler` saw; ``devices`` is empty where no GPU could be asked, and ``problem`` then says why."""
+    """Result of a `GpuSampler`; ``devices`` is empty if no GPU could be read (see ``problem``)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -334,7 +338,7 @@ class GpuTrack(BaseModel):
 
 
 class _Sums:
-    """One device's samples, as sums: the memory a run takes does not grow with its length."""
+    """Sums of one device's samples, so that memory does not grow with the run."""
 
     def __init__(self, first: GpuState) -> None:
         self.first = first
@@ -394,11 +398,11 @@ class _Sums:
 
 
 class GpuSampler:
-    """Looks at the GPUs every ``interval_s`` seconds from a thread of its own, from `start` to `stop`.
+    """Sampler that reads the GPUs every ``interval_s`` seconds on its own thread.
 
-    ``uuids`` limits it to these devices (all of the machine else), with or without NVML's ``GPU-`` before them. A look
-    costs about ten calls of NVML a device and holds Python's lock only between them. Without a GPU no thread is
-    started. A look that fails is skipped.
+    ``uuids`` limits it to these devices (default: all of the machine), with or without NVML's ``GPU-`` prefix. A sample
+    costs about ten calls of NVML a device and has Python's lock only between them. Without a GPU no thread is
+    started. A sample that fails is skipped.
     """
 
     def __init__(
@@ -413,7 +417,7 @@ class GpuSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> GpuSampler:
-        """Begin; a second call does nothing."""
+        """Start; a second call does nothing."""
         if self._thread is not None or self._problem is not None:
             return self
         try:
@@ -429,7 +433,7 @@ class GpuSampler:
         return self
 
     def stop(self) -> GpuTrack:
-        """End the thread, and sum up; may be called again."""
+        """Stop the thread, and summarize; may be called again."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=10 * self.interval_s + 10)
@@ -443,7 +447,7 @@ class GpuSampler:
                 try:
                     self._look(source.brief())
                 except Exception as error:
-                    self._problem = f"a look at the GPUs failed: {error}"
+                    self._problem = f"reading the GPUs failed: {error}"
                 if self._stop.wait(self.interval_s):
                     return
 

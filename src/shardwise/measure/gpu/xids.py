@@ -1,4 +1,4 @@
-"""Xid errors: what the NVIDIA driver wrote into the kernel's log about a GPU that failed."""
+"""Xid errors of GPUs that the NVIDIA driver wrote to the kernel's log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 KERNEL_LOG = Path("/dev/kmsg")
-# NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors): the ones that tell of hardware, and what to do.
+# NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors): those about hardware, and what to do.
 MEANING = {
     48: ("an uncorrectable memory error", "reset the GPU (nvidia-smi -r) or restart; if it comes back, replace it"),
     62: ("the GPU's own controller halted", "reset the GPU or restart the machine"),
@@ -18,7 +18,7 @@ MEANING = {
     64: ("memory rows could not be remapped", "replace the GPU"),
     74: ("an NVLink error", "reset the GPU; if it comes back, check the bridge or the NVSwitch board"),
     79: ("the GPU has fallen off the bus", "restart; then check power, seating and cooling of the card"),
-    92: ("many single-bit memory errors", "watch it; replace the GPU if they go on"),
+    92: ("many single-bit memory errors", "watch it; replace the GPU if they continue"),
     94: ("a contained memory error: one program was ended", "reset the GPU when it is free"),
     95: ("an uncontained memory error", "reset the GPU or restart the machine"),
     119: ("the GPU's system processor does not answer", "reset the GPU or restart; update the driver"),
@@ -27,7 +27,7 @@ MEANING = {
 
 
 class Xid(BaseModel):
-    """One error: the card's PCI address, the number, and how often it was seen."""
+    """Xid error: the card's PCI address, the number, and its count."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,17 +37,17 @@ class Xid(BaseModel):
 
     @property
     def text(self) -> str:
-        """In words; those that only a program's own mistake causes have none."""
+        """Describe the error; empty for errors that only a program's own mistake causes."""
         return MEANING[self.number][0] if self.number in MEANING else "see NVIDIA's list of Xid errors"
 
     @property
     def is_hardware(self) -> bool:
-        """Whether it tells of the hardware, not of the program that ran."""
+        """Return whether the error concerns the hardware, not the program."""
         return self.number in MEANING
 
 
 def parse_xids(text: str) -> tuple[Xid, ...]:
-    """The Xid errors in a kernel log (``NVRM: Xid (PCI:0000:3b:00): 79, ...``), by card and number."""
+    """Parse Xid errors in a kernel log (``NVRM: Xid (PCI:0000:3b:00): 79, ...``), by card."""
     counts: dict[tuple[str, int], int] = {}
     for found in re.finditer(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)", text):
         key = (found.group(1).lower(), int(found.group(2)))
@@ -56,7 +56,7 @@ def parse_xids(text: str) -> tuple[Xid, ...]:
 
 
 def read_xids(log: Path = KERNEL_LOG) -> tuple[Xid, ...] | None:
-    """Those that the kernel's log still holds, since the machine started at most; ``None`` where it may not be read."""
+    """Read the errors still in the kernel's log; ``None`` if it may not be read."""
     lines = []
     try:
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,1 +1,1 @@
-"""Traces of `torch.profiler`: recorded on request, read, and summed up in words."""
+"""Traces of `torch.profiler`: recorded on request, read, and summarized in words."""

@@ -1,7 +1,7 @@
-"""A profiler's trace file as plain facts: events, self times, kinds of work, gaps. No torch here.
+"""Facts from a profiler's trace file: events, self times, kinds of work, gaps. No torch.
 
-Read is Chrome's trace format as ``torch.profiler`` writes it: complete events (``"ph": "X"``) with ``ts`` and ``dur``
-in microseconds, whose category says what they are (``cpu_op``, ``user_annotation``, ``cuda_runtime``, ``kernel``,
+The input is Chrome's trace format as ``torch.profiler`` writes it: complete events (``"ph": "X"``) with ``ts`` and
+``dur`` in microseconds, whose category is their kind (``cpu_op``, ``user_annotation``, ``cuda_runtime``, ``kernel``,
 ``gpu_memcpy``, ``gpu_memset``), and whose ``External id`` joins a kernel with the operator that launched it.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 Kind = Literal["product", "attention", "convolution", "communication", "memory", "optimizer", "other"]
 MARK = "shardwise: "
-"""What the names of the annotations begin with that say which phase a step is in."""
+"""Prefixes of the annotations that name a step's phase."""
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WORDS: tuple[tuple[Kind, str], ...] = (
     ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|sendrecv"),
     ("optimizer", r"optimizer|adam|multi_tensor|_foreach|_fused_sgd|addcdiv|addcmul|lerp"),
-    ("memory", r"nchw_?to|nhwc_?to|memcpy|memset"),  # a convolution's copies are no products
+    ("memory", r"nchw_?to|nhwc_?to|memcpy|memset"),  # a convolution's copies are not products
     ("attention", r"attention|flash|fmha|sdpa"),
     ("convolution", r"conv|winograd|implicit_gemm|[dw]grad|fprop|[sh]cudnn"),
     (
@@ -43,7 +43,10 @@ _ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "c10
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One complete event; times in seconds from the first event of the file. ``link`` joins kernels and operators."""
+    """Complete event; times in seconds from the file's first.
+
+    ``link`` joins kernels and operators.
+    """
 
     name: str
     category: str
@@ -56,13 +59,13 @@ class TraceEvent:
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
 
 @dataclass(slots=True)
 class KernelGroup:
-    """Everything of one name: calls, seconds of its own, and what its products come to where their shapes are known."""
+    """Work of one name: calls, own seconds, and its products' FLOPs and bytes, if known."""
 
     name: str
     kind: Kind
@@ -74,11 +77,11 @@ class KernelGroup:
 
 
 def read_events(path: Path) -> list[TraceEvent]:
-    """The complete events of a trace file (``.json`` or ``.json.gz``) in order of their start.
+    """Read a trace file's complete events (``.json`` or ``.json.gz``) in order of their start.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no such file.
+        ValueError: it is not such a file.
     """
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     document = json.loads(raw)
@@ -86,7 +89,7 @@ def read_events(path: Path) -> list[TraceEvent]:
 
 
 def parse_events(rows: Iterable[dict[str, Any]]) -> list[TraceEvent]:
-    """As `read_events`, from the list of events."""
+    """Parse events as `read_events`, from the list of events."""
     kept = [row for row in rows if row.get("ph") == "X" and row.get("cat") not in (None, "Trace", "overhead")]
     if not kept:
         return []
@@ -117,14 +120,14 @@ def _dims(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def kind_of(name: str) -> Kind:
-    """What kind of work a name stands for, by the words in it; ``other`` where none is known."""
+    """Classify a name's kind of work by its words; ``other`` if none is known."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), "other")
 
 
 def product_size(event: TraceEvent) -> tuple[float, float] | None:
-    """FLOPs (a multiply-add is two) and bytes of the operands and the result of a matrix product, by its shapes.
+    """Return FLOPs (a multiply-add is two) and operand and result bytes of a product, by shapes.
 
-    ``None`` for what is no product, or whose shapes or type the trace does not have.
+    ``None`` if it is not a product, or if the trace lacks its shapes or type.
     """
     dims = [row for row in event.dims if len(row) in (2, 3)]
     size = _ITEM_BYTES.get(event.dtype)
@@ -139,7 +142,9 @@ def product_size(event: TraceEvent) -> tuple[float, float] | None:
 
 
 def self_seconds(events: Sequence[TraceEvent]) -> list[float]:
-    """Seconds of each event without those of the events inside of it, on its own thread. In the order of ``events``,
+    """Return each event's seconds without nested events, on its own thread.
+
+    In the order of ``events``,
     which is that of `read_events`.
     """
     own = [event.seconds for event in events]
@@ -155,7 +160,7 @@ def self_seconds(events: Sequence[TraceEvent]) -> list[float]:
 
 
 def outermost(events: Sequence[TraceEvent]) -> list[TraceEvent]:
-    """The events that lie in no other one of their thread."""
+    """Return the events that are not nested in another one of their thread."""
     ends: dict[str, float] = {}
     found = []
     for event in events:
@@ -169,7 +174,7 @@ Span = tuple[float, float]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that overlap or touch, joined; in order."""
+    """Join spans that overlap or touch; in order."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
@@ -180,12 +185,12 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def covered(spans: Sequence[Span]) -> float:
-    """Seconds of spans that do not overlap."""
+    """Sum the seconds of spans that do not overlap."""
     return sum(end - begin for begin, end in spans)
 
 
 def holes(spans: Sequence[Span], window: Span) -> list[Span]:
-    """What of ``window`` no span covers; ``spans`` are those of `union`."""
+    """Return the parts of ``window`` that no span covers; ``spans`` are those of `union`."""
     found, at = [], window[0]
     for begin, end in spans:
         if begin > at:
@@ -197,5 +202,5 @@ def holes(spans: Sequence[Span], window: Span) -> list[Span]:
 
 
 def overlap(event: TraceEvent, span: Span) -> float:
-    """Seconds of ``event`` inside of ``span``."""
+    """Return seconds of ``event`` inside of ``span``."""
     return max(0.0, min(event.end_s, span[1]) - max(event.start_s, span[0]))

@@ -1,9 +1,9 @@
-"""A trace of some steps by ``torch.profiler``, on request: ``[train] profile = "20:3"``.
+"""Trace some steps with ``torch.profiler``, on request: ``[train] profile = "20:3"``.
 
 `StepTrace` observes a session: it starts the profiler before the first of the steps, puts the session's phases into the
 trace, and stops after the last one. `StepTrace.write` then writes the file (Chrome's format, for ``chrome://tracing``,
-Perfetto or TensorBoard) and says in words what is in it. The profiler sees operators, shapes, and on a GPU kernels and
-copies; neither memory nor Python frames. It slows the steps that it watches, by how much is measured and told.
+Perfetto or TensorBoard) and summarizes it in words. The profiler sees operators, shapes, and on a GPU kernels and
+copies; neither memory nor Python frames. It slows the traced steps; the slowdown is measured and reported.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 SUMMARY = "trace.json"
-_torch: Any = torch.autograd  # its stubs do not know the profiler's functions
+_torch: Any = torch.autograd  # its stubs lack the profiler's functions
 
 
 def trace_file(output: Path, rank: int) -> Path:
-    """Where the trace of a rank lies in the run folder."""
+    """Return the path of a rank's trace in the run folder."""
     return output / ("trace.json.gz" if rank == 0 else f"trace.rank{rank}.json.gz")
 
 
 class StepTrace:
-    """Traces the steps that ``train.profile`` names, on the ranks that ``train.profile_ranks`` names.
+    """Trace the steps of ``train.profile`` on the ranks of ``train.profile_ranks``.
 
-    ``notes`` are lines for people: what was moved, skipped or went wrong. `disturbs` is the same on every rank, and
-    says which steps took longer than they would have.
+    ``notes`` are lines for people: moved steps, skips and failures. `disturbs` is the same on every rank, and
+    gives the steps that took longer because of it.
 
     Raises:
         ConfigError: a rank to trace does not exist.
@@ -64,14 +64,14 @@ class StepTrace:
         self._step_began = 0.0
 
     def disturbs(self, number: int) -> bool:
-        """Whether step ``number`` is one that is traced on some rank."""
+        """Return whether step ``number`` is traced on some rank."""
         return self._steps is not None and number in self._steps
 
     def on_prepared(self, session: Session) -> None:
-        """Nothing yet."""
+        """Do nothing."""
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Start where the first of the steps begins."""
+        """Start if the first traced step begins."""
         if self._asked is not None and self._steps is None:
             self._settle(session.first_step)
         if self._mine and self._steps is not None and step.number == self._steps.start:
@@ -79,10 +79,10 @@ class StepTrace:
         self._step_began = time.perf_counter()
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Stop where the last of the steps ends."""
+        """Stop if the last traced step ends."""
         if self._profile is None or self._stopped:
             if step.number >= session.first_step + FIRST_TRACED and self._steps and step.number < self._steps.start:
                 self._plain.append(time.perf_counter() - self._step_began)
@@ -91,23 +91,23 @@ class StepTrace:
             self._stop(session)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """A trace that is under way ends with the loop."""
+        """Stop a running trace with the loop."""
         if self._profile is not None and not self._stopped:
             self._stop(session)
 
     def _settle(self, done: int) -> None:
-        """Which steps it will be, in a run that goes on after ``done`` steps."""
+        """Choose the steps to trace in a run that resumes after ``done`` steps."""
         assert self._asked is not None
         first, count = self._asked
         self._steps = range(0)
         if first + count - 1 <= done:
             if not trace_file(self._output, self._rank).exists():
-                self.notes.append(f"train.profile asks for step {first}, and this run goes on after step {done}")
+                self.notes.append(f"train.profile asks for step {first}, but this run resumes after step {done}")
             return
         begin = max(first, done + FIRST_TRACED)
         if begin > first and self._mine:
             self.notes.append(
-                f"the trace begins at step {begin}, not {first}: this run goes on after step {done}, and the first "
+                f"the trace begins at step {begin}, not {first}: this run resumes after step {done}, and the first "
                 "steps warm up"
             )
         self._steps = range(begin, begin + count)
@@ -150,9 +150,9 @@ class StepTrace:
         self._stopped = True
 
     def write(self) -> TraceSummary | None:
-        """Write the trace that has ended since the last call, and summarise it; ``None`` where there is none.
+        """Write the trace that ended since the last call, and summarise it; ``None`` without one.
 
-        To be called between two steps. Beside the trace lies its summary, for rank 0 as ``trace.json``. What goes wrong
+        Call it between two steps. The summary is written beside the trace, for rank 0 as ``trace.json``. A failure
         is a line of ``notes``: a run does not fail for its trace.
         """
         if self._profile is None or not self._stopped:
@@ -181,5 +181,5 @@ class StepTrace:
 
 
 def summary_file(trace: Path) -> Path:
-    """Where the summary of a trace lies: beside it, without ``.gz``."""
+    """Return the path of a trace's summary: beside it, without ``.gz``."""
     return trace.with_suffix("")

@@ -1,8 +1,8 @@
-"""What a profiler's trace says, in words: the busiest operations, the gaps, and what bounds the work. No torch here.
+"""Summarize a profiler's trace: busiest operations, gaps, and bounds of the work. No torch.
 
-On a GPU the device is looked at: it is busy while a kernel or a copy runs on any of its streams, and idle otherwise. On
-a CPU the thread that runs the steps is looked at: it is busy while an operator runs, and else in Python or waiting.
-Times are those of a traced step, which is slower than others; shares are less touched by that than seconds.
+On a GPU the device is analysed: it is busy while a kernel or a copy runs on any of its streams, and idle otherwise. On
+a CPU the thread that runs the steps is analysed: it is busy while an operator runs, and else in Python or waiting.
+Times are those of a traced step, which is slower than others; shares are less affected than seconds.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shardwise.measure.profiler.events import (
 
 MOST_OPERATIONS, MOST_GAPS = 10, 3
 LEAST_GAP_S = 5e-6
-"""Shorter gaps are what lies between any two kernels or operators."""
+"""Longest gap that is normal between two kernels or operators."""
 SHORT_KERNEL_S = 10e-6
-"""A host needs about as long to launch a kernel from eager PyTorch (cost/time/kernels.py)."""
+"""Time that a host needs to launch a kernel from eager PyTorch, roughly (cost/time/kernels.py)."""
 _ENGINE = "autograd::engine::evaluate_function: "
 _SYNCHRONISES = ("Synchronize", "aten::item", "aten::_local_scalar_dense", "aten::nonzero")
 _MOVES: tuple[Kind, ...] = ("memory", "optimizer")
@@ -44,9 +44,11 @@ _COMPUTES: tuple[Kind, ...] = ("product", "attention", "convolution")
 
 
 class Operation(BaseModel):
-    """Work of one name. ``share`` is of the busy seconds; ``flops_per_s`` of its products, where shapes are known.
+    """Work of one name. ``share`` is of the busy seconds.
 
-    ``operator`` is the one that launched most of a kernel's time. ``intensity`` is FLOPs for a byte of operands.
+    ``flops_per_s`` of its products, if known.
+
+    ``operator`` is the one that launched most of a kernel's time. ``intensity`` is FLOPs per byte of operands.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -62,7 +64,7 @@ class Operation(BaseModel):
 
 
 class Gap(BaseModel):
-    """A stretch in which nothing ran: between what, in which phase, and what the host did meanwhile ("" is unknown)."""
+    """Idle span: the work around it, its phase, and the host's activity ("" is unknown)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -75,7 +77,7 @@ class Gap(BaseModel):
 
 
 class Overhead(BaseModel):
-    """What the trace cost: a step without and with it, starting it, and writing it. ``None`` was not measured."""
+    """Cost of the trace: a step without and with it, start, and writing. ``None``: not measured."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -86,8 +88,10 @@ class Overhead(BaseModel):
 
 
 class TraceSummary(BaseModel):
-    """A trace of ``steps`` steps on one rank. ``window_s`` is from its first to its last moment, ``busy_s`` what of it
-    something ran, ``waiting_s`` what of the rest a collective ran elsewhere (CPU) or what of the busy time only
+    """Trace of ``steps`` steps on one rank.
+
+    ``window_s`` is from its first to its last moment, ``busy_s`` the part in which
+    something ran, ``waiting_s`` the idle part in which a collective ran elsewhere (CPU) or the busy part in which only
     communication ran (GPU). ``kinds`` are shares of the work's own seconds. ``mean_gap_s`` is over ``gaps`` gaps.
     """
 
@@ -118,10 +122,10 @@ class TraceSummary(BaseModel):
 
 
 def summarise(events: Sequence[TraceEvent]) -> TraceSummary:
-    """What the events of one rank's trace say; they are in the order of `read_events`.
+    """Summarize the events of one rank's trace, in the order of `read_events`.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no events.
     """
     device = [event for event in events if event.category in DEVICE_WORK]
     operators = [event for event in events if event.category == "cpu_op"]
@@ -155,7 +159,7 @@ def summarise(events: Sequence[TraceEvent]) -> TraceSummary:
 
 @dataclass
 class _View:
-    """``running`` is what makes busy, ``host`` what says what the host did, ``marks`` the phases."""
+    """View of a trace: ``running`` is busy time, ``host`` the host's work, ``marks`` the phases."""
 
     window: Span
     running: list[TraceEvent]
@@ -166,7 +170,7 @@ class _View:
     on_device: bool
 
     def waiting_s(self, gaps: Sequence[Span]) -> float:
-        """See `TraceSummary`."""
+        """Return waiting seconds; see `TraceSummary`."""
         if not self.on_device:
             return sum(covered(_inside(self.communication, gap)) for gap in gaps)
         others = union((e.start_s, e.end_s) for e in self.running if kind_of(e.name) != "communication")
@@ -191,7 +195,7 @@ def _device_view(events: Sequence[TraceEvent], device: list[TraceEvent], operato
     marks = _marks(events)
     launched = {event.link: event for event in operators if event.link is not None}
     found: dict[str, KernelGroup] = {}
-    counted: set[int] = set()  # an operator may launch several kernels, and is one product all the same
+    counted: set[int] = set()  # an operator may launch several kernels, but is one product
     for event in device:
         operator = launched.get(event.link) if event.link is not None else None
         kind, name = kind_of(event.name), short_name(event.name)
@@ -236,7 +240,7 @@ def _host_view(events: Sequence[TraceEvent], operators: list[TraceEvent]) -> _Vi
 
 
 def _computes(name: str) -> bool:
-    """Whether a CPU operator does work of its own; autograd's nodes hold operators, Python and waits."""
+    """Return whether a CPU operator computes itself; autograd nodes contain operators and waits."""
     return "::" in name and not name.startswith(("autograd::", "torch::autograd::"))
 
 
@@ -286,7 +290,7 @@ def _gap(span: Span, view: _View, ends: Sequence[TraceEvent]) -> Gap:
 
 
 def _tells_most(event: TraceEvent) -> tuple[bool, bool, float]:
-    """A collective says more than what it is in, so does a wait for the device; else the innermost event."""
+    """Rank events by information: a collective or a device wait first, else the innermost event."""
     waits = any(word in event.name for word in _SYNCHRONISES)
     return kind_of(event.name) != "communication", not waits, event.seconds
 
@@ -303,7 +307,7 @@ def _phases(marks: Iterable[TraceEvent]) -> dict[str, float]:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without return type, namespaces' arguments and templates; other names as they are, cut short."""
+    """Shorten a kernel's name (no return type, namespace arguments, templates); truncate others."""
     text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     if "<" in text:
         text = text[: text.index("<")]
@@ -314,9 +318,9 @@ def short_name(name: str) -> str:
 
 
 def bound_of(intensity: float | None, peak_flops: float | None, bytes_per_s: float | None) -> str:
-    """``compute`` or ``memory`` by the roofline: intensity above or below peak FLOP/s over memory bytes/s.
+    """Return ``compute`` or ``memory`` by the roofline: intensity against FLOP/s over bytes/s.
 
-    (S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.) "" where a figure is not known.
+    (S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.) "" if a figure is unknown.
     """
     if intensity is None or not peak_flops or not bytes_per_s or math.isnan(intensity):
         return ""
@@ -324,5 +328,8 @@ def bound_of(intensity: float | None, peak_flops: float | None, bytes_per_s: flo
 
 
 def share_that(kinds: dict[str, float], *, computes: bool) -> float:
-    """The share of the work's own seconds in products, attention and convolutions; or in work that moves memory."""
+    """Return the share of own seconds in products, attention and convolutions.
+
+    Or in moving memory.
+    """
     return sum(kinds.get(kind, 0.0) for kind in (_COMPUTES if computes else _MOVES))

@@ -1,15 +1,15 @@
-"""A trace in sentences: what ran, what did not run and why, and what bounds it. No torch here."""
+"""Describe a trace in sentences: work, gaps and their causes, and bounds. No torch here."""
 
 from __future__ import annotations
 
 from shardwise.measure.profiler.summary import SHORT_KERNEL_S, Gap, TraceSummary, bound_of, share_that
 
 IDLE_SHARE = 0.1
-"""From here on what does not run is worth a sentence of advice."""
+"""Smallest idle share that is worth a sentence of advice."""
 
 
 def words(summary: TraceSummary, peak_flops: float | None = None, bytes_per_s: float | None = None) -> list[str]:
-    """The summary in sentences; ``peak_flops`` and ``bytes_per_s`` are the device's, where they are known."""
+    """Describe a summary; ``peak_flops`` and ``bytes_per_s`` are the device's, if known."""
     return [
         *_what(summary),
         *_busiest(summary),
@@ -20,14 +20,14 @@ def words(summary: TraceSummary, peak_flops: float | None = None, bytes_per_s: f
 
 
 def short_time(seconds: float) -> str:
-    """``12 µs``, ``3.4 ms`` or ``1.2 s``."""
+    """Format ``12 µs``, ``3.4 ms`` or ``1.2 s``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def rate_text(flops_per_s: float | None) -> str:
-    """``1.20 TFLOP/s``; ``unknown`` for ``None``."""
+    """Format ``1.20 TFLOP/s``; ``unknown`` for ``None``."""
     if flops_per_s is None:
         return "unknown"
     for size, name in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):

@@ -1,9 +1,9 @@
-"""`Attribution`: where the time of every step goes, on every rank, always on.
+"""`Attribution`: attribute the time of every step to its components, on every rank.
 
-Each rank's clock tells its parts apart; the numbers of a step travel in the message that the next one begins with, so
-that nothing is sent for them, and rank 0 adds them up. What a rank waits for others longer than the one of its group
-that waited least is ``slowest_rank``: nobody had to wait for a link that long. Within a step ranks may be late in turn,
-and then some of that waiting stays with the link. A pipeline's stages wait for each other by design: theirs stays
+Each rank's clock separates its parts; the numbers of a step are sent with the message that starts the next one, so
+there is no extra message, and rank 0 adds them up. A rank's wait beyond that of the rank of its group
+that waited least is ``slowest_rank``: the link did not need that long. Within a step ranks may be late in turn,
+and then some of that waiting is attributed to the link. A pipeline's stages wait for each other by design: that stays
 ``pipeline``.
 """
 
@@ -34,20 +34,20 @@ from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 WARM_UP = 3
-"""Steps that are left out at first, where there are more: they allocate, teach, and receipts look at them."""
+"""First steps that are excluded, if there are more: they allocate and warm up, and receipts inspect them."""
 LATE = 0.02
-"""Part of a step that others must wait for a rank before it counts as late."""
+"""Share of a step that others must wait for a rank before it counts as late."""
 _COLUMNS = {part: index for index, part in enumerate(COUNTED)}
 _NS = 1e-9
-_EXTRA = 5  # whether there is a lap at all, labels, early reductions, nanoseconds without a core, and by a stopwatch
+_EXTRA = 5  # whether there is a lap, labels, early reductions, nanoseconds without a core, and by a stopwatch
 
 Table = npt.NDArray[np.float64]
 
 
 class Attribution:
-    """Attached to a session, it tells where time goes; see `Timing`. One for a process at a time.
+    """Observer of a session that attributes its time; see `Timing`. One per process at a time.
 
-    ``disturbed`` says of a step's number whether something slowed it that is no part of training: it is left out.
+    ``disturbed`` returns for a step's number whether something other than training slowed it: it is excluded.
     """
 
     size = _EXTRA + len(COUNTED)
@@ -68,37 +68,37 @@ class Attribution:
 
     @classmethod
     def attach(cls, session: Session) -> Attribution:
-        """Watch ``session`` from now on."""
+        """Start observing ``session``."""
         one = cls(session)
         session.observers.append(one)
         session.phase_watchers.append(one._on_phase)
         session.mail.append(one)
         return one
 
-    # what the session tells
+    # called by the session
 
     def on_prepared(self, session: Session) -> None:
-        """The model stands: borders can be put around what it waits for."""
+        """Install the hooks around the model's waits."""
         PLACES.listener = self._clock
         self._borders = Borders(session)
         self._engine = "" if session.applied.engine is None else session.applied.engine.title
 
     def on_step_start(self, session: Session, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_gradients(self, session: Session, step: Step) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """What the step was about."""
+        """Record the step's labels."""
         self._tokens = -1 if self.disturbed(step.number) else step.tokens
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
-        """Nothing to do: the lap ends with the next step."""
+        """Do nothing: the lap ends with the next step."""
 
     def _on_phase(self, phase: str) -> None:
         if self._borders is not None:
-            PLACES.listener = self._clock  # of several sessions in a process, the one that does something now
+            PLACES.listener = self._clock  # of several sessions in a process, the active one
         if phase == "data":
             self._end_lap()
         piped = self._session.applied.pipeline is not None if phase == "forward" else False
@@ -116,17 +116,17 @@ class Attribution:
         self._laps += 1
         self._tokens = 0
 
-    # what travels with the steps
+    # sent with each step's message
 
     def post(self) -> list[int]:
-        """The oldest lap that the clock has read and nobody was told of."""
+        """Return the oldest lap that the clock has read and that was not sent."""
         lap: Lap | None = self._clock.take()
         if lap is None:
             return [0] * self.size
         return [1, *self._own.popleft(), *lap]
 
     def deliver(self, rows: list[list[int]]) -> None:
-        """One lap of each rank, or none; a step is known when all have told theirs."""
+        """Receive one lap of each rank, or none; a step is complete when all have sent theirs."""
         if not self._session.ranks.is_main:
             return
         for queue, row in zip(self._arrived, rows, strict=True):
@@ -134,16 +134,16 @@ class Attribution:
                 queue.append(row[1:])
         while all(self._arrived):
             table = np.array([queue.popleft() for queue in self._arrived], dtype=np.float64)
-            if table[0, 0] > 0:  # a lap with a whole step in it
+            if table[0, 0] > 0:  # a lap with a full step in it
                 self._add(table)
 
     def finish(self) -> None:
-        """Tell what no step has told yet. Collective; the clock stops, and what was put around waits is taken away."""
+        """Send the remaining laps. Collective; stops the clock and removes the hooks."""
         if self._borders is None:
             return
         self._wait_for_device()
         self._end_lap()
-        self._wait_for_device()  # the border of the last lap, too, is to have passed
+        self._wait_for_device()  # the last lap's end event must have passed, too
         for _ in range(max(row[0] for row in gather_ints([len(self._own)], self._session.ranks))):
             self.deliver(gather_ints(self.post(), self._session.ranks))
         self.detach()
@@ -155,7 +155,7 @@ class Attribution:
             torch.cuda.synchronize(self._session.device)
 
     def detach(self) -> None:
-        """Stop the clock and take everything away."""
+        """Stop the clock and remove all hooks."""
         if self._borders is not None:
             self._problem = self._borders.problem
             self._borders.remove()
@@ -168,19 +168,19 @@ class Attribution:
             if mine in kept:
                 kept.remove(mine)  # type: ignore[arg-type]
 
-    # what came of it, on rank 0
+    # results, on rank 0
 
     def timing(self) -> Timing | None:
-        """The run so far, after the warm-up; ``None`` before the first step is known, and on other ranks."""
+        """Return the run so far, after the warm-up; ``None`` before the first step, and off rank 0."""
         return self._whole.timing(self._session.plan, self._unmeasured()) if self._seen else None
 
     def window(self) -> Timing | None:
-        """What became known since the last call, warm-up included; ``None`` where nothing did."""
+        """Return the steps since the last call, warm-up included; ``None`` if there are none."""
         fresh, self._fresh = self._fresh, PhaseTotals()
         return fresh.timing(self._session.plan, self._unmeasured()) if fresh.steps else None
 
     def told(self) -> dict[str, Any]:
-        """`window` as values of a line of metrics: mean seconds of each part, and of what lies between steps."""
+        """Return `window` as values of a metrics line: mean seconds of each part and between steps."""
         window = self.window()
         if window is None:
             return {}
@@ -192,7 +192,7 @@ class Attribution:
         self._seen += 1
         if self._seen == WARM_UP + 1:
             self._whole = PhaseTotals(warm_up=WARM_UP)
-        elif self._seen <= WARM_UP:  # so far only the newest step is worth telling
+        elif self._seen <= WARM_UP:  # so far only the newest step is meaningful
             self._whole = PhaseTotals(warm_up=self._seen - 1)
         for totals in (self._whole, self._fresh):
             totals.add(table.copy(), plan)
@@ -211,9 +211,9 @@ class Attribution:
 
 
 class PhaseTotals:
-    """Sums over steps, so that a long run takes no more memory than a short one (8 bytes a step).
+    """Sums over steps, so that a long run takes little more memory (8 bytes a step).
 
-    ``warm_up`` is how many steps came before, and are left out.
+    ``warm_up`` is the number of earlier steps, which are excluded.
     """
 
     def __init__(self, warm_up: int = 0) -> None:
@@ -225,9 +225,9 @@ class PhaseTotals:
         self._late: Counter[int] = Counter()
 
     def add(self, table: Table, plan: Plan) -> None:
-        """One step: [ranks, labels, early reductions, nanoseconds without a core, by a stopwatch, `COUNTED`].
+        """Add a step: [ranks, labels, early reductions, ns off-core, by a stopwatch, `COUNTED`].
 
-        It is changed.
+        The table is modified.
         """
         table[:, 2] = np.where(table[:, 2] < 0, np.nan, table[:, 2])
         table[:, 2:] *= _NS
@@ -244,14 +244,14 @@ class PhaseTotals:
         self.steps += 1
 
     def timing(self, plan: Plan, unmeasured: dict[str, str]) -> Timing:
-        """What the steps come to."""
+        """Return the means over the steps."""
         assert self._sums is not None
         means = self._sums[:, _EXTRA - 1 :] / self.steps
         lost = self._sums[:, 2] / self.steps
         missing = absent(plan)
         unmeasured = {part: why for part, why in unmeasured.items() if part not in missing}
         none = missing | unmeasured.keys()
-        for part in none:  # the little that was told apart goes back to where the rest is
+        for part in none:  # unseparated time is added to the part around it
             around = _COLUMNS["backward" if part in unmeasured else "other"]
             means[:, around] += means[:, _COLUMNS[part]]
             means[:, _COLUMNS[part]] = 0.0
@@ -279,9 +279,9 @@ class PhaseTotals:
 
 
 def split_off_waiting(parts: Table, dims: ParallelDims) -> int | None:
-    """Move what ranks waited for a late one to ``slowest_rank``, in place: [ranks, `COUNTED`] seconds of a step.
+    """Move waits for a late rank to ``slowest_rank``, in place: [ranks, `COUNTED`] seconds.
 
-    Returns the rank that was late, ``None`` where none was by more than `LATE` of the step.
+    Returns the rank that was late, ``None`` if none was by more than `LATE` of the step.
     """
     whole = float(parts[:, : len(PARTS)].sum(axis=1).mean())
     for part in WAITS:
@@ -298,7 +298,7 @@ def split_off_waiting(parts: Table, dims: ParallelDims) -> int | None:
 
 @lru_cache(maxsize=64)
 def groups_of(part: str, dims: ParallelDims) -> list[list[int]]:
-    """The ranks that wait for each other in ``part``."""
+    """Return the groups of ranks that wait for each other in ``part``."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(dims.world_size):
         place = dims.place(rank)
@@ -313,7 +313,7 @@ def groups_of(part: str, dims: ParallelDims) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def _group_numbers(part: str, dims: ParallelDims) -> npt.NDArray[np.intp]:
-    """The number of each rank's group, at a cost that does not grow with the number of groups."""
+    """Return each rank's group number, at a cost independent of the number of groups."""
     numbers = np.zeros(dims.world_size, dtype=np.intp)
     for number, group in enumerate(groups_of(part, dims)):
         numbers[group] = number
@@ -321,7 +321,7 @@ def _group_numbers(part: str, dims: ParallelDims) -> npt.NDArray[np.intp]:
 
 
 def spread(seconds: Table) -> PhaseStats:
-    """The mean of ranks' seconds, and their extremes."""
+    """Return the mean of ranks' seconds, and their extremes."""
     return PhaseStats(
         mean_s=float(seconds.mean()),
         low_s=float(seconds.min()),
@@ -331,7 +331,7 @@ def spread(seconds: Table) -> PhaseStats:
 
 
 def absent(plan: Plan) -> set[str]:
-    """Parts that a step of ``plan`` cannot have."""
+    """Return the parts that a step of ``plan`` cannot have."""
     dims = plan.dims
     there = {
         "exposed_dp": dims.dp * dims.cp > 1,
@@ -346,7 +346,7 @@ def absent(plan: Plan) -> set[str]:
 
 
 class _CpuWait:
-    """How long the thread that trains was ready to run without a core, from the kernel's own account (Linux only)."""
+    """Time the training thread was ready without a core, from the kernel's account (Linux only)."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -359,18 +359,18 @@ class _CpuWait:
             return None
         try:
             ran, waited = os.pread(self._file, 100, 0).split()[:2]
-            return int(waited) if int(ran) else None  # all zeros: a kernel that keeps no account
+            return int(waited) if int(ran) else None  # all zeros: a kernel without this account
         except (OSError, ValueError, IndexError):
             return None
 
     def lap(self) -> int:
-        """Nanoseconds since the last lap; -1 where nobody can tell."""
+        """Return nanoseconds since the last lap; -1 if unknown."""
         now, last = self._read(), self._last
         self._last = now
         return -1 if now is None or last is None else now - last
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,8 +1,8 @@
-"""A rank's time in parts: each moment counts as exactly one, so that they add up to what a stopwatch says.
+"""Clocks that split a rank's time into parts: each moment counts once, so parts add up.
 
-On a CPU the host's own clock is read at every border. On a GPU the host runs ahead of the device, and what it waits for
-says nothing: an event is put into the compute stream at every border, and the time between two events is what the
-device spent there, idle or not. Nothing waits for the device; a lap is read when its last event has passed.
+On a CPU the host's own clock is read at every change. On a GPU the host runs ahead of the device, and its waits are
+not informative: an event is recorded in the compute stream at every change, and the time between two events is what
+the device spent there, idle or not. Nothing waits for the device; a lap is read when its last event has passed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ import torch
 from shardwise.measure.step_time.timing import BETWEEN, PARTS
 
 EARLY = "early_reduce"
-"""The part of ``exposed_dp`` that reduces gradients before the last micro batch; folded into it in a `Timing`."""
+"""Part of ``exposed_dp`` that reduces gradients before the last micro batch; merged into it in a `Timing`."""
 COUNTED = (*PARTS, *BETWEEN, EARLY)
-"""What a clock tells apart, in the order of a lap's numbers."""
+"""Parts that a clock separates, in the order of a lap's numbers."""
 _INDEX = {part: index for index, part in enumerate(COUNTED)}
 
 Lap = list[int]
-"""Nanoseconds of each of `COUNTED` between two borders of steps."""
+"""Nanoseconds of each of `COUNTED` between two step ends."""
 
 
 class Clock(ABC):
-    """Tells the parts of a rank's time. ``enter`` and ``leave`` nest inside of a phase; a new phase ends them all."""
+    """Clock of a rank's parts. ``enter`` and ``leave`` nest inside a phase.
+
+    A new phase ends them all.
+    """
 
     def __init__(self) -> None:
         self._current = _INDEX["other"]
@@ -36,36 +39,36 @@ class Clock(ABC):
         self._frozen = False
 
     def phase(self, part: str) -> None:
-        """From now on it is ``part``, whatever was open."""
+        """Switch to the phase ``part``, ending all open parts."""
         self._frozen = part in BETWEEN
         self._open.clear()
         self._turn(_INDEX[part])
 
     def enter(self, part: str) -> None:
-        """``part`` begins inside of what goes on; not told apart in what lies between steps."""
+        """Enter ``part`` inside the current one; between steps it is not separated."""
         self._open.append(self._current)
         self._turn(self._current if self._frozen else _INDEX[part])
 
     def leave(self) -> None:
-        """What was entered last ends; nothing where a new phase has ended it already."""
+        """Leave the part entered last; does nothing if a new phase has ended it already."""
         if self._open:
             self._turn(self._open.pop())
 
     @abstractmethod
     def _turn(self, part: int) -> None:
-        """A border: from now on it is ``part``."""
+        """Switch to ``part``."""
 
     @abstractmethod
     def lap(self) -> None:
-        """A step ends here."""
+        """End a step."""
 
     @abstractmethod
     def take(self) -> Lap | None:
-        """The oldest finished lap that was not taken yet; ``None`` where there is none (so far)."""
+        """Return the oldest finished lap that was not returned yet; ``None`` if there is none yet."""
 
 
 class HostClock(Clock):
-    """The clock of a rank that computes on its CPU."""
+    """Clock of a rank that computes on its CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,18 +82,18 @@ class HostClock(Clock):
         self._since, self._current = now, part
 
     def lap(self) -> None:
-        """A step ends here."""
+        """End a step."""
         self._turn(self._current)
         self._laps.append(self._spent)
         self._spent = [0] * len(COUNTED)
 
     def take(self) -> Lap | None:
-        """The oldest finished lap that was not taken yet."""
+        """Return the oldest finished lap that was not returned yet."""
         return self._laps.popleft() if self._laps else None
 
 
 class DeviceClock(Clock):
-    """The clock of a rank that computes on a GPU: events on the stream that is current at a border."""
+    """Clock of a rank that computes on a GPU: events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -110,14 +113,14 @@ class DeviceClock(Clock):
             self._marks.append((part, self._event()))
 
     def lap(self) -> None:
-        """A step ends here."""
+        """End a step."""
         border = self._event()
         self._laps.append([*self._marks, (self._current, border)])
         self._marks = [(self._current, border)]
 
     def take(self) -> Lap | None:
-        """The oldest finished lap that was not taken yet; ``None`` while the device has not passed all of it."""
-        # from the last on, which says it all where there is one stream; a loop with several may pass them in any order
+        """Return the oldest finished lap; ``None`` until the device has passed all of its events."""
+        # from the last on, which is sufficient with one stream; a loop with several may pass them in any order
         if not self._laps or not all(event.query() for _, event in reversed(self._laps[0])):
             return None
         marks = self._laps.popleft()
@@ -129,5 +132,5 @@ class DeviceClock(Clock):
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a rank that computes on ``device``."""
+    """Return the clock of a rank that computes on ``device``."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()

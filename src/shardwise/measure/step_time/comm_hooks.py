@@ -1,10 +1,10 @@
-"""Where PyTorch itself waits for other ranks: borders for the clock around them. No collective is changed or added.
+"""Hooks around PyTorch's own waits for other ranks. No collective is changed or added.
 
-DDP waits at the end of its last backward, from the last gradient on, and where it sends batch norm's buffers round
+DDP waits at the end of its last backward, from the last gradient on, and where it broadcasts batch norm's buffers
 before a forward. FSDP2 waits when it gathers a unit and when it reduces one: on a CPU in the calls themselves, on a GPU
-where the compute stream is told to wait. The copies into and out of the flat buffers count as waiting, too: without
-sharding there would be none. ZeRO-1 waits where the optimizer sends its updates round. What cannot be bracketed is said
-by name, and its part is then not told apart. Where gradients are not reduced there is nothing to bracket.
+where the compute stream waits. The copies into and out of the flat buffers count as waiting, too: without sharding
+there would be none. ZeRO-1 waits where the optimizer broadcasts its updates. Waits that cannot be hooked are reported
+by name, and their part is then not separated. Where gradients are not reduced there is nothing to hook.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardwise.train.session import Session
 
 DP = "exposed_dp"
 LEARN_STEPS = 2
-"""Backwards that are looked at for the parameter whose gradient comes last."""
+"""Backwards to observe for the parameter whose gradient comes last."""
 RECHECK = 53
-"""Every so many backwards it is looked at again: a prime, so that no turns that a model takes stay hidden."""
+"""Interval, in backwards, of repeated checks: a prime, to see every turn of an alternating model."""
 
 
 class Borders:
-    """The borders around data-parallel traffic of one session. ``problem`` says why there are none, if there are none.
+    """Hooks around data-parallel traffic of one session. ``problem`` says why there are none.
 
     ``early`` counts the micro batches that reduced gradients before a step's last one, since it was last read.
     """
@@ -45,7 +45,7 @@ class Borders:
         if session.reduced_ranks == 1:
             return
         if session.applied.engine is not None:
-            self.problem = f"{session.applied.engine.title} gathers and reduces inside of its own calls"
+            self.problem = f"{session.applied.engine.title} gathers and reduces inside its own calls"
         elif isinstance(outer, DistributedDataParallel):
             self._watch_ddp(outer)
             self._watch_zero1()
@@ -54,17 +54,17 @@ class Borders:
 
     @property
     def phase(self) -> str:
-        """What the session is doing."""
+        """Phase of the session."""
         return self._session.phase
 
     def remove(self) -> None:
-        """Take everything away."""
+        """Remove all hooks."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def reduction(self) -> str:
-        """The part that a reduction of gradients counts as now."""
+        """Part that a reduction of gradients counts as now."""
         left = self._session.micros_left
         if not left:
             self._last_early = 0
@@ -75,7 +75,10 @@ class Borders:
         return EARLY
 
     def _watch_ddp(self, outer: DistributedDataParallel) -> None:
-        """From the last gradient to the end of backward. Which one is the last is learnt in the first backwards."""
+        """Time from the last gradient to the end of backward.
+
+        The first backwards show which is last.
+        """
         parameters = [p for p in outer.parameters() if p.requires_grad]
         learner = _LastGradient(outer, parameters, self)
         self._undo.append(learner.remove)
@@ -103,7 +106,7 @@ class Borders:
         return lambda: self.reduction() if group.reduce_grads else None
 
     def _wrap(self, owner: Any, name: str, part: Callable[[], str | None]) -> bool:
-        """Bracket the method ``name`` of one object; False where it has none."""
+        """Wrap the method ``name`` of one object; False if it has none."""
         plain, own = getattr(owner, name, None), name in vars(owner)
         if plain is None:
             return False
@@ -125,9 +128,9 @@ class Borders:
 
 
 class _LastGradient:
-    """Notices when the last gradient of a backward that DDP synchronises is there.
+    """Detect the last gradient of a backward that DDP synchronises.
 
-    Which one it is, is learnt in the first backwards and looked at again in every `RECHECK`-th.
+    The first backwards show which one is last; every `RECHECK`-th checks it again.
     """
 
     def __init__(self, outer: DistributedDataParallel, parameters: list[nn.Parameter], borders: Borders) -> None:
@@ -139,14 +142,14 @@ class _LastGradient:
         self._handle: Any = None
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in (*self._learners, self._handle):
             if handle is not None:
                 handle.remove()
         self._learners, self._handle = [], None
 
     def on_phase(self, phase: str) -> None:
-        """Another synchronised backward begins."""
+        """Begin another synchronised backward."""
         if not self._reduces():
             return
         self._number += 1
@@ -159,14 +162,14 @@ class _LastGradient:
             self._learners = [_hook(p, self._learn) for p in self._parameters]
 
     def _compare(self) -> None:
-        """What the backward before has shown; nothing before the first."""
+        """Evaluate the previous backward, if any."""
         if self._last is None:
             self._last = self._seen
         elif self._seen is not None and self._seen is not self._last:
             self._borders.problem = "the gradients of this model do not come in one order"
 
     def _conclude(self) -> None:
-        """Enough was seen: look no longer at all of them, and from now on at the last one."""
+        """Stop observing all gradients, and hook only the last one."""
         for handle in self._learners:
             handle.remove()
         self._learners = []
@@ -174,7 +177,7 @@ class _LastGradient:
             self._handle = _hook(self._last, self._arrived)
 
     def _reduces(self) -> bool:
-        """Whether this is a step's backward that reduces gradients, and not one of the user's own."""
+        """Return whether this is a step's reducing backward, and not one of the user's own."""
         return self._borders.phase == "backward" and self._outer.require_backward_grad_sync
 
     def _learn(self, parameter: nn.Parameter) -> None:
@@ -187,10 +190,10 @@ class _LastGradient:
 
 
 def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:
-    """Tell of each gradient of a parameter: a hook on its node in the graph, which DDP keeps.
+    """Hook a parameter's gradient on its node in the graph, which DDP keeps.
 
-    On the parameter itself there are only the user's hooks. Weakly: DDP holds the node where Python's collector cannot
-    see it, and a session that nobody closes would keep its model for ever.
+    On the parameter itself there are only the user's hooks. Weak reference: DDP references the node where Python's
+    collector cannot see it, and a session that is never closed would keep its model for ever.
     """
     weak, found = weakref.WeakMethod(told), weakref.ref(parameter)
 
@@ -205,7 +208,7 @@ def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:
 
 
 def fsdp_groups(outer: nn.Module) -> Iterator[Any]:
-    """What FSDP2 keeps for each unit (one or several for a module, by the PyTorch)."""
+    """Yield FSDP2's parameter groups of each unit (one or several, by PyTorch version)."""
     for module in outer.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: the parts, their spread over ranks, and what a run came to. No torch here.
+"""Step time by component: the parts, their spread over ranks, and a run's means. No torch.
 
 Every moment of a rank counts as exactly one part, so parts add up to the step by construction. A part that this run
-cannot tell apart is ``None``, never 0: its time is inside the part around it.
+cannot separate is ``None``, never 0: its time is inside the part around it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PARTS = (
     "control",
     "other",
 )
-"""The parts of a step, in order: waiting for the loader; host to device; forward; backward; forwards done again in
+"""Parts of a step, in order: waiting for the loader; host to device; forward; backward; recomputed forwards in
 backward; waiting for a collective of each axis with nothing else to do; a stage without work (bubble, sends); clipping;
-the optimizer; waiting for a rank that came later; the session's own small message; the caller's own code.
+the optimizer; waiting for a late rank; the session's own control message; the caller's own code.
 """
 BETWEEN = ("checkpoint", "evaluation")
-"""What happens between two steps and is not in ``step_s``."""
+"""Parts between two steps, not in ``step_s``."""
 NAMES = {
     "data": "waiting for data",
     "transfer": "host to device",
@@ -48,13 +48,13 @@ NAMES = {
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
 }
-"""What a part is called where people read it."""
+"""Title of each part for people."""
 WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
-"""Parts in which a rank waits for others; what one waits longer than the rank that came last is ``slowest_rank``."""
+"""Parts in which a rank waits for others; its wait beyond that of the last rank is ``slowest_rank``."""
 
 
 class PhaseStats(BaseModel):
-    """Seconds of one part a step: mean over steps and ranks, the least and the most of a rank, and whose that is."""
+    """Seconds of one part per step: mean over steps and ranks, and the extreme ranks."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -65,14 +65,14 @@ class PhaseStats(BaseModel):
 
 
 class Timing(BaseModel):
-    """Where a step's time went, over ``steps`` steps after the warm-up.
+    """Step time by part, over ``steps`` steps after the warm-up.
 
-    ``step_s`` is the mean period of a step without what is between steps. ``parts`` has each of `PARTS` (``None``: not
-    told apart, or no such axis; ``unmeasured`` says why). ``between_s`` are seconds a step spent in `BETWEEN`, spread
-    over all steps. ``ranks`` holds each rank's own mean seconds of each part. ``late_rank`` came last most often, in
-    ``late_share`` of the steps. ``stopwatch_s`` is the period by the host's clock, read once a step, with what is
-    between steps: the receipt for the parts. ``cpu_wait_s`` is how long the main thread of a rank was ready to run and
-    had no core (in other parts already); ``early_reduce_s`` is what of ``exposed_dp`` went into reducing gradients
+    ``step_s`` is the mean period of a step without the time between steps. ``parts`` has each of `PARTS` (``None``: not
+    separated, or no such axis; ``unmeasured`` says why). ``between_s`` are seconds per step spent in `BETWEEN`, spread
+    over all steps. ``ranks`` has each rank's own mean seconds of each part. ``late_rank`` was last most often, in
+    ``late_share`` of the steps. ``stopwatch_s`` is the period by the host's clock, read once a step, including
+    the time between steps: it checks the parts. ``cpu_wait_s`` is how long the main thread of a rank was ready to run
+    without a core (in other parts already); ``early_reduce_s`` is the part of ``exposed_dp`` for reducing gradients
     before a step's last micro batch, in ``early_reduces`` micro batches a step.
     """
 
@@ -96,10 +96,10 @@ class Timing(BaseModel):
     unmeasured: dict[str, str] = {}
 
     def seconds(self, part: str) -> float:
-        """Mean seconds of ``part`` a step; 0 where it is not told apart."""
+        """Return mean seconds of ``part`` per step; 0 if it is not separated."""
         spread = self.parts.get(part)
         return 0.0 if spread is None else spread.mean_s
 
     def share(self, part: str) -> float:
-        """``part`` as a part of the step."""
+        """Return ``part`` as a share of the step."""
         return self.seconds(part) / self.step_s if self.step_s else 0.0

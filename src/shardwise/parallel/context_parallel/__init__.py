@@ -1,1 +1,1 @@
-"""Context parallel: attention over sequences that are sharded over ranks (DeepSpeed Ulysses)."""
+"""Context parallel: attention over sequences sharded over ranks (DeepSpeed Ulysses)."""

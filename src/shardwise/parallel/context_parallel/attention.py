@@ -1,8 +1,8 @@
-"""Context parallel: one sample's tokens over several ranks, whole sequences for each rank's heads inside attention.
+"""Context parallel: tokens sharded over ranks, attention on full sequences of some heads.
 
-Each rank has a contiguous chunk of every sequence. All that a model does outside of attention it does for each token
-alone, so a chunk is enough, once the model is told where its chunk begins. See `context_exchange` for attention, and
-`context_look` for what shows beforehand that a model is of this kind.
+Each rank has a contiguous chunk of every sequence. Outside of attention a model treats each token independently,
+so a chunk is enough, given the position where the chunk begins. See `context_exchange` for attention, and
+`context_look` for the check that a model is of this kind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardwise.plan.plan import Plan
 
 
 def check_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> ContextLayout:
-    """Where ``module`` computes attention, once it is sure that it can run under the plan's context parallel.
+    """Find where ``module`` computes attention, and check that context parallel supports it.
 
-    No collective, nothing is changed, weights may be on the meta device. ``sample`` is what the model takes for one
-    micro batch; token ids [1, length] if left out.
+    No collective, nothing is changed, weights may be on the meta device. ``sample`` is the model's input for one
+    micro batch; default: token ids [1, length].
 
     Raises:
-        ModelError: everything that is in the way, with what would work.
+        ModelError: all obstacles, with what would work.
     """
     return look_at_context(module, spec, plan, sample)
 
@@ -37,10 +37,10 @@ def check_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = 
 def apply_context(
     module: nn.Module, layout: ContextLayout, mesh: DeviceMesh, exchange: Exchange | None = None
 ) -> Exchange:
-    """Let the attention of ``module`` exchange tokens for heads, and tell it where its chunk begins.
+    """Make attention in ``module`` exchange tokens for heads, and pass the chunk's start.
 
-    ``module`` is the model, or a stage that holds some of its blocks under the user's names; ``exchange`` is what an
-    earlier call for another stage returned.
+    ``module`` is the model, or a stage with some of its blocks under the user's names; ``exchange`` is the result of an
+    earlier call for another stage.
     """
     exchange = exchange or Exchange(mesh.get_group().group_name, mesh.size())
     parts = dict(module.named_modules())
@@ -52,7 +52,7 @@ def apply_context(
 
 
 def exchanged_calls(module: nn.Module) -> int:
-    """Attentions that this rank has computed on exchanged heads so far, recomputed ones too; 0 without +cp."""
+    """Count attention calls on exchanged heads so far, including recomputed ones; 0 without +cp."""
     found = {id(e): e.calls for e in _exchanges(module)}
     return sum(found.values())
 
@@ -65,7 +65,7 @@ def _exchanges(module: nn.Module) -> Iterator[Exchange]:
 
 
 class _Positions:
-    """A forward pre-hook: positions of this rank's chunk, where the caller gave none."""
+    """Forward pre-hook that passes the positions of this rank's chunk if the caller gave none."""
 
     def __init__(self, index: int, ranks: int, layout: ContextLayout) -> None:
         self.index = index
@@ -76,8 +76,8 @@ class _Positions:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("labels") is not None:
             raise ModelError(
-                "a model that is given labels computes a loss of its own, which under context parallel would leave out "
-                "the label after each chunk; leave labels out of its inputs and compute the loss from its outputs"
+                "the model computes its own loss when labels are passed, which under context parallel would omit "
+                "the label after each chunk; remove labels from its inputs and compute the loss from its outputs"
             )
         if kwargs.get(POSITIONS) is not None or len(args) > self.layout.positions:
             return args, kwargs
@@ -91,8 +91,9 @@ class _Positions:
         if self.known is None or self.known.shape[1] != number or self.known.device != tensor.device:
             if window is not None and number * self.ranks >= window:
                 raise ModelError(
-                    f"the model looks at a window of {window} tokens, and samples have {number * self.ranks}: it would "
-                    "not notice in a chunk; use shorter samples, a longer window, or a strategy without +cp"
+                    f"the model attends to a window of {window} tokens, and samples have {number * self.ranks}: it "
+                    "cannot "
+                    "apply the window within a chunk; use shorter samples, a longer window, or a strategy without +cp"
                 )
             start = self.index * number
             self.known = torch.arange(start, start + number, device=tensor.device)[None]
@@ -100,7 +101,7 @@ class _Positions:
 
 
 def first_sequence(tree: Any) -> torch.Tensor | None:
-    """The first tensor [samples, length, ...]: of integers (token ids) if there is one."""
+    """Return the first tensor [samples, length, ...], preferring integers (token ids)."""
     found = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2]
     ids = [leaf for leaf in found if not leaf.is_floating_point()]
     return next(iter([*ids, *found]), None)
@@ -109,10 +110,10 @@ def first_sequence(tree: Any) -> torch.Tensor | None:
 def sequence_share(
     batch: tuple[Any, Any], plan: Plan, index: int, count: Callable[[Any], int] | None = None
 ) -> tuple[Any, Any]:
-    """The tokens of one micro batch (inputs and labels) for rank ``index`` of its context-parallel group.
+    """Shard one micro batch by tokens for rank ``index`` of its context-parallel group.
 
-    Each tensor [samples, length, ...] is cut along the length; others are left whole. ``count`` is the number of loss
-    terms that labels stand for; those of all chunks must add up to those of the whole.
+    Each tensor [samples, length, ...] is sharded along the length; others stay full. ``count`` is the number of loss
+    terms that labels stand for; the counts of all chunks must add up to the count of the full labels.
 
     Raises:
         DataError: there is no such tensor, its length does not divide, or labels cannot be counted chunk by chunk.
@@ -121,7 +122,7 @@ def sequence_share(
     tp = plan.dims.tp if plan.sequence_parallel else 1
     if tokens is None:
         raise DataError(
-            f"{plan.strategy} cuts tensors [samples, length, ...], and the micro batch has none; "
+            f"{plan.strategy} shards tensors [samples, length, ...], and the micro batch has none; "
             "use a strategy without +cp"
         )
     samples, length = tokens.shape[:2]
@@ -130,7 +131,7 @@ def sequence_share(
         below, above = length // (cp * tp) * cp * tp, (length // (cp * tp) + 1) * cp * tp
         nearest = f"{below} or {above}" if below else str(above)
         raise DataError(
-            f"a micro batch has samples of {length} tokens, which is no multiple of {rule}; "
+            f"a micro batch has samples of {length} tokens, which is not a multiple of {rule}; "
             f"make them {nearest} tokens long (pad them with labels of -100)"
         )
     size = length // cp
@@ -148,7 +149,7 @@ def sequence_share(
         whole, parts = count(labels), [count(share(labels, at)) for at in range(cp)]
         if sum(parts) != whole:
             raise DataError(
-                f"{plan.strategy} gives each rank part of the labels: they count {whole} loss terms as a whole and "
+                f"{plan.strategy} gives each rank part of the labels: they count {whole} loss terms in full and "
                 f"{' + '.join(map(str, parts))} in parts; use integer labels [samples, length], or a count=... for "
                 "session.steps that adds up, or a strategy without +cp"
             )

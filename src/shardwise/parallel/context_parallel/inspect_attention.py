@@ -1,8 +1,8 @@
-"""What one forward under fake tensors shows of a model: where it computes attention, and what else mixes tokens.
+"""Inspect one fake forward: where the model computes attention, and what else mixes tokens.
 
-The forward runs twice. Once at the length that is trained, because masks depend on it; and once at a prime length that
-divides no size of the model, so that a dim whose size it divides is one of tokens, and an operation that reduces,
-cuts, turns or convolves such a dim is seen.
+The forward runs twice. Once at the training length, because masks depend on it; and once at a prime length that
+divides no size of the model, so that a dim whose size it divides is a token dim, and an operation that reduces,
+slices, transposes or convolves such a dim is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.parallel.fake_forward import inputs_of, run_forward
 from shardwise.plan.plan import Plan
 
 POSITIONS = "position_ids"
-_LONGEST = 8192  # a mask is really computed
+_LONGEST = 8192  # the mask is really computed
 _PRIMES = (13, 11, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
 _WITHOUT = "use a strategy without +cp"
@@ -35,11 +35,11 @@ _WITHOUT = "use a strategy without +cp"
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """Where a model computes attention.
+    """Locations where a model computes attention.
 
-    ``sites`` are modules, by name, whose forward calls it; ``positions`` is where ``position_ids`` stands among the
-    arguments of the model's forward. Models say in their configuration from which length on they look at a ``window``
-    of tokens only; they would not see that length in a chunk.
+    ``sites`` are modules, by name, whose forward calls it; ``positions`` is the index of ``position_ids`` among the
+    arguments of the model's forward. Configurations state the length from which the model attends to a ``window``
+    of tokens only; in a chunk it would not see that length.
     """
 
     sites: tuple[str, ...]
@@ -49,7 +49,7 @@ class ContextLayout:
 
 @dataclass
 class _Look(TorchFunctionMode):
-    """Notes the attention of one forward, in place of computing it."""
+    """Record the attention calls of one forward instead of computing them."""
 
     running: list[str] = field(default_factory=list)
     heads: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -79,10 +79,10 @@ class _Look(TorchFunctionMode):
 
 
 def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any) -> ContextLayout:
-    """Where ``module`` computes attention.
+    """Find where ``module`` computes attention, and check that nothing else mixes tokens.
 
     Raises:
-        ModelError: what it needs more than a chunk of the tokens for, and everything else that is in the way.
+        ModelError: all operations that need more than a chunk of the tokens, and all other obstacles.
     """
     args, kwargs = inputs_of(sample, plan.seq_len)
     place, problems = _position_argument(module)
@@ -90,7 +90,7 @@ def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any)
     known = min(length, _LONGEST)
     seen, _, failure = _forward(module, *_resized((args, kwargs), samples, length, known), None)
     if failure:
-        problems.append(f"the model's forward cannot be looked at under fake tensors ({failure}); {_WITHOUT}")
+        problems.append(f"the model's forward cannot be traced under fake tensors ({failure}); {_WITHOUT}")
     problems += _summed(list(seen.problems.values()))
     if not failure:
         problems += _mixing_problems(module, spec, plan, (args, kwargs), place)
@@ -99,14 +99,14 @@ def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any)
         problems += _head_problems(plan, seen.heads)
     window = _window(module)
     if window is not None and length > known and length >= window:
-        problems.append(f"the model looks at a window of {window} tokens, and samples have {length}; {_WITHOUT}")
+        problems.append(f"the model attends to a window of {window} tokens, and samples have {length}; {_WITHOUT}")
     if problems:
         raise ModelError(*dict.fromkeys(f"{plan.strategy}: {problem}" for problem in problems))
     return ContextLayout(_outermost(sites), place, window)
 
 
 def _mixing_problems(module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tuple[Any, Any], place: int) -> list[str]:
-    """What the forward does to tokens outside of attention, at a length that marks their dim."""
+    """List operations that mix tokens outside of attention, at a length that marks their dim."""
     samples, length = _form(*inputs)
     sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
     prime = next((p for p in _PRIMES if all(size % p for size in sizes)), _PRIMES[-1])
@@ -131,15 +131,15 @@ def _mixing_problems(module: nn.Module, spec: ModelSpec, plan: Plan, inputs: tup
         )
     elif positions is not None and own.known - seen.known:
         problems.append(
-            f"the model does not number tokens 0, 1, 2, ... by itself, as each rank will tell it in {POSITIONS} (it "
+            f"the model does not number tokens 0, 1, 2, ... by itself, as each rank will pass in {POSITIONS} (it "
             f"counts from a padding index, or leaves padding out): put {POSITIONS} into each batch, or {_WITHOUT}"
         )
     for leaf in _pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs):
         if isinstance(leaf, torch.Tensor) and (leaf.ndim < 2 or leaf.shape[1] != prime):
             form = ["length" if size == prime else size for size in leaf.shape]
             problems.append(
-                f"the model returns {form} where [samples, length, ...] is needed: what is computed from a whole "
-                f"sequence has no place on one rank; {_WITHOUT}"
+                f"the model returns {form} where [samples, length, ...] is needed: a result of the full sequence "
+                f"does not fit on one rank; {_WITHOUT}"
             )
     return problems
 
@@ -157,7 +157,7 @@ def _forward(
 
 @contextmanager
 def _names(module: nn.Module, running: list[str]) -> Iterator[None]:
-    """Keeps the names of the modules whose forward runs in ``running``, innermost last."""
+    """Track the names of the modules whose forward runs in ``running``, innermost last."""
 
     def enter(name: str) -> Any:
         return lambda *_: running.append(name)
@@ -177,17 +177,17 @@ def _names(module: nn.Module, running: list[str]) -> Iterator[None]:
 
 
 def _form(args: Any, kwargs: Any) -> tuple[int, int]:
-    """Samples and their length, of the inputs."""
+    """Return the number of samples and their length."""
     found = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
     ids = [leaf for leaf in found if not leaf.is_floating_point()]
     if not found:
-        raise ModelError("context parallel cuts tensors [samples, length, ...], and the sample has none")
+        raise ModelError("context parallel shards tensors [samples, length, ...], and the sample has none")
     shape = (ids or found)[0].shape
     return shape[0], shape[1]
 
 
 def _resized(inputs: tuple[Any, Any], samples: int, length: int, wanted: int) -> tuple[Any, Any]:
-    """One sample of ``wanted`` tokens."""
+    """Resize the inputs to one sample of ``wanted`` tokens."""
     index = torch.arange(wanted) % length
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,14 +200,17 @@ def _resized(inputs: tuple[Any, Any], samples: int, length: int, wanted: int) ->
 
 
 def _position_argument(module: nn.Module) -> tuple[int, list[str]]:
-    """Where ``position_ids`` stands among the arguments of the model's forward, and what to say if it does not."""
+    """Find the index of ``position_ids`` in the model's forward.
+
+    Also return the problem if it is missing.
+    """
     known = inspect.signature(module.forward).parameters
     if POSITIONS in known:
         return list(known).index(POSITIONS), []
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return len(known), []
     return -1, [
-        f"the model's forward has no argument {POSITIONS}, and a rank has to tell it where its tokens begin: "
+        f"the model's forward has no argument {POSITIONS}, through which a rank passes where its tokens begin: "
         f"add `{POSITIONS}: torch.Tensor | None = None` [1, length] and use it for every position"
     ]
 
@@ -228,7 +231,7 @@ def _site_problems(spec: ModelSpec, sites: Sequence[str]) -> list[str]:
 
 
 def _head_problems(plan: Plan, heads: dict[str, tuple[int, int]]) -> list[str]:
-    """Attention whose heads do not divide, one line for each number of heads."""
+    """List attention whose heads do not divide, one line for each number of heads."""
     cp, tp = plan.dims.cp, plan.dims.tp
     problems: dict[int, str] = {}
     for site, (queries, keys) in heads.items():
@@ -237,7 +240,7 @@ def _head_problems(plan: Plan, heads: dict[str, tuple[int, int]]) -> list[str]:
             works = [n for n in range(2, local + 1) if local % n == 0]
             fix = f"use cp {' or '.join(map(str, works))}" if works else _WITHOUT
             each = f" ({queries} over tp {tp})" if tp > 1 else ""
-            rule = f"which do not divide by cp {cp}: each rank computes whole heads"
+            rule = f"which do not divide by cp {cp}: a head is computed on one rank"
             problems.setdefault(local, f"'{site}' has {local} heads{each}, {rule}; {fix}")
     return list(problems.values())
 
@@ -251,7 +254,7 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def _window(module: nn.Module) -> int | None:
-    """The shortest window that a configuration speaks of."""
+    """Return the shortest attention window in the model's configurations."""
     config = getattr(module, "config", None)
     places = [config, getattr(config, "text_config", None)]
     found = [getattr(place, name, None) for place in places for name in _WINDOWS]
@@ -259,6 +262,6 @@ def _window(module: nn.Module) -> int | None:
 
 
 def _summed(problems: list[str]) -> list[str]:
-    """The first of many that say the same of one layer each."""
+    """Merge problems that differ only in the layer: keep the first of each."""
     more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
     return [problems[0] + more] if problems else []

@@ -1,4 +1,4 @@
-"""Operations that mix tokens, seen by the sizes of their operands."""
+"""Detect operations that mix tokens, by the sizes of their operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TOKEN_WISE = {"aten", "prim", "prims", "bitsandbytes", "torchao", "quantized"}  # others' operations may do anything
+_TOKEN_WISE = {"aten", "prim", "prims", "bitsandbytes", "torchao", "quantized"}  # others' may do anything
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
 _ALONG = {
     "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort",
@@ -27,11 +27,11 @@ _DIMS = ("dim", "dims", "axis")
 
 
 class Mixing(TorchDispatchMode):
-    """Notes, by the module that runs, the first operation that takes tokens together.
+    """Record, per running module, the first operation that combines tokens.
 
     ``length`` divides the size of no dim but those of tokens. Only floating-point tensors count: masks and positions
-    are worked out from integers. ``positions`` is a tensor of which it is noted whether anything reads it. ``known``
-    are tensors with values that meet what has none (weights, and what comes of them): rows to look up, angles.
+    are computed from integers. ``positions`` is a tensor for which any read is recorded. ``known``
+    are tensors with values that are combined with ones without (weights, and their results): rows to look up, angles.
     """
 
     def __init__(self, length: int, positions: torch.Tensor | None) -> None:
@@ -55,7 +55,7 @@ class Mixing(TorchDispatchMode):
         return outputs
 
     def dims(self, tensor: torch.Tensor) -> set[int]:
-        """Dims of ``tensor`` that run over tokens."""
+        """Return the token dims of ``tensor``."""
         return {dim for dim, size in enumerate(tensor.shape) if size and size % self.length == 0}
 
     def _mixes(self, func: Any, args: Any, kwargs: Any, marked: list[torch.Tensor], outputs: Any) -> bool:
@@ -76,11 +76,11 @@ class Mixing(TorchDispatchMode):
             "index": lambda: any(i is not None and d in self.dims(args[0]) for d, i in enumerate(args[1])),
         }
         if any(part in name for part in _NORMS):
-            return True  # statistics over all that is no channel
+            return True  # statistics over all dims but channels
         return name in check and check[name]()
 
     def _along(self, func: Any, args: Any, kwargs: Any, marked: list[torch.Tensor]) -> bool:
-        """Whether the dims that an operation names are of tokens; all are where it names none."""
+        """Return whether an operation's dims are token dims; all dims count if it names none."""
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
         given = next((named.get(key, defaults.get(key)) for key in _DIMS if key in named or key in defaults), None)
@@ -91,7 +91,7 @@ class Mixing(TorchDispatchMode):
         return False
 
     def _resized(self, before: torch.Tensor, outputs: Any) -> bool:
-        """Whether a result has another number of tokens in some dim."""
+        """Return whether a result has a different number of tokens in some dim."""
         after = [leaf for leaf in _pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         dims = self.dims(before)
         return any(part.ndim != before.ndim or any(part.shape[d] != before.shape[d] for d in dims) for part in after)

@@ -1,9 +1,9 @@
-"""The exchange of tokens for heads around one attention, and back.
+"""Exchange tokens for heads around one attention call, and back (Ulysses).
 
 Outside of attention a rank has a chunk of every sequence, ``[samples, heads, length / cp, width]``; inside it has
-whole sequences of ``heads / cp`` heads. One all-to-all takes queries, keys and values there together, one brings the
-result back, and backward does the same the other way round. Tensors are copied once on each way: queries, keys and
-values as they are packed to be sent (what arrives is used where it lies), the result as its heads are put together.
+full sequences of ``heads / cp`` heads. One all-to-all exchanges queries, keys and values together, one returns the
+result, and backward does the same in reverse. Tensors are copied once in each direction: queries, keys and
+values as they are packed to be sent (received data is used in place), the result as its heads are joined.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from shardwise.errors import ModelError
 
 @dataclass
 class Exchange:
-    """Where this rank exchanges; ``calls`` counts the attentions that were computed so, recomputed ones too.
+    """Exchange of one rank.
 
-    A compiled block counts from outside: by its forwards.
+    ``calls`` counts attention calls that used it, including recomputed ones.
+
+    Compiled blocks are counted outside the graph, by their forwards.
     """
 
     group: str
@@ -35,7 +37,7 @@ class Exchange:
 
 
 class ExchangeMode(TorchFunctionMode):
-    """While it is on, each ``scaled_dot_product_attention`` runs on whole sequences of this rank's heads."""
+    """Mode that runs each ``scaled_dot_product_attention`` on full sequences of some heads."""
 
     def __init__(self, exchange: Exchange, name: str) -> None:
         self.exchange = exchange
@@ -48,9 +50,9 @@ class ExchangeMode(TorchFunctionMode):
 
 
 def exchange_in(module: nn.Module, exchange: Exchange, name: str) -> None:
-    """Let ``module``'s forward run under the mode: its type becomes a subclass of the same name.
+    """Run ``module``'s forward under the mode: its type becomes a subclass of the same name.
 
-    Modules of one type get one subclass, so that equal blocks are still compiled once.
+    Modules of one type share one subclass, so that equal blocks are still compiled once.
     """
     kind = type(module)
     known = exchange.kinds.get(kind)
@@ -68,7 +70,7 @@ def exchange_in(module: nn.Module, exchange: Exchange, name: str) -> None:
 
 
 def exchange_of(module: nn.Module) -> Exchange | None:
-    """What `exchange_in` has put around a module's forward."""
+    """Return the exchange that `exchange_in` attached to a module's forward."""
     return getattr(type(module), "_shardwise_exchange", None)
 
 
@@ -83,7 +85,7 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` on chunks [samples, heads, length / cp, width], as if they were whole."""
+    """Attend over full sequences, given chunks [samples, heads, length / cp, width]."""
     problem = attention_problem(name, query, key, attn_mask)
     if problem:
         raise ModelError(problem)
@@ -93,7 +95,7 @@ def _attend(
     repeats = kv_repeats(key.shape[1], degree)
     if repeats > 1:
         key, value = (_repeated(part, repeats) for part in (key, value))
-    if torch.is_autocast_enabled(query.device.type):  # as attention itself would, and half as much to send
+    if torch.is_autocast_enabled(query.device.type):  # as attention itself would cast; halves the bytes sent
         narrow = torch.get_autocast_dtype(query.device.type)
         query, key, value = (p.to(narrow) if p.dtype == torch.float32 else p for p in (query, key, value))
     query, key, value = _to_heads((query, key, value), exchange)
@@ -102,11 +104,12 @@ def _attend(
 
 
 def attention_problem(name: str, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
-    """Why the arguments of an attention cannot be exchanged; ``None`` where they can."""
+    """Return why the arguments of an attention call cannot be exchanged; ``None`` if they can."""
     if attn_mask is not None:
         return (
             f"'{name}' calls attention with an explicit mask {list(attn_mask.shape)} (padding, packed documents, a "
-            "sliding window or a bias), which context parallel does not cut: leave attention_mask and position_ids out "
+            "sliding window or a bias), which context parallel does not shard: leave attention_mask and "
+            "position_ids out "
             "of the batch (causal attention sees no padding on the right; labels of -100 leave it out), use a window "
             "no shorter than the sequence, or a strategy without +cp"
         )
@@ -124,7 +127,7 @@ def attention_problem(name: str, query: torch.Tensor, key: torch.Tensor, attn_ma
 
 
 def kv_repeats(heads: int, degree: int) -> int:
-    """How often each key-value head is repeated so that the heads divide by ``degree``: the smallest number."""
+    """Return the smallest repeat count of key-value heads that ``degree`` divides."""
     return degree // math.gcd(heads, degree)
 
 
@@ -134,11 +137,14 @@ def _repeated(part: torch.Tensor, repeats: int) -> torch.Tensor:
 
 
 def _to_heads(parts: tuple[torch.Tensor, ...], exchange: Exchange) -> list[torch.Tensor]:
-    """Chunks of all heads to whole sequences of some; all ``parts`` in one all-to-all."""
+    """Exchange chunks of all heads for full sequences of some heads.
+
+    One all-to-all for all ``parts``.
+    """
     degree = exchange.degree
     samples, _, length, _ = parts[0].shape
     sizes = [(part.shape[1] // degree, part.shape[3]) for part in parts]
-    # rows for one rank lie together and begin with the token, so that what arrives from all ranks is one sequence
+    # rows for one rank are adjacent and begin with the token, so that data from all ranks forms one sequence
     rows = [part.unflatten(1, (degree, -1)).permute(1, 3, 0, 2, 4) for part in parts]
     if len({width for _, width in sizes}) == 1:
         packed = torch.cat(rows, dim=3)
@@ -150,7 +156,10 @@ def _to_heads(parts: tuple[torch.Tensor, ...], exchange: Exchange) -> list[torch
 
 
 def _to_tokens(found: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """The way back of one tensor; tokens lie before heads in memory, as models transpose them next."""
+    """Exchange one tensor back to chunks.
+
+    Tokens precede heads in memory, as models transpose them next.
+    """
     degree = exchange.degree
     samples, heads, length, width = found.shape
     arrived: torch.Tensor = _AllToAll.apply(found.permute(2, 0, 1, 3), exchange.group, degree)
@@ -159,7 +168,10 @@ def _to_tokens(found: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Equal parts of the first dim to every rank of the group, in order; the reverse is the same."""
+    """All-to-all of equal parts of the first dim, in rank order.
+
+    The backward is the same operation.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: str, degree: int) -> torch.Tensor:

@@ -18,11 +18,11 @@ from shardwise.model.facts import ModelSpec
 
 
 def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device: torch.device) -> nn.Module:
-    """Wrap ``module`` in DDP; one rank needs no wrapper and gets none.
+    """Wrap ``module`` in DDP; a single rank gets no wrapper.
 
-    Gradients live in the reduction buckets; what ``no_sync`` accumulates before the last micro batch is a second copy
-    beside them (seen in the dry run, and counted by the estimate). Buffers are broadcast before each forward only where
-    there is batch norm, whose running statistics would drift apart otherwise.
+    Gradients are stored in the reduction buckets; gradients that ``no_sync`` accumulates before the last micro batch
+    are a second copy (seen in the dry run, counted by the estimate). Buffers are broadcast before each forward only if
+    there is batch norm, whose running statistics would diverge otherwise.
     """
     if world_size == 1:
         return module
@@ -37,10 +37,10 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device:
 
 
 class Replicated(DistributedDataParallel):
-    """DDP through which the user's own attributes (``model.config``, ``model.generate``) can still be reached.
+    """DDP that forwards attributes of the user's model (``model.config``, ``model.generate``).
 
-    ``forwards`` counts calls: a backward of a loss that did not come through one reduces nothing. With
-    ``syncs_buffers`` every forward is for all ranks, also without gradients.
+    ``forwards`` counts calls: a backward of a loss that did not come from one reduces nothing. With
+    ``syncs_buffers`` every forward is collective, also without gradients.
     """
 
     forwards = 0
@@ -54,11 +54,11 @@ class Replicated(DistributedDataParallel):
         self._marks: list[int] = []
 
     def mark(self) -> None:
-        """Remember the gradients as they are before a backward that reduces."""
+        """Save references to the gradients before a backward that reduces."""
         self._marks = [-1 if p.grad is None else p.grad._version for p in self._reduced]
 
     def late(self) -> list[nn.Parameter]:
-        """Parameters that DDP still waits for after a backward that reduces."""
+        """Return the parameters that DDP still waits for after a backward that reduces."""
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError as error:
@@ -70,10 +70,10 @@ class Replicated(DistributedDataParallel):
         for p, mark in zip(self._reduced, marks, strict=True):
             if p.grad is not None and p.grad._version != mark:
                 return []
-        return list(self._reduced)  # the backward has reached none, and DDP has not even begun to wait
+        return list(self._reduced)  # the backward has reached no parameter, and DDP has not started to wait
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the model; a backward after it reduces gradients."""
+        """Run the model's forward; a backward after it reduces gradients."""
         self.forwards += int(torch.is_grad_enabled())
         return super().forward(*args, **kwargs)
 
@@ -85,12 +85,14 @@ class Replicated(DistributedDataParallel):
 
 
 def finish_reduction(outer: nn.Module) -> list[nn.Parameter]:
-    """Complete a synchronising backward in which parameters got no gradient; returns those without any in this step.
+    """Complete a reducing backward that left parameters without gradients.
 
-    DDP reduces a bucket when each of its parameters has had a gradient in that backward, and leaves the rest of the
-    step unreduced otherwise. Zeros stand for what is missing (added to gradients of earlier micro batches), by a
-    second backward of the missing parameters alone. What is missing is asked of DDP itself, which costs nothing where
-    nothing is; ``find_unused_parameters`` would walk the graph in each forward.
+    Return those without any this step.
+
+    DDP reduces a bucket once each of its parameters has had a gradient in that backward, and otherwise leaves the rest
+    of the step unreduced. Zeros replace missing gradients (added to gradients of earlier micro batches), by a
+    second backward of the missing parameters alone. DDP itself reports which are missing, which is free where none
+    are; ``find_unused_parameters`` would walk the graph in each forward.
     """
     if not isinstance(outer, Replicated) or not outer.require_backward_grad_sync:
         return []
@@ -102,7 +104,7 @@ def finish_reduction(outer: nn.Module) -> list[nn.Parameter]:
             "gradients of some ranks alone cannot be reduced; build it with sparse=False"
         )
     if late:
-        frozen = [p for p in late if not p.requires_grad]  # since DDP was built: it waits for them all the same
+        frozen = [p for p in late if not p.requires_grad]  # frozen after DDP was built: it still waits for them
         for p in frozen:
             p.requires_grad_(True)
         torch.autograd.backward(late, [torch.zeros_like(p) for p in late])
@@ -113,7 +115,7 @@ def finish_reduction(outer: nn.Module) -> list[nn.Parameter]:
 
 
 def _buffer_option(*, sync: bool) -> dict[str, Any]:
-    """DDP's switch for buffers under the name that this PyTorch gives it (renamed in 2.13)."""
+    """Return DDP's buffer option under the name that this PyTorch uses (renamed in 2.13)."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}
 

@@ -1,4 +1,4 @@
-"""Sharded parameters: FSDP2's ``fully_shard`` on each block, then on the rest."""
+"""Sharded parameters: FSDP2's ``fully_shard`` on each block, then on the root."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def apply_shard(
     device: torch.device,
     fill: Fill | None = None,
 ) -> nn.Module:
-    """Shard ``module`` in place: every block is a unit, everything outside the blocks is the root's unit.
+    """Shard ``module`` in place with FSDP2: each block is a unit, the rest is the root's unit.
 
-    A unit gets real weights (rank 0's, or by ``fill``) just before it is packed and cut, so the peak is the shards plus
-    one whole unit.
+    A unit gets real weights (rank 0's, or from ``fill``) just before it is quantized and sharded, so the peak is the
+    shards plus one full unit.
 
     Tied parameters stay tied because they are left to the root together. The root stays gathered from forward to
     backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``.
@@ -43,7 +43,7 @@ def apply_shard(
 
 
 def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, is_last_stage: bool = True) -> None:
-    """Shard one unit over ``mesh`` as the plan says; outputs are cast back only by the root of the last stage."""
+    """Shard one unit over ``mesh``; only the root of the last stage casts outputs back."""
     strategy = plan.parsed
     fully_shard(
         unit,
@@ -55,9 +55,10 @@ def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, 
 
 
 def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> None:
-    """Gather the weights of ``depth`` blocks ahead of the one that runs, forward and backward.
+    """Prefetch the weights of ``depth`` blocks ahead, in forward and backward.
 
-    FSDP2 gathers one ahead by itself, in an order that it sees: that is left as it is. Blocks of one stage only.
+    FSDP2 prefetches one block by itself, in the order that it observes; depth 1 keeps that. Blocks of one
+    stage only.
     """
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     if depth < 2 or not isinstance(root, FSDPModule):
@@ -70,7 +71,7 @@ def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> No
 
 
 def gathered_ahead(module: nn.Module) -> tuple[int, int]:
-    """How many blocks are gathered ahead in forward and in backward, at most: 1 where FSDP2 goes its own way.
+    """Return the largest prefetch depth in forward and in backward: 1 for FSDP2's default.
 
     0 where nothing is sharded.
     """
@@ -81,14 +82,14 @@ def gathered_ahead(module: nn.Module) -> tuple[int, int]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the whole parameters that a forward without a backward has left gathered."""
+    """Free the full parameters that a forward without a backward left gathered."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def discard_gradients(outer: nn.Module) -> None:
-    """Throw away every gradient, also those that FSDP2 keeps of micro batches that did not synchronise."""
+    """Discard every gradient, also the unreduced ones that FSDP2 keeps of earlier micro batches."""
     for module in outer.modules():
         if not isinstance(module, FSDPModule):
             continue

@@ -1,4 +1,4 @@
-"""Sharded units and their forwards, as `shardwise.parallel.data_parallel.unit_order` keeps them and asks FSDP2."""
+"""Records of sharded units and their forwards for `unit_order`, and queries to FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from shardwise.model.read import clean_name
 
 @dataclass(eq=False)
 class FsdpUnit:
-    """A module that FSDP2 shards as one. ``open`` counts its forwards whose backward is still to come."""
+    """Module that FSDP2 shards as one unit.
+
+    ``open`` counts its forwards whose backward is pending.
+    """
 
     index: int
     name: str
@@ -33,7 +36,7 @@ class FsdpUnit:
 
 @dataclass(frozen=True)
 class OrderEntry:
-    """A place in the order. ``backs``: the unit's output needs a gradient on some rank."""
+    """Entry in the unit order. ``backs``: the unit's output needs a gradient on some rank."""
 
     unit: FsdpUnit
     backs: bool = True
@@ -41,9 +44,9 @@ class OrderEntry:
 
 @dataclass(eq=False)
 class UnitForward:
-    """One forward of a unit, or what stands for it on a rank that skips it (``entered`` is false).
+    """Forward of a unit, or its stand-in on a rank that skips it (``entered`` is false).
 
-    ``defers``: its inputs need no gradient, so that FSDP2 would reduce it only when the whole backward is over.
+    ``defers``: its inputs need no gradient, so that FSDP2 would reduce it only at the end of the full backward.
     """
 
     unit: FsdpUnit
@@ -57,7 +60,7 @@ class UnitForward:
 
 @dataclass(frozen=True)
 class View:
-    """What a unit has returned: the tensor that it is a view of, and how often that was changed by then."""
+    """View returned by a unit: its base tensor, and the base's version at that time."""
 
     unit: str
     base: Callable[[], torch.Tensor | None]
@@ -66,7 +69,7 @@ class View:
 
 @dataclass(eq=False)
 class Pass:
-    """A forward of the root. ``pending`` is the last entry whose backward has not come."""
+    """Forward of the root. ``pending`` is the last entry whose backward has not run."""
 
     number: int
     has_backward: bool
@@ -77,7 +80,7 @@ class Pass:
 
 
 def units_of(root: nn.Module) -> list[FsdpUnit]:
-    """The units inside ``root`` that hold parameters, in the order of its modules."""
+    """Return the units inside ``root`` that have parameters, in module order."""
     found: list[FsdpUnit] = []
     for name, module in root.named_modules():
         if isinstance(part := module, FSDPModule):
@@ -89,29 +92,29 @@ def units_of(root: nn.Module) -> list[FsdpUnit]:
 
 
 def has_gradient(p: Any) -> bool:
-    """Whether this rank has a gradient of one of FSDP2's parameters, reduced or not."""
+    """Return whether this rank has a gradient, reduced or not, for an FSDP2 parameter."""
     whole = getattr(p, "_unsharded_param", None)
     kept = p.unsharded_accumulated_grad is not None or p.sharded_param.grad is not None
     return kept or (whole is not None and whole.grad is not None)
 
 
 def needs_gradient(output: Any) -> bool:
-    """Whether FSDP2 would find a tensor in ``output`` that needs a gradient."""
+    """Return whether FSDP2 would find a tensor in ``output`` that needs a gradient."""
     try:
-        from torch.distributed.fsdp._common_utils import collect_grad_tensors  # opens dataclasses, too
+        from torch.distributed.fsdp._common_utils import collect_grad_tensors  # also searches dataclasses
     except ImportError:  # before PyTorch 2.13
         return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _pytree.tree_leaves(output))
     return bool(collect_grad_tensors(output))
 
 
 def views_in(unit: FsdpUnit, output: Any) -> list[View]:
-    """Tensors among what a unit returns that are views of others, and as they are now."""
+    """Return the outputs of a unit that are views, with their current versions."""
     views = (one for one in _pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one._is_view())
     return [View(unit.name, weakref.ref(one._base), one._version) for one in views if one.requires_grad]
 
 
 def refuse_changed(views: list[View]) -> None:
-    """Raise where one of ``views`` was changed in place."""
+    """Raise if one of ``views`` was changed in place."""
     for view in views:
         base = view.base()
         if base is not None and base._version != view.version:
@@ -123,12 +126,15 @@ def refuse_changed(views: list[View]) -> None:
 
 
 def backward_runs() -> bool:
-    """Whether autograd is running a backward in this thread."""
+    """Return whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def with_named_error(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of the root; a weight that is used while it is cut is said in the model's terms, not in PyTorch's."""
+    """Run the root's forward.
+
+    Explain the use of a weight while it is sharded in the model's terms.
+    """
     try:
         return forward(*args, **kwargs)
     except RuntimeError as error:
@@ -136,12 +142,12 @@ def with_named_error(forward: Any, *args: Any, **kwargs: Any) -> Any:
             raise
         raise ModelError(
             "the model's forward uses a block's weights outside that block's own forward, and sharded weights are "
-            "whole only while their block runs: give the block an output or an input for it, or use ddp or zero1"
+            "gathered only while their block runs: give the block an output or an input for it, or use ddp or zero1"
         ) from error
 
 
 def outside(name: str) -> UserError:
-    """The error of a part that is called without the model around it."""
+    """Build the error for a submodule that is called without the model around it."""
     return UserError(
         f"'{name}' was called by itself: sharded weights are gathered when the prepared model is called; call "
         "model(inputs), and move what model.some_method(...) or a submodule does into the model's forward"
@@ -149,7 +155,7 @@ def outside(name: str) -> UserError:
 
 
 def left_order(name: str) -> str:
-    """What is wrong with a unit that stands elsewhere than in the order of all ranks."""
+    """Describe a unit that runs outside the order that all ranks follow."""
     return (
         f"'{name}' runs later or more often than in the first forward: sharded weights are gathered in one order on "
         "all ranks, so a model may skip units, but not reorder or repeat them as it likes; use ddp or zero1"

@@ -1,13 +1,13 @@
-"""One order of gathers and reductions for all ranks, whatever sharded units a rank's samples enter.
+"""One order of gathers and reductions for all ranks, whichever units a rank's samples enter.
 
-FSDP2 gathers a unit when its forward begins, and reduces those of its parameters that have a gradient on this rank.
-Where a model decides by its samples (routed experts, branches by modality, early exit, layer drop), ranks would gather
-other units, or reduce other parameters, in one and the same collective: a hang, an abort, or where sizes agree
-gradients of different parameters added to each other without any sign.
+FSDP2 gathers a unit when its forward begins, and reduces the parameters that have a gradient on this rank.
+Where a model branches on its samples (routed experts, branches by modality, early exit, layer drop), ranks would gather
+different units, or reduce different parameters, in the same collective: a hang, an abort, or, where sizes agree,
+gradients of different parameters silently added to each other.
 
 Here every rank follows one order of units. It is agreed on in the first forward (one small message for each unit) and
-needs no message afterwards: a rank that skips a unit gathers and frees it all the same, in forward and in backward, and
-a gradient that is missing counts as zero. Which units were reduced in which order is compared at the end of each step.
+needs no message afterwards: a rank that skips a unit still gathers and frees it, in forward and in backward, and
+a missing gradient counts as zero. The order of reductions is compared at the end of each step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _MARK = "_shardwise_unit_order"
 
 
 class UnitOrder:
-    """Keeps the units inside ``root``, which is sharded itself, in one order on all ranks of ``mesh``.
+    """Keep the units inside the sharded ``root`` in one order on all ranks of ``mesh``.
 
-    ``pipelined``: micro batches take turns, so that a unit's forwards and backwards do not nest.
+    ``pipelined``: micro batches interleave, so a unit's forwards and backwards do not nest.
     """
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh, *, pipelined: bool = False) -> None:
@@ -68,11 +68,11 @@ class UnitOrder:
         self._finishing = False
         self._events: list[tuple[int, int]] = []
         self._filled: Counter[Any] = Counter()
-        self._given: set[Any] | None = None  # what had a gradient before micro batches that only fill up
+        self._given: set[Any] | None = None  # parameters that had a gradient before the padding micro batches
         self._stray: list[Any] = []
         self._in_step = False
-        self._views: list[View] = []  # that units have returned
-        self.left: list[str] = []  # units that this rank has run where the others do not follow, in this step
+        self._views: list[View] = []  # returned by units
+        self.left: list[str] = []  # units that this rank has run in this step although other ranks do not follow
         self.skipped: Counter[str] = Counter()  # units gathered for other ranks in this step
         self._nodes: list[Any] = []
         for unit in self.units:
@@ -94,7 +94,7 @@ class UnitOrder:
                     module.register_forward_pre_hook(functools.partial(self._check_gathered, own))
 
     def begin_step(self) -> None:
-        """Forget the step before, also one that was left in the middle."""
+        """Reset the state of the previous step, also of one that was interrupted."""
         self._now = self._active = None
         self._ended.clear()
         self._events.clear()
@@ -109,20 +109,20 @@ class UnitOrder:
             unit.open, unit.reduced, unit.reductions = 0, False, 0
 
     def end_step(self) -> None:
-        """From here on nobody is told what a rank has left."""
+        """Stop reporting units that left the order."""
         self._in_step = False
 
     def check_views(self) -> None:
-        """Before a backward: autograd does not go through a view that was changed in place after its unit."""
+        """Check views before a backward; autograd misses a unit whose view was changed in place."""
         views, self._views = self._views, []
         refuse_changed(views)
 
     def digest(self) -> int:
-        """32 bits of the reductions of this step, in their order."""
+        """Hash the reductions of this step, in order, to 32 bits."""
         return zlib.crc32(repr(self._events).encode())
 
     def reductions(self) -> list[str]:
-        """Units that were reduced in this step, in their order, with the parameters that had no gradient."""
+        """List the units reduced in this step, in order, with the parameters that had no gradient."""
         found = []
         for index, mask in self._events:
             held = self.units[index].group.fsdp_params
@@ -134,7 +134,7 @@ class UnitOrder:
         return found
 
     def without_gradient(self) -> list[nn.Parameter]:
-        """Parameters that this rank gave nothing but zeros for in this step."""
+        """Return the parameters for which this rank contributed only zeros in this step."""
         if self._given is not None:
             return [p.sharded_param for p in self._held() if p not in self._given]
         if not self._filled:
@@ -143,16 +143,16 @@ class UnitOrder:
         return [held.sharded_param for held, number in self._filled.items() if number == times[id(held)]]
 
     def before_fillers(self) -> None:
-        """Micro batches from here on weigh nothing: gradients that only they have count as missing."""
+        """Mark the start of padding micro batches; gradients from them alone count as missing."""
         if self._given is None:
             self._given = {p for p in self._held() if has_gradient(p)}
 
     def strays(self) -> list[str]:
-        """Names of sharded parameters that autograd has reached as such: their gradients are not reduced."""
+        """Return names of sharded parameters reached directly; their gradients are not reduced."""
         return sorted({clean_name(str(p._param_fqn)) for p in self._stray})  # FSDP2 names them in the first forward
 
     def watch_strays(self) -> None:
-        """Notice gradients that go around FSDP2, once it has made its parameters."""
+        """Detect gradients that bypass FSDP2, once it has created its parameters."""
         if self._nodes:
             return
         for p in self._held():
@@ -164,14 +164,14 @@ class UnitOrder:
         return [p for unit in self.units for p in unit.group.fsdp_params if p.sharded_param.requires_grad]
 
     def _patch(self, unit: FsdpUnit) -> None:
-        """See what FSDP2 does with a unit, where it does it."""
+        """Hook FSDP2's operations on a unit."""
         state, group = unit.state, unit.group
         register_post, register_pre = group._register_post_backward_hook, state._register_pre_backward_hook
 
         def registers_post(args: Any, kwargs: Any) -> Any:
             found = register_post(args, kwargs)
             wraps = found[0] is not args or found[1] is not kwargs  # inputs that need a gradient
-            if wraps and not backward_runs():  # a forward that is recomputed has no backward of its own
+            if wraps and not backward_runs():  # a recomputed forward has no backward of its own
                 unit.open += 1
                 if unit.entry is not None:
                     unit.entry.defers = False
@@ -200,7 +200,7 @@ class UnitOrder:
         state._root_post_backward_final_callback = functools.partial(self._finish, plain)
 
     def _patch_root(self, state: Any) -> None:
-        """The gradient of the root's output says which forward a backward is of, also where it reaches no unit."""
+        """Hook the gradient of the root's output, which identifies the forward of a backward."""
         register_pre = state._register_pre_backward_hook
 
         def registers_pre(output: Any) -> Any:
@@ -225,7 +225,7 @@ class UnitOrder:
 
     def _enter(self, unit: FsdpUnit, module: nn.Module, args: Any) -> None:
         now, planned = self._now, None
-        if backward_runs():  # recomputed: it is gathered already, but for what a user's own checkpoint goes around
+        if backward_runs():  # recomputed: it is gathered already, unless a user's own checkpoint bypassed that
             if self._skipped and unit.state._training_state.name != "PRE_BACKWARD":
                 raise ModelError(
                     f"'{unit.name}' is recomputed by a torch.utils.checkpoint around several blocks, or by one with "
@@ -236,7 +236,7 @@ class UnitOrder:
         if now is None:
             raise outside(unit.name)
         if unit.group.is_sharded:
-            for p in unit.group.fsdp_params:  # FSDP2 would put its own weights in place of these
+            for p in unit.group.fsdp_params:  # FSDP2 would replace these with its own weights
                 if p._module_info.module._parameters.get(p._module_info.param_name) is not p.sharded_param:
                     raise ModelError(
                         f"weights of '{unit.name}' are replaced for one forward (torch.func.functional_call), and "
@@ -253,7 +253,7 @@ class UnitOrder:
         now.entries.append(unit.entry)
 
     def _follow(self, now: Pass, unit: FsdpUnit) -> OrderEntry | None:
-        """Pass by what the order has before ``unit``; ``None`` where it has none, and the step is to end in vain."""
+        """Advance to ``unit`` in the order; ``None`` if it has none and the step will be rejected."""
         order = self._orders[now.has_backward]
         at = now.cursor
         while at < len(order) and order[at].unit is not unit:
@@ -270,7 +270,7 @@ class UnitOrder:
         return order[at]
 
     def _skip(self, now: Pass, unit: FsdpUnit, planned: OrderEntry | None = None) -> None:
-        """Gather and free a unit that this rank does not enter, as the ranks do that enter it."""
+        """Gather and free a unit that this rank skips, to match the ranks that enter it."""
         unit.entry = None
         self._skipped = unit.name
         self.skipped[unit.name] += 1
@@ -303,7 +303,7 @@ class UnitOrder:
         self._now = None
 
     def _learn(self, now: Pass) -> None:
-        """Keep the order that all ranks have gone by in this pass; units that nobody has entered stand in it, too."""
+        """Store the order that all ranks followed in this pass, with units that no rank entered."""
         end = len(self.units)
         while (chosen := self._agree(end)) != end:
             self._skip(now, self.units[chosen])
@@ -315,14 +315,17 @@ class UnitOrder:
                 before = [at for at, planned in enumerate(order) if planned.unit.index < unit.index]
                 order.insert(before[-1] + 1 if before else 0, OrderEntry(unit))
         self._orders[now.has_backward] = order
-        # weights that could be trained and are not reached yet may be later, on some ranks first
+        # trainable weights that are not reached yet may be later, on some ranks first
         self._follows_flags |= now.has_backward and any(
             not planned.backs and any(p.sharded_param.requires_grad for p in planned.unit.group.fsdp_params)
             for planned in order
         )
 
     def _agree_on_flags(self, now: Pass) -> list[OrderEntry]:
-        """Which entries of this pass have a backward on some rank; all ranks have the same entries."""
+        """Return the entries of this pass that have a backward on some rank.
+
+        All ranks have the same entries.
+        """
         flags = torch.zeros(len(now.entries), dtype=torch.int64, device=self._device)
         for entry in now.entries:
             flags[entry.position] = int(entry.entered and entry.backs)
@@ -340,7 +343,7 @@ class UnitOrder:
         return order
 
     def _agree(self, index: int) -> int:
-        """The first of the units that ranks are about to enter."""
+        """Return the first of the units that ranks are about to enter."""
         chosen = torch.tensor(index, dtype=torch.int64, device=self._device)
         for group in self._groups:
             dist.all_reduce(chosen, dist.ReduceOp.MIN, group=group)
@@ -351,7 +354,7 @@ class UnitOrder:
             raise outside(type(module).__name__)
 
     def _begin_backward(self, now: Pass) -> None:
-        """What is left of the backwards of later forwards comes first."""
+        """Finish pending backwards of later forwards first."""
         if self._active is now:
             return
         later = [] if self._pipelined else [one for one in self._ended if one.number > now.number]
@@ -360,12 +363,12 @@ class UnitOrder:
         self._active = now
 
     def _reach_root(self, state: Any, now: Pass, gradient: torch.Tensor) -> Any:
-        """The gradient of the root's output is there."""
+        """Handle the arrival of the gradient of the root's output."""
         self._begin_backward(now)
         return type(state)._pre_backward(state, gradient)
 
     def _reach(self, now: Pass, entry: UnitForward, gradient: torch.Tensor) -> Any:
-        """The gradient of a unit's output is there: do first what other ranks do for units after it."""
+        """Handle the gradient of a unit's output: first match what other ranks do for later units."""
         state = entry.unit.state
         self._begin_backward(now)
         if not entry.done:
@@ -374,9 +377,9 @@ class UnitOrder:
         return type(state)._pre_backward(state, gradient)
 
     def _catch_up(self, now: Pass, position: int) -> None:
-        """Backward of the units after ``position`` that the gradient does not reach on this rank.
+        """Run the backward of later units that the gradient does not reach on this rank.
 
-        Those that it has reached are reduced here where FSDP2 would do so only at the end.
+        Units that it has reached are reduced here where FSDP2 would do so only at the end.
         """
         while now.pending > position:
             entry = now.entries[now.pending]
@@ -390,7 +393,7 @@ class UnitOrder:
                 entry.unit.group.post_backward()
 
     def _post_backward(self, unit: FsdpUnit, plain: Any, *unused: Any) -> None:
-        """Reduce a unit once in a backward, after its first forward's, with zeros for what has no gradient."""
+        """Reduce a unit once per backward, after its first forward's; missing gradients are zero."""
         if unit.open and not self._finishing:
             unit.open -= 1
         group = unit.group
@@ -400,7 +403,7 @@ class UnitOrder:
             unit.reduced = True
             self._note(unit, self._fill(unit))
             plain()
-        else:  # more is to come: keep the gradients, and what stays gathered after forward stays so here
+        else:  # more will follow: keep the gradients; weights that stay gathered after forward stay so here
             resharding = group.reshard_after_backward
             group.reduce_grads, group.reshard_after_backward = False, resharding and group._reshard_after_forward
             try:
@@ -409,7 +412,10 @@ class UnitOrder:
                 group.reduce_grads, group.reshard_after_backward = True, resharding
 
     def _fill(self, unit: FsdpUnit) -> int:
-        """Put zeros where a trained parameter has no gradient; returns which parameters have one, a bit for each."""
+        """Fill missing gradients of trained parameters with zeros.
+
+        Return a bit mask of those that have one.
+        """
         mask, params = 0, unit.group.fsdp_params
         kept = any(p.unsharded_accumulated_grad is not None for p in params)
         for at, p in enumerate(params):
@@ -420,19 +426,19 @@ class UnitOrder:
                         continue
                     whole.grad = torch.zeros_like(whole)
                     self._filled[p] += 1
-                if kept:  # what is kept of earlier micro batches has the dtype of reduction: a collective has one
+                if kept:  # from earlier micro batches: in the reduction dtype, and a collective takes one
                     p.to_accumulated_grad_if_needed()
             mask |= 1 << at
         return mask
 
     def _note(self, unit: FsdpUnit, mask: int) -> None:
-        """Remember what is about to be reduced: ranks compare it."""
+        """Record a reduction, so that ranks can compare it."""
         if mask:
             unit.reductions += 1
             self._events.append((unit.index, mask))
 
     def _finish(self, plain: Any) -> None:
-        """The end of a backward: what is left of the order, and units whose last forward had no backward."""
+        """Finish a backward: the rest of the order, and units whose last forward had no backward."""
         if self._pipelined:
             passes = [self._active] if self._active is not None else []
         else:
@@ -454,14 +460,17 @@ class UnitOrder:
 
 
 def keep_order(root: nn.Module, mesh: DeviceMesh, *, pipelined: bool = False) -> None:
-    """Give ``root``, which is sharded together with its units, a `UnitOrder`; one rank, or a fake world, needs none."""
-    # PyTorch warns of every output that is a view, which a linear layer's is; in-place changes of it raise anyway
+    """Attach a `UnitOrder` to the sharded ``root``; a single rank or a fake world needs none."""
+    # PyTorch warns about every output that is a view, as a linear layer's is; in-place changes of it raise anyway
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     if mesh.size() > 1 and str(dist.get_backend(mesh.get_group(0))) != "fake":
         object.__setattr__(root, _MARK, UnitOrder(root, mesh, pipelined=pipelined))
 
 
 def orders_of(outer: nn.Module) -> list[UnitOrder]:
-    """The orders inside a prepared model: one, or one for each stage of a pipeline; none where nothing is sharded."""
+    """Return the unit orders of a prepared model: one per pipeline stage.
+
+    None if nothing is sharded.
+    """
     found = (part.__dict__.get(_MARK) for part in outer.modules())
     return [order for order in found if order is not None]

@@ -1,7 +1,7 @@
-"""A forward of a sharded unit that no other rank gathers for: it runs on zeros, so that its rank can end the step.
+"""Stand-in forward on zeros for a unit that no other rank gathers, to end the step.
 
-A rank that raised in the middle of a step would leave the others waiting for it. It goes on instead, gathers and
-reduces what the others do, and says at the end of the step why that step must not count.
+A rank that raised in the middle of a step would leave the others waiting for it. It continues instead, gathers and
+reduces what the others do, and reports at the end of the step why that step must not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.parallel.data_parallel.unit_forwards import FsdpUnit
 
 
 def run_on_zeros(unit: FsdpUnit, device: torch.device) -> None:
-    """Have the forward of ``unit`` that is about to begin use zeros for weights, and FSDP2 do nothing."""
+    """Run the next forward of ``unit`` on zero weights, with FSDP2's hooks disabled."""
     module, state, group = unit.module, unit.state, unit.group
     phase, grad_mode = state._training_state, torch.is_grad_enabled()
     gathers = {name: group.__dict__.get(name) for name in ("unshard", "wait_for_unshard")}  # others replace them, too
@@ -35,7 +35,7 @@ def run_on_zeros(unit: FsdpUnit, device: torch.device) -> None:
         return _pytree.tree_map_only(torch.Tensor, _as_if_trained, output)
 
     handle = module.register_forward_hook(restore, always_call=True)  # after FSDP2's own
-    state._training_state = type(phase).PRE_BACKWARD  # FSDP2 takes it for a forward that is recomputed
+    state._training_state = type(phase).PRE_BACKWARD  # FSDP2 treats it as a recomputed forward
     for name in gathers:
         setattr(group, name, lambda *_, **__: None)
     for p, _ in held:
@@ -45,5 +45,5 @@ def run_on_zeros(unit: FsdpUnit, device: torch.device) -> None:
 
 
 def _as_if_trained(tensor: torch.Tensor) -> torch.Tensor:
-    """A loss made of it has a backward."""
+    """Return a tensor whose loss has a backward."""
     return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""What FSDP2 and DeepSpeed cannot do and do not say: asked for, it ends in a crash or a nameless error."""
+"""Explicit errors for uses of FSDP2 and DeepSpeed that would crash or fail obscurely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.errors import ModelError
 
 
 def refuse_unsupported(outer: nn.Module, strategy: str) -> None:
-    """Let a copy of a sharded model, and a backward through a backward, say what to do instead."""
+    """Make copies of a sharded model and double backward raise errors that name the alternative."""
     for part in outer.modules():
         if not isinstance(part, FSDPModule):
             continue
@@ -25,7 +25,7 @@ def refuse_unsupported(outer: nn.Module, strategy: str) -> None:
 
 
 def refuse_unsupported_of_engine(inner: Any, strategy: str) -> None:
-    """The same of copies for DeepSpeed's engine; under ZeRO-3 also of each module, whose copy would be empty."""
+    """Refuse copies of DeepSpeed's engine, and under ZeRO-3 of each module (an empty copy)."""
     offload = getattr(inner.optimizer, "parameter_offload", None)
     way = "[p.detach().clone() for p in session.module.parameters()]"
     if offload is not None:
@@ -50,8 +50,11 @@ def _refuse_copy(self: nn.Module, strategy: str, memo: dict[int, Any]) -> NoRetu
 
 
 def _checked(run: Callable[..., None], strategy: str, *args: Any, **options: Any) -> None:
-    """FSDP2 frees weights after their backward: another one through it would read freed memory, and has crashed."""
-    if torch.is_grad_enabled():  # the engine's way to say create_graph
+    """Refuse double backward.
+
+    FSDP2 frees weights after backward; a second one would read freed memory, and has crashed.
+    """
+    if torch.is_grad_enabled():  # the engine's sign for create_graph
         raise ModelError(
             f"create_graph=True (a gradient penalty, a Hessian) goes backward through the model twice, and {strategy} "
             "frees the weights after the first time; use ddp or zero1"

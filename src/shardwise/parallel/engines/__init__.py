@@ -1,1 +1,1 @@
-"""Libraries that run backward, reduction and update themselves, behind one interface: DeepSpeed."""
+"""Libraries that run backward, reduction and update themselves (DeepSpeed)."""

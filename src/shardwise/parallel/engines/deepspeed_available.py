@@ -1,4 +1,4 @@
-"""Is DeepSpeed there, and can it do what a plan asks of it? Found before data are read and before ranks start."""
+"""Check that DeepSpeed is installed and supports a plan, before ranks start."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shardwise.environment import compiler
 from shardwise.errors import UserError
 from shardwise.parallel.engines.deepspeed_nvme import path_problems
 
-_OLD_NAMES = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"  # it calls them so in 0.19
-_EXPECTED = ("Setting accelerator to CPU", "with an untested optimizer")  # it warns of what a plan has decided
+_OLD_NAMES = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"  # its names in 0.19
+_EXPECTED = ("Setting accelerator to CPU", "with an untested optimizer")  # warnings about decisions of the plan
 LOGGER = "DeepSpeed"
 OLDEST = (0, 17)
-_SHARED_MEMORY = "deepspeed_shm_comm"  # for inference on CPUs; it would be compiled when a group is adopted
-_OPS = ("pin_memory", "async_io")  # what swapping needs, compiled on the first use
+_SHARED_MEMORY = "deepspeed_shm_comm"  # for inference on CPUs; would be compiled when a group is adopted
+_OPS = ("pin_memory", "async_io")  # needed for swapping, compiled on first use
 _BUILDERS = {"ninja", "g++", "c++", "cc1plus", "clang++", "as", "ld"}
 _PROBE = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
-_QUIET_S = 120.0  # that a build without a process may be silent for before its lock counts as left behind
+_QUIET_S = 120.0  # a lock without a compiler process counts as stale after this long without output
 
 Say = Callable[[str], None]
 
 
 def import_deepspeed() -> Any:
-    """The ``deepspeed`` package; what it logs goes to stderr, and stdout stays the command's own.
+    """Import ``deepspeed``; its log goes to stderr, so that stdout stays the command's own.
 
     Raises:
         UserError: it is not installed, too old, or cannot be imported.
@@ -65,7 +65,7 @@ def import_deepspeed() -> Any:
 
 
 class _Expected(logging.Filter):
-    """Lets through what is news."""
+    """Log filter that drops expected warnings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -73,7 +73,7 @@ class _Expected(logging.Filter):
 
 
 def forget_groups() -> None:
-    """Let DeepSpeed forget the process group that it has adopted: the next session may have another one."""
+    """Clear the process group that DeepSpeed has cached: the next session may use another one."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -83,10 +83,12 @@ def forget_groups() -> None:
 
 
 def check_ready(*, nvme: bool, nvme_path: str | None, say: Say) -> None:
-    """Whether DeepSpeed can start here, and swap if it is to; its library for that is compiled if it is not there yet.
+    """Check that DeepSpeed can start here and, if needed, swap.
+
+    Compile its swap library if missing.
 
     Raises:
-        UserError: all that is in the way.
+        UserError: lists all obstacles.
     """
     deepspeed = import_deepspeed()
     if not nvme:
@@ -98,7 +100,7 @@ def check_ready(*, nvme: bool, nvme_path: str | None, say: Say) -> None:
 
 
 def tool_problems() -> list[str]:
-    """What is missing to compile DeepSpeed's library for a drive, each with the package that has it."""
+    """List what is missing to compile DeepSpeed's swap library, each with its package."""
     compile_with = compiler()
     problems = []
     if shutil.which(compile_with) is None:
@@ -117,7 +119,7 @@ def tool_problems() -> list[str]:
 
 
 def _links_libaio(compile_with: str) -> bool:
-    """Whether a program that calls ``io_submit`` compiles and links."""
+    """Return whether a program that calls ``io_submit`` compiles and links."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(_PROBE)
@@ -126,10 +128,12 @@ def _links_libaio(compile_with: str) -> bool:
 
 
 def build_ops(deepspeed: Any, say: Say, quiet_s: float = _QUIET_S) -> None:
-    """Compile what swapping needs, which is kept for the next run; a lock that a killed build has left is taken away.
+    """Compile the swap library, which is cached for later runs.
+
+    Remove the stale lock of a killed build.
 
     Raises:
-        UserError: another process has been compiling for very long, or the compiler has failed, with its last words.
+        UserError: another process has been compiling for too long, or the compiler failed; with its last lines.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -150,20 +154,20 @@ def build_ops(deepspeed: Any, say: Say, quiet_s: float = _QUIET_S) -> None:
 
 
 def build_folder(name: str) -> Path:
-    """Where PyTorch compiles and keeps an extension of that name."""
+    """Return the folder in which PyTorch builds and caches an extension of that name."""
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(name, verbose=False))
 
 
 def free_lock(folder: Path, say: Say, quiet_s: float = _QUIET_S, limit_s: float = 900.0) -> bool:
-    """Wait for a build in ``folder`` that is under way; the lock of one that is dead is taken away, and said.
+    """Wait for a build in ``folder``; remove the lock of a dead build and report it.
 
-    PyTorch's own wait for a lock never ends. One counts as dead when no compiler of this machine works in the folder
-    and nothing in it has changed for ``quiet_s``. Returns whether a lock was taken away.
+    PyTorch's own wait for a lock never ends. A build counts as dead if no compiler of this machine works in the folder
+    and nothing in it has changed for ``quiet_s``. Returns whether a lock was removed.
 
     Raises:
-        UserError: it still works after ``limit_s``.
+        UserError: the build still runs after ``limit_s``.
     """
     lock, end, told = folder / "lock", time.monotonic() + limit_s, False
     while lock.exists():
@@ -173,7 +177,7 @@ def free_lock(folder: Path, say: Say, quiet_s: float = _QUIET_S, limit_s: float 
             say(f"took away '{lock}', which a build that was killed {silent:.0f} s ago has left")
             return True
         if time.monotonic() > end:
-            raise UserError(f"'{lock}' is held by another build since long; remove it if there is none")
+            raise UserError(f"'{lock}' has been locked by another build for too long; remove it if there is none")
         if not told:
             say(f"another process is compiling in '{folder}' (or was killed there, {silent:.0f} s ago): waiting")
             told = True
@@ -191,7 +195,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _builds_in(folder: Path) -> bool:
-    """Whether a compiler of this machine, as far as this user may see, has ``folder`` as its working directory."""
+    """Return whether a visible compiler process has ``folder`` as its working directory."""
     import psutil
 
     here = os.path.realpath(folder)

@@ -1,8 +1,10 @@
-"""A gradient that a loss asks for itself (``torch.autograd.grad``) is no micro batch. No DeepSpeed is imported here.
+"""Keep a loss's own ``torch.autograd.grad`` from counting as a micro batch.
 
-DeepSpeed notices a backward at the outputs of its engine. It takes any for one of a micro batch: it divides by the
-number of them, and counts one more, so that under offload the next gradient is added to what an earlier step has left
-(0.19.8; both without an error).
+Does not import DeepSpeed.
+
+DeepSpeed detects a backward at the outputs of its engine, and takes any for that of a micro batch: it divides by the
+number of micro batches, and counts one more, so that under offload the next gradient is added to the remains of an
+earlier step (0.19.8; both without an error).
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from shardwise.errors import ModelError
 
 
 class OwnBackward:
-    """Stands between the outputs of an engine and what DeepSpeed does at a backward: only that of a micro batch counts.
+    """Hooks on an engine's outputs that let DeepSpeed count only the backwards of micro batches.
 
-    Under ZeRO-3 a backward frees the weights, so that one that is to be followed by another is refused.
+    Under ZeRO-3 a backward frees the weights, so a backward that keeps its graph for another one is refused.
     """
 
     def __init__(self, inner: Any, strategy: str) -> None:
@@ -32,13 +34,13 @@ class OwnBackward:
             offload.pre_sub_module_backward_function = self._entered
 
     def _begun(self) -> None:
-        """The first output of a forward is reached: DeepSpeed asks for it once for each forward."""
+        """Handle the first output that backward reaches; DeepSpeed calls it once per forward."""
         self._left_out = not self._inner._running_engine_backward
         if not self._left_out:
             self._begin()
 
     def _of_output(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What an output's gradient is taken for."""
+        """Classify an output's gradient for DeepSpeed."""
         if not self._inner._running_engine_backward:
             return gradient
         if self._left_out:
@@ -47,13 +49,13 @@ class OwnBackward:
         return scaled
 
     def _entered(self, module: Any) -> None:
-        """The backward of a module under ZeRO-3, which gathers its weights and frees them.
+        """Handle the backward of a module under ZeRO-3, which gathers its weights and frees them.
 
         Raises:
-            ModelError: another backward is to come through the same forward.
+            ModelError: another backward will follow through the same forward.
         """
         again = ""
-        if torch.is_grad_enabled():  # the engine's way to say create_graph
+        if torch.is_grad_enabled():  # the engine's sign for create_graph
             again = "create_graph=True (a gradient penalty, a Hessian)"
         elif not self._inner._running_engine_backward and _keeps_graph():
             again = "retain_graph=True"

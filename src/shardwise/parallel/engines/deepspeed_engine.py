@@ -1,8 +1,8 @@
-"""A plan on DeepSpeed: the user's model and optimizer inside ``deepspeed.initialize``, made exact.
+"""Apply a plan with DeepSpeed: the user's model and optimizer in ``deepspeed.initialize``.
 
 The order of `apply_deepspeed` is that of `parallel.apply`: check → batch norm → recompute → weights → partition →
-optimizer → engine. Weights are rank 0's; other ranks get theirs unit by unit, so that under ZeRO-3 no rank but 0 holds
-more than its share and one unit. Nothing but this package's modules that need it imports DeepSpeed.
+optimizer → engine. Weights are rank 0's; other ranks get theirs unit by unit, so that under ZeRO-3 only rank 0 has
+more than its shard and one unit. Only the modules of this package that need DeepSpeed import it.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ Weights = dict[str, torch.Tensor]
 
 
 def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: Ranks) -> tuple[Applied, Optimizer]:
-    """Put ``module`` and ``optimizer`` under ``plan`` on this rank. Collective.
+    """Apply ``plan`` to ``module`` and ``optimizer`` on this rank with DeepSpeed. Collective.
 
-    The process group that exists is used. The optimizer that comes back is the user's own, whose parameters are now
-    DeepSpeed's flat shards: learning rates are set on its groups as ever, and `Engine.update` steps it.
+    Uses the existing process group. The returned optimizer is the user's own, whose parameters are now
+    DeepSpeed's flat shards: set learning rates on its groups as usual; `Engine.update` steps it.
 
     Raises:
-        UserError: DeepSpeed is not there.
-        PlanError: the plan is for another number of ranks.
-        ModelError: the model or the optimizer does not allow it.
+        UserError: DeepSpeed is not available.
+        PlanError: the plan is for a different number of ranks.
+        ModelError: the model or the optimizer is not supported.
     """
     if getattr(module, _MARK, False):
-        raise ModelError("this model was prepared by an earlier session; build it anew, or go on with that session")
+        raise ModelError("this model was prepared by an earlier session; rebuild it, or continue with that session")
     check_tensors(module, plan)
     names, spec = parameter_names(module), read_model(module)
     check_for_deepspeed(spec, optimizer, plan)
@@ -94,24 +94,24 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
     largest = max(p.num_elements for p in spec.parameters)
     config = deepspeed_config(plan, largest_parameter=largest)
     with local_rank_told(ranks.local_rank):
-        deepspeed.init_distributed(verbose=False)  # takes the group that is there
+        deepspeed.init_distributed(verbose=False)  # uses the existing group
         originals = _originals(module, plan)
         if zero_stage(plan) == 3:
             _partition(module, blocks, plan, config, device)
         else:
-            materialize(module, device, broadcast=False)  # DeepSpeed sends rank 0's weights itself
+            materialize(module, device, broadcast=False)  # DeepSpeed broadcasts rank 0's weights itself
             make_contiguous(module)
         broadcast_buffers(module)
         bare = Applied(module, module, tuple(blocks), spec)
         optimizer = _trained_only(apply_to_optimizer(optimizer, names, bare, plan))
         groups = _groups(module, optimizer)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory it takes
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its memory use
             inner, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if inner.optimizer.optimizer is not optimizer:
-        raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by one of its own; use AdamW or SGD, or fsdp")
+        raise ModelError(f"DeepSpeed replaces {type(optimizer).__name__} by its own; use AdamW or SGD, or fsdp")
     _keep_gradients(inner.optimizer)
     engine = DeepSpeed(inner, optimizer, plan, ranks, groups, swap)
-    if plan.precision != "fp32":  # DeepSpeed has rounded them before it copied them
+    if plan.precision != "fp32":  # DeepSpeed rounded them before it copied them
         engine.set_weights(lambda name: _sent(originals.pop(name, None), engine.shape(name), device))
     note_engine(module, engine)
     refuse_unsupported_of_engine(inner, plan.strategy)
@@ -119,13 +119,15 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
 
 
 def _ready_to_swap(plan: Plan, ranks: Ranks) -> SwapFolder:
-    """One process of each machine compiles what is needed and takes the folder; what fails on one is raised on all.
+    """Compile the swap library and lock the folder on one process per machine.
+
+    A failure raises on all ranks.
 
     Raises:
         UserError: as `check_ready` and `SwapFolder`.
     """
     failure, swap = "", SwapFolder(plan.nvme_path or "", holds=False)
-    machines = gather_text(platform.node() or "?", ranks)  # a group that was adopted may know no local ranks
+    machines = gather_text(platform.node() or "?", ranks)  # an adopted group may have no local ranks
     if machines.index(machines[ranks.rank]) == ranks.rank:
         try:
             check_ready(nvme=True, nvme_path=plan.nvme_path, say=logging.getLogger("shardwise").warning)
@@ -140,10 +142,10 @@ def _ready_to_swap(plan: Plan, ranks: Ranks) -> SwapFolder:
 
 
 def check_for_deepspeed(spec: ModelSpec, optimizer: Optimizer, plan: Plan) -> None:
-    """What DeepSpeed would choke on is said before anything is changed.
+    """Refuse what DeepSpeed does not support, before anything is changed.
 
     Raises:
-        ModelError: everything that is in the way.
+        ModelError: lists all obstacles.
     """
     check_model(spec, plan)
     problems = []
@@ -151,16 +153,16 @@ def check_for_deepspeed(spec: ModelSpec, optimizer: Optimizer, plan: Plan) -> No
     if odd:
         problems.append(
             f"{plan.strategy} keeps fp32 weights with the optimizer, and the model has parameters of {', '.join(odd)}; "
-            "build it in fp32 (parallel.precision says what computes), or use fsdp"
+            "build it in fp32 (parallel.precision sets the compute dtype), or use fsdp"
         )
     if type(optimizer).__name__ == "Adagrad":
-        problems.append("DeepSpeed builds Adagrad anew without its parameter groups; use AdamW or SGD, or fsdp")
+        problems.append("DeepSpeed rebuilds Adagrad without its parameter groups; use AdamW or SGD, or fsdp")
     if problems:
         raise ModelError(*problems)
 
 
 def _trained_only(optimizer: Optimizer) -> Optimizer:
-    """Without the frozen parameters, and the groups that have nothing else: DeepSpeed counts on that."""
+    """Remove frozen parameters and groups without trained ones; DeepSpeed requires that."""
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -168,20 +170,23 @@ def _trained_only(optimizer: Optimizer) -> Optimizer:
 
 
 def _groups(module: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
-    """The names of the parameters in each group of an optimizer."""
+    """Return the parameter names of each optimizer group."""
     names = parameter_names(module)
     return tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
 
 
 def _originals(module: nn.Module, plan: Plan) -> Weights:
-    """Rank 0's fp32 weights where DeepSpeed will round those of the module in place; empty elsewhere."""
+    """Copy rank 0's fp32 weights if DeepSpeed will round those of the module in place.
+
+    Else empty.
+    """
     if plan.precision == "fp32" or dist.get_rank() != 0:
         return {}
     return {clean_name(name): p.detach() for name, p in module.named_parameters()}
 
 
 def _sent(original: torch.Tensor | None, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """One of rank 0's weights, on every rank."""
+    """Broadcast one of rank 0's weights to every rank."""
     whole = (
         torch.empty(shape, device=device)
         if original is None
@@ -195,7 +200,7 @@ def _sent(original: torch.Tensor | None, shape: torch.Size, device: torch.device
 def _partition(
     module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, config: dict[str, Any], device: torch.device
 ) -> None:
-    """Real weights for one unit after the other, each cut before the next one is made."""
+    """Materialize and partition unit by unit, so that one unit is unsharded at a time."""
     from deepspeed import zero
 
     narrow, swapper = DTYPES[plan.precision], None
@@ -208,14 +213,14 @@ def _partition(
         made = zero.Init(module=unit, config_dict_or_path=config, param_swapper=swapper)  # the config has the dtype
         if swapper is None and made.param_swapper is not None:
             _swap_each_once(made.param_swapper)
-        swapper = made.param_swapper  # its buffers are there once
+        swapper = made.param_swapper  # its buffers are shared by all units
 
 
 def _keep_gradients(zero: Any) -> None:
-    """Let the update take gradients from memory, where DeepSpeed has all of them anyway, and not from the drive.
+    """Make the update read gradients from memory, where DeepSpeed has them, not from the drive.
 
-    What it reads back of a swapped gradient is wrong (0.19.8: seen for parts that do not begin at a multiple of what
-    the drive reads): the update then goes astray without an error.
+    A swapped gradient is read back wrongly (0.19.8: seen for parts that do not begin at a multiple of the drive's
+    read size): the update is then silently wrong.
     """
     swapper = getattr(zero, "optimizer_swapper", None)
     if swapper is None:
@@ -230,9 +235,9 @@ def _keep_gradients(zero: Any) -> None:
 
 
 def _swap_each_once(swapper: Any) -> None:
-    """Let a parameter be read once where DeepSpeed asks for it twice in one call, and would stop at that.
+    """Allow a parameter to be requested twice in one read call, at which DeepSpeed would stop.
 
-    It looks ahead in the order of use, where one that ends the forward also begins the backward (0.19.8).
+    It prefetches in the order of use, where the parameter that ends the forward also begins the backward (0.19.8).
     """
     plain = swapper.swap_in
 
@@ -243,7 +248,7 @@ def _swap_each_once(swapper: Any) -> None:
 
 
 class DeepSpeed:
-    """DeepSpeed's engine behind what a session asks of one; see `Engine`."""
+    """DeepSpeed's engine behind the interface of a session; see `Engine`."""
 
     title = "DeepSpeed"
 
@@ -258,7 +263,7 @@ class DeepSpeed:
     ) -> None:
         self.inner = inner
         self.swap = swap
-        self.groups = groups  # names in each of the optimizer's groups, which hold flat shards now
+        self.groups = groups  # parameter names of each optimizer group; the groups contain flat shards now
         self.plan = plan
         self.stage = zero_stage(plan)
         self.base = optimizer
@@ -275,16 +280,16 @@ class DeepSpeed:
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's own optimizer, around the user's."""
+        """Return DeepSpeed's own optimizer, which wraps the user's."""
         return self.inner.optimizer
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by name, as they are between forwards: empty shells under ZeRO-3."""
+        """Map names to parameters as they are between forwards: empty shells under ZeRO-3."""
         return dict(self._by_name)
 
     def shape(self, name: str) -> torch.Size:
-        """The whole shape of a parameter."""
+        """Return the unsharded shape of a parameter."""
         parameter = self._by_name[name]
         return getattr(parameter, "ds_shape", parameter.shape)
 
@@ -294,13 +299,13 @@ class DeepSpeed:
         return self.stage == 3
 
     def live_stage(self) -> int:
-        """ZeRO's stage by what DeepSpeed has done: 3 where parameters are cut, 2 where gradients are."""
+        """Return the ZeRO stage from DeepSpeed's state: 3 for sharded parameters, 2 for gradients."""
         if all(hasattr(p, "ds_tensor") for p in self._by_name.values()):
             return 3
         return 2 if getattr(self.zero, "partition_gradients", False) else 1
 
     def places(self) -> tuple[Place, Place]:
-        """Where optimizer state and parameters rest, by the switches that DeepSpeed goes by."""
+        """Return where optimizer state and parameters are stored, from DeepSpeed's own settings."""
         zero = self.zero
         away = bool(getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False))
         state: Place = "nvme" if getattr(zero, "swap_optimizer", False) else "cpu" if away else "device"
@@ -311,18 +316,18 @@ class DeepSpeed:
     def begin_micro(self, *, last: bool) -> None:
         """See `Engine`."""
         self.inner.set_gradient_accumulation_boundary(last)
-        if self.stage == 3:  # counts micro batches where the model is called; a loop may call a part of it
+        if self.stage == 3:  # micro batches are counted where the model is called; a loop may call a part of it
             self.zero.clear_backward_seen_flag()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """See `Engine`. DeepSpeed would divide by the accumulation; the loss is normalised already."""
+        """See `Engine`. DeepSpeed would divide by the accumulation; the loss is already normalised."""
         self.inner.backward(loss, scale_wrt_gas=False)
 
     def update(self, clip_norm: float | None) -> float:
         """See `Engine`.
 
         Raises:
-            ModelError: parameters that were frozen in `prepare` are not any more.
+            ModelError: parameters that were frozen in `prepare` are not frozen any more.
         """
         unfrozen = [name for name, p in self._untrained.items() if p.requires_grad]
         missing, problem = self._order.agree(bool(unfrozen))
@@ -371,7 +376,7 @@ class DeepSpeed:
         self._versions = self._seen_versions()
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
-        """The optimizer's state of a parameter: whole where it has the parameter's shape, else as it is. Collective.
+        """Return a parameter's optimizer state, unsharded if it has its shape. Collective.
 
         Empty before its first update, and for a parameter that is not trained.
         """
@@ -384,7 +389,7 @@ class DeepSpeed:
         if self.stage < 3:
             link_states(self.zero)
         states = all_states(self.zero, parameter)
-        for key in sorted(states):  # a dictionary may have another order on another rank
+        for key in sorted(states):  # dictionaries may be ordered differently on other ranks
             value = states[key]
             if value is None:
                 found[key] = safe_get_full_optimizer_state(parameter, key).detach().view(self.shape(name))
@@ -393,7 +398,7 @@ class DeepSpeed:
         return found | self._still.apart.get(name, {})
 
     def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
-        """Put a whole tensor into the optimizer's state of a parameter."""
+        """Write an unsharded tensor into a parameter's optimizer state."""
         set_local(self.zero, self._by_name[name], whole, key)
 
     def make_states(
@@ -410,7 +415,7 @@ class DeepSpeed:
             yield name, part.of(part.flat)
 
     def range_of(self, name: str) -> tuple[int, int]:
-        """The elements of a flattened parameter that this rank's optimizer has: begin and end."""
+        """Return this rank's range of a flattened parameter in the optimizer: begin and end."""
         return own_range(self._by_name[name])
 
     def held(self) -> EngineTensors:
@@ -440,15 +445,15 @@ class DeepSpeed:
         forget_groups()
         if self.swap is not None:
             if dist.is_initialized():
-                dist.barrier()  # nobody takes away what another one still reads
+                dist.barrier()  # no rank removes files that another one still reads
             self.swap.close()
 
     def _seen_versions(self) -> dict[str, int]:
-        """What PyTorch counts in-place changes of the parameters by."""
+        """Return PyTorch's version counters of the parameters, which count in-place changes."""
         return {name: p._version for name, p in self._by_name.items()}
 
     def _take_over(self) -> None:
-        """Weights that the loop has changed in place go to the fp32 ones, of which an update would make them again.
+        """Copy in-place weight changes to the fp32 ones, from which an update recreates them.
 
         Raises:
             ModelError: under ZeRO-3, where a parameter is an empty shell between forwards.
@@ -474,7 +479,10 @@ class DeepSpeed:
             return parameter.detach().clone()
 
     def _set_computing(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-        """The parameter that computes; DeepSpeed itself would only know of it after the next update."""
+        """Write the compute parameter.
+
+        Otherwise DeepSpeed would change it only after the next update.
+        """
         with torch.no_grad():
             if self.stage < 3:
                 parameter.copy_(whole)

@@ -1,4 +1,4 @@
-"""The folder that DeepSpeed swaps to: can it be used, has it room, how fast is it, and whose is it?"""
+"""Swap folder of DeepSpeed: validity, free space, speed and lock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import IO
 from shardwise.errors import MachineError, UserError
 from shardwise.units import bytes_text
 
-FOLDER = "zero_stage_3"  # what DeepSpeed calls its own folder in the one that it is given
+FOLDER = "zero_stage_3"  # DeepSpeed's own folder inside the given one
 _LOCK = ".shardwise-swap.lock"
 _PROBE_BYTES = 1 << 26
 SLOW_BYTES_S = 1e9  # a drive on PCIe 3 x4 writes 2 GB/s and more; a SATA one 0.5 GB/s
 
 
 def path_problems(nvme_path: str | None) -> list[str]:
-    """Why weights and states cannot be swapped to a folder: it is not named, not there, no folder, not writable."""
+    """List why a folder cannot be used for swapping: missing, not a folder, not writable."""
     if not nvme_path:
         return ["+nvme swaps to a drive: set parallel.nvme_path to a folder on it"]
     folder, where = Path(nvme_path), f"parallel.nvme_path '{nvme_path}'"
@@ -37,12 +37,12 @@ def path_problems(nvme_path: str | None) -> list[str]:
 
 
 def check_room(nvme_path: str, needed: int) -> None:
-    """Whether the drive has room for what the ranks of this machine swap: ``needed`` bytes.
+    """Check that the drive has room for the ``needed`` bytes that this machine's ranks swap.
 
     Raises:
-        UserError: it has not.
+        UserError: it has not enough.
     """
-    left = Path(nvme_path) / FOLDER  # of a run that was killed; DeepSpeed writes over it
+    left = Path(nvme_path) / FOLDER  # left by a killed run; DeepSpeed overwrites it
     taken = sum(path.stat().st_size for path in left.rglob("*") if path.is_file()) if left.is_dir() else 0
     free = shutil.disk_usage(nvme_path).free + taken
     if needed > free:
@@ -53,9 +53,9 @@ def check_room(nvme_path: str, needed: int) -> None:
 
 
 def drive_speed(nvme_path: str) -> tuple[float, float] | None:
-    """Bytes/s that the drive writes and reads, from one file of 64 MiB past the page cache as far as that goes.
+    """Measure a drive's write and read bytes/s with a file of 64 MiB, past the page cache.
 
-    Short: a drive's own cache may flatter it. ``None`` where it cannot be told.
+    Short: a drive's own cache may inflate it. ``None`` if it cannot be measured.
     """
     import mmap
 
@@ -72,7 +72,7 @@ def drive_speed(nvme_path: str) -> tuple[float, float] | None:
         for flags in (os.O_WRONLY, os.O_RDONLY):
             try:
                 handle = os.open(name, flags | direct)
-            except OSError:  # a file system in memory has no direct way
+            except OSError:  # an in-memory file system has no direct I/O
                 handle = os.open(name, flags)
             begun = time.perf_counter()
             try:
@@ -94,9 +94,11 @@ def drive_speed(nvme_path: str) -> tuple[float, float] | None:
 
 
 def slow_text(nvme_path: str, written: int, read: int, speed: tuple[float, float] | None) -> str:
-    """What to say of a slow drive: its speed and the seconds that a step waits for it; empty for a fast one.
+    """Return the warning for a slow drive: its speed and the wait per step.
 
-    ``written`` and ``read`` are what the ranks of this machine move in a step, bytes.
+    Empty for a fast one.
+
+    ``written`` and ``read`` are the bytes that this machine's ranks move in a step.
     """
     if speed is None or min(speed) >= SLOW_BYTES_S:
         return ""
@@ -109,12 +111,12 @@ def slow_text(nvme_path: str, written: int, read: int, speed: tuple[float, float
 
 
 class SwapFolder:
-    """A folder that this run swaps to, held for it: two runs would write over each other's weights.
+    """Swap folder, locked for this run: two runs would overwrite each other's weights.
 
-    One process of a machine holds it (``holds``); the lock goes with the process, however it ends.
+    One process of a machine has the lock (``holds``); it is released with the process, however that ends.
 
     Raises:
-        UserError: another run has it.
+        UserError: another run has the lock.
         MachineError: the folder cannot be used any more.
     """
 
@@ -137,7 +139,7 @@ class SwapFolder:
         self._lock = lock
 
     def close(self) -> None:
-        """Take away what was swapped, and let go."""
+        """Remove the swapped files and release the lock."""
         if self._lock is None:
             return
         shutil.rmtree(self.path / FOLDER, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Gradients in one order on all ranks, whatever each of them has used. No DeepSpeed is imported here.
+"""Reduce gradients in one order on all ranks, whichever each rank has used.
 
 DeepSpeed reduces gradients together in the order in which a rank's backward makes them, and leaves out what it has not
 made. Where ranks use other branches of a model, gradients of different parameters would meet in one sum, or messages
@@ -31,13 +31,13 @@ PATIENCE_S = 60.0  # that others are waited for where one leaves the order: they
 
 
 class GradientOrder:
-    """Stands between DeepSpeed's hooks and its reduction: a parameter is handed on when those before it have been.
+    """Hooks before DeepSpeed's reduction that pass on each parameter after its predecessors.
 
-    At the end of each backward that reduces, what has not come is handed on, too: with what earlier micro batches have
-    summed up where that is kept, else as zeros. The order is the reverse one of the model at first, and that of rank
+    At the end of each reducing backward, missing parameters are passed on, too: with the sum of earlier micro
+    batches where that is kept, else as zeros. The order is the reverse one of the model at first, and that of rank
     0's first backward from then on, so that gradients do not wait for each other.
 
-    ``reached`` are the places (in ``parameters``, which ``names`` names) that a backward of this step has come to.
+    ``reached`` are the indices (in ``parameters``, named by ``names``) that a backward of this step has reached.
     """
 
     def __init__(self, zero: Any, names: list[str], parameters: list[Any], ranks: Ranks) -> None:
@@ -51,7 +51,7 @@ class GradientOrder:
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._note, place)) for place, p in enumerate(parameters)
         ]
-        if hasattr(zero, "reduce_ready_partitions_and_remove_grads"):  # not ZeRO-1 in bf16, which reduces all in one
+        if hasattr(zero, "reduce_ready_partitions_and_remove_grads"):  # not ZeRO-1 in bf16, which reduces all together
             self._groups = {id(p): (i,) for i, group in enumerate(getattr(zero, "bit16_groups", ())) for p in group}
             self._reduce = zero.reduce_ready_partitions_and_remove_grads
             self._end = zero.independent_gradient_partition_epilogue
@@ -59,7 +59,9 @@ class GradientOrder:
             zero.independent_gradient_partition_epilogue = self._finish
 
     def agree(self, problem: bool) -> tuple[list[str], bool]:
-        """The parameters that no rank has reached in this step, and whether any has a problem. Collective.
+        """Return the parameters that no rank reached this step, and whether any rank has a problem.
+
+        Collective.
 
         One small message: a bit for each parameter.
         """
@@ -73,12 +75,12 @@ class GradientOrder:
         return missing, bool(found[0])
 
     def begin(self) -> None:
-        """A new step, or one that was left in the middle."""
+        """Start a new step, also after one that was interrupted."""
         self.reached.clear()
         self._restart()
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -86,10 +88,10 @@ class GradientOrder:
         self.reached.add(place)
 
     def _arrived(self, parameter: Any, *group: int) -> None:
-        """DeepSpeed has a gradient that is to be reduced.
+        """Handle a gradient that DeepSpeed is about to reduce.
 
         Raises:
-            ModelError: it has come in this backward before, and was reduced.
+            ModelError: it was already reduced in this backward.
         """
         place = self._place[id(parameter)]
         if place in self._came and place not in self._ready:
@@ -107,7 +109,7 @@ class GradientOrder:
         self._reduce(self._parameters[place], *self._ready.pop(place))
 
     def _finish(self) -> None:
-        """All backwards of this reduction are done."""
+        """Finish all backwards of this reduction."""
         zero = self._zero
         if hasattr(zero, "setup_buckets"):
             zero.setup_buckets()
@@ -129,7 +131,7 @@ class GradientOrder:
         self._ready.clear()
 
     def _fill(self, parameter: Any) -> None:
-        """Give a parameter a gradient of zeros, where none is kept for it."""
+        """Set a parameter's gradient to zeros if none is kept for it."""
         kept = "grad_accum" if getattr(self._zero, "use_grad_accum_attribute", False) else "grad"
         if getattr(parameter, kept, None) is not None:
             return
@@ -138,7 +140,7 @@ class GradientOrder:
         if kept == "grad_accum":
             parameter.grad_accum = zeros.to(self._zero.gradient_accumulation_dtype)
             return
-        parameter.data = zeros  # ZeRO-3 has cut it, and a gradient must have the shape of what it belongs to
+        parameter.data = zeros  # ZeRO-3 has partitioned it, and a gradient must have its parameter's shape
         parameter.grad = zeros.clone() if shell.shape == zeros.shape else zeros
         parameter.data = shell
 

@@ -1,7 +1,9 @@
-"""Which elements of what DeepSpeed holds on this rank, and how to get at them. No DeepSpeed is imported here.
+"""Locate and access the elements that DeepSpeed stores on this rank.
 
-ZeRO-1 and 2 flatten the parameters of a group one after the other and cut the whole; ZeRO-3 cuts each parameter,
-flattened, into equal parts of which the last ones may be padded.
+Does not import DeepSpeed.
+
+ZeRO-1 and 2 flatten the parameters of a group one after the other and partition the result; ZeRO-3 partitions each
+parameter, flattened, into equal parts of which the last ones may be padded.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from shardwise.parallel.engines.engine import EngineTensors
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """The elements of a flattened parameter that are this rank's, begin and end; equal where it has none of it."""
+    """Return this rank's range of a flattened parameter, begin and end.
+
+    Equal if it has no element.
+    """
     if hasattr(parameter, "ds_tensor"):
         rank, share = parameter.ds_zero_partition_rank, int(parameter.ds_tensor.ds_numel)
         begin = min(rank * share, int(parameter.ds_numel))
@@ -34,7 +39,7 @@ def own_range(parameter: Any) -> tuple[int, int]:
 
 
 def set_local(zero: Any, parameter: nn.Parameter, whole: torch.Tensor, key: str | None) -> None:
-    """Put this rank's elements of ``whole`` into the fp32 weight, or into the optimizer's state ``key`` of it."""
+    """Write this rank's elements of ``whole`` into the fp32 weight, or its state ``key``."""
     if hasattr(parameter, "ds_tensor"):
         share = int(parameter.ds_tensor.ds_numel)
         begin, end = own_range(parameter)
@@ -48,9 +53,9 @@ def set_local(zero: Any, parameter: nn.Parameter, whole: torch.Tensor, key: str 
 
 
 def flat_of(zero: Any, parameter: nn.Parameter) -> torch.Tensor | None:
-    """The flat fp32 tensor that the optimizer updates and that this rank's elements of a parameter are part of.
+    """Return the flat fp32 tensor that the optimizer updates for this rank's elements.
 
-    The first of its group where this rank has no element of it.
+    The first of its group if this rank has no element of it.
     """
     if hasattr(parameter, "ds_tensor"):
         place = zero.grad_position.get(zero.get_param_id(parameter))
@@ -62,7 +67,7 @@ def flat_of(zero: Any, parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def part_of(zero: Any, parameter: nn.Parameter) -> Part:
-    """Where this rank's elements of a trained parameter are in what the optimizer updates; padding is in."""
+    """Return the place of this rank's elements in the updated tensor, padding included."""
     flat = flat_of(zero, parameter)
     assert flat is not None
     if hasattr(parameter, "ds_tensor"):
@@ -76,9 +81,9 @@ def part_of(zero: Any, parameter: nn.Parameter) -> Part:
 
 
 def all_states(zero: Any, parameter: nn.Parameter) -> dict[str, torch.Tensor | None]:
-    """The keys of the optimizer's state of a parameter: ``None`` for what has an element for each of the parameter's.
+    """Return a parameter's optimizer state by key: ``None`` for tensors of its shape.
 
-    What is one number for all (AdamW's ``step``) is given as it is.
+    Scalars (AdamW's ``step``) are returned unchanged.
     """
     flat = flat_of(zero, parameter)
     state = {} if flat is None else zero.optimizer.state.get(flat, {})
@@ -90,9 +95,9 @@ def all_states(zero: Any, parameter: nn.Parameter) -> dict[str, torch.Tensor | N
 
 
 def make_states(zero: Any, groups: list[dict[str, torch.Tensor | None]]) -> None:
-    """Give the optimizer state as after a first step: zeros, and the given values where one number is for all.
+    """Create the optimizer state as after a first step: zeros, and the given values for scalars.
 
-    ``groups`` has the keys by group of the optimizer. What lies on a drive is brought in and sent back.
+    ``groups`` has the keys per optimizer group. State on a drive is read in and written back.
     """
     state = zero.optimizer.state
     if hasattr(zero, "fp32_partitioned_groups_flat"):
@@ -113,8 +118,10 @@ def make_states(zero: Any, groups: list[dict[str, torch.Tensor | None]]) -> None
 
 
 def link_states(zero: Any) -> None:
-    """Note where in the flat states each parameter's are. DeepSpeed does so once, after the first group's first step,
-    when those of further groups are not there yet; a group without momentum never has any."""
+    """Record where each parameter's part of the flat states is.
+
+    DeepSpeed does so once, after the first group's first step,
+    when those of further groups do not exist yet; a group without momentum never has any."""
     for group, flat in _flattened(zero):
         for mapping in (getattr(parameter, "_hp_mapping", None) for parameter in group):
             if mapping is not None:
@@ -123,7 +130,7 @@ def link_states(zero: Any) -> None:
 
 
 def _flattened(zero: Any) -> Iterable[tuple[list[nn.Parameter], torch.Tensor]]:
-    """ZeRO-1 and 2's groups of parameters, each with the flat fp32 tensor that the optimizer updates."""
+    """Yield ZeRO-1 and 2's parameter groups, each with the flat fp32 tensor of the optimizer."""
     groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
     masters = getattr(zero, "single_partition_of_fp32_groups", None)
     masters = getattr(zero, "fp32_groups_flat_partition", []) if masters is None else masters
@@ -143,7 +150,7 @@ def _fill_state(state: Any, flat: torch.Tensor, keys: dict[str, torch.Tensor | N
 
 
 def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -> EngineTensors:
-    """The live tensors of DeepSpeed's optimizer ``zero``, which updates by the user's."""
+    """Collect the live tensors of DeepSpeed's optimizer ``zero``, which updates with the user's."""
     if parameters and hasattr(parameters[0], "ds_tensor"):
         return _held_of_stage_3(zero, optimizer, parameters)
     masters = getattr(zero, "single_partition_of_fp32_groups", None)
@@ -186,7 +193,7 @@ def _held_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any])
 
 
 def swap_files(zero: Any) -> list[Path]:
-    """The files that hold this rank's part of what is swapped to a drive, as they are there now."""
+    """List the existing files with this rank's part of the data swapped to a drive."""
     found: list[Path] = []
     swapper = getattr(zero, "optimizer_swapper", None)
     if swapper is not None:
@@ -209,5 +216,5 @@ def _state_tensors(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def elements(tensors: Iterable[torch.Tensor]) -> int:
-    """Elements of tensors, each counted as it is in memory."""
+    """Count elements of tensors as stored in memory."""
     return sum(math.prod(t.shape) for t in tensors)

@@ -1,7 +1,9 @@
-"""Parameters that a step does not use stand still, as in one process. No DeepSpeed is imported here.
+"""Leave parameters unchanged that a step does not use, as in one process.
 
-DeepSpeed gives the optimizer flat tensors with many parameters in each: one without a gradient would be updated by
-zeros, which decays it and lets its momentum run. And the flat tensor has one count of steps for all of them.
+Does not import DeepSpeed.
+
+DeepSpeed gives the optimizer flat tensors with many parameters in each: one without a gradient would be updated with
+zeros, which decays it and its momentum. And the flat tensor has one step count for all of them.
 """
 
 from __future__ import annotations
@@ -18,22 +20,25 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Where this rank's elements of a parameter are: in ``flat`` from ``begin`` to ``end``; none if they are equal."""
+    """Location of this rank's elements of a parameter: ``flat[begin:end]``.
+
+    Empty if they are equal.
+    """
 
     flat: torch.Tensor
     begin: int
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a tensor that is laid out as ``flat``."""
+        """Return this rank's elements of a tensor that is laid out like ``flat``."""
         return tensor.detach()[self.begin : self.end]
 
 
 class StandStill:
-    """Puts back what an update has changed of parameters that had no gradient, and counts their steps apart.
+    """Restore parameters that had no gradient after an update, and count their steps separately.
 
-    ``apart`` has the numbers (AdamW's ``step``) of each parameter that has missed an update of its flat tensor, and
-    ``fresh`` are those of them that never had one. They are updated by themselves when they have a gradient again.
+    ``apart`` has the scalars (AdamW's ``step``) of each parameter that has missed an update of its flat tensor, and
+    ``fresh`` are those of them that were never updated. They are updated separately once they have a gradient.
     """
 
     def __init__(self, base: Optimizer, parts: dict[str, Part]) -> None:
@@ -49,16 +54,16 @@ class StandStill:
         ]
 
     def expect(self, missing: Iterable[str]) -> None:
-        """The parameters without a gradient in the update that comes; the same on all ranks."""
+        """Set the parameters without a gradient in the next update; the same on all ranks."""
         self._still = frozenset(missing)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _stepped(self) -> Iterator[tuple[str, Part, dict[str, Any]]]:
-        """What of the update at hand needs care: parameters without a gradient, or with a count of their own."""
+        """Yield parameters to update separately: no gradient, or a step count of their own."""
         groups = {id(flat): group for group in self._base.param_groups for flat in group["params"]}
         for name in sorted({*self._still, *self.apart}):
             part = self._parts[name]
@@ -90,7 +95,7 @@ class StandStill:
                 self._update(name, part, group, copies)
 
     def _update(self, name: str, part: Part, group: dict[str, Any], copies: State) -> None:
-        """The user's optimizer over one parameter alone, with its own numbers."""
+        """Run the user's optimizer on one parameter alone, with its own scalars."""
         base, piece = self._base, torch.nn.Parameter(part.of(part.flat).clone())
         assert part.flat.grad is not None
         piece.grad = part.of(part.flat.grad)
@@ -108,7 +113,7 @@ class StandStill:
                 part.of(value).copy_(new[key])
         self.apart[name] = _numbers(new)
         self.fresh.discard(name)
-        if not self.apart[name]:  # nothing is counted: it is as all others again
+        if not self.apart[name]:  # no separate count is left: it is updated with the others
             del self.apart[name]
 
 

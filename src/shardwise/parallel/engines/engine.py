@@ -1,4 +1,7 @@
-"""What a session asks of a library that does backward, reduction and update itself; PyTorch's way has none."""
+"""Interface of a library that runs backward, reduction and update itself.
+
+Plain PyTorch needs none.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class EngineTensors:
-    """The live tensors of an engine on this rank, each list without what is there only in passing.
+    """Live tensors of an engine on this rank, without temporary ones.
 
     ``parameters`` are those that compute, ``masters`` the fp32 ones that the optimizer updates, ``states`` its own.
-    ``gradients`` are there between the last backward and the update. Padding at the end of a shard is in the tensors
-    and is told by ``padding`` (elements of parameters, masters, gradients and of each state alike).
-    ``swapped`` are files on a drive that hold what is not in memory.
+    ``gradients`` exist between the last backward and the update. Padding at the end of a shard is in the tensors
+    and is given by ``padding`` (elements of parameters, masters, gradients and of each state alike).
+    ``swapped`` are files on a drive with the data that are not in memory.
     """
 
     parameters: tuple[torch.Tensor, ...] = ()
@@ -31,10 +34,10 @@ class EngineTensors:
 
 
 class Engine(Protocol):
-    """An engine around one model and its optimizer; every method but `held` is called on all ranks alike.
+    """Engine around one model and its optimizer; every method but `held` is collective.
 
     ``title`` is its name in messages, ``base`` is the user's optimizer, and ``groups`` are the names of the
-    parameters that each of its groups stands for. It ``gathers`` where a forward needs the weights of all ranks.
+    parameters in each of its groups. It ``gathers`` if a forward needs the weights of all ranks.
     """
 
     title: str
@@ -43,70 +46,79 @@ class Engine(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """Whether a forward brings weights together that ranks hold in parts."""
+        """Return whether a forward gathers weights that are sharded over ranks."""
 
     def shape(self, name: str) -> torch.Size:
-        """The whole shape of a parameter."""
+        """Return the unsharded shape of a parameter."""
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
-        """The optimizer's state of a parameter: whole where it has the parameter's shape, else as it is. Collective."""
+        """Return a parameter's optimizer state: unsharded if it has its shape, else unchanged.
+
+        Collective.
+        """
 
     def make_states(
         self, groups: list[dict[str, torch.Tensor | None]], apart: dict[str, dict[str, torch.Tensor] | None]
     ) -> None:
-        """Room for the optimizer's state: keys by group, ``None`` for what is a tensor, else its value.
+        """Allocate the optimizer's state: keys by group, ``None`` for tensors, else the value.
 
-        ``apart`` has those values of the parameters that have other ones, ``None`` for what never had an update.
+        ``apart`` has the scalars of the parameters that differ, ``None`` for parameters that were never updated.
         """
 
     def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
-        """Put a whole tensor into the optimizer's state of a parameter."""
+        """Write an unsharded tensor into a parameter's optimizer state."""
 
     def begin_micro(self, *, last: bool) -> None:
-        """Before the forward of a micro batch; the last one of a step ends the accumulation."""
+        """Prepare for the forward of a micro batch; the last one of a step ends the accumulation."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of a loss that is normalised already: the mean over ranks of its gradients is the gradient."""
+        """Run backward of an already normalised loss.
+
+        The mean of its gradients over ranks is the gradient.
+        """
 
     def update(self, clip_norm: float | None) -> float:
-        """Clip, step and clear; returns the gradient's global norm before clipping.
+        """Clip, step and clear; return the gradient's global norm before clipping.
 
-        It is not finite where the engine has found that the gradients are not, and has left the weights alone.
+        It is not finite if the engine found the gradients not finite and left the weights unchanged.
         """
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """The whole reduced gradient of a parameter, fp32, between the last backward and the update. Collective."""
+        """Return a parameter's full reduced gradient, fp32, before the update. Collective."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter as the optimizer has it (fp32 where it computes in less), whole, one at a time. Collective.
+        """Yield every unsharded parameter in the optimizer's precision, one at a time. Collective.
 
-        What is yielded is the receiver's own.
+        The receiver owns each tensor.
         """
 
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's elements of each trained parameter as the optimizer has them; none of what lies on a drive."""
+        """Yield this rank's elements of each trained parameter in the optimizer's precision.
+
+        None from a drive.
+        """
 
     def set_weights(self, new: Callable[[str], torch.Tensor]) -> None:
-        """Replace every parameter by a whole one, asked for by name, one at a time. Collective."""
+        """Replace every parameter by an unsharded one, requested by name, one at a time. Collective."""
 
     def held(self) -> EngineTensors:
-        """What is on this rank now."""
+        """Return the tensors that are stored on this rank now."""
 
     def discard(self) -> None:
-        """Throw away the gradients of a step that was left."""
+        """Discard the gradients of an interrupted step."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 def engine_around(module: nn.Module) -> Engine | None:
-    """The engine that a model is in; ``None`` where PyTorch runs it."""
+    """Return the engine that contains a model; ``None`` if PyTorch runs it."""
     found: Engine | None = module.__dict__.get(_MARK)
     return found
 
 
 def note_engine(module: nn.Module, engine: Engine | None) -> None:
-    """Note the engine on the user's module, for those who are given only that."""
+    """Record the engine on the user's module, for callers that have only the module."""
     object.__setattr__(module, _MARK, engine)
 
 

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside a model's linear layers, by peft, in place: the base frozen, the adapters trained.
+"""Add low-rank adapters to a model's linear layers with peft: frozen base, trained adapters.
 
-What a parameter of the base is called does not change (`clean_name` hides what peft puts in between); an adapter's two
-are ``X.lora_A.weight`` and ``X.lora_B.weight``, DoRA's is ``X.lora_magnitude_vector.weight``. The base rests in the
-dtype that the plan computes in, the adapters in the dtype that the base was built in, where that has 16 bits in fp32:
+Parameter names of the base do not change (`clean_name` hides what peft inserts); an adapter's two parameters
+are ``X.lora_A.weight`` and ``X.lora_B.weight``, DoRA's is ``X.lora_magnitude_vector.weight``. The base is stored in the
+dtype that the plan computes in, the adapters in the dtype that the base was built in, or in fp32 if that has 16 bits:
 small updates would be rounded away.
 """
 
@@ -30,17 +30,17 @@ from shardwise.parallel.precision import DTYPES
 from shardwise.plan.lora_options import ROLES, AdapterOptions
 from shardwise.plan.plan import Plan
 
-_SAMPLED = 256  # values of a parameter that its digest sees
-NAME = "default"  # what peft calls the one adapter
+_SAMPLED = 256  # values of a parameter that its digest samples
+NAME = "default"  # peft's name of the adapter
 _MARK = "_shardwise_adapters"
 _PARTS = {"attention": re.compile(r"attn|attention", re.I), "mlp": re.compile(r"mlp|ffn|feed_?forward|expert", re.I)}
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What was put into a module: the kind, the options, the layers that have an adapter and those that are packed.
+    """Adapters added to a module: kind, options, adapted layers and quantized layers.
 
-    ``base`` is a digest of the weights as the module was given, ``None`` where they are on the meta device.
+    ``base`` is a digest of the module's original weights, ``None`` if they are on the meta device.
     """
 
     kind: str
@@ -50,35 +50,38 @@ class Adapters:
     base: str | None = None
 
     def facts(self) -> dict[str, object]:
-        """For a checkpoint's manifest."""
+        """Return the entries for a checkpoint's manifest."""
         return {"kind": self.kind, "options": self.options.model_dump(mode="json"), "targets": list(self.targets)}
 
     def unpacked(self, spec: ModelSpec) -> int:
-        """Weights of the model of ``spec``, where two packed ones are one element (rows are even)."""
+        """Count the weights of the model of ``spec``; two quantized ones share one element."""
         names = {f"{name}.weight" for name in self.packed}
         return spec.num_parameters + sum(p.num_elements for p in spec.parameters if p.name in names)
 
 
 def adapters_of(module: nn.Module) -> Adapters | None:
-    """What `add_adapters` has put into ``module`` (or into what DDP holds); ``None`` where nothing was."""
+    """Return the adapters that `add_adapters` added to ``module`` (or inside DDP).
+
+    ``None`` without any.
+    """
     found: Adapters | None = getattr(module, _MARK, None)
     return found
 
 
 def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapters:
-    """Freeze ``module`` and put the plan's adapters beside its linear layers, in place.
+    """Freeze ``module`` and add the plan's adapters to its linear layers, in place.
 
     Without ``real`` the adapters' weights go to the meta device; else they are drawn from torch's generator, A as peft
     does and B zero. The base may be on the meta device either way. With ``+qlora`` the linear layers of the blocks
-    become bitsandbytes' ``Linear4bit`` whose weights are packed later, by `quantise.pack`.
+    become bitsandbytes' ``Linear4bit`` whose weights are quantized later, by `quantise.pack`.
 
     Raises:
-        ModelError: a target that is not there, or a layer that cannot have an adapter or be packed; all of them.
+        ModelError: missing targets, or layers that cannot be adapted or quantized; lists all of them.
         ConfigError: peft or bitsandbytes is missing.
     """
     options, kind = plan.adapter or AdapterOptions(), plan.parsed.adapter
     if adapters_of(module) is not None:
-        raise ModelError("the model has adapters already; build it anew")
+        raise ModelError("the model has adapters already; rebuild it")
     if any(clean_name(name) != name or ".lora_" in name for name, _ in module.named_parameters()):
         raise ModelError(
             f"the model has peft's adapters already, and {plan.strategy} would add more; take +{kind} out of the "
@@ -104,10 +107,10 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
 def check_adapters(
     module: nn.Module, options: AdapterOptions, kind: str, device: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The linear layers of the blocks of ``module``, and which get an adapter. Nothing is changed.
+    """Return the linear layers of the blocks, and the names to adapt. Nothing is changed.
 
     Raises:
-        ModelError: a target that is not there, or a layer that cannot have an adapter or be packed; all of them.
+        ModelError: missing targets, or layers that cannot be adapted or quantized; lists all of them.
     """
     layers = linear_layers(module)
     targets = chosen(layers, options.targets, module)
@@ -119,7 +122,10 @@ def check_adapters(
 
 
 def linear_layers(module: nn.Module) -> dict[str, Any]:
-    """The layers of the repeated blocks that have a weight matrix of their own, by name; ties are left out."""
+    """Return the block layers with a weight matrix of their own, by name.
+
+    Tied ones are left out.
+    """
     found: dict[str, Any] = {}
     for block in find_blocks(module):
         for name, child in module.get_submodule(block).named_modules():
@@ -129,19 +135,19 @@ def linear_layers(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' transposed linear layer, which GPT-2 is made of."""
+    """Return whether ``module`` is transformers' transposed linear layer, as in GPT-2."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) -> list[str]:
-    """The layers that ``wanted`` names, by role or by the end of their name.
+    """Select the layers that ``wanted`` names, by role or by the end of their name.
 
     Raises:
-        ModelError: a name that matches nothing, each with the nearest one.
+        ModelError: names that match nothing, each with the nearest one.
     """
     if not layers:
         raise ModelError(
-            "the model has no torch.nn.Linear in repeated blocks, so adapters have nowhere to stand; train the whole "
+            "the model has no torch.nn.Linear in repeated blocks, so there is nothing to adapt; train the full "
             "model, with a strategy without +lora and +qlora"
         )
     found: dict[str, None] = {}
@@ -165,7 +171,7 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
             found_kind = type(module.get_submodule(odd))
             outside = " outside of the blocks" if found_kind is nn.Linear else ""
             problems.append(
-                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters stand beside the "
+                f"lora.targets: '{want}' is '{odd}', a {found_kind.__name__}{outside}; adapters are added to the "
                 f"linear layers of the blocks: {', '.join(ends)}"
             )
             continue
@@ -173,12 +179,14 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
         if whole is not None:
             shape = " × ".join(map(str, whole[1].shape))
             problems.append(
-                f"lora.targets: '{want}' is the parameter '{whole[0]}' of shape {shape}, and adapters stand beside "
+                f"lora.targets: '{want}' is the parameter '{whole[0]}' of shape {shape}, and adapters are added to "
                 f"linear layers: {', '.join(ends)}"
             )
             continue
         hint = did_you_mean(want, [*ends, *ROLES])
-        problems.append(f"lora.targets: '{want}' is no linear layer of the blocks{hint}; there are {', '.join(ends)}")
+        problems.append(
+            f"lora.targets: '{want}' is not a linear layer of the blocks{hint}; there are {', '.join(ends)}"
+        )
     if problems:
         raise ModelError(*problems)
     return list(found)
@@ -189,7 +197,7 @@ def _ends(name: str, want: str) -> bool:
 
 
 def _digest(module: nn.Module) -> str | None:
-    """Sixteen hex digits over names, shapes, dtypes and a kilobyte from the middle of each parameter.
+    """Hash names, shapes, dtypes and a kilobyte of each parameter to sixteen hex digits.
 
     ``None`` for a base without values, on the meta device or of fake tensors.
     """
@@ -205,7 +213,7 @@ def _digest(module: nn.Module) -> str | None:
 
 
 def _too_narrow(layers: dict[str, Any], targets: Iterable[str], rank: int) -> list[str]:
-    """A rank that no product with the layer's weight has room for."""
+    """List layers that are too small for the adapter's rank."""
     narrow = {name: min(layers[name].weight.shape) for name in targets if min(layers[name].weight.shape) < rank}
     if not narrow:
         return []
@@ -235,16 +243,16 @@ def _not_packable(layers: dict[str, Any], device: str) -> list[str]:
 
 
 def _run_every_layer(module: nn.Module) -> None:
-    """Keep PyTorch's own encoder from reading the weights of its linear layers past them, as it does in evaluation."""
+    """Disable PyTorch's encoder fast path, which bypasses its linear layers in evaluation."""
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
-            part.activation_relu_or_gelu = 0  # what its fast path asks for
+            part.activation_relu_or_gelu = 0  # a condition of its fast path
         elif isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False
 
 
 def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) -> None:
-    silence_bitsandbytes()  # peft imports bitsandbytes where there is one
+    silence_bitsandbytes()  # peft imports bitsandbytes if it is installed
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
@@ -263,14 +271,14 @@ def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) 
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """peft's layers in ``module``, by the name of the layer that each stands for."""
+    """Return peft's layers in ``module``, by the name of the layer that each one wraps."""
     from peft.tuners.lora import LoraLayer
 
     return {clean_name(name): child for name, child in module.named_modules() if isinstance(child, LoraLayer)}
 
 
 def _draw(module: nn.Module, *, real: bool, dtypes: set[torch.dtype]) -> None:
-    """Give the adapters, which are on the meta device, weights in the base's first dtype, at least fp32."""
+    """Initialize the adapters from the meta device in the base's first dtype, at least fp32."""
     dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
     for layer in adapted_layers(module).values():
         parts = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
@@ -284,7 +292,7 @@ def _draw(module: nn.Module, *, real: bool, dtypes: set[torch.dtype]) -> None:
 
 
 def _narrow(module: nn.Module, plan: Plan) -> None:
-    """The frozen base rests in the dtype that is computed in; adapters and buffers stay as they are."""
+    """Cast the frozen base to the compute dtype; adapters and buffers stay unchanged."""
     dtype = DTYPES[plan.precision]
     if plan.precision == "fp32":
         return
@@ -294,9 +302,9 @@ def _narrow(module: nn.Module, plan: Plan) -> None:
 
 
 def set_magnitudes(unit: nn.Module) -> None:
-    """DoRA's magnitudes of the layers of ``unit``, from its base as it is: the norm of the weights of each output.
+    """Set DoRA's magnitudes of ``unit`` from its base: the norm of each output's weights.
 
-    Of packed weights what is unpacked again counts. Layers that are sharded already are left alone.
+    For quantized weights the dequantized values count. Layers that are sharded already are left unchanged.
     """
     for layer in adapted_layers(unit).values():
         if NAME not in layer.lora_magnitude_vector:
@@ -314,7 +322,7 @@ def set_magnitudes(unit: nn.Module) -> None:
 
 
 def packed_spec(spec: ModelSpec, packed: Collection[str]) -> ModelSpec:
-    """``spec`` with the weights of the ``packed`` layers as they rest: two values in a byte, one column."""
+    """Return ``spec`` with ``packed`` layers in stored form: two values per byte, one column."""
     names = {f"{name}.weight" for name in packed}
     return spec.model_copy(
         update={

@@ -1,7 +1,8 @@
-"""The packed base of ``+qlora``: 4-bit weights by bitsandbytes, made unit by unit, so that no whole model is unpacked.
+"""Quantize the base of ``+qlora`` to 4 bits with bitsandbytes, unit by unit.
 
-bitsandbytes and not torchao: it has kernels for CPUs and for CUDA (only those for CPUs were run so far), its packed
-weight is one plain ``uint8`` tensor that FSDP2 shards by rows, and peft knows its layer (docs/decisions).
+The full model never exists unquantized. bitsandbytes and not torchao: it has kernels for CPUs and for CUDA (only those
+for CPUs were run so far), its quantized weight is one plain ``uint8`` tensor that FSDP2 shards by rows, and peft
+supports its layer (docs/decisions).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from shardwise.plan.lora_options import AdapterOptions
 BLOCK = 64
 """Weights that share a scale: bitsandbytes' default, and that of arXiv:2305.14314."""
 WIDEST = {"nf4": 0.18, "fp4": 0.2}
-"""Half the widest step between two values (0.152 of nf4, 0.167 of fp4), and room for scales that are packed, too."""
+"""Half the largest step between two values (0.152 of nf4, 0.167 of fp4), with a margin for quantized scales."""
 
 
-_AT_ONCE = BLOCK << 14  # values that are packed at a time
+_AT_ONCE = BLOCK << 14  # values that are quantized at a time
 
 
 def bitsandbytes() -> Any:
-    """The package.
+    """Import bitsandbytes.
 
     Raises:
         ConfigError: it is not installed.
@@ -44,23 +45,23 @@ def bitsandbytes() -> Any:
 
 @functools.cache
 def packed_layer() -> Any:
-    """bitsandbytes' ``Linear4bit``, which casts no parameter in place and leaves the weight that it is given alone.
+    """Return bitsandbytes' ``Linear4bit`` without in-place casts or changes of its weight.
 
-    bitsandbytes' own forward gives ``bias.data`` the dtype of its input, which is a shard's under FSDP2 and would rest
-    so, and its evaluation on CPUs lays the weight out anew. Packed weights are computed with in the plan's dtype; what
-    comes out has the input's, under autocast autocast's.
+    bitsandbytes' own forward casts ``bias.data`` to the dtype of its input, which is a shard under FSDP2 and would stay
+    so, and its evaluation on CPUs changes the weight's layout. Quantized weights are used in the plan's dtype; the
+    output has the input's dtype, under autocast autocast's.
     """
     package = bitsandbytes()
     kind: Any = package.nn.Linear4bit
 
     class PackedLinear(kind):  # type: ignore[misc]
-        """A linear layer whose weight is packed; ``quant_state`` is ``None`` until it is."""
+        """Linear layer with a quantized weight; ``quant_state`` is ``None`` until it is quantized."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """x [..., inputs] to [..., outputs]; a layer that is looked at before it is packed is a plain one."""
+            """Map x [..., inputs] to [..., outputs]; before quantization it is a plain linear layer."""
             if self.quant_state is None:
                 return nn.functional.linear(x, self.weight, self.bias)
-            if self.known_by_kind:  # FSDP2 gathers plain parameters, and the compiler cannot make others of them
+            if self.known_by_kind:  # FSDP2 gathers plain parameters, and the compiler cannot convert them
                 package.nn.modules.fix_4bit_weight_quant_state_from_module(self)
             kind, device = x.dtype, x.device.type
             if torch.is_autocast_enabled(device):
@@ -77,9 +78,11 @@ def packed_layer() -> Any:
 def prepare_packing(
     module: nn.Module, layers: dict[str, nn.Module], options: AdapterOptions, compute: torch.dtype
 ) -> tuple[str, ...]:
-    """Replace each of ``layers`` by a ``Linear4bit`` with its weight, which may be on the meta device; `pack` packs it.
+    """Replace each of ``layers`` by a ``Linear4bit`` with its weight (may be on meta).
 
-    A layer with an adapter is replaced inside of it: peft's layer asks the one that it stands for, whatever that is.
+    `pack` quantizes it.
+
+    A layer with an adapter is replaced inside of it: peft's layer calls the one that it wraps, whatever that is.
     """
     kind = packed_layer()
     layer: Any
@@ -88,14 +91,14 @@ def prepare_packing(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
-            compute_dtype=compute,  # its kernels compute garbage in float64, and say nothing
+            compute_dtype=compute,  # its kernels silently compute garbage in float64
             compress_statistics=options.double_quant,
             quant_type=options.quant_type,
             device="meta",
         )
         found.bias = layer.bias
         found.weight_options = (options.double_quant, options.quant_type)
-        found.known_by_kind = options.dora  # peft's DoRA unpacks what it knows to be packed
+        found.known_by_kind = options.dora  # peft's DoRA dequantizes weights whose type it knows
         found._parameters["weight"] = nn.Parameter(layer.weight.detach(), requires_grad=False)
         parent, _, last = name.rpartition(".")
         owner = module.get_submodule(parent)
@@ -108,7 +111,7 @@ def prepare_packing(
 
 
 def packing_layers(unit: nn.Module) -> Iterator[Any]:
-    """The ``Linear4bit`` layers of ``unit``."""
+    """Yield the ``Linear4bit`` layers of ``unit``."""
     package = bitsandbytes()
     for child in unit.modules():
         if isinstance(child, package.nn.Linear4bit):
@@ -116,14 +119,14 @@ def packing_layers(unit: nn.Module) -> Iterator[Any]:
 
 
 def pack(unit: nn.Module) -> None:
-    """Pack the weights of ``unit``, which are on the device they will be used on. What is packed already stays.
+    """Quantize the weights of ``unit`` on their final device; quantized ones stay unchanged.
 
-    Each is unpacked once and held against what it was: no value may be off by more than half the widest step of its
-    block's scale.
+    Each is dequantized once and compared with the original: no value may be off by more than half the largest step
+    of its block's scale.
 
     Raises:
-        ModelError: bitsandbytes unpacks a weight wrongly. Its CPU kernel (0.50) does where a row is no multiple of 64
-            values, and says nothing.
+        ModelError: bitsandbytes dequantizes a weight wrongly. Its CPU kernel (0.50) does so, silently, if a row is not
+            a multiple of 64 values.
     """
     made = False
     for layer in packing_layers(unit):
@@ -135,7 +138,7 @@ def pack(unit: nn.Module) -> None:
 
 
 def _give_memory_back() -> None:
-    """Let glibc return what was unpacked: packed weights lie between freed ones, and the next unit would find no room.
+    """Return dequantized memory to the system; quantized weights fragment glibc's heap.
 
     No other C library needs this.
     """
@@ -144,9 +147,11 @@ def _give_memory_back() -> None:
 
 
 def packed(weight: torch.Tensor, nested: bool, kind: str) -> Any:
-    """bitsandbytes' parameter with ``weight`` [outputs, inputs] in 4 bits of ``kind``, its scales packed if ``nested``.
+    """Quantize ``weight`` [outputs, inputs] to 4 bits of ``kind``.
 
-    The same bits as bitsandbytes makes of the whole weight at once, some rows at a time: its CPU code would hold
+    ``nested`` quantizes its scales, too.
+
+    The same bits as bitsandbytes computes from the full weight, some rows at a time: its CPU code would use
     several more copies of the weight.
 
     Raises:
@@ -192,7 +197,7 @@ def packed(weight: torch.Tensor, nested: bool, kind: str) -> Any:
 
 
 def _row_chunks(source: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """Some rows of a weight at a time, where their bytes lie in the packed one, and which blocks they are."""
+    """Yield row chunks of a weight, with their byte and block ranges in the quantized one."""
     columns, done = source.shape[1], 0
     for rows in source.split(max(BLOCK, _AT_ONCE // max(1, columns) // BLOCK * BLOCK)):
         end = done + rows.numel()
@@ -201,7 +206,9 @@ def _row_chunks(source: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice, sli
 
 
 def packed_and_unpacked(weight: torch.Tensor, nested: bool, kind: str) -> torch.Tensor:
-    """What ``weight`` [outputs, inputs] is where it rests in 4 bits, in fp32; kernels round it to what they compute in.
+    """Return ``weight`` [outputs, inputs] after 4-bit quantization, in fp32.
+
+    Kernels round it to their dtype.
 
     Raises:
         ModelError: as `pack`.
@@ -213,9 +220,9 @@ def packed_and_unpacked(weight: torch.Tensor, nested: bool, kind: str) -> torch.
 
 
 def _worst_step(source: torch.Tensor, found: torch.Tensor, slack: float) -> float:
-    """How far a value is off at most, over the largest one of its block and ``slack``.
+    """Return the largest error of a value, over the largest value of its block and ``slack``.
 
-    Scales that are packed themselves are off by a share of the largest of all: a tenth of that is allowed for.
+    Quantized scales are off by a share of the largest of all: a tenth of that is allowed.
     """
     rest = -source.numel() % BLOCK
     was, now = (nn.functional.pad(t.detach().float().flatten(), (0, rest)).view(-1, BLOCK) for t in (source, found))
@@ -224,13 +231,13 @@ def _worst_step(source: torch.Tensor, found: torch.Tensor, slack: float) -> floa
 
 
 def unpacked(layer: Any) -> torch.Tensor:
-    """The weight of a packed layer as it is computed with, [outputs, inputs]."""
+    """Dequantize the weight of a quantized layer, [outputs, inputs], as it is used in compute."""
     found: torch.Tensor = bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.quant_state)
     return found
 
 
 def packed_bytes(module: nn.Module) -> int:
-    """Bytes of the packed weights that rest here."""
+    """Count the bytes of the quantized weights stored here."""
     from torch.distributed.tensor import DTensor
 
     found = 0
@@ -241,7 +248,7 @@ def packed_bytes(module: nn.Module) -> int:
 
 
 def scale_bytes(module: nn.Module) -> int:
-    """Bytes of the scales beside the packed weights, which every rank holds whole."""
+    """Count the bytes of the quantized weights' scales, which every rank stores in full."""
     found = 0
     for layer in packing_layers(module):
         state = layer.quant_state

@@ -1,4 +1,4 @@
-"""Pipeline parallel: stages of a model, and the schedule that runs micro batches through them."""
+"""Pipeline parallel: stages of a model, and their schedule of micro batches."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ _ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages that this rank holds, as modules with the user's names; one without pipeline parallel.
+    """Stages of this rank, as modules with the user's names.
+
+    One stage without pipeline parallel.
 
     ``container`` is what the session trains: the model itself without pipeline parallel, else a module whose children
     ``_stage_K`` are the stages. ``own`` are the blocks of each of ``parts``, ``indices`` their numbers, ``receives``
-    where each takes in what it receives. ``borrowed`` are tied parameters and buffers that are here and owned by
-    another stage, ``tied`` the places of parameters that the first and the last stage use, in each of them.
+    the module where each receives its input. ``borrowed`` are tied parameters and buffers that are here and owned by
+    another stage, ``tied`` the names, in each, of parameters that the first and the last stage use.
     """
 
     container: nn.Module
@@ -60,7 +62,7 @@ class Stages:
     tied: tuple[tuple[str, str], ...] = ()
 
     def blocks_of(self, stage: nn.Module) -> frozenset[str]:
-        """Names of the blocks that ``stage`` computes."""
+        """Return the names of the blocks that ``stage`` computes."""
         return self.own[self._at(stage)]
 
     def is_last(self, stage: nn.Module) -> bool:
@@ -72,7 +74,7 @@ class Stages:
 
 
 def stage_ranks(plan: Plan) -> tuple[int, ...]:
-    """The pipeline rank of each stage: around and around, or forth and back for ``zbv``."""
+    """Return the pipeline rank of each stage: round robin, or there and back for ``zbv``."""
     pp, number = plan.dims.pp, plan.dims.pp * plan.virtual_stages
     ranks = [index % pp for index in range(number)]
     if plan.pipeline_schedule == "zbv":
@@ -81,10 +83,12 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def check_pipeline(plan: Plan, num_blocks: int) -> None:
-    """Whether the plan's schedule can run a model of ``num_blocks`` blocks; nothing is started.
+    """Check that the plan's schedule can run a model of ``num_blocks`` blocks.
+
+    Nothing is started.
 
     Raises:
-        PlanError: everything that is in the way, with what would work.
+        PlanError: lists all obstacles, with what would work.
     """
     pp, virtual, name = plan.dims.pp, plan.virtual_stages, plan.pipeline_schedule
     if pp == 1:
@@ -113,7 +117,7 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
     if name in _ZERO_BUBBLE and plan.parsed.reshards_after_forward:
         base = plan.parsed.base
         problems.append(
-            f"pipeline_schedule {name} with {base}: weights get their gradients in a pass of its own, when {base} has "
+            f"pipeline_schedule {name} with {base}: weights get their gradients in a separate pass, after {base} has "
             f"freed them; use zero2+pp{pp}, which keeps weights gathered, or pipeline_schedule interleaved-1f1b"
         )
     if name in _ZERO_BUBBLE and plan.recompute != "none":
@@ -124,18 +128,20 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
         )
     if name in _ZERO_BUBBLE and plan.compile:
         problems.append(
-            f"pipeline_schedule {name} splits the backward, and a compiled block has only a whole one; set compile to "
-            "false, or pipeline_schedule to interleaved-1f1b"
+            f"pipeline_schedule {name} splits the backward, and the backward of a compiled block cannot be split; "
+            "set compile to false, or pipeline_schedule to interleaved-1f1b"
         )
     if problems:
         raise PlanError(*problems)
 
 
 def check_tied(spec: ModelSpec, wiring: Wiring, plan: Plan) -> None:
-    """Whether parameters that the first and the last stage use can be so under the plan; nothing is started.
+    """Check that the plan supports parameters shared by the first and the last stage.
+
+    Nothing is started.
 
     Raises:
-        PlanError: one rank would hold both stages, and data parallel would make two parameters of one there.
+        PlanError: one rank would have both stages, and data parallel would split one parameter into two there.
     """
     tied, ranks = _tied(spec, wiring), stage_ranks(plan)
     if tied and ranks[0] == ranks[-1] and _is_wrapped(plan):
@@ -146,12 +152,12 @@ def check_tied(spec: ModelSpec, wiring: Wiring, plan: Plan) -> None:
 
 
 def _is_wrapped(plan: Plan) -> bool:
-    """True where FSDP2 is around the stages, and casts weights before they compute."""
+    """True if FSDP2 wraps the stages, and casts weights before they compute."""
     return plan.parsed.shards_parameters or plan.dims.dp * plan.dims.cp > 1
 
 
 def padded_count(plan: Plan, micro_batches: int) -> int:
-    """The least number of micro batches from ``micro_batches`` on that the plan's schedule can run in a step."""
+    """Return the smallest number of micro batches, at least the given, for the schedule."""
     if plan.pipeline_schedule in ("interleaved-1f1b", "interleaved-zero-bubble"):
         while micro_batches % max(1, micro_batches // plan.dims.pp):
             micro_batches += 1
@@ -159,10 +165,12 @@ def padded_count(plan: Plan, micro_batches: int) -> int:
 
 
 def cut_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan: Plan, pp_rank: int) -> Stages:
-    """This rank's stages; ``wiring`` is ``None`` without pipeline parallel, and the model is then one stage.
+    """Build this rank's stages.
+
+    Without pipeline parallel ``wiring`` is ``None`` and the model is one stage.
 
     Raises:
-        PlanError: the schedule does not go with the plan or the number of blocks, or with a tied parameter.
+        PlanError: the schedule does not support the plan, the number of blocks, or a tied parameter.
         ModelError: several stages on a rank need copies of the model, and it cannot be copied.
     """
     if wiring is None:
@@ -200,7 +208,7 @@ def cut_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan: 
 
 
 def _tied(spec: ModelSpec, wiring: Wiring) -> tuple[tuple[str, str], ...]:
-    """Parameters that are used before the first and after the last block: by which name in each."""
+    """Return parameters used before the first and after the last block, by name in each."""
     found = []
     for parameter in spec.parameters:
         names = (parameter.name, *parameter.aliases)
@@ -212,7 +220,7 @@ def _tied(spec: ModelSpec, wiring: Wiring) -> tuple[tuple[str, str], ...]:
 
 
 def _outer_buffers(module: nn.Module, spec: ModelSpec) -> set[str]:
-    """Persistent buffers outside of the blocks: every stage has them, the first one owns them."""
+    """Return persistent buffers outside of the blocks: on every stage, owned by the first."""
     found = set()
     for prefix, part in module.named_modules():
         for key in part._buffers:
@@ -225,7 +233,7 @@ def _outer_buffers(module: nn.Module, spec: ModelSpec) -> set[str]:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A micro batch that is no `Micro`: of an evaluation, or one that fills up a step."""
+    """Micro batch that is not a `Micro`: of an evaluation, or one that pads a step."""
 
     inputs: Any
     labels: Any
@@ -235,9 +243,9 @@ class _Sample:
 
 @dataclass
 class Pipeline:
-    """Runs the micro batches of a step through the stages of all ranks.
+    """Run the micro batches of a step through the stages of all ranks.
 
-    With ``spans`` a list (``None`` costs nothing), every forward and backward of this rank's stages is noted there.
+    If ``spans`` is a list (``None`` costs nothing), every forward and backward of this rank's stages is recorded there.
     """
 
     stages: tuple[RunStage, ...]
@@ -249,20 +257,22 @@ class Pipeline:
     _schedules: dict[int, Any] = field(default_factory=dict)
 
     def train(self, micros: Sequence[Any], loss_fn: LossFunction, weight: Callable[[Any], float]) -> torch.Tensor:
-        """Forward and backward of every micro batch of a step; gradients are reduced over the data-parallel ranks.
+        """Run forward and backward of a step's micro batches.
+
+        Reduce gradients over the data-parallel ranks.
 
         ``loss_fn(outputs, labels)`` is a summed loss, 0-d; it is multiplied by ``weight(micro)`` for backward. Returns
-        the sum of the unweighted losses of micro batches that are no fillers: on the last stage, zero elsewhere.
+        the sum of the unweighted losses of micro batches that are not padding: on the last stage, zero elsewhere.
         """
         number = padded_count(self.plan, len(micros))
         fill = _Sample(micros[-1].inputs, micros[-1].labels, filler=True)
         work = self._begin([*micros, *[fill] * (number - len(micros))], loss_fn, weight, has_backward=True)
         schedule, nothing = self._schedule(number), [None] * number
-        _TORCH_LOG.disabled = True  # it answers an error of the user's with a table of the whole schedule
+        _TORCH_LOG.disabled = True  # it logs a table of the full schedule for an error in the user's code
         try:
             schedule._step_microbatches([()] * number, [{} for _ in nothing], nothing, return_outputs=False)
         except BaseException:
-            self._schedules.clear()  # one that was left in the middle cannot go on
+            self._schedules.clear()  # an interrupted schedule cannot resume
             for stage in self.stages:
                 stage.clear()
             raise
@@ -273,7 +283,7 @@ class Pipeline:
         return work.loss_sum
 
     def evaluate(self, inputs: Sequence[Any], labels: Sequence[Any], loss_fn: LossFunction) -> torch.Tensor:
-        """Forward only, without gradients: the summed loss on the last stage, zero elsewhere."""
+        """Run forward only, without gradients: the summed loss on the last stage, zero elsewhere."""
         samples = [_Sample(*pair) for pair in zip(inputs, labels, strict=True)]
         with torch.no_grad():
             work = self._begin(samples, loss_fn, None, has_backward=False)
@@ -294,7 +304,10 @@ class Pipeline:
         return work.loss_sum
 
     def finish_gradients(self) -> None:
-        """Add up the gradients of parameters that several stages use (a tied embedding). Collective over the stages."""
+        """Sum the gradients of parameters that several stages use (a tied embedding).
+
+        Collective over the stages.
+        """
         first, last = (
             self.stages[0].stage_index_to_group_rank[0],
             max(self.stages[0].stage_index_to_group_rank.items())[1],
@@ -331,7 +344,7 @@ class Pipeline:
         return work
 
     def _schedule(self, number: int) -> Any:
-        """torch's schedule for a number of micro batches."""
+        """Return torch's schedule for a number of micro batches."""
         if number not in self._schedules:
             options: dict[str, Any] = {"n_microbatches": number, "loss_fn": _as_it_is, "scale_grads": False}
             kind = _SEVERAL.get(self.plan.pipeline_schedule)
@@ -345,7 +358,7 @@ class Pipeline:
 
 
 def make_pipeline(stages: Stages, plan: Plan, meshes: Meshes, device: torch.device) -> Pipeline:
-    """The schedule that ``plan`` names, over ``stages``. Collective."""
+    """Build the schedule that ``plan`` names, over ``stages``. Collective."""
     assert meshes.pp is not None
     group = meshes.pp.get_group()
     control = None if "gloo" in str(dist.get_backend_config()) else dist.new_group(backend="gloo")

@@ -1,8 +1,8 @@
-"""A pipeline stage as a module: the user's own forward, of which it computes its own blocks.
+"""Pipeline stage as a module: the user's own forward, computing only its own blocks.
 
-Every stage runs the whole forward on the micro batch's own inputs, so masks, positions and rotary tables are made by
-the model's code wherever they are needed, and only the hidden state travels. Blocks of stages before are passed over,
-the last of them returns what was received, and the first block of the stage after ends the forward there. Parameters
+Every stage runs the full forward on the micro batch's own inputs, so masks, positions and rotary tables are computed
+by the model's code wherever they are needed, and only the hidden state is sent. Blocks of earlier stages are skipped,
+the last of them returns the received state, and the first block of the next stage ends the forward there. Parameters
 of other stages are zeros without memory.
 """
 
@@ -21,7 +21,10 @@ from shardwise.model.wiring import BlockCall, Wiring
 
 
 class _StageEnd(BaseException):
-    """Ends a stage's forward with its hidden state; no user's ``except Exception`` may stop it."""
+    """Exception that ends a stage's forward with its hidden state.
+
+    A user's ``except Exception`` lets it pass.
+    """
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -29,7 +32,10 @@ class _StageEnd(BaseException):
 
 
 class Absent(nn.Module):
-    """In the place of a module whose parameters are on another stage. Plain facts of it can still be read."""
+    """Placeholder of a module whose parameters are on another stage.
+
+    Its plain attributes can still be read.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -47,22 +53,25 @@ class Absent(nn.Module):
 
 
 class StandIn(Absent):
-    """Computes the shape of what an absent module returns, from zeros; its values are never used."""
+    """Placeholder that computes the output shape of an absent module from zeros.
+
+    Values are never used.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
-        object.__setattr__(self, "_inner", inner)  # out of reach of what looks for modules
+        object.__setattr__(self, "_inner", inner)  # hidden from module traversal
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # zeros in the place of its weight, for who asks for their device or dtype; its methods
+        except AttributeError:  # zero weights, for callers that read their device or dtype; its methods
             if "_inner" not in self.__dict__:
                 raise
             return getattr(self.__dict__["_inner"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module would return, with weights that are zero."""
+        """Return the module's output with zero weights."""
         inner = self.__dict__["_inner"]
         if type(inner) is nn.Embedding and len(args) == 1 and not kwargs:
             return inner.weight.new_zeros(1).expand(*args[0].shape, inner.embedding_dim)
@@ -71,19 +80,19 @@ class StandIn(Absent):
 
 
 class Skip(Absent):
-    """In the place of a block of a stage before: hands its hidden state on, in the form in which the block would."""
+    """Placeholder of an earlier stage's block: passes its hidden state on in its output form."""
 
     def __init__(self, inner: nn.Module, call: BlockCall) -> None:
         super().__init__(inner)
         self.call = call
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The hidden state among the arguments."""
+        """Return the hidden state among the arguments."""
         key = self.call.argument
         return args[key] if isinstance(key, int) else kwargs[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state as it came."""
+        """Return the hidden state unchanged."""
         return self._returned(self.hidden(args, kwargs))
 
     def _returned(self, hidden: Any) -> Any:
@@ -91,27 +100,30 @@ class Skip(Absent):
 
 
 class Receive(Skip):
-    """In the place of the last block before the stage: returns what the stage before has sent."""
+    """Placeholder of the last block before the stage: returns what the previous stage has sent."""
 
     received: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What was received."""
+        """Return the received hidden state."""
         if self.received is None:
             raise UserError("a pipeline stage was called by itself; train with step.run(model, loss_fn)")
         return self._returned(self.received)
 
 
 class Send(Skip):
-    """In the place of the first block after the stage: ends the stage's forward with its hidden state."""
+    """Placeholder of the first block after the stage: ends the forward with its hidden state."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Does not return."""
+        """End the forward; never returns."""
         raise _StageEnd(self.hidden(args, kwargs))
 
 
 class StageContainer(nn.Module):
-    """The stages of a rank, under the user's names; other attributes are those of the user's model."""
+    """Container of a rank's stages, under the user's names.
+
+    Other attributes are those of the user's model.
+    """
 
     def __init__(self, stages: dict[int, nn.Module]) -> None:
         super().__init__()
@@ -128,7 +140,7 @@ class StageContainer(nn.Module):
             return getattr(next(iter(stages.values())), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: one rank has not the whole model."""
+        """Raise: one rank does not have the full model."""
         raise UserError(
             "under pipeline parallel the model is spread over ranks and cannot be called; replace model(inputs), the "
             "loss and step.backward by step.run(model, loss_fn)"
@@ -136,10 +148,10 @@ class StageContainer(nn.Module):
 
 
 def copies(module: nn.Module, number: int) -> list[nn.Module]:
-    """``module`` and ``number - 1`` more of the same structure that share its parameters and buffers.
+    """Return ``module`` and ``number - 1`` structural copies that share its tensors.
 
     Raises:
-        ModelError: it holds something that cannot be copied.
+        ModelError: it contains something that cannot be copied.
     """
     made = [module]
     for _ in range(number - 1):
@@ -150,7 +162,7 @@ def copies(module: nn.Module, number: int) -> list[nn.Module]:
             memo[id(config)] = config
         try:
             made.append(copy.deepcopy(module, memo))
-        except Exception as error:  # whatever the user's objects raise
+        except Exception as error:  # the user's objects may raise anything
             raise ModelError(
                 f"several stages on a rank need copies of the model without its weights, and it cannot be copied: "
                 f"{error}; use pipeline_schedule 1f1b"
@@ -166,9 +178,11 @@ def cut(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Receive | None:
-    """Make ``module`` the stage that computes ``blocks[own]``, in place; returns where it takes in what it receives.
+    """Make ``module`` the stage that computes ``blocks[own]``, in place.
 
-    ``dtype`` is what floating-point parameters are cast to before they compute, ``None`` if they are not.
+    Return its receiving module.
+
+    ``dtype`` is the dtype that floating-point parameters are cast to before they compute, ``None`` if they are not.
     """
     places = {clean_name(name): name for name, _ in module.named_modules()}
     receive: Receive | None = None
@@ -191,7 +205,7 @@ def cut(
             slot = clean_name(f"{name}.{key}".lstrip("."))
             if parameter is None or (first and slot in wiring.before) or (last and slot in wiring.after):
                 continue
-            if first and id(parameter) not in taken:  # nobody uses it, not even by another name
+            if first and id(parameter) not in taken:  # not used, not even under another name
                 continue
             narrow = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             zero = torch.zeros(1, dtype=narrow, device=device)
@@ -206,7 +220,7 @@ def cut(
 
 
 def _end_early(module: nn.Module) -> None:
-    """Let `Send` end the forward of ``module``, inside of whatever is wrapped around it later."""
+    """Let `Send` end the forward of ``module``, inside any wrapper that is added later."""
     given: Callable[..., Any] | None = module.__dict__.get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""One stage under torch's pipeline schedules: what it receives, computes, sends and reduces for each micro batch.
+"""One stage under torch's pipeline schedules: receive, compute, send and reduce.
 
 torch's own ``PipelineStage`` learns shapes from a forward and backward of its own and keeps one receive buffer for each
 micro batch. Here a receiver allocates when a schedule asks it to receive, so any micro batch may have another shape:
-the first time that a shape of inputs is seen, the sender says in a few integers what the hidden state is then.
+for each new shape of inputs, the sender first sends the hidden state's form as a few integers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True)
 class StageSpan:
-    """One piece of work of a stage on one micro batch, in seconds of `time.perf_counter`.
+    """Span of a stage's work on one micro batch, in seconds of `time.perf_counter`.
 
     ``kind`` is ``forward``, ``backward``, or under zero-bubble schedules ``backward-input`` and ``backward-weight``.
     """
@@ -46,7 +46,7 @@ class StageSpan:
 
 @dataclass
 class StageWork:
-    """What the stages compute: the micro batches of a step (or of an evaluation), and the loss of the last stage."""
+    """Work of the stages: micro batches of a step or evaluation, and the last stage's loss."""
 
     micros: Sequence[Any]
     loss_fn: LossFunction
@@ -62,14 +62,14 @@ class StageWork:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What travels between two stages for one shape of inputs."""
+    """Form of the hidden state sent between two stages, for one shape of inputs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     def packed(self) -> torch.Tensor:
-        """As integers on the CPU."""
+        """Encode as integers on the CPU."""
         sizes = [*self.shape, *(0,) * (_MAX_DIMS - len(self.shape))]
         return torch.tensor([_DTYPES.index(self.dtype), int(self.requires_grad), len(self.shape), *sizes])
 
@@ -80,7 +80,9 @@ class _Hidden:
 
 
 class RunStage(_PipelineStageBase):
-    """A stage of this rank. ``keeps_weights`` leaves sharded weights gathered from the first micro batch to the last.
+    """Stage of this rank.
+
+    ``keeps_weights`` keeps sharded weights gathered for all micro batches of a step.
 
     ``control`` is a process group over all ranks that sends CPU tensors, ``None`` for the default one.
     """
@@ -97,7 +99,7 @@ class RunStage(_PipelineStageBase):
         *,
         keeps_weights: bool,
     ) -> None:
-        super().__init__(nn.Module(), index, num_stages, device, group)  # torch is to leave FSDP alone
+        super().__init__(nn.Module(), index, num_stages, device, group)  # keeps torch from handling FSDP itself
         self.module = module
         self.receive = receive
         self.control = control
@@ -114,7 +116,7 @@ class RunStage(_PipelineStageBase):
         self.args_recv_info = {0: ()}
 
     def begin(self, work: StageWork, *, has_backward: bool) -> None:
-        """Get ready for a step or an evaluation."""
+        """Prepare for a step or an evaluation."""
         self.clear()
         self.work, self.has_backward = work, has_backward
         if isinstance(self.module, FSDPModule):
@@ -123,18 +125,18 @@ class RunStage(_PipelineStageBase):
             self.module.set_reshard_after_backward(not self.keeps_weights)
 
     def keep_gathered(self) -> None:
-        """Leave weights gathered from forward to backward too: a backward in two passes needs them in both."""
+        """Keep weights gathered from forward to backward too, for both passes of the backward."""
         if isinstance(self.module, FSDPModule):
             self.module.set_reshard_after_forward(False)
 
     def end(self) -> None:
-        """Wait for what is still being sent, and let go of everything."""
+        """Wait for pending sends, and release everything."""
         for sent, _ in self.sending:
             sent.wait()
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything that belongs to micro batches."""
+        """Release everything that belongs to micro batches."""
         for held in (self.taken, self.made, self.gradients, self.returned, self.pending):
             held.clear()
         self.sending.clear()
@@ -142,7 +144,7 @@ class RunStage(_PipelineStageBase):
         if self.receive is not None:
             self.receive.received = None
 
-    # what torch's schedules ask for before the first micro batch: nothing needs to be prepared
+    # called by torch's schedules before the first micro batch: nothing needs to be prepared
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -168,7 +170,7 @@ class RunStage(_PipelineStageBase):
         return dist.P2POp(op, tensor, group=self.group, group_peer=self._peer(stage))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate for the hidden state of a micro batch, and receive it."""
+        """Allocate and receive the hidden state of a micro batch."""
         if self.is_first or self._is_here(self.stage_index - 1):
             return []
         assert self.work is not None
@@ -183,7 +185,7 @@ class RunStage(_PipelineStageBase):
         return [self._op(dist.irecv, buffer, self.stage_index - 1)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the hidden state on; before the first of its kind, what it is."""
+        """Send the hidden state; before the first of its kind, send its form."""
         if self.is_last or self._is_here(self.stage_index + 1):
             return []
         assert self.work is not None
@@ -205,7 +207,7 @@ class RunStage(_PipelineStageBase):
         return [self._op(dist.isend, hidden.detach(), self.stage_index + 1)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate for the gradient of what was sent on, and receive it."""
+        """Allocate and receive the gradient of the hidden state that was sent."""
         if not self.has_backward or self.is_last or self._is_here(self.stage_index + 1):
             return []
         hidden = self.made[bwd_chunk_id]
@@ -216,7 +218,7 @@ class RunStage(_PipelineStageBase):
         return [self._op(dist.irecv, buffer, self.stage_index + 1)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradient of what was received back."""
+        """Send the gradient of the hidden state that was received."""
         if not self.has_backward or self.is_first or self._is_here(self.stage_index - 1):
             return []
         gradient = self.returned.pop(bwd_chunk_id)
@@ -227,7 +229,7 @@ class RunStage(_PipelineStageBase):
         self.taken[mb_index] = prev_stage_outputs.detach().requires_grad_(prev_stage_outputs.requires_grad)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """The gradient for a stage on this rank."""
+        """Return the gradient for a stage on this rank."""
         return self.returned.pop(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -240,7 +242,7 @@ class RunStage(_PipelineStageBase):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
     ) -> torch.Tensor:
-        """Forward of one micro batch: the hidden state, or on the last stage the weighted loss."""
+        """Run forward of one micro batch: the hidden state, or on the last stage the weighted loss."""
         work = self.work
         assert work is not None
         start = self._begin("forward")
@@ -269,7 +271,7 @@ class RunStage(_PipelineStageBase):
             self.made[fwd_chunk_id] = found
             self.taken.pop(fwd_chunk_id, None)
         self._note("forward", fwd_chunk_id, start)
-        # schedules keep what they get to the end of a step; the graph is kept here, and only until its backward
+        # schedules keep outputs to the end of a step; the graph is kept here, and only until its backward
         return (
             found if self.stage_index + 1 < self.num_stages and self._is_here(self.stage_index + 1) else found.detach()
         )
@@ -290,7 +292,7 @@ class RunStage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of one micro batch, or only the part that the stage before waits for."""
+        """Run backward of one micro batch, or only the part that the previous stage waits for."""
         start = self._begin("backward")
         made, taken = self.made.pop(bwd_chunk_id), self.taken.pop(bwd_chunk_id, None)
         gradient = self.gradients.pop(bwd_chunk_id, None)
@@ -298,7 +300,7 @@ class RunStage(_PipelineStageBase):
         if full_backward or not wanted:
             if full_backward:
                 self._full(made, gradient, last=last_backward)
-            else:  # nobody waits for it: all of it is done when weights are
+            else:  # no stage waits for it: all of it runs with the weights' pass
                 self.pending[bwd_chunk_id] = (made, gradient)
         else:
             assert taken is not None
@@ -311,14 +313,14 @@ class RunStage(_PipelineStageBase):
         self._note("backward" if full_backward else "backward-input", bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The rest of a backward: gradients of weights."""
+        """Run the rest of a split backward: gradients of weights."""
         start = self._begin("backward")
         held = self.pending.pop(bwd_chunk_id)
         if isinstance(held, tuple):
             self._full(*held, last=False)
         else:
             stage_backward_weight(self.module.parameters(), held)
-            self._each_unit("post_backward")  # accumulates in the dtype of reduction, as a full backward does
+            self._each_unit("post_backward")  # accumulates in the reduction dtype, as a full backward does
         if last_backward:
             self._reduce()
         self._note("backward-weight", bwd_chunk_id, start)
@@ -332,7 +334,7 @@ class RunStage(_PipelineStageBase):
             torch.autograd.backward(made, gradient)
 
     def _reduce(self) -> None:
-        """Reduce gradients that no autograd hook reduces, because weights have a backward of their own."""
+        """Reduce gradients that no autograd hook reduces, when weights have their own backward."""
         if not isinstance(self.module, FSDPModule):
             return
         self.module.set_is_last_backward(True)
@@ -348,7 +350,7 @@ class RunStage(_PipelineStageBase):
                     getattr(group, what)()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: the last backward has reduced."""
+        """Do nothing: the last backward has reduced."""
 
     def _begin(self, part: str) -> float:
         WAITS.enter(part)
@@ -368,7 +370,7 @@ class RunStage(_PipelineStageBase):
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
-    """``module`` on the inputs of a micro batch, whatever they are packed in."""
+    """Call ``module`` on the inputs of a micro batch, in any container."""
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
@@ -380,7 +382,7 @@ def _gradient_of(taken: torch.Tensor) -> torch.Tensor:
 
 
 def _signature(inputs: Any) -> Any:
-    """What the shape of a hidden state may depend on."""
+    """Return all properties of the inputs that the hidden state's shape may depend on."""
     leaves, spec = _pytree.tree_flatten(inputs)
     return spec, tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves

@@ -1,1 +1,1 @@
-"""Tensor parallel: find the layout of a block, check it against the unsharded block, and shard it."""
+"""Tensor parallel: find a block's layout, check it against the unsharded block, shard it."""

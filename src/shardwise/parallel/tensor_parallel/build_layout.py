@@ -1,4 +1,4 @@
-"""A `TensorLayout` from what was found of a model's blocks, its head and its embeddings."""
+"""Build a `TensorLayout` from the findings on a model's blocks, its head and its embeddings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.plan.plan import Plan
 
 @dataclass(frozen=True)
 class VocabHead:
-    """The last linear layer, the embeddings that are cut as it is, and where logits come out cut (``None``: whole)."""
+    """Last linear layer, embeddings sharded like it, and the sharded logits (``None``: full)."""
 
     product: Product
     place: str | int | None
@@ -31,7 +31,7 @@ class VocabHead:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that was found: blocks by name, and for each module those whose parameters its forward computes with."""
+    """Findings on a model: its blocks, and for each module those whose parameters it uses."""
 
     blocks: dict[str, Regions]
     head: VocabHead | None
@@ -41,7 +41,7 @@ class Findings:
 
 
 def build(flow: Flow, spec: ModelSpec, plan: Plan, findings: Findings) -> TensorLayout:
-    """Everything that was found, as data."""
+    """Build the layout from all findings."""
     tp, sequence = plan.dims.tp, plan.sequence_parallel
     maker = _Maker(flow, spec, tp, sequence=sequence)
     for block, found in findings.blocks.items():
@@ -71,7 +71,7 @@ def build(flow: Flow, spec: ModelSpec, plan: Plan, findings: Findings) -> Tensor
 
 
 class _Maker:
-    """Collects the modules' forwards, each parameter with the way that it is held."""
+    """Collect the modules' forwards and the placement of each parameter."""
 
     def __init__(self, flow: Flow, spec: ModelSpec, tp: int, *, sequence: bool) -> None:
         self.spec, self.tp, self.sequence = spec, tp, sequence
@@ -82,7 +82,7 @@ class _Maker:
         self.entries: dict[str, tuple[GatheredArgument, ...]] = {}
 
     def block(self, block: str, found: Regions) -> None:
-        """The linear layers of a block, and the parameters that are read between them."""
+        """Add the linear layers of a block, and the parameters that are read between them."""
         gathered = {group for _, group in found.entries.values()}
         for name, uses in found.columns.items():
             product = self.products[f"{block}.{name}"]
@@ -106,7 +106,7 @@ class _Maker:
             self.entries[f"{block}.{name}"] = (GatheredArgument(place, f"block:{block}:{group}"),)
 
     def head(self, head: VocabHead) -> None:
-        """The head and its embeddings, cut over the vocabulary."""
+        """Add the head and its embeddings, sharded over the vocabulary."""
         product = head.product
         held = {"weight": ParameterView(dim=0 if product.outputs_first else 1)}
         if product.bias is not None:
@@ -117,7 +117,7 @@ class _Maker:
             self.modules[name] = ModuleCut("embedding", {"weight": ParameterView(dim=0)})
 
     def finish(self) -> dict[str, int]:
-        """How all other parameters are held; returns the dims of those that are cut."""
+        """Add all other parameters; return the shard dims of those that are sharded."""
         dims = {
             self.canonical[f"{name}.{key}"]: held.dim
             for name, cut in self.modules.items()
@@ -133,7 +133,10 @@ class _Maker:
         return dims
 
     def _columns(self, name: str, uses: tuple[Slices, ...], dim: int) -> ParameterView:
-        """A parameter of which the ranks use these parts of ``dim``: cut plainly where those are the plain parts."""
+        """Return a parameter sharded along ``dim`` by the parts that ranks use.
+
+        Plainly if the parts are plain.
+        """
         size = self.shapes[self.canonical[name]][dim]
         if size % self.tp:
             return ParameterView(uses=uses, uses_dim=dim, partial=True)
@@ -143,7 +146,7 @@ class _Maker:
 
 
 def _styles(modules: dict[str, ModuleCut], spec: ModelSpec) -> dict[str, str]:
-    """Module pattern to style, for those that are cut."""
+    """Map module patterns to styles, for sharded modules."""
     words = {"colwise_gather": "colwise_gather_output"}
     blocks = spec.blocks
     return {

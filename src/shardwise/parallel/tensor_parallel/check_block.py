@@ -1,9 +1,9 @@
-"""Whether a cut of one block is right: each rank's share of it is run, one after the other, and compared.
+"""Check the sharding of one block: run each rank's share, compare with the unsharded run.
 
-The linear layers answer with the same numbers as in the whole run (each rank with its columns of them), so what is
-compared is all that runs between: what goes into the rows, what comes out of the block, and the gradients of it all,
-put together as the ranks would. What a rank must be told otherwise (a number of heads, a width to split by) is found by
-trying: the smallest change of whole-number attributes under which everything agrees.
+The linear layers return the same numbers as in the unsharded run (each rank its columns of them), so the comparison
+covers all that runs between: the inputs of the rows, the outputs of the block, and all their gradients,
+combined as the ranks would combine them. Attributes that must differ on a rank (a number of heads, a width to split
+by) are found by search: the smallest change of integer attributes under which everything agrees.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shardwise.model.flow import BlockRun, Call, Flow, Product, main_output, put
 from shardwise.parallel.tensor_parallel.regions import Regions
 from shardwise.parallel.tensor_parallel.tensor_layout import CONFIG, Slices, chunk, set_numbers
 
-CLOSE = 1e-4  # norms compute in fp32 whatever goes in
+CLOSE = 1e-4  # norms compute in fp32 regardless of the input dtype
 TRIALS = 500
 CONFIG_READ = "config."
 
 
 class _Differs(Exception):
-    """Something that a rank computes is not its share of the whole."""
+    """Raised when a rank's result is not its share of the unsharded result."""
 
 
 class BlockCheck:
-    """Compares the shares of ``tp`` ranks with the whole run of one block."""
+    """Compare the shares of ``tp`` ranks with the unsharded run of one block."""
 
     def __init__(self, flow: Flow, run: BlockRun, tp: int, *, sequence: bool) -> None:
         self.flow, self.run, self.tp, self.sequence = flow, run, tp, sequence
@@ -44,9 +44,11 @@ class BlockCheck:
         self.calls = {(call.product.name, call.count): call for call in run.calls}
 
     def settle(self, found: Regions) -> str | None:
-        """Find attributes that make ``found`` right, and where sequences are gathered; else say what differs.
+        """Find attributes that make ``found`` correct, and where sequences are gathered.
 
-        A module's own attributes are tried before those of a configuration that it goes by.
+        Else return the difference.
+
+        A module's own attributes are tried before those of its configuration.
         """
         entered = [found.entries, {}] if self.sequence and found.entries else [{}]
         becomes = self._becomes(found)
@@ -72,7 +74,7 @@ class BlockCheck:
         return reason
 
     def differs(self, found: Regions) -> str | None:
-        """What is not right about ``found``, or ``None``."""
+        """Return the first difference under ``found``, or ``None``."""
         if not self.has_output:
             return f"its output has no tensor of the hidden states' shape {tuple(self.run.hidden.shape)}"
         try:
@@ -85,9 +87,9 @@ class BlockCheck:
         return None
 
     def _complete(self, found: Regions) -> None:
-        """Let other attributes that are named for heads say the rank's number too, where that does no harm.
+        """Set other attributes named for heads to the rank's number too, where that is harmless.
 
-        This forward went without them; one with a mask, or without gradients, may not.
+        This forward did not use them; one with a mask, or without gradients, may.
         """
         if not self.run.attentions:
             return
@@ -112,7 +114,7 @@ class BlockCheck:
                     found.attributes = before
 
     def _becomes(self, found: Regions) -> dict[int, set[int]]:
-        """What a number that stands for something cut may be on one rank."""
+        """Map each number that stands for a sharded size to its possible values on one rank."""
         outs = {c.product.outputs for c in self.run.calls if c.product.name.removeprefix(self.prefix) in found.columns}
         sizes = outs | set(found.rows.values()) | {n // 2 for n in outs} | {n // 3 for n in outs}
         becomes: dict[int, set[int]] = {}
@@ -127,18 +129,18 @@ class BlockCheck:
         return becomes
 
     def _candidates(self, found: Regions, becomes: dict[int, set[int]]) -> list[tuple[str, str, list[int]]]:
-        """Whole numbers that the forward goes by and that may stand for something cut, with what they become."""
+        """List integer attributes that may stand for a sharded size, with their new values."""
         options = []
         for (path, key), value in sorted(self._numbers().items()):
             new = {n for n in becomes.get(value, ()) if 0 < n != value}
             if not self.run.attentions and any(width % value == 0 for width in found.rows.values()):
-                # attention that is written out: anything may be its heads, or queries for each head of keys
+                # attention without the fused operation: anything may be its heads, or queries for each head of keys
                 new |= {value // d for d in range(2, self.tp + 1) if self.tp % d == 0 and value % d == 0}
             options += [(path, key, sorted(new))] if new else []
         return options
 
     def _numbers(self) -> dict[tuple[str, str], int]:
-        """The whole numbers above 1 that the block's forward reads from its modules and from their configuration."""
+        """Return integers above 1 that the block's forward reads from modules and configuration."""
         seen: dict[tuple[str, str], int] = {}
         products = self.flow.paths_of_products(self.run.name)
         parts = {path: part for path, part in self.block.named_modules() if path not in products}
@@ -170,12 +172,15 @@ class BlockCheck:
         part: Callable[[torch.Tensor], torch.Tensor] | None = None,
         whole: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A random linear function of ``value``, so that every gradient is another; that of a ``part`` of ``whole``."""
+        """Return a random linear function of ``value``, or of a ``part`` of ``whole``.
+
+        Every gradient of it is distinct.
+        """
         weights = self.flow.numbers(key, (value if whole is None else whole).shape)
         return (value * (weights if part is None else part(weights))).sum()
 
     def _whole(self, found: Regions) -> dict[int, torch.Tensor | None]:
-        """Gradients of every leaf in the whole run."""
+        """Return the gradients of every leaf in the unsharded run."""
         total: Any = 0
         seen: set[int] = set()
         for call in self.run.calls:
@@ -197,7 +202,7 @@ class BlockCheck:
         return [self.run.hidden, *(call.leaf for call in self.run.calls), *self.parameters.values()]
 
     def _share(self, found: Regions, rank: int) -> dict[int, torch.Tensor | None]:
-        """Gradients of every leaf's share on ``rank``, by the leaf's id."""
+        """Return the gradients of every leaf's share on ``rank``, by the leaf's id."""
         share = _Share(self, found, rank)
         with share.applied():
             hidden = share.part(self.run.hidden.detach()).clone().requires_grad_()
@@ -216,7 +221,7 @@ class BlockCheck:
         return dict(zip(leaves, grads, strict=False))
 
     def _slices_of(self, found: Regions, rank: int) -> dict[str, nn.Parameter]:
-        """This rank's slices of the parameters that are cut and no linear layer's."""
+        """Return this rank's slices of sharded parameters that belong to no linear layer."""
         shares = {}
         for name, cut in found.inside.items():
             if cut is not None:
@@ -284,7 +289,7 @@ class BlockCheck:
 
 
 class _Share:
-    """One rank's run of a block."""
+    """Run of a block on one rank."""
 
     def __init__(self, check: BlockCheck, found: Regions, rank: int) -> None:
         self.check, self.found, self.rank = check, found, rank
@@ -296,11 +301,11 @@ class _Share:
         self.entered = {group for _, group in found.entries.values()}
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part along the sequence, where it is cut."""
+        """Return this rank's part along the sequence, if it is sharded."""
         return tensor.chunk(self.check.tp, 1)[self.rank] if self.check.sequence else tensor
 
     def answer(self, product: Product, value: torch.Tensor) -> torch.Tensor:
-        """What a product gives on this rank, after a look at what goes in."""
+        """Return a product's result on this rank, after checking its input."""
         count = self.counts.get(product.name, 0)
         self.counts[product.name] = count + 1
         call = self.check.calls.get((product.name, count))
@@ -341,7 +346,7 @@ class _Share:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, attributes are this rank's, and arguments that are gathered are whole."""
+        """Set attributes to this rank's values, and gather arguments, within the context."""
         undo: list[Callable[[], None]] = []
         for name, changed in self.found.attributes.items():
             facts = (self.check.block.get_submodule(name) if name else self.check.block).__dict__
@@ -375,7 +380,7 @@ class _Share:
 
 @contextlib.contextmanager
 def _watched(owner: Any, seen: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Inside, every whole number that is read from ``owner`` is noted in ``seen``, and that its configuration is."""
+    """Record in ``seen`` every integer read from ``owner``, and reads of its configuration."""
     kind: Any = type(owner)
 
     def read(self: Any, key: str) -> Any:
@@ -394,7 +399,7 @@ def _watched(owner: Any, seen: dict[str, int]) -> Iterator[dict[str, int]]:
 
 
 def _changes(options: list[tuple[str, str, list[int]]]) -> Iterator[dict[str, dict[str, int]]]:
-    """Every choice of attributes and of what they become, few changes first."""
+    """Yield every combination of attributes and their values, few changes first."""
     for size in range(len(options) + 1):
         for chosen in itertools.combinations(options, size):
             for values in itertools.product(*(new for _, _, new in chosen)):
@@ -405,7 +410,7 @@ def _changes(options: list[tuple[str, str, list[int]]]) -> Iterator[dict[str, di
 
 
 def indices(slices: Slices) -> torch.Tensor:
-    """The positions that slices cover."""
+    """Return the positions that slices cover."""
     return torch.cat([torch.arange(first, end) for first, end in slices])
 
 
@@ -423,12 +428,12 @@ def _same(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
         return
     expected, found = expected.detach(), found.detach()
     gap, scale = (found - expected).abs().max(), expected.abs().max()
-    if torch.isnan(gap) or torch.isinf(gap):  # of a mask, in both alike
+    if torch.isnan(gap) or torch.isinf(gap):  # from a mask, in both runs
         fine = torch.allclose(found, expected, rtol=CLOSE, equal_nan=True)
     else:
         fine = bool(gap <= CLOSE * scale.clamp_min(1e-6))
     if not fine:
-        raise _Differs(f"{where} is not this rank's share of the whole")
+        raise _Differs(f"{where} is not this rank's shard of the full result")
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""How a model is cut over tensor-parallel ranks: decided on the untouched module, and shown to be right on it."""
+"""Decide how tensor parallel shards a model, on the untouched module, and verify it there."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from shardwise.parallel.tensor_parallel.styles import chosen_styles, starred
 from shardwise.parallel.tensor_parallel.tensor_layout import TensorLayout, chunk
 from shardwise.plan.plan import Plan
 
-LARGE = 4096  # a last layer of as many results is a vocabulary, whatever feeds the model
+LARGE = 4096  # a last layer with at least as many outputs is a vocabulary, whatever the model's inputs
 
 
 def decide_layout(
     module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any, given: Mapping[str, str] | None
 ) -> TensorLayout:
-    """See `tensor.tensor_layout`."""
+    """Decide the layout; see `tensor.tensor_layout`."""
     if not spec.blocks:
         raise ModelError(
-            f"{plan.strategy}: tensor parallel cuts repeated blocks (a ModuleList, ModuleDict or Sequential with two "
+            f"{plan.strategy}: tensor parallel shards repeated blocks (a ModuleList, ModuleDict or Sequential with two "
             "or more children of one type), and the model has none; use fsdp"
         )
     problems = _length_problems(plan, sample)
@@ -38,12 +38,12 @@ def decide_layout(
     except _NotRun as error:
         if not isinstance(error.__cause__, RuntimeError):
             raise
-        # some operations know no float64
+        # some operations do not support float64
         return _decided(module, spec, plan, sample, given, problems, torch.float32)
 
 
 class _NotRun(ModelError):
-    """The forward raised."""
+    """Raised when the model's forward raises."""
 
 
 def _decided(
@@ -78,15 +78,15 @@ def _run(flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except Exception as error:
         text = " ".join(str(error).split())
         raise _NotRun(
-            f"{plan.strategy} looks at one short forward of the model, and that raised {type(error).__name__}: "
-            f"{text[:200]}; give what the model takes for one micro batch: session.prepare(model, optimizer, sample)"
+            f"{plan.strategy} traces one short forward of the model, which raised {type(error).__name__}: "
+            f"{text[:200]}; pass the model's input for one micro batch: session.prepare(model, optimizer, sample)"
         ) from error
 
 
 def _side_results(flow: Flow, plan: Plan, output: Any) -> list[str]:
-    """What the model gives besides what comes out of its last block: on each rank it would be of a part.
+    """List outputs besides the last block's; on each rank they would cover only a part.
 
-    Router logits of experts, attention maps and penalties are such; a loss of them has a gradient that nobody adds up.
+    Examples: router logits of experts, attention maps, penalties. The gradient of a loss on them would not be summed.
     """
     depends = Depends()
     inside = tuple(f"{block}." for block in flow.blocks)
@@ -98,22 +98,22 @@ def _side_results(flow: Flow, plan: Plan, output: Any) -> list[str]:
         for leaf in _pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and depends(leaf) - allowed:
                 return [
-                    f"the model gives '{key}', which is worked out inside of its blocks: under {plan.strategy} each "
-                    "rank would have it of its own part, and a loss of it a wrong gradient; turn that output off, or "
-                    "use fsdp"
+                    f"the model gives '{key}', which is computed inside its blocks: under {plan.strategy} each "
+                    "rank would compute it from its own shard, and a loss on it would have a wrong gradient; turn "
+                    "that output off, or use fsdp"
                 ]
     return []
 
 
 def _length_problems(plan: Plan, sample: Any) -> list[str]:
-    """The length of samples where it is known; elsewhere the forward says it."""
+    """Check the sample length if it is known; otherwise the forward checks it."""
     if not plan.sequence_parallel:
         return []
     leaves = [leaf for leaf in _pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
     ids = next((leaf for leaf in leaves if leaf.ndim == 2 and not leaf.is_floating_point()), None)
     length = plan.seq_len if ids is None else ids.shape[1]
     tp = plan.dims.tp
-    # that of a whole sample, of which context parallel gives each rank a part
+    # the full sample's length, of which context parallel gives each rank a part
     return [] if length is None else _odd_length(length // plan.dims.cp, tp)
 
 
@@ -121,20 +121,20 @@ def _odd_length(length: int, tp: int) -> list[str]:
     if length % tp == 0:
         return []
     return [
-        f"sequence parallel cuts the sequence over tp {tp} ranks, and its length {length} is not a multiple of {tp}; "
+        f"sequence parallel shards the sequence over tp {tp} ranks, and its length {length} is not a multiple of {tp}; "
         f"make it {-(-length // tp) * tp} or set parallel.sequence_parallel to false"
     ]
 
 
 def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict[str, Regions], list[str]]:
-    """How each block is cut, and what is in the way; blocks that are alike are looked at once."""
+    """Decide how each block is sharded, and list obstacles; identical blocks are inspected once."""
     found: dict[str, Regions] = {}
     tp, sequence = plan.dims.tp, plan.sequence_parallel
     for name, run in flow.runs.items():
         found[name] = found[run.like] if run.like else find_regions(run, flow, tp, styles, sequence=sequence)
     first = {name: run for name, run in flow.runs.items() if not run.like}
     problems = [
-        f"{name} runs more than once in one forward, which tensor parallel does not cut; use fsdp"
+        f"{name} runs more than once in one forward, which tensor parallel does not support; use fsdp"
         for name, run in flow.runs.items()
         if run.repeated
     ]
@@ -142,7 +142,7 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
     if not problems and not any(regions.columns for regions in found.values()):
         problems.append(
             f"{plan.strategy}: no block of the model has a linear layer whose results go to another one that gives the "
-            "block's width back, so there is nothing to cut; use fsdp, or name the layers in tp_styles"
+            "block's width back, so there is nothing to shard; use fsdp, or name the layers in tp_styles"
         )
     if sequence and not problems:
         problems += _odd_length(next(iter(first.values())).hidden.shape[1], tp)
@@ -165,7 +165,7 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
     ]
     cut = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
     problems += [
-        f"{reader} computes with the parameters of {owner}, which tensor parallel cuts; call {owner} instead"
+        f"{reader} computes with the parameters of {owner}, which tensor parallel shards; call {owner} instead"
         for reader, owner in sorted(flow.lent)
         if owner in cut
     ]
@@ -173,9 +173,9 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
 
 
 def _add_entries(run: BlockRun, found: Regions) -> None:
-    """Gather the sequence at the smallest module that holds all readers of one tensor and is given it.
+    """Gather the sequence at the smallest module with all readers of one tensor.
 
-    A module may take the shape of what it is given for that of what its linear layers return.
+    A module may use its input's shape for the results of its linear layers.
     """
     prefix = f"{run.name}."
     by_group: dict[int, list[Call]] = {}
@@ -197,10 +197,10 @@ def _add_entries(run: BlockRun, found: Regions) -> None:
 
 
 def _mixed(flow: Flow, run: BlockRun, found: Regions, tp: int) -> list[str]:
-    """Linear layers of which every rank would need all columns, because what runs after them reduces over all."""
+    """List linear layers of which every rank needs all columns, for the next reduction."""
     prefix = f"{run.name}."
     if max([a.kv_heads for a in run.attentions], default=0) == 1:
-        return []  # one head of keys and values is what every rank needs
+        return []  # a single key/value head is needed by every rank
     mixed = [
         call.product
         for call in run.calls
@@ -214,33 +214,33 @@ def _mixed(flow: Flow, run: BlockRun, found: Regions, tp: int) -> list[str]:
     norms = sorted({n.rpartition(".")[0] for n in found.inside if flow.parameters[prefix + n].shape[-1:] == (width,)})
     what = f"{prefix}{norms[0]} works" if norms else "what runs after it works"
     return [
-        f"{mixed[0].name} cannot be cut by columns: {what} over its whole width ({width}), of which each of {tp} "
+        f"{mixed[0].name} cannot be sharded by columns: {what} over its full width ({width}), of which each of {tp} "
         "ranks would have a part; use fsdp or pipeline parallel"
     ]
 
 
 def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> str:
-    """Why a block cannot be cut as it was found to be."""
+    """Return why a block cannot be sharded as found."""
     tp = plan.dims.tp
     names = ", ".join([*found.columns, *found.rows])
     if plan.sequence_parallel and BlockCheck(flow, run, tp, sequence=False).settle(found) is None:
         return (
-            f"{run.name} cannot run with its sequence cut over tp {tp} ranks: {why}; set parallel.sequence_parallel to "
-            "false"
+            f"{run.name} cannot run with its sequence sharded over tp {tp} ranks: {why}; set "
+            "parallel.sequence_parallel to false"
         )
     return (
-        f"{run.name} cannot be cut over tp {tp} ranks ({names}): {why}, and no change of its modules' whole-number "
-        "attributes makes it right; use fsdp, or leave layers out with tp_styles"
+        f"{run.name} cannot be sharded over tp {tp} ranks ({names}): {why}, and no change of its modules' integer "
+        "attributes makes it correct; use fsdp, or leave layers out with tp_styles"
     )
 
 
 def _head(
     flow: Flow, spec: ModelSpec, plan: Plan, output: Any, styles: dict[str, str] | None
 ) -> tuple[VocabHead | None, list[str]]:
-    """The linear layer whose results are the model's output, where it is over a vocabulary and may be cut."""
+    """Find the linear layer that computes the model's output over a vocabulary, if any."""
     missing = (
-        f"{plan.strategy}: loss_parallel cuts the logits over the vocabulary, and the model's output is not that of a "
-        "linear layer over one that can be cut; set parallel.loss_parallel to false"
+        f"{plan.strategy}: loss_parallel shards the logits over the vocabulary, and the model's output is not that "
+        "of a linear layer over one that can be sharded; set parallel.loss_parallel to false"
     )
     refused = None, [missing] if plan.loss_parallel else []
     linear = [call for call in flow.calls if not call.product.is_lookup]
@@ -265,7 +265,7 @@ def _head(
 
 
 def _place_of(call: Call, output: Any) -> str | int | None:
-    """Where in the model's output the results of ``call`` are: a key, an index, or ``""`` for the output itself."""
+    """Return where the output has the results of ``call``: key, index, or ``""`` for all."""
     depends = Depends()
     if isinstance(output, Mapping):
         items: Any = output.items()
@@ -280,7 +280,7 @@ def _place_of(call: Call, output: Any) -> str | int | None:
 
 
 def _is_position(call: Call) -> bool:
-    """A table that is read by 0, 1, 2, ...: as long as the vocabulary only by chance."""
+    """Return whether a table is read by 0, 1, 2, ... (positions, not a vocabulary)."""
     value = call.value.flatten()
     return value.numel() > 1 and bool((value == torch.arange(value.numel())).all())
 
@@ -293,7 +293,7 @@ def _is_plain_lookup(module: nn.Module) -> bool:
 def _logits_problems(
     flow: Flow, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, head: VocabHead
 ) -> list[str]:
-    """Whether what comes after the head takes logits of which each rank has a part."""
+    """Check that the code after the head accepts logits that are sharded over ranks."""
     tp, vocab = plan.dims.tp, head.product.outputs
     fix = "set parallel.loss_parallel to false"
     for rank in (0, tp - 1):
@@ -311,7 +311,7 @@ def _logits_problems(
                     if place == head.place
                     else (f"the output '{place}' is worked out from all logits (leave labels out of the inputs)")
                 )
-                return [f"{what}, which loss_parallel leaves cut over {tp} ranks; {fix}"]
+                return [f"{what}, which loss_parallel leaves sharded over {tp} ranks; {fix}"]
     return []
 
 
@@ -323,7 +323,7 @@ def _pairs(whole: Any, part: Any) -> list[tuple[str | int, torch.Tensor, torch.T
 
 
 def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tuple[str, ...]:
-    """What a user should know though nothing is wrong."""
+    """Return notes for the user that are not errors."""
     notes = []
     dropout = _dropout(module)
     if dropout is not None:
@@ -334,15 +334,15 @@ def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tu
     whole = sorted({starred(f"{block}.{name}", spec.blocks) for block, found in blocks.items() for name in found.whole})
     if whole:
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-        notes.append(f"not cut by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
+        notes.append(f"not sharded by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
     large = sorted({starred(p.name, spec.blocks) for p in spec.parameters if p.block is not None and len(p.shape) > 2})
     if large:
-        notes.append(f"not cut by tensor parallel: {', '.join(large[:3])}; every rank holds all of it")
+        notes.append(f"not sharded by tensor parallel: {', '.join(large[:3])}; every rank stores all of it")
     return tuple(notes)
 
 
 def _dropout(module: nn.Module) -> tuple[str, float] | None:
-    """A dropout that is on: a module, or a number that is named so."""
+    """Return the first active dropout: a module, or a number with that name."""
     for path, part in module.named_modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             if part.p > 0:

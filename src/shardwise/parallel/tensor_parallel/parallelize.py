@@ -1,4 +1,4 @@
-"""Tensor parallel: which parameter lies how over the ranks, as data, and the forwards that go with it."""
+"""Tensor parallel: placement of each parameter, as data, and the matching forwards."""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ __all__ = ["TensorLayout", "apply_tensor", "distribute", "tensor_layout"]
 def tensor_layout(
     module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None, styles: dict[str, str] | None = None
 ) -> TensorLayout:
-    """Decide on the untouched module; no collective, nothing is changed, weights may be on the meta device.
+    """Decide the layout on the untouched module. No collective.
 
-    ``styles`` maps patterns of module names to ``colwise``, ``rowwise`` or ``replicate`` and is taken in place of what
-    the module publishes (``module.tp_styles``, transformers' plan) or of what its structure says.
+    Weights may be on the meta device.
+
+    ``styles`` maps patterns of module names to ``colwise``, ``rowwise`` or ``replicate`` and takes precedence over
+    the module's own styles (``module.tp_styles``, transformers' plan) and over its structure.
 
     Raises:
-        ModelError: everything that is in the way, with what would work.
+        ModelError: lists all obstacles, with what would work.
     """
     return decide_layout(module, spec, plan, sample, styles)
 
 
 def apply_tensor(stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, plan: Plan) -> None:
-    """Give the modules of ``stage`` the forwards that go with ``layout``; parameters are placed later."""
+    """Give the modules of ``stage`` the forwards of ``layout``; parameters are placed later."""
     TpForwards(stage, layout, mesh, sequence=plan.sequence_parallel).convert_all()
 
 
 def distribute(name: str, whole: torch.Tensor, layout: TensorLayout, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of a whole parameter, as a DTensor over ``mesh`` (of one that is not cut too). No collective."""
+    """Distribute a full parameter over ``mesh`` as a DTensor (also if it is not sharded).
+
+    No collective.
+    """
     dim = layout.shard_dim.get(name)
     if dim is None:
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)

@@ -1,8 +1,8 @@
-"""Where one block can be cut: linear layers cut by columns, what runs between, and the ones cut by rows after it.
+"""Regions of a block to shard: column-parallel layers, code between, row-parallel layers.
 
-Autograd's graph of one run (see `spec.flow`) says what depends on what. Which columns a rank needs is not assumed: it
-is what the inputs of its rows depend on, so fused projections and key/value heads fewer than ranks come out by
-themselves.
+Autograd's graph of one run (see `spec.flow`) gives the dependencies. Which columns a rank needs is not assumed: it
+follows from what the inputs of its rows depend on, so fused projections and fewer key/value heads than ranks need no
+special case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from shardwise.parallel.tensor_parallel.tensor_layout import Slices, chunk
 
 @dataclass
 class Regions:
-    """How one block is cut; names are relative to the block. ``uses`` has one entry for each rank."""
+    """Sharding of one block; names are relative to the block.
+
+    ``uses`` has one entry for each rank.
+    """
 
     columns: dict[str, tuple[Slices, ...]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
@@ -32,13 +35,16 @@ class Regions:
 
 
 class Depends:
-    """Which leaves of autograd's graph a tensor depends on; each node is looked at once."""
+    """Map a tensor to the leaves of autograd's graph that it depends on.
+
+    Each node is visited once.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, frozenset[int]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> frozenset[int]:
-        """Ids of the leaves."""
+        """Return the ids of the leaves."""
         if tensor.grad_fn is None:
             return frozenset({id(tensor)} if tensor.requires_grad else ())
         stack = [tensor.grad_fn]
@@ -62,9 +68,9 @@ class Depends:
 def find_regions(
     run: BlockRun, flow: Flow, tp: int, styles: dict[str, str] | None, *, sequence: bool = False
 ) -> Regions:
-    """Decide for one block, from ``styles`` (full module name to style) where there are any, else by structure.
+    """Decide for one block, by ``styles`` (full module name to style) or by structure.
 
-    ``sequence``: the block is given a part of the sequence on each rank.
+    ``sequence``: the block receives a part of the sequence on each rank.
     """
     found = Regions()
     prefix = f"{run.name}."
@@ -107,7 +113,7 @@ def _style_problems(
     ]
     for call in columns:
         if below[id(call)] & cut:
-            problems.append(f"{call.product.name} is colwise and reads something that is cut already")
+            problems.append(f"{call.product.name} is colwise and reads a tensor that is sharded already")
         readers = [c.product.name for c in calls if id(call.leaf) in below[id(c)] and c not in rows]
         readers += ["the block's output"] if id(call.leaf) in out else []
         if readers:
@@ -116,7 +122,7 @@ def _style_problems(
 
 
 def _size_problems(run: BlockRun, rows: list[Call], tp: int) -> list[str]:
-    """Heads and widths that ``tp`` does not divide, with the degrees that would do."""
+    """List heads and widths that ``tp`` does not divide, with the degrees that would."""
     if not rows:
         return []
     heads = sorted({(a.heads, a.kv_heads) for a in run.attentions})
@@ -143,7 +149,7 @@ def _size_problems(run: BlockRun, rows: list[Call], tp: int) -> list[str]:
 def _strangers(
     run: BlockRun, flow: Flow, columns: list[Call], rows: list[Call], below: dict[int, frozenset[int]]
 ) -> list[str]:
-    """What enters between columns and rows in another way than through the columns, and has a gradient."""
+    """List tensors with a gradient that enter between columns and rows past the columns."""
     prefix = f"{run.name}."
     fine = {id(c.leaf) for c in columns} | {id(p) for n, p in flow.parameters.items() if n.startswith(prefix)}
     known = {id(c.leaf): c.product.name for c in run.calls} | {id(run.hidden): "the block's input"}
@@ -152,16 +158,16 @@ def _strangers(
         others = sorted({known.get(leaf, "a tensor from outside the block") for leaf in below[id(call)] - fine})
         if others:
             problems.append(
-                f"{call.product.name} reads {others[0]} besides what is cut, and the gradient of that would be a part "
-                "on each rank; tensor parallel cannot cut this block"
+                f"{call.product.name} reads {others[0]} besides sharded tensors, and its gradient would be partial "
+                "on each rank; tensor parallel cannot shard this block"
             )
     return problems
 
 
 def _outsiders(run: BlockRun, flow: Flow, depends: Depends, main: torch.Tensor | None) -> list[str]:
-    """What a block computes with besides its hidden states and its own parameters, and has a gradient.
+    """List tensors with a gradient that a block uses besides its hidden states and parameters.
 
-    With the sequence cut each rank works out that gradient from its tokens alone, and nobody adds the parts up.
+    With a sharded sequence each rank computes that gradient from its tokens alone, and the parts are not summed.
     """
     prefix = f"{run.name}."
     own = {id(run.hidden), *(id(c.leaf) for c in run.calls)}
@@ -173,7 +179,7 @@ def _outsiders(run: BlockRun, flow: Flow, depends: Depends, main: torch.Tensor |
     names = sorted(name for name, p in flow.parameters.items() if id(p) in strange)
     what = f"'{names[0]}', which is a parameter outside of it" if names else "a tensor from outside of it"
     return [
-        f"{run.name} computes with {what}, and with the sequence cut its gradient would be a part on each rank; set "
+        f"{run.name} computes with {what}, and with a sharded sequence its gradient would be partial on each rank; set "
         "parallel.sequence_parallel to false"
     ]
 
@@ -181,14 +187,14 @@ def _outsiders(run: BlockRun, flow: Flow, depends: Depends, main: torch.Tensor |
 def _structural(
     run: BlockRun, flow: Flow, calls: list[Call], below: dict[int, frozenset[int]], out: frozenset[int]
 ) -> tuple[list[Call], list[Call]]:
-    """The calls that are cut by columns and by rows: pairs that give the block's width back.
+    """Select column- and row-parallel calls by structure: pairs that return the block's width.
 
-    Pairs that something else enters in between are left whole.
+    Pairs that another tensor enters in between stay unsharded.
     """
     columns: list[Call] = []
     rows: list[Call] = []
     width = run.hidden.shape[-1]
-    cut: set[int] = set()  # leaves of what is cut by columns
+    cut: set[int] = set()  # leaves of column-parallel layers
     back = {id(call.value) for call in calls if call.product.outputs == width}
     for call in calls:
         if call in rows or below[id(call)] & cut:
@@ -206,7 +212,7 @@ def _structural(
 
 
 def _uses(run: BlockRun, flow: Flow, found: Regions, columns: list[Call], rows: list[Call], tp: int) -> None:
-    """Which columns, and which elements of parameters in between, each rank's rows depend on."""
+    """Find the columns, and the elements of parameters between, that each rank's rows need."""
     prefix = f"{run.name}."
     own = {name: p for name, p in flow.parameters.items() if name.startswith(prefix) and p.requires_grad}
     leaves = [c.leaf for c in columns] + list(own.values())
@@ -228,7 +234,7 @@ def _uses(run: BlockRun, flow: Flow, found: Regions, columns: list[Call], rows: 
         for rank in range(tp):
             mask = masks[rank][index]
             if mask is None:
-                found.problems.append(f"no linear layer that is cut by rows reads {call.product.name}")
+                found.problems.append(f"no row-parallel linear layer reads {call.product.name}")
                 break
             of_ranks.append(_slices(mask.flatten(0, -2).any(0)))
         else:
@@ -241,7 +247,7 @@ def _uses(run: BlockRun, flow: Flow, found: Regions, columns: list[Call], rows: 
 
 
 def _slices(mask: torch.Tensor) -> Slices:
-    """A mask as pieces, from and to."""
+    """Convert a mask to slices (start, end)."""
     edges = torch.diff(torch.nn.functional.pad(mask.int(), (1, 1)))
     return tuple(
         zip((edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist(), strict=True)
@@ -249,7 +255,10 @@ def _slices(mask: torch.Tensor) -> Slices:
 
 
 def _cut_of(masks: Iterable[torch.Tensor]) -> tuple[int, tuple[Slices, ...]] | None:
-    """Along which dim the ranks use different elements, and which; ``None`` where each uses all of them."""
+    """Return the dim along which ranks use different elements, and the slices.
+
+    ``None`` if all use all.
+    """
     masks = list(masks)
     if all(bool(mask.all()) for mask in masks):
         return None

@@ -1,4 +1,4 @@
-"""Styles as data: module pattern to style name, from the user, from what transformers publishes, or from a layout."""
+"""Styles as data: module pattern to style name, from the user, transformers, or a layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = {
     "embedding": "embedding",
     "embedding_rowwise": "embedding",
     "replicate": "replicate",
-    "replicated_with_grad_allreduce": "replicate",  # which gradients are parts of a sum is found, not told
+    "replicated_with_grad_allreduce": "replicate",  # partial gradients are detected, not declared
 }
 ATTRIBUTE = "tp_styles"
 
@@ -30,13 +30,15 @@ ATTRIBUTE = "tp_styles"
 def chosen_styles(
     module: nn.Module, given: Mapping[str, str] | None, names: Iterable[str], blocks: Sequence[str]
 ) -> tuple[dict[str, str] | None, bool]:
-    """Module name to ``colwise``, ``rowwise``, ``embedding`` or ``replicate``; ``None`` where structure decides.
+    """Map module names to ``colwise``, ``rowwise``, ``embedding`` or ``replicate``.
 
-    The user's own (given, or the module's ``tp_styles``) come first and are the second value's ``True``: what they do
-    not name stays whole. ``names`` are the modules that may be cut.
+    ``None``: by structure.
+
+        The user's own (given, or the module's ``tp_styles``) take precedence and make the second value ``True``:
+        modules that they do not name stay unsharded. ``names`` are the modules that may be sharded.
 
     Raises:
-        ModelError: a style that is unknown, or a pattern that matches nothing.
+        ModelError: an unknown style, or a pattern that matches nothing.
     """
     names = list(names)
     own = given if given is not None else getattr(module, ATTRIBUTE, None)
@@ -71,7 +73,7 @@ def _published(module: nn.Module) -> dict[str, str]:
 
 
 def _matched(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The style of each name that a pattern matches; the last such pattern decides."""
+    """Return the style of each name that a pattern matches; the last matching pattern decides."""
     found: dict[str, str] = {}
     for pattern, style in styles.items():
         found |= dict.fromkeys(fnmatch.filter(names, pattern), style)
@@ -79,7 +81,7 @@ def _matched(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 
 
 def starred(name: str, blocks: Iterable[str]) -> str:
-    """``layers.*.mlp.up_proj`` for ``layers.3.mlp.up_proj``: a name with its block's number left open."""
+    """Replace the block number in a name: ``layers.*.mlp.up_proj`` for ``layers.3.mlp.up_proj``."""
     for block in blocks:
         if name.startswith(f"{block}."):
             return re.sub(r"(?<=\.)\d+$", "*", block) + name.removeprefix(block)

@@ -1,4 +1,7 @@
-"""`TensorLayout`: how a model is cut over the tensor-parallel ranks, as data. Nothing here computes."""
+"""`TensorLayout`: sharding of a model over the tensor-parallel ranks, as data.
+
+No computation here.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from typing import Any, Literal
 Kind = Literal["colwise", "rowwise", "colwise_gather", "colwise_loss", "embedding", "reads"]
 Place = tuple[str, int | str]  # ("args", position) or ("kwargs", name)
 CONFIG = "config."
-Slices = tuple[tuple[int, int], ...]  # from, to; ascending
+Slices = tuple[tuple[int, int], ...]  # start, end; ascending
 
 
 @dataclass(frozen=True)
 class ParameterView:
     """How a module reads one of its parameters.
 
-    ``dim`` is the dim that it is cut along (``None``: whole on every rank). ``uses`` says for each rank which part of
-    ``uses_dim`` it computes with; empty where that is simply what it holds. ``partial``: each rank's gradient is a part
+    ``dim`` is the dim that it is sharded along (``None``: replicated). ``uses`` gives for each rank the part of
+    ``uses_dim`` that it computes with; empty if that is simply its shard. ``partial``: each rank's gradient is a part
     of the sum.
     """
 
@@ -29,7 +32,10 @@ class ParameterView:
 
 @dataclass(frozen=True)
 class ModuleCut:
-    """The forward that a module is given. ``group`` names the entry that it shares with others."""
+    """Forward that a module is given.
+
+    ``group`` names the input entry that it shares with others.
+    """
 
     kind: Kind
     held: dict[str, ParameterView] = field(default_factory=dict)
@@ -38,7 +44,7 @@ class ModuleCut:
 
 @dataclass(frozen=True)
 class GatheredArgument:
-    """An argument of a module that is gathered along the sequence before its forward."""
+    """Argument of a module that is gathered along the sequence before its forward."""
 
     place: Place
     group: str
@@ -46,14 +52,13 @@ class GatheredArgument:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a model is cut over the tensor-parallel ranks; names are those of the whole model.
+    """Sharding of a model over the tensor-parallel ranks; names are those of the full model.
 
-    ``shard_dim`` names only parameters that are cut. ``styles`` is the same in words: module pattern to style.
-    ``first`` and ``last`` are the blocks where a whole sequence is cut and put together again (empty where it is not
-    cut), with the places of the hidden states in their arguments. ``logits`` is where the model's output has the
-    vocabulary cut over the ranks, as a key or an index (``None``: nowhere). ``attributes`` are whole numbers that
-    modules go by, as they are for one rank's share. ``lent``: for a module, those whose parameters its forward computes
-    with.
+    ``shard_dim`` names only sharded parameters. ``styles`` is the same in words: module pattern to style. ``first`` and
+    ``last`` are the blocks where a full sequence is sharded and gathered (empty where it is not sharded), with the
+    places of the hidden states in their arguments. ``logits`` is where the model's output has the vocabulary sharded
+    over the ranks, as a key or an index (``None``: nowhere). ``attributes`` are integers among the attributes of
+    modules, with their values for one rank. ``lent``: for a module, those whose parameters its forward computes with.
     """
 
     shard_dim: dict[str, int] = field(default_factory=dict)
@@ -71,7 +76,7 @@ class TensorLayout:
 
 
 def set_numbers(place: dict[str, Any], changed: dict[str, int]) -> None:
-    """Change whole numbers among a module's attributes, or in a configuration that it alone has a copy of then."""
+    """Change integer attributes of a module, or of a configuration that it then copies."""
     for key, value in changed.items():
         if key.startswith(CONFIG):
             place["config"] = copy.copy(place["config"])
@@ -81,6 +86,9 @@ def set_numbers(place: dict[str, Any], changed: dict[str, int]) -> None:
 
 
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """From and to of a rank's part of ``size``, as ``torch.chunk`` cuts: the last ones may have less, or nothing."""
+    """Return start and end of a rank's part of ``size``, as ``torch.chunk`` splits.
+
+    The last parts may be smaller or empty.
+    """
     each = -(-size // ranks)
     return min(rank * each, size), min((rank + 1) * each, size)

@@ -1,6 +1,6 @@
-"""What the ranks of a tensor-parallel group send each other in forward and in backward, each pair as one function.
+"""Collectives of a tensor-parallel group, each paired with its backward in one function.
 
-Activations are [samples, length, ...] and are cut along dim 1. Everything here works on plain local tensors.
+Activations are [samples, length, ...] and are sharded along dim 1. Everything here works on plain local tensors.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PART = "exposed_tp"
 
 
 class TpGroup:
-    """The ranks of one tensor-parallel group, and where this one stands among them."""
+    """Ranks of one tensor-parallel group, and this rank's index in it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        # gloo's reduce-scatter sends as much as an all-reduce does; pieces sent apart and added here cost half of it
+        # gloo's reduce-scatter sends as much as an all-reduce does; separate sends and a local sum cost half of it
         self.sums_pieces = dist.get_backend(group) == "gloo"
 
 
@@ -38,7 +38,7 @@ def all_reduce(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor, group: TpGroup, dim: int = SEQUENCE) -> torch.Tensor:
-    """The equal parts of all ranks side by side along ``dim``."""
+    """Concatenate the equal parts of all ranks along ``dim``."""
     tensor = tensor.contiguous()
     found = tensor.new_empty((group.size, *tensor.shape))
     with WAITS.part(PART):
@@ -47,7 +47,7 @@ def all_gather(tensor: torch.Tensor, group: TpGroup, dim: int = SEQUENCE) -> tor
 
 
 def reduce_scatter(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """This rank's part, along the sequence, of the sum over the group."""
+    """Return this rank's part, along the sequence, of the sum over the group."""
     shape = list(tensor.shape)
     shape[SEQUENCE : SEQUENCE + 1] = [group.size, shape[SEQUENCE] // group.size]
     pieces = tensor.reshape(shape).movedim(SEQUENCE, 0).contiguous()
@@ -63,7 +63,7 @@ def reduce_scatter(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
 
 
 def part(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """This rank's part along the sequence, contiguous."""
+    """Return this rank's part along the sequence, contiguous."""
     length = tensor.shape[SEQUENCE] // group.size
     return tensor.narrow(SEQUENCE, group.rank * length, length).contiguous()
 
@@ -87,7 +87,7 @@ class _Share(Function):
 
 
 def share(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """Forward as it is, backward summed: a whole tensor goes into work that is shared out."""
+    """Identity in forward, all-reduce in backward: a replicated tensor enters sharded work."""
     found: torch.Tensor = _Share.apply(tensor, group)
     return found
 
@@ -103,7 +103,7 @@ class _Sum(Function):
 
 
 def add_up(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """Forward summed, backward as it is: parts of a sum become a whole tensor."""
+    """All-reduce in forward, identity in backward: partial sums become a replicated tensor."""
     found: torch.Tensor = _Sum.apply(tensor, group)
     return found
 
@@ -120,7 +120,7 @@ class _GatherIn(Function):
 
 
 def gather_in(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """Forward gathered along the sequence, backward summed and cut: a cut tensor goes into work that is shared out."""
+    """All-gather along the sequence in forward, reduce-scatter in backward: enters sharded work."""
     found: torch.Tensor = _GatherIn.apply(tensor, group)
     return found
 
@@ -137,7 +137,7 @@ class _SumOut(Function):
 
 
 def add_up_cut(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """Forward summed and cut along the sequence, backward gathered: parts of a sum become a cut tensor."""
+    """Reduce-scatter along the sequence in forward, all-gather in backward."""
     found: torch.Tensor = _SumOut.apply(tensor, group)
     return found
 
@@ -154,7 +154,7 @@ class _CutSequence(Function):
 
 
 def cut_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """Forward cut along the sequence, backward gathered."""
+    """Split along the sequence in forward, all-gather in backward."""
     found: torch.Tensor = _CutSequence.apply(tensor, group)
     return found
 
@@ -171,7 +171,7 @@ class _JoinSequence(Function):
 
 
 def join_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
-    """Forward gathered along the sequence, backward cut: what comes after is the same work on every rank."""
+    """All-gather along the sequence in forward, split in backward: replicated work follows."""
     found: torch.Tensor = _JoinSequence.apply(tensor, group)
     return found
 
@@ -194,16 +194,16 @@ class _JoinLast(Function):
 
 
 def join_last(tensor: torch.Tensor, group: TpGroup, widths: Sequence[int]) -> torch.Tensor:
-    """Forward gathered along the last dim, whose parts may be uneven (``widths``); backward cut."""
+    """All-gather along the last dim in forward (uneven ``widths`` allowed), split in backward."""
     found: torch.Tensor = _JoinLast.apply(tensor, group, widths)
     return found
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a tensor that lies over the ranks by rows are used where.
+    """Rows of a row-sharded tensor that each rank sends and receives.
 
-    ``sent`` are rows that this rank has, one user after the other; ``there`` and ``here`` say how many each other rank
+    ``sent`` are local rows, grouped by receiver; ``there`` and ``here`` count the rows that each other rank
     uses of this one's, and this one of each other's.
     """
 
@@ -232,9 +232,9 @@ class _Exchange(Function):
 
 
 def exchange(local: torch.Tensor, group: TpGroup, rows: Rows) -> torch.Tensor:
-    """Rows of a tensor that lies over the ranks by rows: each gets those that it uses, in ascending order.
+    """Exchange rows of a row-sharded tensor: each rank gets those it uses, ascending.
 
-    Backward adds up, where a row lies, what all its users have.
+    Backward sums the gradients of all users on the rank that has the row.
     """
     found: torch.Tensor = _Exchange.apply(local, group, rows)
     return found

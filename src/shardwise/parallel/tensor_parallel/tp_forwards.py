@@ -1,7 +1,7 @@
-"""The forwards of modules under tensor parallel: plain local tensors in, plain local tensors out.
+"""Module forwards under tensor parallel: plain local tensors in, plain local tensors out.
 
-A module becomes a subclass of its own class with the same name. Its parameters stay DTensors (that is what FSDP2, the
-optimizer and checkpoints see); its forward reads the local part of them.
+A module becomes a subclass of its own class with the same name. Its parameters stay DTensors (as FSDP2, the
+optimizer and checkpoints see them); its forward reads their local part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KINDS: dict[Any, type] = {}
 
 
 class Way:
-    """How a whole or a cut tensor enters work that the ranks share out, once for all that read it.
+    """Entry of a full or a sharded tensor into sharded work, once for all its readers.
 
     The last tensor that entered is kept until the last of its ``readers`` has it.
     """
@@ -58,7 +58,7 @@ class Way:
         self.left = 0
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` as the shared-out work reads it."""
+        """Return ``tensor`` as the sharded work reads it."""
         found = self.entered if self.source is tensor else None
         if found is None:
             if self.sequence:
@@ -73,14 +73,17 @@ class Way:
 
 
 def _as_computed(tensor: torch.Tensor) -> torch.Tensor:
-    """In the dtype that matrix products under autocast want, before it is sent."""
+    """Cast to the dtype that matrix products under autocast use, before it is sent."""
     if torch.is_autocast_enabled(tensor.device.type) and tensor.dtype == torch.float32:
         return tensor.to(torch.get_autocast_dtype(tensor.device.type))
     return tensor
 
 
 class Reader:
-    """Reads one parameter of a module as its forward needs it; ``size`` is that of the dim that it is taken from."""
+    """Read one parameter of a module as its forward needs it.
+
+    ``size`` is that of the dim it is taken from.
+    """
 
     def __init__(self, held: ParameterView, group: TpGroup, device: str, size: int) -> None:
         self.group, self.partial, self.dim = group, held.partial, held.uses_dim
@@ -92,7 +95,7 @@ class Reader:
             self.rows = _rows(held.uses, size, group, device)
 
     def __call__(self, parameter: Any) -> Any:
-        """The part of ``parameter`` that this rank computes with."""
+        """Return the part of ``parameter`` that this rank computes with."""
         if not isinstance(parameter, DTensor):
             return parameter
         if self.index is not None:
@@ -103,7 +106,7 @@ class Reader:
 
 
 def _rows(uses: Sequence[Slices], size: int, group: TpGroup, device: str) -> Rows:
-    """Which rows each rank uses of those that this one has, and how many this one uses of each other's."""
+    """Count local rows that each rank uses, and rows of the others that this rank uses."""
     borders = [chunk(size, group.size, at) for at in range(group.size)]
     first, end = borders[group.rank]
     sent = [[row - first for row in _within(slices, first, end)] for slices in uses]
@@ -113,7 +116,7 @@ def _rows(uses: Sequence[Slices], size: int, group: TpGroup, device: str) -> Row
 
 
 def _within(slices: Slices, first: int, end: int) -> list[int]:
-    """The rows of ``slices`` that are not before ``first`` and before ``end``."""
+    """List the rows of ``slices`` in ``[first, end)``."""
     return [row for start, stop in slices for row in range(max(start, first), min(stop, end))]
 
 
@@ -122,7 +125,7 @@ def _indices(slices: Slices, device: str) -> torch.Tensor:
 
 
 class TpForwards:
-    """Gives the modules of one stage their forwards."""
+    """Convert the modules of one stage to their forwards."""
 
     def __init__(self, stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, *, sequence: bool) -> None:
         self.layout, self.mesh, self.sequence = layout, mesh, sequence
@@ -131,14 +134,14 @@ class TpForwards:
         self.ways: dict[str, Way] = {}
 
     def way(self, name: str) -> Way:
-        """The entry that all of one group share; it is counted by those that ask for it."""
+        """Return the input entry of a group; readers are counted by each request."""
         inside = name.startswith("block:")
         way = self.ways.setdefault(name, Way(self.group, 0, sequence=self.sequence and inside))
         way.readers += 1
         return way
 
     def readers(self, module: nn.Module, cut: ModuleCut) -> dict[str, Reader]:
-        """How the module reads each of its parameters."""
+        """Return a reader for each of the module's parameters."""
         found = {}
         for key, held in cut.held.items():
             parameter = module._parameters.get(key)
@@ -148,16 +151,16 @@ class TpForwards:
         return found
 
     def convert_all(self) -> None:
-        """Give every module the forward that goes with its name in the layout."""
+        """Convert every module in the layout to its forward."""
         for name, module in self.modules.items():
-            if any(True for _ in module.parameters()):  # a stage has what is another's as an empty module
+            if any(True for _ in module.parameters()):  # a stage has modules of other stages as empty modules
                 self.convert(module, name)
         head = next((name for name, cut in self.layout.modules.items() if cut.kind == "colwise_loss"), "")
         if head and head in self.modules and self.modules[head]._parameters.get("weight") is not None:
             self.outputs(self.modules[""])
 
     def convert(self, module: nn.Module, name: str) -> None:
-        """Give ``module`` the forward that goes with its name in the layout."""
+        """Convert ``module`` to the forward that the layout has for its name."""
         set_numbers(module.__dict__, self.layout.attributes.get(name, {}))
         cut = self.layout.modules.get(name)
         if cut is not None and any(module._parameters.get(key) is not None for key in cut.held):
@@ -178,7 +181,7 @@ class TpForwards:
             _around(module, after=lambda output: _on_hidden(output, lambda x: join_sequence(x, self.group)))
 
     def linear(self, module: nn.Module, cut: ModuleCut) -> None:
-        """A ``Linear`` (or transformers' ``Conv1D``) on local weights."""
+        """Convert a ``Linear`` (or transformers' ``Conv1D``) to local weights."""
         readers = self.readers(module, cut)
         weight, bias = readers["weight"], readers.get("bias")
         turned = not isinstance(module, nn.Linear)
@@ -202,7 +205,7 @@ class TpForwards:
         _subclass(module, {"forward": forward})
 
     def embedding(self, module: nn.Embedding, cut: ModuleCut) -> None:
-        """A lookup in rows that lie over the ranks: each gives those that it has, and zeros for the rest."""
+        """Look up in row-sharded weights: each rank returns its rows, and zeros elsewhere."""
         size, group = module.num_embeddings, self.group
         first, end = chunk(size, group.size, group.rank)
         if module.padding_idx is not None:
@@ -224,13 +227,14 @@ class TpForwards:
         length = hidden.shape[SEQUENCE]
         if length % ranks:
             raise ModelError(
-                f"sequence parallel cuts the sequence over tp {ranks} ranks, and its length {length} is not a multiple "
+                f"sequence parallel shards the sequence over tp {ranks} ranks, and its length {length} is not a "
+                "multiple "
                 f"of {ranks}; pad it to {-(-length // ranks) * ranks} or set parallel.sequence_parallel to false"
             )
         return _put(self.layout.hidden, cut_sequence(hidden, self.group), args, kwargs)
 
     def outputs(self, stage: nn.Module) -> None:
-        """Let the logits of the model come out as a DTensor that is cut over the vocabulary."""
+        """Make the model return its logits as a DTensor that is sharded over the vocabulary."""
         place, vocab, mesh = self.layout.logits, self.layout.vocab, self.mesh
         if place is None:
             return
@@ -247,8 +251,8 @@ class TpForwards:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if kwargs.get("labels") is not None:
                 raise ModelError(
-                    "loss_parallel leaves the logits cut over the vocabulary, and a model that is given labels works "
-                    "out a loss of its own from them; leave labels out of its inputs or set parallel.loss_parallel to "
+                    "loss_parallel leaves the logits sharded over the vocabulary, but the model computes its "
+                    "own loss when labels are passed; remove labels from its inputs or set parallel.loss_parallel to "
                     "false"
                 )
             return args, kwargs
@@ -303,7 +307,10 @@ def _around(
 
 
 def _read(module: nn.Module, readers: dict[str, Reader]) -> None:
-    """While ``module``'s forward runs, its parameters are read by ``readers``; at other times they are as they lie."""
+    """Read ``module``'s parameters through ``readers`` during its forward.
+
+    At other times they are unchanged.
+    """
 
     def reading(key: str, reader: Reader) -> property:
         def get(self: nn.Module) -> Any:
@@ -317,7 +324,7 @@ def _read(module: nn.Module, readers: dict[str, Reader]) -> None:
 
 
 def _read_besides(module: nn.Module, owners: list[nn.Module]) -> None:
-    """While ``module``'s forward runs, the parameters of ``owners`` are read as a forward reads them."""
+    """Read the parameters of ``owners`` as in a forward, while ``module``'s forward runs."""
 
     def around(inner: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = [owner.__dict__.get(_READING, False) for owner in owners]
@@ -333,7 +340,10 @@ def _read_besides(module: nn.Module, owners: list[nn.Module]) -> None:
 
 
 def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
-    """``around(inner, module, *args, **kwargs)`` becomes the forward; ``inner`` is the one before."""
+    """Make ``around(inner, module, *args, **kwargs)`` the forward.
+
+    ``inner`` is the previous one.
+    """
     above = type(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -343,9 +353,9 @@ def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def _subclass(module: nn.Module, namespace: dict[str, Any]) -> None:
-    """Modules of one type whose members run the same code share a subclass, so that equal blocks are compiled once.
+    """Share one subclass among equal modules, so that equal blocks compile once.
 
-    What differs (readers, entries) is in closures, and they are attributes of the module.
+    What differs (readers, entries) is in closures, which are attributes of the module.
     """
     kind = type(module)
     codes = tuple((key, getattr(value, "fget", value).__code__) for key, value in namespace.items())

@@ -1,1 +1,1 @@
-"""The lines of a receipt, one file for each kind."""
+"""Lines of a receipt, one file for each kind."""

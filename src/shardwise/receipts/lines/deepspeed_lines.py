@@ -1,8 +1,8 @@
-"""The effects receipt under an engine that shards, reduces and updates by itself: judged from its live objects.
+"""Effects receipt under DeepSpeed, which shards, reduces and updates by itself.
 
-What is planned comes from the plan and the model's structure, by ZeRO's arithmetic as DeepSpeed documents it: under
-ZeRO-1 and 2 the trained parameters of a group are flattened, padded to a multiple of twice the ranks and cut; under
-ZeRO-3 each parameter is flattened, padded to a multiple of the ranks and cut.
+Findings come from its live objects; expectations come from the plan and the model's structure, by ZeRO's arithmetic as
+DeepSpeed documents it: under ZeRO-1 and 2 the trained parameters of a group are flattened, padded to a multiple of
+twice the ranks and sharded; under ZeRO-3 each parameter is flattened, padded to a multiple of the ranks and sharded.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _WHERE: dict[Place, str] = {"device": "the device", "cpu": "host memory", "nvme"
 
 @dataclass(frozen=True)
 class SeenGradients:
-    """The gradients of an engine between the last backward and the update: elements on this rank, and dtypes."""
+    """Gradients of an engine before the update: elements on this rank, and dtypes."""
 
     elements: int
     dtypes: str
 
     @staticmethod
     def of(engine: Engine) -> SeenGradients:
-        """Those that are there now."""
+        """Record the current gradients."""
         held = engine.held()
         return SeenGradients(state.local_elements(held.gradients), state.dtypes(held.gradients))
 
 
 def engine_lines(session: Session, step: Step, watch: StepWatch, seen: SeenGradients | None) -> Iterator[Line]:
-    """Every line that this rank can judge alone. ``seen`` is what was noted when the gradients were there."""
+    """Yield every line that this rank can check alone; ``seen`` are the recorded gradients."""
     engine: Any = session.applied.engine
     held = engine.held()
     plan = session.plan
@@ -89,14 +89,14 @@ def _dtype_lines(session: Session, watch: StepWatch, held: EngineTensors, seen: 
 
 @dataclass(frozen=True)
 class PlannedElements:
-    """Elements that a rank should hold, padding included: parameters that compute, and the optimizer's share."""
+    """Planned elements on a rank, with padding: compute parameters, and the optimizer's share."""
 
     parameters: int
     stepped: int
 
 
 def planned_elements(session: Session, groups: tuple[tuple[str, ...], ...]) -> PlannedElements:
-    """ZeRO's arithmetic over the model's structure; ``groups`` are the names in each of the optimizer's groups."""
+    """Compute ZeRO's shards from the model's structure; ``groups`` are names by optimizer group."""
     plan, ranks, spec = session.plan, session.dp, session.spec
     sizes = {name: p.num_elements for p in spec.parameters for name in (p.name, *p.aliases)}
     trained = {name for p in spec.parameters if p.trainable for name in (p.name, *p.aliases)}
@@ -125,7 +125,7 @@ def _share_lines(session: Session, engine: Any, held: EngineTensors, seen: SeenG
 
 
 def _planned_swap(session: Session, engine: Any) -> Swapped:
-    """What of it should be on the drive."""
+    """Return the planned data on the drive."""
     spec = session.spec
     sizes = {name: p.num_elements for p in spec.parameters for name in (p.name, *p.aliases)}
     trained = {name for p in spec.parameters if p.trainable for name in (p.name, *p.aliases)}
@@ -134,7 +134,7 @@ def _planned_swap(session: Session, engine: Any) -> Swapped:
 
 
 def _place_lines(session: Session, engine: Any, held: EngineTensors) -> Iterator[Line]:
-    """Where state and parameters rest, by DeepSpeed's own switches and by the files that are there."""
+    """Yield lines on the storage of state and parameters, by DeepSpeed's settings and by files."""
     plan = session.plan
     state_at, weights_at = engine.places()
     yield _same("optimizer state rests in", _WHERE[optimizer_place(plan)], _WHERE[state_at])
@@ -148,7 +148,7 @@ def _place_lines(session: Session, engine: Any, held: EngineTensors) -> Iterator
 
 
 def _swap_line(session: Session, engine: Any, held: EngineTensors) -> Line:
-    """At least the bytes of what should be swapped lie in this rank's files under the folder of the plan."""
+    """Check that this rank's swap files contain at least the bytes to be swapped."""
     plan, states = session.plan, workload_of(session.optimizer).optimizer_states or 0
     expected = _planned_swap(session, engine).num_bytes(plan, states)
     inside = [path for path in held.swapped if plan.nvme_path and path.is_relative_to(plan.nvme_path)]
@@ -178,7 +178,7 @@ def _reduces(item: Any) -> bool:
 
 
 def _traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
-    """Gradients are reduced once in a step under ZeRO-1, and after each micro batch under ZeRO-2 and 3."""
+    """Yield lines on traffic: ZeRO-1 reduces once a step, ZeRO-2 and 3 after each micro batch."""
     if session.dp == 1:
         return
     times = 1 if zero_stage(session.plan) == 1 else len(step.micros)

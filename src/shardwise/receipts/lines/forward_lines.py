@@ -1,4 +1,4 @@
-"""How often a step's forwards went through the model and its blocks: the model's own business, which the plan follows.
+"""Count forwards of the model and its blocks in a step, which the model decides.
 
 A model may be called twice for a micro batch (pairs, adversaries), and may call one block many times or leave one out.
 """
@@ -18,7 +18,7 @@ from shardwise.train.step import Step
 
 
 class ForwardCounts:
-    """Forwards with gradients of one step, by micro batch; what runs without them is the user's own.
+    """Forwards with gradients of one step, by micro batch; others are the user's own.
 
     ``inside`` counts calls of each block by the model's own forward, ``block_calls`` all of them, and
     ``recomputed`` those in a backward.
@@ -42,11 +42,11 @@ class ForwardCounts:
 
     @property
     def number(self) -> int:
-        """Forwards of the model; 0 where nothing says it."""
+        """Number of forwards of the model; 0 if unknown."""
         return self._by_micro.total()
 
     def of_units(self, blocks: tuple[str, ...]) -> dict[str | None, UnitCalls]:
-        """How often each sharding unit ran, ``None`` for what is outside of the blocks; empty where nothing says it."""
+        """Return the calls of each sharding unit, ``None`` for the root; empty if unknown."""
         if not self.number or self._apart:
             return {}
         found: dict[str | None, UnitCalls] = {
@@ -61,17 +61,17 @@ class ForwardCounts:
 
     @property
     def shapes_known(self) -> list[tuple[int, int]] | None:
-        """Samples and length of each forward of the model; ``None`` where its inputs do not say so."""
+        """Return samples and length of each forward; ``None`` if the inputs do not show them."""
         known = [shape for shape in self.shapes if shape is not None]
         return known if len(known) == len(self.shapes) else None
 
     def one_each(self, blocks: tuple[str, ...]) -> bool:
-        """Whether every block ran once in each forward of the model, as far as is known."""
+        """Return whether every block ran once in each forward of the model, as far as known."""
         return not self.number or self._apart or all(self.inside[block] == self.number for block in blocks)
 
     @property
     def _end(self) -> int:
-        """The last micro batch, whose backward reduces gradients."""
+        """Return the last micro batch, whose backward reduces gradients."""
         return len(self._step.micros) - 1
 
     @property
@@ -79,14 +79,14 @@ class ForwardCounts:
         return self._end - self._session.micros_left
 
     def of_blocks(self, blocks: tuple[str, ...], micros: int) -> dict[str, int]:
-        """Forwards of each block that are not recomputed: one in each of the model's, or as many as it made."""
+        """Return forwards of each block without recompute: one per model forward, or as counted."""
         number = self.number or micros
-        if not self.number or self._apart:  # a block that was called by itself is nobody's plan
+        if not self.number or self._apart:  # a block that was called by itself is not in any plan
             return dict.fromkeys(blocks, number)
         return {block: self.inside[block] for block in blocks}
 
     def block(self, name: str) -> None:
-        """A block is called."""
+        """Count a call of a block."""
         if not torch.is_grad_enabled():
             self._aside[name] += 1
             return

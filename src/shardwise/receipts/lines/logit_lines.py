@@ -1,4 +1,4 @@
-"""How many logits are there at once: the largest tensor over the vocabulary from the head to its backward's end."""
+"""Count logits in memory: the largest vocabulary tensor from the head to its backward's end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from shardwise.train.step import Step
 
 
 class LogitsWatch:
-    """Looks at every tensor that is made from the head's forward to the end of its backward. ``rows`` is the most.
+    """Inspect every tensor created from the head's forward to its backward.
 
-    What has as many columns as the vocabulary counts, unless it has the shape of the head's weight.
+    ``rows`` is the maximum.
+
+    Tensors with as many columns as the vocabulary count, except in the shape of the head's weight.
     """
 
     def __init__(self, session: Session) -> None:
@@ -34,13 +36,13 @@ class LogitsWatch:
             self._hook = head.register_forward_pre_hook(self._enter)
 
     def stop(self) -> None:
-        """End; what was seen stays."""
+        """Stop; the records stay."""
         if self._hook is not None:
             self._hook.remove()
         self._on = False
 
     def look(self, operator: Any, made: Any) -> None:
-        """At what an operator has made."""
+        """Inspect the result of an operator."""
         if not self._on:
             return
         if self._session.phase not in ("forward", "backward"):
@@ -48,7 +50,7 @@ class LogitsWatch:
             return
         schema = getattr(operator, "_schema", None)
         if schema is None or any(result.alias_info is not None for result in schema.returns):
-            return  # a view, or what was there before
+            return  # a view, or an older tensor
         for tensor in made if isinstance(made, tuple | list) else (made,):
             wide = isinstance(tensor, torch.Tensor) and tensor.ndim > 1 and tensor.shape[-1] == self.vocab
             if wide and tensor.shape != self._weight:
@@ -66,7 +68,7 @@ class LogitsWatch:
 
 
 def logits_line(session: Session, step: Step, watch: LogitsWatch) -> Line:
-    """Rows of logits at once: of the largest micro batch, divided by the plan's chunks, and those that were seen."""
+    """Compare rows of logits in memory with the plan's chunks of the largest micro batch."""
     chunks, name = session.plan.loss_chunks, "logits at once"
     sizes = [micro.labels.numel() for micro in step.micros if isinstance(micro.labels, torch.Tensor)]
     rows = max((chunk_rows(size, chunks) for size in sizes), default=0)

@@ -1,4 +1,4 @@
-"""Lines on adapters: which layers have one, what was frozen, and where the packed base rests."""
+"""Receipt lines on adapters: adapted layers, frozen parameters, and the quantized base."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
 
 
 def adapter_lines(session: Session) -> Iterator[Line]:
-    """What this rank can judge alone; nothing where neither the plan nor the module has adapters."""
+    """Yield the lines that this rank can check alone; none if plan and module have no adapters."""
     plan, module = session.plan, session.module
     found = adapters_of(module)
     if plan.parsed.adapter == "none" and found is None:
@@ -64,7 +64,10 @@ def _joined(values: set[Any]) -> str:
 
 
 def _base_lines(plan: Plan, module: nn.Module) -> Iterator[Line]:
-    """The base is frozen, and rests in the dtype that is computed in; packed weights have a line of their own."""
+    """Check that the base is frozen and stored in the compute dtype.
+
+    Quantized weights are separate.
+    """
     base = [p for name, p in module.named_parameters() if not any(part in clean_name(name) for part in _PARTS)]
     trained = sum(p.requires_grad for p in base)
     kept = [p for p in base if p.is_floating_point()]
@@ -74,7 +77,7 @@ def _base_lines(plan: Plan, module: nn.Module) -> Iterator[Line]:
 
 
 def _packed_lines(session: Session, spec: ModelSpec, adapters: Adapters) -> Iterator[Line]:
-    """Bytes of the 4-bit weights that rest here, and of their scales, which are whole on every rank."""
+    """Count the bytes of local 4-bit weights, and of their scales, which every rank has in full."""
     from shardwise.parallel.lora.quantize import packing_layers
 
     names = {f"{name}.weight" for name in adapters.packed}

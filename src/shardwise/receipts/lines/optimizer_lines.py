@@ -1,4 +1,4 @@
-"""Lines on the optimizer: what state it keeps, where it steps, and when."""
+"""Receipt lines on the optimizer: its state, and where and when it steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.units import bytes_text
 
 
 class OptimizerWatch:
-    """What an optimizer steps, seen as it begins to: each parameter with a gradient, where it lies, and the phase."""
+    """Recorder of an optimizer's step: parameters with a gradient, their devices, and phases."""
 
     def __init__(self, session: Session) -> None:
         self.phases: dict[int, str] = {}  # by the id of the parameter
@@ -35,7 +35,7 @@ class OptimizerWatch:
         self._hook = session.optimizer.register_step_pre_hook(self._see)
 
     def stop(self) -> None:
-        """End; what was seen stays."""
+        """Stop; the records stay."""
         self._hook.remove()
 
     def _see(self, optimizer: Optimizer, *_: object) -> None:
@@ -48,7 +48,7 @@ class OptimizerWatch:
 
 
 def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
-    """Where the optimizer steps, and how many parameters it steps before the backward is over."""
+    """Yield lines on the step's device and on parameters stepped before the backward ends."""
     plan = session.plan
     if plan.parsed.engine != "torch":  # its own optimizer steps
         return
@@ -64,7 +64,7 @@ def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
 
 
 def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
-    """Dtypes and size of the optimizer's state: elements, or bytes where state is not shaped as the parameters are."""
+    """Yield lines on the state's dtypes and size: elements, or bytes for other shapes."""
     states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
     spec = _with_state(session, used_spec(session))
     trained = {p.dtype for p in spec.parameters if p.trainable}
@@ -90,7 +90,7 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
 
 
 def _with_state(session: Session, spec: ModelSpec) -> ModelSpec:
-    """``spec``, where what an earlier step has made state of counts as trained: all ranks may skip it in this one."""
+    """Return ``spec`` with parameters that already have state as trained; a step may skip them."""
     inner, home = getattr(session.optimizer, "optim", session.optimizer), home_of(session.module)
     kept = {clean_name(name) for name, p in session.module.named_parameters() if inner.state.get(p)}
     if home is not None:
@@ -104,7 +104,7 @@ def _with_state(session: Session, spec: ModelSpec) -> ModelSpec:
 
 
 def _stepped(session: Session, spec: ModelSpec, workload: Workload) -> tuple[list[ParameterSpec], list[ParameterSpec]]:
-    """The parameters with dimensions whose state is here, and all that the optimizer steps."""
+    """Return the parameters, with dimensions, whose state is local, and all that are stepped."""
     groups = stepped_groups(spec, workload)
     mine = every = [p for group in groups for p in group if p.shape]
     ranks = session.plan.dims.dp * session.plan.dims.cp

@@ -1,4 +1,4 @@
-"""Lines on the options of a plan that show in nothing else: each turns false when its option did not take effect."""
+"""Receipt lines on plan options, each false if its option did not take effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEDULES = {
 
 
 def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
-    """What this rank can judge alone."""
+    """Yield the lines that this rank can check alone."""
     dims = session.plan.dims
     if dims.splits_model:
         yield _mesh_line(session)
@@ -45,7 +45,7 @@ def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Lin
 
 
 def _mesh_line(session: Session) -> Line:
-    """The axes as they are, beside the degrees of the plan."""
+    """Compare the actual mesh axes with the degrees of the plan."""
     dims, meshes = session.plan.dims, session.applied.meshes
     planned = {"pp": dims.pp, "dp": dims.dp, "cp": dims.cp, "tp": dims.tp}
     found = dict.fromkeys(planned, 1)
@@ -58,7 +58,7 @@ def _mesh_line(session: Session) -> Line:
 
 
 def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
-    """The schedule by its class, and by how many micro batches were on their way through a stage at once."""
+    """Check the schedule by its class, and by the most micro batches in flight in a stage."""
     plan, pipeline = session.plan, session.applied.pipeline
     number, stages = len(run_micros(session, step)), plan.dims.pp * plan.virtual_stages
     flies: int | None = None
@@ -80,7 +80,7 @@ def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
 
 
 def _compile_line(session: Session, watch: StepWatch) -> Line:
-    """Every forward of a block was one compiled graph."""
+    """Check that every forward of a block was one compiled graph."""
     blocks = len(session.applied.blocks) if session.plan.compile else 0
     calls, runs = watch.compiled_calls
     graphs = 0 if watch.compiled is None else watch.compiled.blocks
@@ -89,7 +89,7 @@ def _compile_line(session: Session, watch: StepWatch) -> Line:
 
 
 def _prefetch_line(session: Session, watch: StepWatch) -> Line:
-    """How many blocks FSDP2 is told to gather ahead, and how many units were gathered when the first block ran."""
+    """Compare FSDP2's prefetch depth with the units gathered when the first block ran."""
     depth, forward = session.plan.prefetch, gathered_ahead(session.module)[0]
     if session.plan.dims.pp > 1:  # stages run in turn
         return _option("prefetch", str(min(depth, _longest(session))), str(forward))
@@ -101,7 +101,7 @@ def _prefetch_line(session: Session, watch: StepWatch) -> Line:
 
 
 def _longest(session: Session) -> int:
-    """Blocks of the longest stage here: more cannot be gathered ahead."""
+    """Count the blocks of the longest local stage, the largest possible prefetch depth."""
     return max(len(blocks) for blocks in planned_stages(session).values())
 
 

@@ -1,4 +1,4 @@
-"""Who was given which samples: compared over ranks by hash."""
+"""Receipt lines on the samples of each rank, compared by hash."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PACKED = "documents in a sample"
 
 
 def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Iterator[Line]:
-    """No micro batch of this step was given to two ranks; ranks that work on one sample together had the same.
+    """Check that no micro batch went to two data-parallel ranks, and that their groups agree.
 
-    Where the data repeats itself from step to step (``before`` are the last step's hashes), as when one batch is
-    overfitted on purpose, that is told and not held against the run. Under context parallel a rank has a chunk of each
-    sample; chunks without a label (padding) may well be alike, and are left out.
+    If the data repeats from step to step (``before`` are the last step's hashes), as when one batch is
+    overfitted on purpose, that is reported and not an error. Under context parallel a rank has a chunk of each
+    sample; chunks without a label (padding) may be equal, and are left out.
     """
     dims = session.plan.dims
     mine = [digest(micro) for micro in micros if not micro.filler and (dims.cp == 1 or micro.num_tokens)]
@@ -43,13 +43,13 @@ def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Ite
 
 
 def packed_line(*, mask_borders: bool) -> Line:
-    """What packing means, told and not checked: attention goes across documents, whatever their borders' labels."""
+    """Report that packing lets attention cross documents, whatever the labels at their borders."""
     borders = "first tokens without loss" if mask_borders else "first tokens with loss"
     return Line(name=PACKED, planned="packed", found=f"attend to each other, {borders}", ok=None)
 
 
 def _distinct(everyone: dict[int, list[str]], dealer: str, *, repeats: bool) -> Line:
-    """The line over one rank of each team."""
+    """Build the line over one rank of each team."""
     holders: dict[str, list[int]] = {}
     for rank, digests in everyone.items():
         for text in digests:
@@ -71,7 +71,7 @@ def _distinct(everyone: dict[int, list[str]], dealer: str, *, repeats: bool) -> 
 
 
 def digest(micro: Micro) -> str:
-    """A hash over all tensors of a micro batch."""
+    """Hash all tensors of a micro batch."""
     found = hashlib.blake2b(digest_size=8)
     for leaf in _pytree.tree_leaves((micro.inputs, micro.labels)):
         if isinstance(leaf, torch.Tensor):
@@ -82,6 +82,6 @@ def digest(micro: Micro) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a plain tensor, in order."""
+    """Return the bytes of a plain tensor, in order."""
     flat = tensor.detach().to("cpu").contiguous().flatten()
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,4 +1,4 @@
-"""Lines on how the model stands: sharding units, stages, tied parameters, block forwards, where state lives."""
+"""Receipt lines on structure: units, stages, tied parameters, block forwards, placement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPLICAS_FLOOR = 1e-4
 
 
 def structure_lines(session: Session, step: Step, forwards: ForwardCounts) -> Iterator[Line]:
-    """What this rank can judge alone."""
+    """Yield the lines that this rank can check alone."""
     plan, spec, module = session.plan, used_spec(session), session.module
     unused = _trainable_here(session, spec) - spec.num_trainable
     if unused:
@@ -63,10 +63,10 @@ def structure_lines(session: Session, step: Step, forwards: ForwardCounts) -> It
 
 
 def block_line(spec: ModelSpec, plan: Plan, micros: int, forwards: ForwardCounts, recompute: str) -> Line:
-    """Forwards of blocks: one of each in every forward of the model, or as it made them, and the recomputed ones."""
+    """Check forwards of blocks: one per model forward, or as called, plus the recomputed ones."""
     calls = forwards.of_blocks(spec.blocks, micros)
     least, most = expected_block_calls(spec, plan, micros, calls)
-    own = forwards.recomputed if plan.recompute == "none" else 0  # by a checkpoint of the model's own
+    own = forwards.recomputed if plan.recompute == "none" else 0  # by the model's own checkpointing
     found = forwards.block_calls - own
     number = forwards.number or micros
     often = f"; {number} forwards of the model" if number != micros else ""
@@ -93,7 +93,7 @@ def _live(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _present(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
-    """Those names of a tied parameter that this rank's stages use."""
+    """Return the names of a tied parameter that this rank's stages use."""
     live = _live(module)
     return tuple(name for name in names if name in live)
 
@@ -104,7 +104,7 @@ def _is_tied(module: nn.Module, names: Iterable[str]) -> bool:
 
 
 def offload_lines(session: Session) -> Iterator[Line]:
-    """Where parameters and optimizer state rest."""
+    """Yield lines on where parameters and optimizer state are stored."""
     plan, module = session.plan, session.module
     if not plan.parsed.shards_parameters:
         return
@@ -118,7 +118,7 @@ def offload_lines(session: Session) -> Iterator[Line]:
 
 
 def tied_lines(session: Session) -> Iterator[Line]:
-    """Every block is on one stage, and what several stages share has the same values on each; collective."""
+    """Check that every block is on one stage and shared parameters are equal; collective."""
     plan, spec = session.plan, session.spec
     if plan.dims.pp == 1:
         return
@@ -159,10 +159,10 @@ def tied_lines(session: Session) -> Iterator[Line]:
 
 
 def replica_lines(session: Session) -> Iterator[Line]:
-    """What every tensor-parallel rank holds whole has the same gradient on each; collective.
+    """Check that parameters replicated over tp have equal gradients on each rank; collective.
 
-    A gradient that each rank has a part of, or works out from other numbers, drifts apart without any other sign. What
-    is zero but for rounding (a key's bias) is left out.
+    A gradient that is partial, or computed from different numbers, drifts apart without any other sign. Gradients
+    that are zero up to rounding (a key's bias) are left out.
     """
     plan = session.plan
     if plan.dims.tp == 1:

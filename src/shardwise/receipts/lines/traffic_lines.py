@@ -1,4 +1,4 @@
-"""Lines on what ranks have sent each other, beside what the plan says that they send."""
+"""Receipt lines on collectives, beside those that the plan expects."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OWN_AXES = ("tp", "cp", "pp")
 
 
 def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
-    """A line for each collective that is expected or was seen; over each axis, where the plan cuts the model."""
-    stepped, reduced = used_spec(session), part_of(session)  # what has no gradient is reduced as zeros all the same
+    """Yield a line per expected or observed collective, and per axis if the model is split."""
+    stepped, reduced = used_spec(session), part_of(session)  # parameters without a gradient are reduced as zeros
     if session.plan.dims.splits_model:
         sent = cut_traffic(session, reduced, run_micros(session, step), watch)
         found = _cut_totals(session, watch.recorder.collectives)
@@ -51,12 +51,12 @@ def _line(name: str, expected: Traffic | None, calls: int, size: int) -> Line:
 
 
 def range_text(ends: tuple[int, int], text: Callable[[int], str]) -> str:
-    """One number, or from least to most."""
+    """Format one number, or a range from least to most."""
     return text(ends[0]) if ends[0] == ends[1] else f"{text(ends[0])} to {text(ends[1])}"
 
 
 def _cut_totals(session: Session, collectives: list[Collective]) -> dict[str, tuple[int, int]]:
-    """Calls and bytes by collective and axis."""
+    """Sum calls and bytes by collective and axis."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for item in collectives:
         if is_planned(session, item):
@@ -67,9 +67,9 @@ def _cut_totals(session: Session, collectives: list[Collective]) -> dict[str, tu
 
 
 def is_planned(session: Session, item: Collective) -> bool:
-    """Whether a collective is the plan's business: not what the session itself says, nor what a user's forward does.
+    """Return whether a collective belongs to the plan, not to the session or a user's forward.
 
-    A pipeline runs forwards and backwards in turn, and all of it is one phase; DDP's book-keeping is in forward.
+    A pipeline runs forwards and backwards in turn, as one phase; DDP's book-keeping is in forward.
     """
     if item.phase in ("backward", "optimizer"):
         return True
@@ -79,7 +79,7 @@ def is_planned(session: Session, item: Collective) -> bool:
 
 
 def is_reduction(session: Session, item: Collective) -> bool:
-    """Whether a collective reduces gradients over data-parallel ranks."""
+    """Return whether a collective reduces gradients over data-parallel ranks."""
     if item.name == "all_gather" or item.axis in _OWN_AXES:
         return False
     return item.phase == "backward" or (item.phase == "forward" and is_planned(session, item))

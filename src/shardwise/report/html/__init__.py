@@ -1,1 +1,1 @@
-"""The report of a run as one HTML file."""
+"""Report of a run as one HTML file."""

@@ -1,4 +1,4 @@
-"""The lower part of the page: time, memory, other measurements, receipts, plan, environment; from the `RunRecord`."""
+"""Lower part of the page: time, memory, measurements, receipts, plan, environment."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from shardwise.report.html.text import (
 
 MARKS = {True: ("✓", "holds", "yes"), False: ("✗", "false", "no"), None: ("·", "told, not checked", "told")}
 SAVES = 12
-"""Checkpoints that are listed: the last ones."""
+"""Number of checkpoints that are listed: the last ones."""
 PLANNED = ("strategy", "device", "precision", "recompute", "micro_batch", "grad_accum", "seq_len")
-"""What is said of every plan; everything else only where it is not as it is by itself."""
+"""Plan keys that are always shown; others only if they differ from the default."""
 
 
 def time_section(record: RunRecord, charts: dict[str, Figure]) -> Safe:
-    """Where the time went: over the run, by rank, and part by part."""
+    """Show the run's time: over steps, by rank, and by part."""
     timing = record.timing
     parts: list[Safe] = []
     if record.series.parts_s:
@@ -102,8 +102,8 @@ def _part_row(part: str, timing: Timing) -> tuple[str, str, str, str, str]:
 def _timing_facts(timing: Timing) -> Iterable[str]:
     if timing.stopwatch_s is not None:
         whole = timing.step_s + sum(timing.between_s.values())
-        both = f"{milliseconds(whole)}; a stopwatch says {milliseconds(timing.stopwatch_s)}"
-        yield f"Parts and what lies between add up to {both}."
+        both = f"{milliseconds(whole)}; by stopwatch {milliseconds(timing.stopwatch_s)}"
+        yield f"Parts and the time between steps add up to {both}."
     if timing.warm_up:
         yield f"Left out are the first {timing.warm_up} steps, in which things warm up."
     if timing.late_rank is not None and timing.world_size > 1:
@@ -121,7 +121,7 @@ def _timing_facts(timing: Timing) -> Iterable[str]:
     if absent:
         why = [f"{words(part)} ({timing.unmeasured[part]})" for part in absent if part in timing.unmeasured]
         rest = [words(part) for part in absent if part not in timing.unmeasured]
-        yield f"Not in this run, or not told apart: {', '.join([*why, *rest])}."
+        yield f"Not in this run, or not separated: {', '.join([*why, *rest])}."
 
 
 def _saves(record: RunRecord) -> Safe:
@@ -132,7 +132,7 @@ def _saves(record: RunRecord) -> Safe:
 
 
 def memory(record: RunRecord, charts: dict[str, Figure]) -> Safe:
-    """What the plan said a rank would hold, and what it held."""
+    """Show the predicted and the measured memory of a rank."""
     found = record.memory
     parts: list[Safe] = []
     if found.peaks:
@@ -173,7 +173,7 @@ def _ratio(found: int | None, planned: int | None) -> str:
 
 
 def samples(key: str, title: str, found: BenchSamples | None, text: str, charts: dict[str, Figure]) -> Safe | None:
-    """Measurements of another verb; nothing where none were given."""
+    """Show measurements of another command; nothing if none were given."""
     if found is None:
         return None
     rows = table(found.columns, found.rows, numbers=range(1, len(found.columns))) if found.rows else None
@@ -183,7 +183,7 @@ def samples(key: str, title: str, found: BenchSamples | None, text: str, charts:
 
 
 def receipts(record: RunRecord) -> Safe:
-    """Every claim of the plan that was checked, and what was only told."""
+    """Show every claim of the plan that was checked, and those only reported."""
     if not record.receipts:
         return section("receipts", "Receipts", el("p", "No receipt is in the folder.", class_="none"))
     return section("receipts", "Receipts", *(_receipt(name, found) for name, found in record.receipts.items()))
@@ -206,7 +206,7 @@ def _receipt(name: str, receipt: Receipt | None) -> Safe:
 
 
 def plan(record: RunRecord) -> Safe:
-    """The plan and the batch equation; the config below it."""
+    """Show the plan and the batch equation; the config below it."""
     parts: list[Safe] = []
     if record.plan is None:
         parts.append(el("p", "The plan is unknown.", class_="none"))
@@ -238,7 +238,7 @@ def _value(value: Any) -> str:
 
 
 def environment(record: RunRecord) -> Safe:
-    """Versions, system and devices."""
+    """Show versions, system and devices."""
     if not record.environment:
         return section("environment", "Environment", el("p", "What the run ran on is unknown.", class_="none"))
     return section("environment", "Environment", pairs(list(record.environment.items())))

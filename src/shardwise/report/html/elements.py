@@ -1,7 +1,7 @@
-"""``report.html``: one file about a run, made from its `RunRecord` alone, with everything it needs inside.
+"""``report.html``: a self-contained page about a run, made from its `RunRecord` alone.
 
-The page forbids itself the network by its content security policy. Charts are drawn by plotly.js, which is embedded
-where the package plotly is installed; without it the tables under the charts are open instead.
+Its content security policy forbids network access. Charts are drawn by plotly.js, which is embedded
+if the package plotly is installed; without it the tables under the charts are open instead.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LINKS_TEXT = "Bus bandwidth of each collective over the size of a message."
 
 
 def write_report(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """``report.json`` and ``report.html`` of a run whose last step is done, by that run; ``None`` where that fails.
+    """Write ``report.json`` and ``report.html`` after a run's last step; ``None`` on failure.
 
-    A run is never worse for its report: whatever goes wrong is told through ``say``, and nothing is raised.
+    The report never fails a run: errors are reported through ``say``, and nothing is raised.
     """
     try:
         return make_report(folder, ended=True)
     except ShardwiseError as error:
         say(f"no report: {error}")
-    except Exception as error:  # a defect of the report must not cost anyone the run's exit code
+    except Exception as error:  # a defect of the report must not change the run's exit code
         say(f"no report: {type(error).__name__}: {error}; shardwise report '{folder}' makes it again")
     return None
 
@@ -55,10 +55,12 @@ def make_report(
     links: BenchSamples | None = None,
     ended: bool = False,
 ) -> Path:
-    """Write both files and return the page's path; the record lies beside the page. ``ended`` is `read_run`'s.
+    """Write both files and return the page's path; the record is beside it.
+
+    ``ended``: see `read_run`.
 
     Raises:
-        UserError: ``folder`` holds no run, or ``output`` is no HTML file.
+        UserError: ``folder`` has no run, or ``output`` is not an HTML file.
         MachineError: the files cannot be written.
     """
     if output is not None and output.suffix != ".html":
@@ -76,14 +78,14 @@ def make_report(
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put ``text`` in place of what was there, at once: a page is never half of one."""
+    """Replace a file atomically by ``text``: a page is never incomplete."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def plotly_js() -> str | None:
-    """The text of plotly.js from the installed package; ``None`` without it. The package itself is not loaded."""
+    """Return plotly.js from the installed package, without loading it; ``None`` if missing."""
     spec = find_spec("plotly")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -92,7 +94,7 @@ def plotly_js() -> str | None:
 
 
 def all_figures(record: RunRecord) -> dict[str, figures.Figure]:
-    """The charts that the record has the numbers for, by name."""
+    """Build the charts that the record has numbers for, by name."""
     series, timing = record.series, record.timing
     found = {
         "loss": figures.loss_figure(series),
@@ -112,12 +114,12 @@ def _count(value: float) -> str:
 
 
 def _size(value: float) -> str:
-    """``64 KiB`` for a message of so many bytes."""
+    """Format a message size, such as ``64 KiB``."""
     return bytes_text(value).replace(".00", "")
 
 
 def render(document: str) -> str:
-    """The page of a ``report.json``."""
+    """Render the page of a ``report.json``."""
     record = RunRecord.model_validate_json(document)
     library = plotly_js()
     charts = all_figures(record) if library is not None else {}
@@ -139,7 +141,7 @@ def render(document: str) -> str:
         details.receipts(record),
         details.plan(record),
         details.environment(record),
-        el("footer", "Made from report.json alone. Unknown is said, not guessed."),
+        el("footer", "Made from report.json alone. Unknown values are marked, not guessed."),
         el("script", _json(charts), id="figures", type="application/json"),
         el("script", Safe(library)) if library is not None else None,
         el("script", Safe((ASSETS / "report.js").read_text())),
@@ -158,7 +160,7 @@ def render(document: str) -> str:
 
 
 def _json(charts: dict[str, figures.Figure]) -> Safe:
-    """The figures as JSON that no script element can be left with."""
+    """Serialize the figures as JSON that cannot close a script element."""
     kept = {name: {key: figure[key] for key in ("data", "layout")} for name, figure in charts.items()}
     return Safe(json.dumps(kept, allow_nan=False).replace("<", "\\u003c"))
 

@@ -1,5 +1,7 @@
-"""What a run ran on, in words: versions, system, devices and their driver. Kept beside the run, because a report may be
-made later and elsewhere. No torch is loaded for it, and nothing here names a host, a user or a path."""
+"""Environment of a run: versions, system, devices and driver.
+
+Stored with the run, because a report may be made later and elsewhere. It loads no torch, and has no host, user or path.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ PACKAGES = ("shardwise", "torch", "triton", "transformers", "tokenizers", "datas
 
 
 def environment_facts() -> dict[str, str]:
-    """Names and values of this machine and its packages; what is not there is left out."""
+    """Return names and values of this machine and its packages; missing ones are left out."""
     facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     for name in PACKAGES:
         try:
@@ -27,7 +29,7 @@ def environment_facts() -> dict[str, str]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Names of the GPUs and version of their driver, from NVML; empty where there is none."""
+    """Return the GPUs' names and driver version from NVML; empty without a GPU."""
     import pynvml
 
     try:
@@ -46,7 +48,7 @@ def gpu_facts() -> dict[str, str]:
 
 
 def write_environment(folder: Path) -> None:
-    """Keep the facts of now in ``folder``; a run that goes on elsewhere replaces them.
+    """Write the current facts to ``folder``; a run that resumes elsewhere replaces them.
 
     Raises:
         OSError: the folder cannot be written.

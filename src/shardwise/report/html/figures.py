@@ -1,4 +1,4 @@
-"""The charts as Plotly figures: plain dicts, drawn by plotly.js in the reader's browser.
+"""Charts as Plotly figures: plain dicts, drawn by plotly.js in the reader's browser.
 
 A colour written ``var:name`` is looked up in the style sheet when a chart is drawn, so that one figure serves the light
 and the dark page. Plotly reads tags in texts, so names that come from a file are escaped.
@@ -18,18 +18,18 @@ from shardwise.report.html.run_record import BenchSamples, Column, Curve, Evalua
 
 Figure = dict[str, Any]
 SMALL = 0.005
-"""A part below this share of a step is drawn with the others like it: it would be no wider than a line."""
+"""Parts below this share of a step are drawn together: they would be no wider than a line."""
 SMOOTHED = 60
-"""Points from which on a line through their running median is drawn over them."""
+"""Number of points from which on their running median is drawn over them."""
 RANKS = 16
-"""Ranks that are drawn; of more, those that work longest and those that work shortest."""
+"""Most ranks to draw; of more, those that work longest and those that work shortest."""
 CURVES = 6
 MIB, GIB = 2**20, 2**30
 _AXIS = {"gridcolor": "var:grid", "linecolor": "var:line", "zeroline": False, "automargin": True, "ticks": ""}
 
 
 def figure(data: Sequence[Figure], *, x: str, y: str, height: int = 300, **layout: Any) -> Figure:
-    """A figure in the page's style; ``x`` and ``y`` are the titles of the axes, with units."""
+    """Build a figure in the page's style; ``x`` and ``y`` are axis titles with units."""
     base: Figure = {
         "height": height,
         "margin": {"l": 8, "r": 16, "t": 12, "b": 8},
@@ -47,7 +47,7 @@ def figure(data: Sequence[Figure], *, x: str, y: str, height: int = 300, **layou
 
 
 def running_median(values: Column, width: int) -> list[float | None]:
-    """The median of each value's neighbourhood of ``width`` values; fewer at the ends."""
+    """Return the running median of ``width`` values around each value; fewer at the ends."""
     half = width // 2
     found: list[float | None] = []
     for place in range(len(values)):
@@ -63,7 +63,7 @@ def _line(x: Sequence[Any], y: Sequence[Any], name: str, tone: str, **more: Any)
 
 
 def _measured(series: Series, values: Column, name: str, digits: str) -> list[Figure]:
-    """The points; where they are many, pale ones and their running median."""
+    """Plot points, or if there are many, pale ones and their running median."""
     hover = f"step %{{x:,}}: %{{y:{digits}}}<extra></extra>"
     if len(values) < SMOOTHED:
         return [_line(series.step, values, name, "var:accent", hovertemplate=hover, marker={"color": "var:accent"})]
@@ -73,7 +73,7 @@ def _measured(series: Series, values: Column, name: str, digits: str) -> list[Fi
 
 
 def _end_label(series: Series, values: Column, digits: str) -> list[Figure]:
-    """The last known value, written at the end of its line."""
+    """Label the last known value at the end of its line."""
     known = [(step, value) for step, value in zip(series.step, values, strict=True) if value is not None]
     if not known:
         return []
@@ -84,7 +84,7 @@ def _end_label(series: Series, values: Column, digits: str) -> list[Figure]:
 
 
 def loss_figure(series: Series) -> Figure | None:
-    """Training loss over steps; ``None`` where there is none."""
+    """Plot training loss over steps; ``None`` without losses."""
     if not any(value is not None for value in series.loss):
         return None
     data = _measured(series, series.loss, "loss", ".4f")
@@ -92,7 +92,7 @@ def loss_figure(series: Series) -> Figure | None:
 
 
 def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
-    """Held-out bits per byte over steps; ``None`` for fewer than two evaluations, which a sentence tells better."""
+    """Plot held-out bits per byte over steps; ``None`` for fewer than two evaluations."""
     if len(evaluations) < 2:
         return None
     x, y = [e.step for e in evaluations], [e.heldout_bits_per_byte for e in evaluations]
@@ -106,7 +106,7 @@ def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
 
 
 def throughput_figure(series: Series, median: float | None, saves: Sequence[SavedCheckpoint]) -> Figure | None:
-    """Tokens a second over steps, with the run's figure as a line and checkpoints as ticks."""
+    """Plot tokens per second over steps, with the run's figure and its checkpoints."""
     if not any(value is not None for value in series.tokens_per_s):
         return None
     shapes, notes = [], []
@@ -138,9 +138,9 @@ def _thousands(value: float) -> str:
 
 
 def parts_figure(series: Series) -> Figure | None:
-    """Seconds of a step by part, stacked, over steps; ``None`` where the run logged none.
+    """Plot stacked seconds of a step by part; ``None`` if the run logged none.
 
-    Beside the figure: ``keys``, what its colours are, and ``off_scale``, the steps that its axis leaves out.
+    The figure also has ``keys``, the meaning of its colours, and ``off_scale``, the steps beyond its axis.
     """
     sums = {part: sum(v or 0.0 for v in column) for part, column in series.parts_s.items()}
     whole = sum(sums.values())
@@ -180,7 +180,7 @@ def parts_figure(series: Series) -> Figure | None:
 
 
 def _scale(heights: Sequence[float]) -> float:
-    """The top of an axis: the highest, unless that is a single peak far above all others, such as a first step's."""
+    """Return the top of an axis: the highest value, or lower for a single extreme peak."""
     ordinary = statistics.quantiles(heights, n=50)[-1] if len(heights) > 20 else max(heights)
     return max(heights) if max(heights) < 1.5 * ordinary else max(h for h in heights if h <= 1.5 * ordinary)
 
@@ -190,7 +190,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def shown_ranks(timing: Timing) -> list[int]:
-    """Ranks to draw: all, or of many those that work longest and shortest themselves, in order."""
+    """Select ranks to draw: all, or of many those that work longest and shortest, in order."""
 
     def own(rank: int) -> float:
         return sum(
@@ -205,9 +205,9 @@ def shown_ranks(timing: Timing) -> list[int]:
 
 
 def ranks_figure(timing: Timing) -> Figure | None:
-    """One bar a rank, split into parts; ``None`` for a single rank, whose parts are the table's.
+    """Plot one bar per rank, split into parts; ``None`` for a single rank (see the table).
 
-    Beside the figure: ``keys``, ``unit`` and ``whose``, the ranks in words.
+    The figure also has ``keys``, ``unit`` and ``whose``, the ranks in words.
     """
     ranks = shown_ranks(timing)
     if len(ranks) < 2:
@@ -239,7 +239,7 @@ def ranks_figure(timing: Timing) -> Figure | None:
 
 
 def memory_figure(memory: Memory) -> Figure | None:
-    """Predicted and measured peaks by phase; ``None`` where nothing was measured."""
+    """Plot predicted and measured peaks by phase; ``None`` without measurements."""
     if not memory.peaks:
         return None
     told = {} if memory.predicted is None else {str(p.name): p.allocated for p in memory.predicted.phases}
@@ -272,9 +272,9 @@ def memory_figure(memory: Memory) -> Figure | None:
 
 
 def curves_figure(samples: BenchSamples | None, *, x: str, y: str, text: Callable[[float], str]) -> Figure | None:
-    """Measured curves as points and lines, predicted ones dashed with their interval, on axes of equal ratios.
+    """Plot measured curves and dashed predictions with intervals, on log-log axes.
 
-    ``text`` writes a value of ``x``. Beside the figure: ``keys``, a colour for each group of curves.
+    ``text`` formats a value of ``x``. The figure also has ``keys``, a colour for each group of curves.
     """
     if samples is None or not samples.curves:
         return None

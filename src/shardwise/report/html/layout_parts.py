@@ -1,4 +1,4 @@
-"""The parts of a step on the page: their colours, their order, and what they add up to."""
+"""Parts of a step on the page: colours, order, and families."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from shardwise.measure.step_time.timing import BETWEEN, NAMES, PARTS, Timing
 
 FAMILIES = {
     "computing": ("forward", "backward", "recompute", "clip", "optimizer"),
-    "communication that nothing hides": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
+    "exposed communication": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
     "waiting for slowest rank": ("slowest_rank",),
     "data": ("data", "transfer"),
     "the loop's own code": ("other",),
 }
-"""What the parts are summed up to in a sentence; every part is in one of them."""
+"""Families of parts for a summary sentence; every part is in one of them."""
 ORDER = tuple(part for family in FAMILIES.values() for part in family)
-"""From the bottom of a stack to its top: what computes first, what waits on top of it."""
+"""Stack order from bottom to top: compute first, waiting on top of it."""
 
 
 def words(part: str) -> str:
-    """A part as it is called for people; an unknown one by its own name."""
+    """Return a part's title; an unknown part keeps its name."""
     return NAMES.get(part, part)
 
 
 def colour(part: str) -> str:
-    """The variable of the style sheet that holds a part's colour."""
+    """Return the style sheet variable of a part's colour."""
     return f"p-{part}" if part in PARTS or part in BETWEEN else "p-other"
 
 
 def ordered(parts: Mapping[str, object]) -> list[str]:
-    """The parts that are there, in the order of the stack; unknown ones last."""
+    """Order the present parts as in the stack; unknown ones last."""
     return [part for part in ORDER if part in parts] + [part for part in parts if part not in ORDER]
 
 
 def families(timing: Timing) -> list[tuple[str, float]]:
-    """Seconds of a step by family, largest first; families that take nothing are left out."""
+    """Sum seconds of a step by family, largest first; empty families are left out."""
     sums = {name: sum(timing.seconds(part) for part in parts) for name, parts in FAMILIES.items()}
     return sorted(((name, value) for name, value in sums.items() if value > 0), key=lambda item: -item[1])

@@ -1,4 +1,4 @@
-"""From a run's folder to its `RunRecord`: reads what is there, and says what is not."""
+"""Read a run's folder into its `RunRecord`, and report what is missing."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ TIMING, FINDINGS, LOCK = "timing.json", "findings.json", ".lock"
 NO_JOB = "the config, the prediction and the plan's reason are unknown"
 NO_SUMMARY = "the run has not come to its end, and its receipts are unknown"
 ROWS = 600
-"""Rows of a series at most: more is neither seen on a screen nor quick to draw."""
+"""Most rows of a series: more are neither visible on a screen nor quick to draw."""
 
 _T = TypeVar("_T")
 _MEANS = ("time", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s")
 
 
 class _Lenient(BaseModel):
-    """A file of a run as far as the report reads it; everything in it may be missing."""
+    """File of a run as far as the report reads it; everything in it may be missing."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -71,7 +71,7 @@ class _Job(_Lenient):
 
     @property
     def steps(self) -> int | None:
-        """Steps that were planned; ``None`` where epochs were."""
+        """Planned steps; ``None`` if epochs were planned."""
         found = self.config.get("train", {}).get("steps")
         return found if isinstance(found, int) else None
 
@@ -105,13 +105,13 @@ class _Summary(_Lenient):
 
 @dataclass
 class _Files:
-    """The files of a run folder; what cannot be used is remembered as a sentence."""
+    """Files of a run folder; unusable ones are recorded as sentences."""
 
     folder: Path
     problems: list[str] = field(default_factory=list)
 
     def document(self, name: str, without: str) -> Any:
-        """What a JSON file holds; ``None``, and a sentence that ends in ``without``, where there is none."""
+        """Read a JSON file; ``None``, and a sentence that ends in ``without``, if it is unusable."""
         path = self.folder / name
         try:
             return json.loads(path.read_text(), parse_constant=lambda _: None)
@@ -122,7 +122,7 @@ class _Files:
         return None
 
     def fact(self, name: str, kind: type[_T] | TypeAdapter[_T], value: Any, without: str) -> _T | None:
-        """``value`` as what it should be; ``None``, and a sentence, where it is something else."""
+        """Validate ``value``; ``None``, and a sentence, if it is invalid."""
         if value is None:
             return None
         adapter: TypeAdapter[_T] = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
@@ -138,18 +138,18 @@ class _Files:
 def read_run(
     folder: Path, *, scaling: BenchSamples | None = None, links: BenchSamples | None = None, ended: bool = False
 ) -> RunRecord:
-    """All numbers of the run in ``folder``, which may be finished, going on, or dead.
+    """Read all numbers of the run in ``folder``, which may be finished, running, or dead.
 
-    ``ended``: the run itself asks, whose last step is done although a process still holds the folder.
+    ``ended``: the caller is the run itself, whose last step is done although a process still has the folder's lock.
 
     Raises:
         UserError: there is no run in it.
     """
     if not folder.is_dir():
-        raise UserError(f"'{folder}' is no folder; give the folder of a run, which is train.output of its config")
+        raise UserError(f"'{folder}' is not a folder; give a run folder (train.output of its config)")
     if not any((folder / name).exists() for name in (METRICS, SUMMARY, JOB)):
         raise UserError(
-            f"'{folder}' holds no run: neither {METRICS} nor {SUMMARY} nor {JOB} is in it; "
+            f"'{folder}' contains no run: neither {METRICS} nor {SUMMARY} nor {JOB} is in it; "
             "give the folder that train.output names"
         )
     files = _Files(folder)
@@ -159,7 +159,7 @@ def read_run(
     summary = files.fact(SUMMARY, _Summary, files.document(SUMMARY, NO_SUMMARY), NO_SUMMARY) or _Summary()
     timed = summary.timing or files.document(TIMING, "where the time went is unknown")
     timing = files.fact(TIMING, Timing, timed, "it is left out")
-    told = summary.findings or files.document(FINDINGS, "nobody has looked for what the run loses time to")
+    told = summary.findings or files.document(FINDINGS, "no diagnosis was made")
     findings = files.fact(FINDINGS, TypeAdapter(tuple[Finding, ...]), told, "they are left out")
     use = files.fact(SUMMARY, Utilisation, summary.utilisation, "the use of the devices is left out")
     done = int(steps[-1]["step"]) if steps else summary.steps or 0
@@ -200,7 +200,7 @@ def read_run(
 
 @dataclass(frozen=True)
 class _Told:
-    """What the figures are taken from, beside the logged lines."""
+    """Sources of the figures, beside the logged lines."""
 
     summary: _Summary
     job: _Job
@@ -250,7 +250,7 @@ def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[SavedCheckpoint], 
 
 
 def series_of(steps: Sequence[dict[str, Any]], rows: int = ROWS) -> Series:
-    """The logged steps as columns, in ``rows`` rows at most; see `Series` for what a row holds."""
+    """Convert the logged steps to columns, in ``rows`` rows at most; see `Series`."""
     size = max(1, math.ceil(len(steps) / rows))
     last = [steps[min(start + size, len(steps)) - 1] for start in range(0, len(steps), size)]
     return Series(
@@ -269,7 +269,7 @@ def _inner(line: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _inner_columns(tables: Sequence[dict[str, Any]], size: int) -> dict[str, Column]:
-    """A column for each name that has a number anywhere, in the order in which they come in."""
+    """Build a column for each name that has a number anywhere, in order of appearance."""
     names = dict.fromkeys(name for table in tables for name in table)
     columns = {name: _column(tables, name, size) for name in names}
     return {name: column for name, column in columns.items() if any(value is not None for value in column)}
@@ -291,25 +291,25 @@ def _median(values: Iterable[Any]) -> float | None:
 
 
 def _finite(value: Any) -> float | None:
-    """A number as it is; ``None`` for anything else."""
+    """Return a finite number unchanged; ``None`` for anything else."""
     if type(value) is float or (isinstance(value, int | float) and not isinstance(value, bool)):
-        with contextlib.suppress(OverflowError):  # a whole number that no float can be
+        with contextlib.suppress(OverflowError):  # an integer too large for a float
             return value if math.isfinite(value) else None
     return None
 
 
 def _whole(value: Any) -> int | None:
-    """A whole number; ``None`` for anything else."""
+    """Return an integer; ``None`` for anything else."""
     found = _finite(value)
     return None if found is None or found != int(found) else int(found)
 
 
 def _step_seconds(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds of all logged steps: each line speaks for the steps since the line before it."""
+    """Sum the seconds of all logged steps; each line covers the steps since the line before it."""
     if not steps or any(_finite(line.get("step_time_s")) is None for line in steps):
         return None
     ends = [int(line["step"]) for line in steps]
-    before = ends[0] - (ends[1] - ends[0]) if len(ends) > 1 else 0  # a log that another folder began
+    before = ends[0] - (ends[1] - ends[0]) if len(ends) > 1 else 0  # a log that began in another folder
     starts = [max(0, before), *ends]
     return math.fsum(line["step_time_s"] * (end - start) for line, start, end in zip(steps, starts, ends, strict=False))
 
@@ -322,7 +322,7 @@ def _metrics(files: _Files) -> list[dict[str, Any]]:
         files.problems.append(f"{METRICS} cannot be read ({_one_line(error)}): loss and throughput are unknown")
         return []
     if not any("loss" in line for line in lines):
-        files.problems.append(f"{METRICS} holds no step: loss and throughput are unknown")
+        files.problems.append(f"{METRICS} contains no step: loss and throughput are unknown")
     return lines
 
 
@@ -336,7 +336,7 @@ def _save(line: dict[str, Any]) -> SavedCheckpoint:
 
 
 def _plan(files: _Files, job: _Job) -> Plan | None:
-    """The plan of the job; else the one in the folder, which is the same."""
+    """Return the plan of the job, or else the same one from the folder."""
     if job.plan is not None:
         return files.fact(JOB, Plan, job.plan, "the plan is left out")
     try:
@@ -351,7 +351,7 @@ def _plan(files: _Files, job: _Job) -> Plan | None:
 
 
 def _memory(job: _Job, summary: _Summary) -> Memory:
-    """The prediction of the job, and what the summary says was measured."""
+    """Combine the job's predicted and the summary's measured memory."""
     found = summary.memory or _Measured()
     peaks = found.peaks or _Peaks()
     rest = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
@@ -367,7 +367,7 @@ def _memory(job: _Job, summary: _Summary) -> Memory:
 
 
 def _receipts(summary: _Summary) -> dict[str, Receipt | None]:
-    """Receipts as the summary has them; ``None`` for one that was not checked."""
+    """Return the receipts of the summary; ``None`` for one that was not checked."""
     found: dict[str, Receipt | None] = {}
     for name, receipt in summary.receipts.items():
         try:
@@ -378,19 +378,19 @@ def _receipts(summary: _Summary) -> dict[str, Receipt | None]:
 
 
 def _state(done: int, summary: _Summary, job: _Job, *, held: bool) -> tuple[State, str]:
-    """Whether the run has come to its end, in a word and in a sentence."""
+    """Return the state of the run, as a word and as a sentence."""
     of = f" of {job.steps}" if job.steps else ""
     if summary.steps is not None and summary.steps >= max(done, job.steps or 0):
         return "finished", f"all {done} steps are done"
     if held:
-        return "running", f"step {done}{of} is the last one logged, and a process still holds the folder"
+        return "running", f"step {done}{of} is the last one logged, and a process still uses the folder"
     if not job.config and summary.steps is None:
         return "unknown", f"step {done} is the last one logged; how many were planned is not in the folder"
     return "unfinished", f"it stopped before its end: step {done}{of} is the last one logged"
 
 
 def _held(folder: Path) -> bool:
-    """Whether a process has the run's lock; False where there is none."""
+    """Return whether a process has the run's lock; False if there is none."""
     try:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""`RunRecord`: all numbers of one run, as ``report.json`` holds them. The page is made from this alone.
+"""`RunRecord`: all numbers of one run, as in ``report.json``; the only source of the page.
 
-Bytes, seconds and US dollars; ``None`` is unknown, never zero. Keys may be added under the same ``schema``, and none
-is taken away or changes its meaning.
+Bytes, seconds and US dollars; ``None`` is unknown, never zero. Keys may be added under the same ``schema``; none
+is removed or changes its meaning.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _Frozen(BaseModel):
 
 
 class Figures(_Frozen):
-    """The key figures of a run.
+    """Key figures of a run.
 
-    ``tokens_per_s`` and ``step_s`` are over the steps after the warm-up where the run timed its parts, else medians of
-    the logged lines without the first. ``step_seconds`` are all logged steps together, ``pause_seconds`` what
-    checkpoints kept the ranks waiting; evaluation, start-up and the time between a crash and the way on are in neither.
+    ``tokens_per_s`` and ``step_s`` are over the steps after the warm-up if the run timed its parts, else medians of
+    the logged lines without the first. ``step_seconds`` are all logged steps together, ``pause_seconds`` the time that
+    checkpoints blocked the ranks; evaluation, start-up and the time between a crash and the resume are in neither.
     ``device_hours`` are ``step_seconds`` and ``pause_seconds`` of all devices, and ``cost`` is those at
     ``price_per_device_hour``. ``mfu`` counts no recompute.
     """
@@ -86,7 +86,7 @@ class Evaluation(_Frozen):
 
 
 class SavedCheckpoint(_Frozen):
-    """A checkpoint: its size, how long the ranks stood still for it, and until it was on disk."""
+    """Checkpoint of a run: its size, the ranks' pause for it, and the time until it was on disk."""
 
     step: int
     num_bytes: int | None = None
@@ -97,7 +97,7 @@ class SavedCheckpoint(_Frozen):
 class Memory(_Frozen):
     """Bytes on the fullest rank, predicted and measured; measured peaks are by phase.
 
-    ``device_memory_bytes`` is what a device has, of a CPU rank its share of the host's memory.
+    ``device_memory_bytes`` is the memory of a device, or of a CPU rank its share of the host's.
     """
 
     predicted: Estimate | None = None
@@ -110,10 +110,10 @@ class Memory(_Frozen):
 
 
 class Curve(_Frozen):
-    """One line of a plot: ``x`` and ``y`` of equal length, and an interval where there is one.
+    """Line of a plot: ``x`` and ``y`` of equal length, and an optional interval.
 
     Curves of one ``group`` belong together and have one colour, such as a measured one and its prediction; ``ideal`` is
-    what the others are held against.
+    the reference for the others.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Curve(_Frozen):
 
 
 class BenchSamples(_Frozen):
-    """Measurements of another verb that are shown with the run: curves, a table, sentences about them."""
+    """Measurements of another command shown with the run: curves, a table, sentences."""
 
     source: str
     curves: tuple[Curve, ...] = ()
@@ -137,9 +137,9 @@ class BenchSamples(_Frozen):
 
 
 class RunRecord(_Frozen):
-    """One run. ``missing`` says in sentences what its folder does not tell, and why.
+    """Record of one run. ``missing`` lists in sentences what its folder lacks, and why.
 
-    ``through_step`` is set where timing, findings and receipts end before the last logged step.
+    ``through_step`` is set if timing, findings and receipts end before the last logged step.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -166,5 +166,5 @@ class RunRecord(_Frozen):
     links: BenchSamples | None = None
 
     def to_json(self) -> str:
-        """The document of ``report.json``; what is no finite number is ``null``."""
+        """Serialize as ``report.json``; non-finite numbers are ``null``."""
         return self.model_dump_json(by_alias=True)

@@ -18,7 +18,7 @@ from shardwise.report.html.text import UNKNOWN, milliseconds, money, percent, ra
 
 
 def together(*readers: Callable[[], BenchSamples | None]) -> list[BenchSamples | None]:
-    """What each reader gives.
+    """Call all readers and collect their results.
 
     Raises:
         UserError: the problems of all of them.
@@ -42,14 +42,14 @@ def _document(option: str, path: Path, made_by: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{option} '{path}': {error.strerror or error}; {rule}") from None
     except ValueError as error:
-        raise UserError(f"{option} '{path}' is no JSON ({str(error).splitlines()[0]}); {rule}") from None
+        raise UserError(f"{option} '{path}' is not JSON ({str(error).splitlines()[0]}); {rule}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{option} '{path}' holds no samples; {rule}")
+        raise UserError(f"{option} '{path}' contains no samples; {rule}")
     return found
 
 
 def read_scaling(path: Path) -> BenchSamples:
-    """Throughput over devices, measured, and predicted beyond; efficiency in a table.
+    """Read throughput over devices, measured and predicted, and efficiency as a table.
 
     Raises:
         UserError: the file is not one of ``bench scaling``.
@@ -62,7 +62,8 @@ def read_scaling(path: Path) -> BenchSamples:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"--scaling '{path}' holds no samples of {made_by} ({where}: {first['msg']}); give the JSON file it wrote"
+            f"--scaling '{path}' contains no samples of {made_by} ({where}: {first['msg']}); give the JSON file it "
+            "wrote"
         ) from None
     price = document.get("price_per_device_hour")
     curves: list[Curve] = []
@@ -103,7 +104,7 @@ def _scaling_row(mode: Mode, row: ScalingRow) -> tuple[str, ...]:
 
 
 def _linear(curves: Sequence[Curve]) -> list[Curve]:
-    """What the smallest size would come to if every device added as much; nothing for a single size."""
+    """Extrapolate the smallest size linearly; nothing for a single size."""
     sizes = [x for curve in curves for x in curve.x]
     if len(set(sizes)) < 2:
         return []
@@ -121,7 +122,7 @@ def _linear(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _predicted(document: dict[str, Any]) -> list[Curve]:
-    """The predicted curves of the document; points whose seconds are not known are left out."""
+    """Read the document's predicted curves; points without seconds are left out."""
     found = []
     for curve in document.get("curves") or ():
         points = [p for p in curve.get("points", ()) if p.get("tokens_per_s") and p.get("step_s")]
@@ -140,10 +141,10 @@ def _predicted(document: dict[str, Any]) -> list[Curve]:
 
 
 def read_links(path: Path) -> BenchSamples:
-    """Bus bandwidth over sizes of messages, by axis and collective; latency and bandwidth of the fit in a table.
+    """Read bus bandwidth by message size, axis and collective, and the fits as a table.
 
     Raises:
-        UserError: the file is no calibration file of ``bench comm``; all that is wrong in it.
+        UserError: the file is not a calibration file of ``bench comm``; lists all problems.
     """
     if path.suffix == ".json":
         beside = path.with_suffix(".toml")
@@ -181,10 +182,10 @@ def _link_row(link: MeasuredLink) -> tuple[str, ...]:
 
 
 def microseconds(seconds: float | None) -> str:
-    """``48 µs``; ``unknown`` for ``None``, where the sizes did not show a latency."""
+    """Format ``48 µs``; ``unknown`` for ``None``, a latency that was not identified."""
     return UNKNOWN if seconds is None else f"{seconds * 1e6:,.3g} µs" if seconds < 1e-3 else milliseconds(seconds)
 
 
 def gigabytes(bytes_per_s: float | None) -> str:
-    """``1.21 GB/s``; ``unknown`` for ``None``."""
+    """Format ``1.21 GB/s``; ``unknown`` for ``None``."""
     return UNKNOWN if bytes_per_s is None else f"{bytes_per_s / 1e9:.3g} GB/s"

@@ -1,4 +1,4 @@
-"""The upper part of the page: the verdict first, then key figures, loss and throughput; from the `RunRecord`."""
+"""Upper part of the page: verdict, key figures, loss and throughput."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from shardwise.report.html.text import (
 )
 from shardwise.units import count_text
 
-LEVELS = {"alarm": "costs time", "hint": "worth a look", "fine": "healthy"}
+LEVELS = {"alarm": "costs time", "hint": "worth checking", "fine": "healthy"}
 STATES = {"finished": "finished", "unfinished": "not finished", "running": "running", "unknown": "state unknown"}
 
 
 def header(record: RunRecord) -> Safe:
-    """The name of the run, what it is, and whether it has come to its end."""
+    """Show the run's name, its subject, and its state."""
     plan = record.plan
     facts = []
     if plan is not None:
@@ -59,7 +59,7 @@ def _sentence(text: str) -> str:
 
 
 def verdict(record: RunRecord) -> Safe:
-    """What the run loses time to, first; then where an average step goes."""
+    """Show what the run loses time to; then the average step's parts."""
     timing = record.timing
     cards = [_finding(finding) for finding in record.findings or ()]
     if not cards:
@@ -71,9 +71,9 @@ def verdict(record: RunRecord) -> Safe:
 
 
 def _no_verdict(record: RunRecord) -> str:
-    """Why there are no findings: none were looked for, or there was too little to judge."""
+    """Explain why there are no findings: not computed, or too little data."""
     if record.findings is None:
-        return "nobody has looked for what this run loses time to"
+        return "no diagnosis was made for this run"
     steps = record.figures.steps if record.timing is None else record.timing.steps
     return f"{steps} {'step is' if steps == 1 else 'steps are'} too few to judge what this run loses time to"
 
@@ -114,7 +114,7 @@ def _split_sentence(timing: Timing) -> str:
 
 
 def _split_bar(timing: Timing) -> Safe:
-    """One bar, as wide as a step, and what its colours are with their shares."""
+    """Draw one bar for a step, and the meaning of its colours with their shares."""
     known = [part for part in ordered(timing.parts) if timing.seconds(part) > 0]
     total = sum(timing.seconds(part) for part in known) or 1.0
     pieces = []
@@ -126,15 +126,15 @@ def _split_bar(timing: Timing) -> Safe:
 
 
 def missing(record: RunRecord) -> Safe | None:
-    """What the folder does not tell; nothing where it tells all."""
+    """List what the folder lacks; nothing if it is complete."""
     if not record.missing:
         return None
     lines = (el("li", line) for line in record.missing)
-    return el("section", el("h2", "What this report cannot say"), el("ul", *lines), class_="notice", id="missing")
+    return el("section", el("h2", "Missing from this report"), el("ul", *lines), class_="notice", id="missing")
 
 
 def key_figures(record: RunRecord) -> Safe:
-    """Tiles: the number large, and what it is compared with below it."""
+    """Show tiles: a large number, and its comparison below it."""
     f = record.figures
     ranks = None if record.plan is None else record.plan.dims.world_size
     each = None if f.tokens_per_s is None or not ranks else f.tokens_per_s / ranks
@@ -185,7 +185,7 @@ def _cost_note(record: RunRecord) -> str:
 
 
 def loss(record: RunRecord, drawn: set[str]) -> Safe:
-    """Training loss and held-out bits per byte."""
+    """Show training loss and held-out bits per byte."""
     series, f = record.series, record.figures
     rows = [
         (
@@ -216,7 +216,7 @@ def loss(record: RunRecord, drawn: set[str]) -> Safe:
 
 
 def throughput(record: RunRecord, drawn: set[str]) -> Safe | None:
-    """Tokens a second over the run, and its checkpoints."""
+    """Show tokens per second over the run, and its checkpoints."""
     series, f = record.series, record.figures
     if not series.step:
         return None

@@ -1,4 +1,4 @@
-"""HTML that cannot be broken by what is in it: every plain string is escaped, only `Safe` is taken as it is."""
+"""Safe HTML: every plain string is escaped, only `Safe` is used unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.units import bytes_text, count_text, seconds_text
 UNKNOWN = "unknown"
 _VOID = {"meta", "br", "link"}
 NUMBERS = 12
-"""Rows of the table under a chart: one for each tenth of the run, or so."""
+"""Rows of the table under a chart: about one for each tenth of the run."""
 
 
 class Safe(str):
@@ -20,7 +20,9 @@ class Safe(str):
 
 
 def el(name: str, *children: str | None, **attributes: str | None) -> Safe:
-    """One element. Children that are not `Safe` are escaped, as all attributes are; ``None`` is left out.
+    """Build one element; children that are not `Safe`, and attributes, are escaped.
+
+    ``None`` is left out.
 
     ``class_`` is the attribute class, ``data_label`` is data-label.
     """
@@ -33,7 +35,7 @@ def el(name: str, *children: str | None, **attributes: str | None) -> Safe:
 
 
 def joined(children: Iterable[str | None]) -> Safe:
-    """Children after one another."""
+    """Concatenate children."""
     kept = (child for child in children if child is not None)
     return Safe("".join(child if isinstance(child, Safe) else html.escape(child, quote=True) for child in kept))
 
@@ -46,9 +48,11 @@ def table(
     caption: str | None = None,
     class_: str = "",
 ) -> Safe:
-    """A table that scrolls by itself where it is wider than the page; ``numbers`` are the columns to put flush right.
+    """Build a table that scrolls if it is wider than the page.
 
-    Of the class ``receipt`` it becomes a list of cards on a phone.
+    ``numbers`` are the right-aligned columns.
+
+    With class ``receipt`` it becomes a list of cards on a phone.
     """
     right = set(numbers)
     names = [el("th", name, scope="col", class_="n" if place in right else None) for place, name in enumerate(head)]
@@ -65,12 +69,12 @@ def table(
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Safe:
-    """Names and values, one under the other."""
+    """Build a list of names and values, one below the other."""
     return el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in rows), class_="pairs")
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Three digits in milliseconds up to ten seconds, where parts of a step are compared; seconds from there on."""
+    """Format in milliseconds with three digits below ten seconds; else in seconds."""
     if seconds is None:
         return UNKNOWN
     if not seconds:
@@ -82,7 +86,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """``12 %``, ``3.4 %``, ``< 0.1 %``; ``unknown`` for ``None``."""
+    """Format ``12 %``, ``3.4 %``, ``< 0.1 %``; ``unknown`` for ``None``."""
     if share is None:
         return UNKNOWN
     value = share * 100
@@ -92,7 +96,7 @@ def percent(share: float | None) -> str:
 
 
 def money(value: float | None) -> str:
-    """``$12.30``, ``$1,230``, ``$0.0021``; ``unknown`` for ``None``."""
+    """Format ``$12.30``, ``$1,230``, ``$0.0021``; ``unknown`` for ``None``."""
     if value is None:
         return UNKNOWN
     if value >= 1000:
@@ -101,46 +105,46 @@ def money(value: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """``digits`` significant ones; ``unknown`` for ``None``."""
+    """Format with ``digits`` significant digits; ``unknown`` for ``None``."""
     return UNKNOWN if value is None else f"{value:.{digits}g}"
 
 
 def fixed(value: float | None) -> str:
-    """Three decimals, for losses, which are compared; ``unknown`` for ``None``."""
+    """Format with three decimals, for losses; ``unknown`` for ``None``."""
     return UNKNOWN if value is None else f"{value:.3f}"
 
 
 def rate(tokens_per_s: float | None) -> str:
-    """``9.2 k``; ``unknown`` for ``None``. Three digits below a thousand."""
+    """Format ``9.2 k``, three digits below a thousand; ``unknown`` for ``None``."""
     return f"{tokens_per_s:.3g}" if tokens_per_s is not None and tokens_per_s < 1000 else count_text(tokens_per_s)
 
 
 def size(num_bytes: float | None) -> str:
-    """Bytes in words."""
+    """Format a number of bytes."""
     return bytes_text(num_bytes)
 
 
 def span(seconds: float | None) -> str:
-    """A long time in words."""
+    """Format a long time."""
     return seconds_text(seconds)
 
 
 def sampled(length: int) -> list[int]:
-    """Places of `NUMBERS` rows at most, the first and the last among them."""
+    """Return up to `NUMBERS` row indices, including the first and the last."""
     if length <= NUMBERS:
         return list(range(length))
     return sorted({round(i * (length - 1) / (NUMBERS - 1)) for i in range(NUMBERS)})
 
 
 def section(key: str, title: str, *children: str | None) -> Safe:
-    """A section with its heading."""
+    """Build a section with its heading."""
     return el("section", el("h2", title), *children, id=key)
 
 
 def chart(
     key: str, caption: str, numbers: Safe | None = None, *, drawn: bool = True, keys: Iterable[tuple[str, str]] = ()
 ) -> Safe:
-    """The place of a chart, what its colours are, what it shows in words, and its numbers as a table."""
+    """Build a chart's place with its colour keys, its caption, and its numbers as a table."""
     box = el("div", class_="chart", data_figure=key, role="img", aria_label=caption) if drawn else None
     table_of = None
     if numbers is not None:
@@ -149,6 +153,6 @@ def chart(
 
 
 def colour_keys(keys: Iterable[tuple[str, str | Safe]]) -> Safe | None:
-    """What the colours mean: names of variables of the style sheet, and words. Nothing for fewer than two."""
+    """Build a legend of style sheet variables and words; nothing for fewer than two."""
     lines = [el("li", el("i", style=f"background:var(--{colour})"), text) for colour, text in keys]
     return el("ul", *lines, class_="keys") if len(lines) > 1 else None

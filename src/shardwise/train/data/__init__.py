@@ -1,1 +1,1 @@
-"""From documents and loaders to micro batches, and the position of a run in its data."""
+"""Documents and loaders to micro batches, and the position of a run in its data."""

@@ -1,7 +1,7 @@
-"""A stream that every rank reads whole: all read the same, whatever the luck of each rank is.
+"""Read a stream in full on every rank, with equal random states on all ranks.
 
-A loader that shuffles, mixes or masks by the global generators would draw something else on each rank. It is given
-the numbers that rank 0's generators have in store when a pass begins, and the ranks' own generators go on apart.
+A loader that shuffles, mixes or masks with the global generators would draw differently on each rank. It gets
+the state of rank 0's generators when a pass begins, and the ranks' own generators continue separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.train.rng import random_states, restore_random_states
 
 
 class SharedLuck:
-    """While it is entered, the global generators are those that rank 0 had when it was made. Collective to make."""
+    """Context in which the global generators have rank 0's saved state. Collective to create."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._device = ranks.device
@@ -55,7 +55,7 @@ class SharedLuck:
 
 
 def read_alike(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
-    """The items of ``loader``, drawn with the luck of rank 0. Collective at the start."""
+    """Yield the items of ``loader``, drawn with rank 0's random state. Collective at the start."""
     if isinstance(loader, list | tuple):
         yield from loader
         return
@@ -73,7 +73,7 @@ def read_alike(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
 
 
 def _leap() -> None:
-    """This rank's generators go on elsewhere: what rank 0's have in store belongs to the loader now."""
+    """Advance this rank's generators; the loader uses the state from before."""
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

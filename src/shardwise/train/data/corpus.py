@@ -1,7 +1,7 @@
-"""From documents to tokens on disk: read, split by content, tokenise once, then memory-map everywhere.
+"""Documents to tokens on disk: read, split by content, tokenise once, memory-map everywhere.
 
-One process calls `prepare_corpus`; every other one calls `open_corpus` on the folder it returned. Documents come
-through the ``datasets`` library, which is not imported when the cache already holds the same corpus.
+One process calls `prepare_corpus`; every other one calls `open_corpus` on the folder it returned. Documents are read
+with the ``datasets`` library, which is not imported when the cache already contains the same corpus.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.train.config import DataTable
 from shardwise.train.data.paths import documents_at, matches, place_of
 from shardwise.units import bytes_text, count_text, seconds_text
 
-_LAYOUT = 1  # of a corpus folder; a change of what is written there makes old folders unused
+_LAYOUT = 1  # version of the corpus folder; a change of its content makes old folders unused
 _REPORT_S = 2.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _Say = Callable[[str], None]
@@ -45,10 +45,10 @@ _END_OF_TEXT = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", 
 class Tokens:
     """Documents as one stream of tokens, each document followed by a separator.
 
-    ``tokens`` is a memory map of the smallest unsigned type that holds the vocabulary, [num_tokens]; ``starts``
+    ``tokens`` is a memory map of the smallest unsigned type that fits the vocabulary, [num_tokens]; ``starts``
     is int64, [num_documents + 1]: the index of the first token of each document, then the number of tokens;
-    ``num_bytes`` is the length of the documents in UTF-8, in bytes. ``content`` is a hash of the tokens and of where
-    documents start, wherever the files lie; empty in a corpus that an earlier version prepared.
+    ``num_bytes`` is the length of the documents in UTF-8, in bytes. ``content`` is a hash of the tokens and of the
+    documents' starts, independent of file locations; empty in a corpus that an earlier version prepared.
     """
 
     tokens: NDArray[Any]
@@ -59,11 +59,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus and where it lies.
+    """Prepared corpus and its location.
 
     ``order0_bits`` and ``order1_bits`` are the entropy of a byte, and of a byte given the one before it, in bits
     per byte over all documents (training and held-out) joined: what a model without context, or with one byte of
-    it, can reach at best. ``heldout`` is ``None`` if nothing is held out.
+    it, can reach at best. ``heldout`` is ``None`` without held-out documents.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class _Source:
-    """Files of one key of the config: ``where`` is that key and its value, ``files`` are sorted, below ``root``."""
+    """Files of one config key: ``where`` is key and value, ``files`` are sorted, below ``root``."""
 
     where: str
     format: str
@@ -91,13 +91,13 @@ class _Source:
 
 
 def prepare_corpus(table: DataTable, cache: Path, say: Callable[[str], None]) -> Corpus:
-    """Tokenise the documents of ``table`` into a folder of ``cache``, or reuse it if nothing changed.
+    """Tokenise the documents of ``table`` into a folder of ``cache``, or reuse an unchanged one.
 
-    Documents are in the order of their relative paths, then of the rows in a file; empty ones are left out. Which
-    ones are held out depends on their content only, so copies of a document are always on the same side; if the
-    fraction selects none (or all), the one with the smallest hash is held out (the largest trained on). The folder
-    appears whole or not at all. ``say`` gets one line at the start, one at the end and, while tokenising, at most
-    one every two seconds.
+    Documents are in the order of their relative paths, then of the rows in a file; empty ones are left out. The choice
+    of held-out documents depends only on their content, so copies are always on the same side; if the fraction selects
+    none (or all), the one with the smallest hash is held out (the largest trained on). The folder is created completely
+    or not at all. ``say`` gets one line at the start, one at the end and, while tokenising, at most one every two
+    seconds.
 
     Raises:
         DataError: the corpus or the tokenizer is missing, empty or unreadable.
@@ -155,7 +155,7 @@ def _open_part(folder: Path, name: str, facts: dict[str, Any]) -> Tokens:
 
 
 def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
-    """The files of a path, in order; hidden files and the cache itself are left out of a folder."""
+    """Find the files of a path, in order; hidden files and the cache itself are left out."""
     where, skip, suffix = f"{key} '{value}'", list[str](), ""
     form: str = table.format
     if value.startswith("python:"):
@@ -164,7 +164,7 @@ def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
         root = documents_at(value, where)
     saved = (root / "state.json").is_file() or (root / "dataset_dict.json").is_file()
     if form == "dataset" and not saved:
-        raise DataError(f"{where} is no saved dataset; give a folder that datasets.save_to_disk wrote")
+        raise DataError(f"{where} is not a saved dataset; give a folder that datasets.save_to_disk wrote")
     if root.is_file():
         names, folder = [root.name], root.parent
     elif saved and form in ("auto", "dataset"):
@@ -188,7 +188,10 @@ def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
 
 
 def _walk(root: Path, exclude: Sequence[str], cache: Path, skip: Sequence[str] = ()) -> list[str]:
-    """Relative paths of the files and links below ``root``, sorted; links to folders are not followed."""
+    """List relative paths of files and links below ``root``, sorted.
+
+    Links to folders are not followed.
+    """
     names, avoid = [], cache.resolve()
     for top, folders, files in os.walk(root):
         here = Path(top).relative_to(root)
@@ -200,7 +203,7 @@ def _walk(root: Path, exclude: Sequence[str], cache: Path, skip: Sequence[str] =
 
 
 def _python_source(package: str, where: str) -> Path:
-    """The standard library's folder, or the folder or file of an installed package, which is not imported."""
+    """Return the standard library's folder, or an installed package's path, without import."""
     if package == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     top, *rest = package.split(".")
@@ -212,7 +215,9 @@ def _python_source(package: str, where: str) -> Path:
     if spec and spec.origin and spec.origin.endswith(".py") and not inside and not rest:
         found = [Path(spec.origin)]
     if not found:
-        raise DataError(f"{where}: '{package}' is no installed package with Python source; install it or give a folder")
+        raise DataError(
+            f"{where}: '{package}' is not an installed package with Python source; install it or give a folder"
+        )
     return found[0]
 
 
@@ -220,7 +225,7 @@ def _python_source(package: str, where: str) -> Path:
 
 
 def _load(source: _Source, field: str, cache_dir: Path) -> Any:
-    """The documents as a ``datasets.Dataset`` with one column of text, and that column's name."""
+    """Load the documents as a ``datasets.Dataset`` with one text column; return its name, too."""
     paths = [str(source.root / name) for name in source.files]
     with _loading(source) as datasets:
         if source.format == "dataset":
@@ -235,11 +240,11 @@ def _load(source: _Source, field: str, cache_dir: Path) -> Any:
             parquet = _need("pyarrow.parquet")
             for path, name in zip(paths, source.files, strict=True):
                 _need_column(source, field, parquet.read_schema(path).names, f" (file '{name}')")
-            exact = [glob.escape(path) for path in paths if parquet.read_metadata(path).num_rows]  # not as a pattern
+            exact = [glob.escape(path) for path in paths if parquet.read_metadata(path).num_rows]  # literal names
             if not exact:
                 raise DataError(f"{source.where} has only empty documents; give some with text")
             data = datasets.Dataset.from_parquet(exact, columns=[field], cache_dir=str(cache_dir))
-        else:  # its own reader of text changes line ends, and that of JSON guesses the type of every column
+        else:  # datasets' text reader changes line ends, and its JSON reader guesses the type of every column
             rows = _text_rows if source.format == "text" else _json_rows
             named = datasets.Features({field: datasets.Value("large_string")})
             given = {"paths": tuple(paths), "source": source, "field": field}
@@ -256,7 +261,10 @@ def _text_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[di
 
 
 def _json_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[dict[str, str | None]]:
-    """Rows of JSON lines, or of a file that is one JSON list; every row must have the field."""
+    """Yield rows of JSON lines, or of a file that is one JSON list.
+
+    Every row must have the field.
+    """
     for path, name in zip(paths, source.files, strict=True):
         with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
             whole = file.read(4096).lstrip().startswith("[")
@@ -274,7 +282,7 @@ def _json_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[di
                     if not isinstance(row[field], str | None):
                         raise _not_text(field, f"{type(row[field]).__name__} ({at})")
                     yield {field: row[field]}
-    yield {field: None}  # no document: datasets has no way to hold no rows
+    yield {field: None}  # no document: datasets cannot represent zero rows
 
 
 def _need_column(source: _Source, field: str, names: Iterable[str], at: str) -> None:
@@ -285,11 +293,11 @@ def _need_column(source: _Source, field: str, names: Iterable[str], at: str) -> 
 
 
 def _not_text(field: str, got: str) -> DataError:
-    return DataError(f"data.text_field '{field}' holds {got}, not text; name a column of text")
+    return DataError(f"data.text_field '{field}' holds {got}, not text; set it to a text column")
 
 
 def _batches(data: Any, field: str) -> Iterator[list[str]]:
-    """The texts in order, without empty ones, at most 128 at a time."""
+    """Yield the texts in order, without empty ones, at most 128 at a time."""
     for rows in data.iter(batch_size=128):
         if texts := [text for text in rows[field] if text]:
             yield texts
@@ -306,19 +314,19 @@ class _Tokenizer:
 
 
 def _tokenizer_files(name: str) -> list[Path]:
-    """The files that decide what a tokenizer does; none for ``bytes``."""
+    """List the files that determine a tokenizer's behaviour; none for ``bytes``."""
     if name == "bytes":
         return []
     path = place_of(name, f"data.tokenizer '{name}'")
     files = [path] if path.is_file() else sorted(f for e in ("json", "txt", "model") for f in path.glob(f"*.{e}"))
     if not files:
         what = "has no tokenizer file" if path.is_dir() else "does not exist here"
-        raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder that holds one")
+        raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder with one")
     return files
 
 
 def _tokenizer(name: str) -> _Tokenizer:
-    """``bytes``, a ``tokenizer.json`` (its truncation, padding and added tokens are not used) or a folder."""
+    """Load ``bytes``, a ``tokenizer.json`` (without truncation and padding) or a folder."""
     if name == "bytes":
         return _Tokenizer(257, 256, lambda texts: (np.frombuffer(_utf8(text), np.uint8) for text in texts))
     path = Path(name).expanduser()
@@ -353,7 +361,7 @@ def _tokenizer(name: str) -> _Tokenizer:
 
 
 class _Writer(ExitStack):
-    """Appends documents to ``name.npy``, whose header is written again when the number of tokens is known."""
+    """Writer that appends documents to ``name.npy`` and rewrites its header at the end."""
 
     def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
         super().__init__()
@@ -378,7 +386,7 @@ class _Writer(ExitStack):
             self.num_bytes += len(_utf8(text))
 
     def finish(self) -> dict[str, Any]:
-        """Finish both files and say what they hold."""
+        """Finish both files and return a description of their content."""
         starts = np.cumsum(self.lengths, dtype=np.int64)
         self.file.seek(0)
         self._header(int(starts[-1]))
@@ -391,7 +399,7 @@ class _Writer(ExitStack):
 
 
 def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) -> dict[str, Any]:
-    """Write the corpus of the sources (training documents, then perhaps held-out ones) to ``work/corpus``."""
+    """Write the sources (training documents, then held-out ones, if any) to ``work/corpus``."""
     tokenizer = _tokenizer(table.tokenizer)
     num_files = sum(len(source.files) for source in sources)
     say(f"reading {num_files} file{'s' * (num_files != 1)}")
@@ -402,7 +410,7 @@ def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) 
         if not len(found):
             raise DataError(f"{source.where} has only empty documents; give some with text")
     if scan.replaced:
-        say(f"{scan.replaced} documents hold U+FFFD, which stands for bytes that are not UTF-8")
+        say(f"{scan.replaced} documents contain U+FFFD, the replacement of bytes that are not UTF-8")
     held = [np.full(len(found), index == 1) for index, found in enumerate(hashes)]
     if len(sources) == 1:
         held = [_held_out(hashes[0], table.heldout_fraction)]
@@ -421,7 +429,7 @@ def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) 
 
 
 def _tokenise(batches: Iterable[list[str]], held: NDArray[Any], total: int, writers: list[_Writer], say: _Say) -> None:
-    """Write every document to the side it belongs to; ``total`` is the bytes of all, for the reports on the way."""
+    """Write every document to its side; ``total`` is the bytes of all, for progress reports."""
     began = last = time.monotonic()
     at = 0
     for texts in batches:
@@ -436,14 +444,14 @@ def _tokenise(batches: Iterable[list[str]], held: NDArray[Any], total: int, writ
 
 
 class _Scan:
-    """One pass over all documents: their hashes, and how often a byte follows a byte."""
+    """Scan all documents once for their hashes and their byte-pair counts."""
 
     def __init__(self) -> None:
         self.pairs = np.zeros(1 << 16, np.int64)
         self.ends, self.num_bytes, self.replaced = b"", 0, 0  # ends: the first byte of all and the last so far
 
     def read(self, batches: Iterable[list[str]]) -> NDArray[np.uint64]:
-        """The 64-bit content hash of each text."""
+        """Return the 64-bit content hash of each text."""
         hashes = []
         for texts in batches:
             data = [_utf8(text) for text in texts]
@@ -458,7 +466,7 @@ class _Scan:
         return np.array(hashes, np.uint64)
 
     def entropies(self) -> dict[str, Any]:
-        """Of a byte, and of a byte given the one before it; bits per byte."""
+        """Return the entropy of a byte, and of a byte given the one before it; bits per byte."""
         table = self.pairs.reshape(256, 256)
         counts = table.sum(0)
         counts[self.ends[0]] += 1
@@ -471,7 +479,7 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 
 
 def _held_out(hashes: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Which documents are held out; never all of them, and one content at least if there are two."""
+    """Select held-out documents; never all, and at least one content if there are two."""
     held = hashes < np.uint64(int(fraction * 2**64))
     if fraction and not held.any():
         held = hashes == hashes.min()
@@ -498,7 +506,7 @@ def _need(package: str) -> Any:
 
 @contextmanager
 def _loading(source: _Source) -> Iterator[Any]:
-    """The ``datasets`` module, offline and silent meanwhile; what fails in it becomes one of our errors."""
+    """Import ``datasets`` offline and silent, and convert its failures to our errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         datasets = _need("datasets")

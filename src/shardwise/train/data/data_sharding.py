@@ -1,7 +1,7 @@
-"""How a loader is dealt out to the ranks: by its indices, batch by batch, or not at all where it deals by itself.
+"""Shard a loader over the ranks: by its indices, by batch, or not if it is sharded already.
 
-A sampler or a stream that knows its rank gives each rank its own part already; dealt a second time, most of the data
-would never be seen. Which those are is read off their attributes, as the common libraries name them.
+A sampler or a stream that knows its rank gives each rank its own part already; sharded a second time, most of the
+data would never be used. They are recognised by their attributes, as the common libraries name them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from shardwise.errors import DataError
 
-Share = tuple[int, int]  # which part of the micro batches, from 0, and of how many
+Share = tuple[int, int]  # index of the part of the micro batches, from 0, and the number of parts
 
 RANK = ("rank", "_rank", "process_index", "dp_rank", "data_parallel_rank")
 WORLD = (
@@ -42,16 +42,16 @@ _LOOKED_AT = 200  # objects of a loader, at most
 
 @dataclass(frozen=True)
 class Dealer:
-    """Something in a loader that deals by rank: its name, and for whom; ``None`` where it does not say."""
+    """Object in a loader that shards by rank: its name, rank and size (``None`` if unknown)."""
 
     name: str
     share: Share | None
 
 
 def loads_by_index(loader: Iterable[Any]) -> bool:
-    """Whether this is PyTorch's own loader over a map-style dataset, which can be rebuilt around fewer indices.
+    """Return whether a PyTorch loader over a map-style dataset works with fewer indices.
 
-    A subclass that iterates in a way of its own (mixes, masks, moves) is not.
+    A subclass with a custom iteration (mixes, masks, moves) is not.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
@@ -64,16 +64,16 @@ def loads_by_index(loader: Iterable[Any]) -> bool:
 
 
 def draws_known(sampler: Any) -> bool:
-    """Whether this is a sampler of PyTorch's that goes through a whole dataset, on whichever rank."""
+    """Return whether this is a PyTorch sampler that covers the full dataset on every rank."""
     if type(sampler) is BatchSampler:
         return draws_known(sampler.sampler)
     return type(sampler) in (RandomSampler, SequentialSampler)
 
 
 def dealer_of(loader: Iterable[Any], sharded: bool | None = None) -> Dealer | None:
-    """What deals a loader's samples out to the ranks already; ``None`` where nothing does.
+    """Find the object that already shards a loader's samples; ``None`` without one.
 
-    ``sharded`` is what the user says of it, if anything.
+    ``sharded`` is the user's own statement, if any.
     """
     if sharded is not None:
         return Dealer(type(loader).__name__, None) if sharded else None
@@ -81,7 +81,7 @@ def dealer_of(loader: Iterable[Any], sharded: bool | None = None) -> Dealer | No
         if getattr(part, "__name__", "") == "split_by_node":  # a function in a pipeline of webdataset
             return Dealer("split_by_node", None)
         if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
-            continue  # it may well know its rank for another reason
+            continue  # it may know its rank for another reason
         rank, world = _number(part, RANK), _number(part, WORLD)
         if rank is not None and world is not None:
             return Dealer(type(part).__name__, (rank, world))
@@ -89,7 +89,7 @@ def dealer_of(loader: Iterable[Any], sharded: bool | None = None) -> Dealer | No
 
 
 def check_dealer(dealer: Dealer, share: Share, ranks: Share, sharded: bool | None) -> None:
-    """Who deals by rank must deal by data-parallel rank.
+    """Check that a loader which shards by rank uses the data-parallel rank.
 
     Raises:
         DataError: it does not.
@@ -97,13 +97,13 @@ def check_dealer(dealer: Dealer, share: Share, ranks: Share, sharded: bool | Non
     deals = dealer.share or (share if sharded else ranks)
     if deals != share:
         raise DataError(
-            f"the loader's {dealer.name} deals for rank {deals[0]} of {deals[1]}, but this rank takes part {share[0]} "
-            f"of {share[1]} of the data; leave the sampler out, session.steps deals the samples out"
+            f"the loader's {dealer.name} shards for rank {deals[0]} of {deals[1]}, but this rank takes part {share[0]} "
+            f"of {share[1]} of the data; remove the sampler; session.steps shards the samples"
         )
 
 
 def _parts(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader and the samplers, streams and loaders in it, from the outside in."""
+    """Yield the loader and the samplers, streams and loaders in it, outermost first."""
     queue: list[Any] = [loader]
     seen: set[int] = set()
     while queue and len(seen) < _LOOKED_AT:
@@ -128,7 +128,7 @@ def _number(part: Any, names: tuple[str, ...]) -> int | None:
     for name in names:
         try:
             value = getattr(part, name, None)
-        except Exception:  # a property of somebody's own
+        except Exception:  # a property of a custom class
             continue
         if type(value) is int:
             return value

@@ -1,4 +1,4 @@
-"""Whether a dataset is cut by rank, or a sampler of the user's own deals: ranks compare what they would begin with."""
+"""Detect a dataset or a custom sampler that is sharded by rank, by comparing first items."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _COVERS = 0.9  # of the dataset: a sampler that draws more of it than that on on
 
 
 def compared(inner: Iterable[Any], dataset: Any, ranks: Ranks) -> Iterator[Any]:
-    """What ``inner`` yields on rank 0, and nothing elsewhere. Collective at once.
+    """Yield the items of ``inner`` on rank 0, and nothing elsewhere. Collective at once.
 
-    The dataset must be the same on all ranks, as far as can be seen without loading from it. Of a sampler that is not
-    PyTorch's all ranks draw the first items with the luck of rank 0. If they draw others all the same, either each
-    shuffles by luck of its own (the items of two ranks overlap, or each goes through the whole dataset), or they deal.
+    The dataset must be the same on all ranks, as far as can be seen without loading from it. If the sampler is not
+    PyTorch's, all ranks draw the first items with rank 0's random state. If the items still differ, either each rank
+    shuffles with its own random state (the items of two ranks overlap, or each covers the full dataset), or it shards.
 
     Raises:
-        DataError: dataset or sampler seem to deal by rank, which nothing about them says.
+        DataError: dataset or sampler seem to shard by rank, which none of their attributes declares.
     """
     total, drawn = length_of(dataset), _Drawn()
     if not draws_known(inner):
@@ -45,8 +45,8 @@ def compared(inner: Iterable[Any], dataset: Any, ranks: Ranks) -> Iterator[Any]:
     if odd is not None:
         sizes = f"{total} samples" if rows[odd][0] == rows[0][0] else f"{rows[0][0]} and {rows[odd][0]} samples"
         raise DataError(
-            f"the loader's dataset ({type(dataset).__name__}, {sizes}) is another one on rank {odd} than on rank 0: "
-            "give all ranks the whole dataset, session.steps deals it out; or, if each rank holds its own share on "
+            f"the loader's dataset ({type(dataset).__name__}, {sizes}) differs between rank {odd} and rank 0: "
+            "give all ranks the full dataset, session.steps shards it; or, if each rank has its own shard on "
             "purpose, call session.steps(loader, sharded=True)"
         )
     known = [rank for rank, row in enumerate(rows) if not row[4]]
@@ -61,7 +61,7 @@ def compared(inner: Iterable[Any], dataset: Any, ranks: Ranks) -> Iterator[Any]:
 
 @dataclass
 class _Drawn:
-    """The first items of a sampler on this rank; ``failure`` is what it has raised."""
+    """First items of a sampler on this rank; ``failure`` is its exception."""
 
     head: list[Any] = field(default_factory=list)
     text: str = ""
@@ -76,22 +76,22 @@ class _Drawn:
                 found.rest = iter(inner)
                 found.head = list(itertools.islice(found.rest, HEAD))
             found.text = to_text(found.head)
-        except Exception as error:  # only rank 0's draws are used, and it raises when they are told
+        except Exception as error:  # only rank 0's draws are used, and it raises when they are sent
             found.failure = error
         return found
 
 
 def length_of(dataset: Any) -> int:
-    """How many samples there are; 0 where nobody says."""
+    """Return the number of samples; 0 if unknown."""
     try:
         return len(dataset)
-    except Exception:  # not every dataset has a length, and not every length is one
+    except Exception:  # not every dataset has a length, and not every length is valid
         return 0
 
 
 @dataclass
 class Raising(Iterator[Any]):
-    """Raise ``failure`` when the first item is asked for."""
+    """Iterator that raises ``failure`` when the first item is requested."""
 
     failure: Exception
 
@@ -100,7 +100,7 @@ class Raising(Iterator[Any]):
 
 
 def mark_of(dataset: Any, length: int) -> int:
-    """A checksum of what a map-style dataset holds at its ends, read off its attributes: nothing is loaded."""
+    """Hash both ends of a map-style dataset's data, read from its attributes; nothing is loaded."""
     mark = 0
     held = getattr(dataset, "__dict__", {})
     for name in ("_data", "_indices"):  # tables of Hugging Face's
@@ -117,13 +117,13 @@ def mark_of(dataset: Any, length: int) -> int:
                 and isinstance(one, list | tuple | range | np.ndarray | torch.Tensor)
                 and length_of(one) == length
             ):
-                with suppress(Exception):  # of a kind that cannot be told
+                with suppress(Exception):  # of a kind that cannot be hashed
                     mark = zlib.crc32(to_text([one[0], one[length - 1]]).encode(), mark)
     return mark
 
 
 def _samples(inner: Iterable[Any], head: list[Any]) -> float:
-    """About how many samples a whole pass draws."""
+    """Estimate the number of samples that a full pass draws."""
     each = len(_pytree.tree_leaves(head)) / len(head) if head else 1.0
     return length_of(inner) * each
 
@@ -134,7 +134,7 @@ def _refuse_dealing(texts: list[str], known: list[int], inner: Iterable[Any]) ->
         if sets[one] and sets[other] and texts[one] != texts[other] and not sets[one] & sets[other]:
             first = " and ".join(f"{from_text(texts[rank])[0]} on rank {rank}" for rank in (one, other))
             raise DataError(
-                f"the loader's {type(inner).__name__} draws other samples on each rank (first {first}): if it deals "
-                "them out by rank, call session.steps(loader, sharded=True); if it shuffles, give it the same seed on "
-                "all ranks, or call session.steps(loader, sharded=False)"
+                f"the loader's {type(inner).__name__} draws different samples on each rank (first {first}): if it "
+                "shards them by rank, call session.steps(loader, sharded=True); if it shuffles, give it the same seed "
+                "on all ranks, or call session.steps(loader, sharded=False)"
             )

@@ -1,7 +1,7 @@
-"""What a sampler yields as text and back, without loss: ranks are told which samples are theirs.
+"""Encode a sampler's items as text without loss, to send ranks their samples.
 
-Plain integers are sent as they are; anything that JSON would change (a tuple, ``np.float32(0.75)``, bytes) carries a
-tag. What is not known here is refused by name.
+Plain integers are sent unchanged; anything that JSON would change (a tuple, ``np.float32(0.75)``, bytes) has a
+tag. Unknown types are refused by name.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shardwise.errors import DataError
 
 
 def to_text(items: Sequence[Any]) -> str:
-    """``items`` as JSON that `from_text` reads.
+    """Encode ``items`` as JSON for `from_text`.
 
     Raises:
-        DataError: one is of a kind that cannot be told, or holds such a thing.
+        DataError: an item, or something in it, has a type that cannot be encoded.
     """
     return json.dumps([_encode(item) for item in items])
 
 
 def from_text(text: str) -> list[Any]:
-    """What `to_text` was given, of the same types."""
+    """Decode the items that `to_text` encoded, with the same types."""
     return [_decode(item) for item in json.loads(text)]
 
 
@@ -53,7 +53,7 @@ def _encode(item: Any) -> Any:
         content = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return {"tensor": [str(item.dtype).removeprefix("torch."), list(item.shape), content.hex()]}
     raise DataError(
-        f"the loader's sampler yields a {kind.__module__}.{kind.__qualname__}, which cannot be told to other ranks; "
+        f"the loader's sampler yields a {kind.__module__}.{kind.__qualname__}, which cannot be sent to other ranks; "
         "yield integers, floats, strings, bytes, or tuples, lists and dicts of them"
     )
 

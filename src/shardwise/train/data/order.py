@@ -1,4 +1,4 @@
-"""Which sample is where in the stream: a pure function of the seed and the index, whatever the ranks are."""
+"""Order of samples in the stream: a pure function of the seed and the index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.errors import DataError
 
 
 class Order:
-    """The stream of sample ids: every epoch holds each of ``num_samples`` ids once, in an order of its own.
+    """Stream of sample ids: every epoch has each of ``num_samples`` ids once, in its own order.
 
     The id at a global index depends on ``seed`` and that index only: index ``i`` is place ``i mod num_samples`` of
     epoch ``i // num_samples``. Without ``shuffle`` every epoch is 0, 1, 2, ... The stream ends after ``epochs``
@@ -25,11 +25,14 @@ class Order:
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
-        self.total: int | None = None if epochs is None else epochs * num_samples  # samples in the whole stream
+        self.total: int | None = None if epochs is None else epochs * num_samples  # samples in the full stream
         self._recent: dict[int, NDArray[np.int64]] = {}
 
     def ids(self, start: int, count: int) -> NDArray[np.int64]:
-        """The sample ids at global indices ``start`` to ``start + count - 1``, int64 [count]; -1 after the end."""
+        """Return the sample ids at global indices ``start`` to ``start + count - 1``, int64 [count].
+
+        -1 after the end.
+        """
         indices = np.arange(start, start + count, dtype=np.int64)
         epochs, places = np.divmod(indices, self.num_samples)
         found = places
@@ -53,11 +56,11 @@ class Order:
 def rank_ids(
     order: Order, position: int, dp: int, dp_rank: int, micro_batch: int, grad_accum: int
 ) -> list[NDArray[np.int64]]:
-    """The ids of one rank for one optimizer step that starts at global index ``position``.
+    """Return the ids of one rank for one optimizer step from global index ``position`` on.
 
     One int64 array [micro_batch] per micro batch. The step takes the next ``micro_batch × dp × grad_accum`` indices;
-    sample ``i`` of micro batch ``m`` on rank ``r`` is index ``position + (m × dp + r) × micro_batch + i``, so which
-    samples a step sees does not depend on how the global batch is split.
+    sample ``i`` of micro batch ``m`` on rank ``r`` is index ``position + (m × dp + r) × micro_batch + i``, so the
+    samples of a step do not depend on how the global batch is split.
     """
     starts = [position + (micro * dp + dp_rank) * micro_batch for micro in range(grad_accum)]
     return [order.ids(start, micro_batch) for start in starts]

@@ -1,4 +1,4 @@
-"""Paths in a config: the folder or file that one means, and which files of a folder are meant."""
+"""Resolve paths in a config: a folder or file, and the files selected in a folder."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _SYSTEM = (Path("/proc"), Path("/sys"))
 
 
 def place_of(text: str, where: str) -> Path:
-    """The path that ``text`` means, ``~`` being a home; ``where`` begins the message.
+    """Resolve ``text`` to a path, with ``~`` as the home folder; ``where`` begins the message.
 
     Raises:
-        DataError: it can be none, or nobody may look at it.
+        DataError: it is not a valid path, or permission is denied.
     """
     try:
         path = Path(text).expanduser()
         path.exists()
-    except RuntimeError:  # ~ of a user that is not there
-        raise DataError(f"{where}: there is no home folder of that user; give the whole path") from None
+    except RuntimeError:  # ~ of an unknown user
+        raise DataError(f"{where}: that user has no home folder; give the full path") from None
     except OSError as error:
         raise DataError(f"{where} cannot be read: {error.strerror}; give another path") from None
     return path
 
 
 def documents_at(text: str, where: str) -> Path:
-    """An existing file or folder of documents.
+    """Return an existing file or folder of documents.
 
     Raises:
-        DataError: there is none, or it is the whole system, or what the system makes up.
+        DataError: there is none, or it is the root or a virtual file system.
     """
     root = place_of(text, where)
     if not root.exists():
@@ -44,7 +44,7 @@ def documents_at(text: str, where: str) -> Path:
 
 
 def matches(path: Path, patterns: Iterable[str]) -> bool:
-    """Whether a relative path fits a pattern: ``*`` stays in a folder, ``**`` is any number of folders."""
+    """Return whether a relative path fits a pattern: ``*`` within a folder, ``**`` across."""
 
     def fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
         if not pattern or not parts:
@@ -57,5 +57,8 @@ def matches(path: Path, patterns: Iterable[str]) -> bool:
 
 
 def _parts(pattern: str) -> list[str]:
-    """The parts of a pattern; ``**`` after ``**`` means no more, and takes exponential time."""
+    """Split a pattern.
+
+    Repeated ``**`` are merged, as they mean the same and take exponential time.
+    """
     return [part for part, same in groupby(pattern.split("/")) for _ in ([0] if part == "**" else same)]

@@ -1,4 +1,4 @@
-"""Where a loop of one's own stands in its data, so that a checkpoint can say it and a resume can go on there.
+"""Position of a custom loop in its data, to be saved in a checkpoint and resumed from.
 
 A loop calls ``session.steps(loader)`` once for each pass over its data. What a pass yields depends on the generators as
 they were when it began, so these are remembered; a resume puts them back, lets the sampler draw again, drops what was
@@ -28,8 +28,10 @@ _OWN = "loader"  # the state of a generator that was given to the loader
 
 @dataclass(frozen=True)
 class DataPosition:
-    """A place in the data: the pass that is under way (from 1), micro batches that all ranks have consumed of it, and
-    how many ranks there were.
+    """Position in the data.
+
+    The current pass (from 1), its micro batches consumed by all ranks, and
+    the number of ranks.
     """
 
     passes: int
@@ -39,7 +41,9 @@ class DataPosition:
 
 @dataclass
 class Stream:
-    """The passes of one session on this rank. ``share`` is which part of the micro batches it takes, of how many;
+    """Passes of one session on this rank.
+
+    ``share`` is its part of the micro batches (index, number of parts);
     ``window`` of them are a step.
     """
 
@@ -51,21 +55,21 @@ class Stream:
     batches: int = 0
     at_start: dict[str, torch.Tensor] = field(default_factory=dict)
     watch: StreamWatch = field(init=False)
-    dealer: str = ""  # what in the loader was taken to deal by rank
+    dealer: str = ""  # name of the object in the loader that was taken to shard by rank
     _resume: tuple[DataPosition, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
 
     def __post_init__(self) -> None:
         self.watch = StreamWatch(self.ranks, self.window)
 
     def place(self) -> DataPosition:
-        """Where the loop stands; between two steps."""
+        """Return the loop's position; between two steps."""
         return DataPosition(self.passes, self.batches, self.share[1])
 
     def go_on(self, place: DataPosition, at_start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
-        """From the next pass on, skip what ``place`` says is done.
+        """Resume at ``place``: the next pass skips everything before it.
 
-        ``at_start`` and ``now`` are this rank's generators when that pass began and when the place was taken; empty
-        where the checkpoint has none for this rank.
+        ``at_start`` and ``now`` are this rank's generators when that pass began and when the checkpoint was made; empty
+        if the checkpoint has none for this rank.
 
         Raises:
             UserError: a pass has begun already.
@@ -77,12 +81,14 @@ class Stream:
             restore_random_states(now, self.device)
 
     def open(self, loader: Iterable[Any], sharded: bool | None = None) -> Iterable[Any]:
-        """This rank's micro batches of a pass; nothing of one that was done before the resume.
+        """Return this rank's micro batches of a pass.
 
-        ``sharded`` says whether the loader deals its samples out by itself; ``None`` is to find out.
+        None if the pass was finished before the resume.
+
+        ``sharded`` states whether the loader shards its samples by itself; ``None`` detects it.
 
         Raises:
-            UserError: the loader deals its samples out by itself, and the number of ranks is another one now.
+            UserError: the loader shards its samples by itself, and the number of ranks has changed.
         """
         self.passes += 1
         self.batches = 0
@@ -97,7 +103,7 @@ class Stream:
         if dealer is not None and place.ranks != self.share[1]:
             raise UserError(
                 f"the checkpoint is of {place.ranks} data-parallel ranks and this run has {self.share[1]}: a loader "
-                f"with a {dealer.name} cannot go on there; leave it out, session.steps deals the samples out"
+                f"with a {dealer.name} cannot resume there; remove it; session.steps shards the samples"
             )
         return self._pass(loader, place.batches, at_start, now, sharded)
 
@@ -139,7 +145,7 @@ class Stream:
 
 
 def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that were given to a loader and its samplers, each once."""
+    """Return the generators that were given to a loader and its samplers, each once."""
     if not isinstance(loader, DataLoader):
         return []
     holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]

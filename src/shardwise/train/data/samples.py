@@ -1,6 +1,6 @@
-"""From a stream of tokens to samples of one length: inputs, and labels with -100 where nothing is to be learnt.
+"""Token stream to samples of one length: inputs, and labels with -100 where no loss is.
 
-Whichever way samples are cut, a sample is a row of at most ``seq_len`` label tokens and the tokens just before them.
+However samples are split, a sample is a row of at most ``seq_len`` label tokens and the tokens just before them.
 A separator (the end of a document) is a label like any other token: the model must learn where documents end. It
 counts in the loss and stands for 0 bytes, so bits per byte include the cost of the ends of documents.
 """
@@ -28,14 +28,14 @@ class NumberedSamples(Protocol):
     """Numbered samples of one length."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         ...
 
     def batch(self, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of samples, two LongTensors [len(ids), seq_len].
+        """Return inputs and labels of samples, two LongTensors [len(ids), seq_len].
 
-        Id -1 is an empty sample: inputs are the separator and labels are -100, as they are after the end of a
-        sample that is shorter.
+        Id -1 is an empty sample: inputs are the separator and labels are -100, as after the end of a
+        shorter sample.
 
         Raises:
             IndexError: an id is below -1 or not below the number of samples.
@@ -43,17 +43,17 @@ class NumberedSamples(Protocol):
         ...
 
     def label_bytes(self, num_samples: int | None) -> float:
-        """The length in UTF-8 bytes of the text that the labels of the first ``num_samples`` samples stand for.
+        """Return the UTF-8 bytes of the text behind the labels of the first ``num_samples`` samples.
 
-        ``None`` is all samples. A token counts for the mean bytes of a token of the corpus, a separator for none
-        and a token that is no label for none. So the number is exact with the tokenizer ``bytes``; with another one
+        ``None`` is all samples. A token counts for the mean bytes of a token of the corpus; a separator and a
+        token that is not a label count for none. So the number is exact with the tokenizer ``bytes``; with another one
         it is exact over all tokens, and an estimate for a part of them.
         """
         ...
 
 
 class _Cut:
-    """Samples of which number ``i`` has ``lengths[i]`` labels, the first of them at token ``begins[i] + 1``."""
+    """Samples by offset: number ``i`` has ``lengths[i]`` labels from token ``begins[i] + 1`` on."""
 
     def __init__(
         self, tokens: Tokens, seq_len: int, separator: int, begins: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -68,11 +68,14 @@ class _Cut:
         self._columns = np.arange(seq_len + 1)
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self._begins) - 1
 
     def batch(self, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels, two LongTensors [len(ids), seq_len]; see `NumberedSamples.batch`."""
+        """Return inputs and labels, two LongTensors [len(ids), seq_len].
+
+        See `NumberedSamples.batch`.
+        """
         if len(ids) and not -1 <= ids.min() <= ids.max() < len(self):
             raise IndexError(f"sample ids {ids.min()} to {ids.max()} are not all in -1 to {len(self) - 1}")
         begins, lengths = self._begins[ids, None], self._lengths[ids, None]
@@ -84,27 +87,29 @@ class _Cut:
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
     def label_bytes(self, num_samples: int | None) -> float:
-        """UTF-8 bytes of the labels of the first samples; see `NumberedSamples.label_bytes`."""
+        """Return the UTF-8 bytes of the first samples' labels; see `NumberedSamples.label_bytes`."""
         count = len(self) if num_samples is None else min(num_samples, len(self))
         text_tokens = len(self._stream) - (len(self._starts) - 1)
         begins, lengths = self._begins[:count], self._lengths[:count]
         return self._text_labels(begins, lengths) * self.tokens.num_bytes / max(1, text_tokens)
 
     def _mask(self, begins: NDArray[np.int64], inputs: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-        """Take labels out that are not to be learnt; here none."""
+        """Mask labels without loss; none here."""
 
     def _text_labels(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-        """How many labels of these samples are not the separator at the end of a document."""
+        """Count the labels of these samples that are not document separators."""
         ends = self._starts[1:] - 1  # a separator is the last token of each document
         separators = np.searchsorted(ends, begins + lengths, "right") - np.searchsorted(ends, begins, "right")
         return int((lengths - separators).sum())
 
 
 class PackedSamples(_Cut):
-    """All documents joined and cut every ``seq_len`` tokens, so that a token is a label once in an epoch.
+    """Samples of all documents joined and split every ``seq_len`` tokens.
+
+    Each token is a label once.
 
     Only the very first token is never a label; the last sample may be shorter. With ``mask_borders`` the first
-    token of a document is no label either, as it would be predicted from another document.
+    token of a document is not a label either, as it would be predicted from another document.
 
     Raises:
         DataError: there are fewer than two tokens.
@@ -117,7 +122,7 @@ class PackedSamples(_Cut):
         self.mask_borders = mask_borders
 
     def _mask(self, begins: NDArray[np.int64], inputs: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-        if self.mask_borders:  # such a label follows a separator; text may hold that token too
+        if self.mask_borders:  # such a label follows a separator; text may contain that token too
             rows, columns = np.nonzero((inputs == self.separator) & (labels != IGNORED))
             places = begins[rows, 0] + columns + 1
             first = self._starts[np.searchsorted(self._starts, places)] == places
@@ -133,7 +138,9 @@ class PackedSamples(_Cut):
 
 
 class DocumentSamples(_Cut):
-    """Each document starts a sample, and a long one goes on in further samples; the rest of its last is padding.
+    """Samples that each start with a document.
+
+    Long ones continue in further samples, padded at the end.
 
     The labels of a document are its second token to its separator. A document without text has no sample.
 
@@ -145,7 +152,7 @@ class DocumentSamples(_Cut):
         num_labels = np.diff(tokens.starts) - 1
         pieces = -(-num_labels // seq_len)
         _need_labels(int(pieces.sum()))
-        done = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # pieces of it before this one
+        done = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # earlier pieces of the document
         done *= seq_len
         lengths = np.minimum(seq_len, np.repeat(num_labels, pieces) - done)
         super().__init__(tokens, seq_len, separator, np.repeat(tokens.starts[:-1], pieces) + done, lengths)
@@ -158,7 +165,7 @@ def _need_labels(number: int) -> int:
 
 
 def samples_for(tokens: Tokens, table: DataTable, separator: int) -> NumberedSamples:
-    """Cut tokens into samples as ``[data]`` says: ``seq_len``, ``pack`` and ``mask_borders``.
+    """Split tokens into samples by ``seq_len``, ``pack`` and ``mask_borders`` of ``[data]``.
 
     Raises:
         DataError: the corpus is too short for a single label.
@@ -171,9 +178,11 @@ def samples_for(tokens: Tokens, table: DataTable, separator: int) -> NumberedSam
 def step_batches(
     samples: NumberedSamples, order: Order, plan: Plan, rank: int, position: int = 0
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The micro batches of ``rank`` for each step from the data position on, without end where ``order`` has none.
+    """Yield the micro batches of ``rank`` per step from ``position`` on.
 
-    Ranks that work on the same samples together have them in common.
+    Endless if ``order`` is.
+
+    Ranks that work on the same samples together get the same ones.
     """
     dims, micro = plan.dims, plan.micro_batch or 1
     while True:

@@ -1,6 +1,6 @@
-"""From a loader to windows: the micro batches of one optimizer step on this rank.
+"""Loader to windows: the micro batches of one optimizer step on this rank.
 
-Whatever the loader is, micro batch ``b`` of the stream goes to rank ``b mod dp``, so that no sample is seen twice and
+For any loader, micro batch ``b`` of the stream goes to rank ``b mod dp``, so that no sample is used twice and
 a window over all ranks is the next ``dp × accumulation`` batches of the stream.
 """
 
@@ -19,15 +19,15 @@ from shardwise.train.data.data_sharding import Share, check_dealer, dealer_of, l
 from shardwise.train.data.draws import Raising, compared
 from shardwise.train.data.items import from_text, to_text
 
-CHUNK = 64  # items of a rank that are told at once
-FAILED = "!"  # what a message begins with that is no JSON
+CHUNK = 64  # items of a rank that are sent together
+FAILED = "!"  # first character of a message that is not JSON
 
 
 class RankBatches(Sampler[Any]):
-    """Every ``dp``-th item of a sampler (a batch, or a sample where there are no batches), as rank 0 draws them.
+    """Sampler of every ``dp``-th item (batch or sample) of another one, as rank 0 draws them.
 
     The first ``skip`` items are drawn and dropped; then ``skipped`` is called, before anything is loaded. With
-    ``compare`` ranks look first whether the sampler or its dataset deals by rank already.
+    ``compare`` ranks first check whether the sampler or its dataset shards by rank already.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class RankBatches(Sampler[Any]):
                 return
 
     def _source(self) -> Iterator[Any]:
-        """What rank 0 draws, and nothing elsewhere; ranks first compare what they would draw."""
+        """Yield rank 0's items, and nothing elsewhere; ranks first compare what they would draw."""
         source: Iterable[Any] = self.inner if self.ranks.is_main else ()
         if self.compare and self.ranks.world_size > 1:
             source = compared(self.inner, self.dataset, self.ranks)
         try:
             return _dropped(iter(source), self.skip)
-        except Exception as error:  # the others wait to be told
+        except Exception as error:  # the others wait for a message
             return Raising(error)
         finally:
             if self.skipped is not None:
                 self.skipped()
 
     def _told(self, source: Iterator[Any], size: int) -> str:
-        """The next items as rank 0 tells them; what goes wrong there is raised everywhere."""
+        """Return the next items as rank 0 sends them; its failure is raised on all ranks."""
         text, failure = "", None
         try:
             text = to_text(list(itertools.islice(source, size))) if self.ranks.is_main else ""
@@ -99,12 +99,12 @@ def rank_batches(
     sharded: bool | None = None,
     see: Callable[[Iterable[Any]], Iterator[Any]] = iter,
 ) -> Iterable[Any]:
-    """This rank's share of ``loader``: ``share``, which ranks that work on the same samples have in common, or by rank.
+    """Return this rank's ``share`` of ``loader``, equal for ranks on the same samples.
 
-    PyTorch's own ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. One that deals
-    by rank itself is taken as it is. Of anything else every rank reads the whole stream and keeps its share; ``see``
-    is given that stream and passes it on. The first ``skip`` micro batches (of all ranks together) are left out, from
-    a map-style dataset without loading them; then ``skipped`` is called. Without any to skip it is not.
+    PyTorch's own ``DataLoader`` over a map-style dataset is rebuilt to load only this rank's batches. A loader that
+    shards by rank itself is used unchanged. Of any other loader every rank reads the full stream and keeps its share;
+    ``see`` wraps that stream. The first ``skip`` micro batches (of all ranks together) are skipped, in a map-style
+    dataset without loading them; then ``skipped`` is called. With ``skip`` 0 it is not called.
     """
     share = share or (ranks.rank, ranks.world_size)
     dealer = dealer_of(loader, sharded)
@@ -120,7 +120,7 @@ def rank_batches(
 
 
 def _after(stream: Iterable[Any], skip: int, skipped: Callable[[], None] | None) -> Iterable[Any]:
-    """What is left of a stream when ``skip`` items are dropped; the stream itself where none are."""
+    """Return a stream without its first ``skip`` items; the stream itself if ``skip`` is 0."""
     if not skip:
         return stream
     rest = _dropped(iter(stream), skip)
@@ -164,14 +164,14 @@ def _rebuilt(
 
 
 def windows(batches: Iterable[Any], grad_accum: int) -> Iterator[list[Any]]:
-    """Cut a rank's batches into windows of ``grad_accum``; the last one may be shorter."""
+    """Split a rank's batches into windows of ``grad_accum``; the last one may be shorter."""
     iterator = iter(batches)
     while window := list(itertools.islice(iterator, grad_accum)):
         yield window
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """The inputs and labels of a batch: a pair, or a mapping with ``labels``.
+    """Return the inputs and labels of a batch: a pair, or a mapping with ``labels``.
 
     Raises:
         DataError: it is neither.
