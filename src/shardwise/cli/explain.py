@@ -111,7 +111,10 @@ def _json(question: Question, best: Candidate, other: Candidate | None, lines: l
 
 
 def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
-    """Cost ``strategy`` for the same question and say why it is not ``best``; the candidate is None if it cannot be."""
+    """Estimate ``strategy`` and explain why it is not ``best``; the candidate may be None.
+
+    It is None if the strategy is invalid.
+    """
     if strategy == best.plan.parsed:
         unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
         return best, [f"{strategy} is the plan{unfit}"]

@@ -274,10 +274,12 @@ def broadcast_text(text: str, ranks: Ranks) -> str:
 
 
 def send(tensor: torch.Tensor) -> torch.Tensor:
-    """Broadcast rank 0's values into ``tensor`` and return it; a sparse one is made anew. Collective.
+    """Broadcast rank 0's values into ``tensor`` and return it; a sparse one is recreated.
 
-    What travels is bytes, as a backend need not know a dtype to copy it, of a contiguous copy where there is need of
-    one: a backend takes no strides, and would write a tensor made by ``expand`` past the end of its memory.
+    Collective.
+
+    Sends bytes, as a backend need not support a dtype to copy it, and a contiguous copy where that is
+    needed: a backend ignores strides, and would write a tensor made by ``expand`` past the end of its memory.
     """
     if tensor.layout is not torch.strided:
         return _sent_sparse(tensor)
@@ -294,7 +296,7 @@ def send(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sent_sparse(tensor: torch.Tensor) -> torch.Tensor:
-    """Ranks may have different numbers of elements in it."""
+    """Broadcast a sparse tensor; ranks may have different numbers of elements in it."""
     if tensor.layout in _CSR:
         parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     elif tensor.layout in _COMPRESSED:
@@ -304,7 +306,7 @@ def _sent_sparse(tensor: torch.Tensor) -> torch.Tensor:
     sent = []
     for part in parts:
         shape = send(torch.tensor(part.shape, device=part.device)).tolist()
-        same = list(part.shape) == shape  # rank 0's own always are
+        same = list(part.shape) == shape  # always true on rank 0
         sent.append(send(part.detach().clone() if same else part.new_empty(shape)))
     if tensor.layout in _COMPRESSED:
         outer, inner, values = sent
@@ -315,6 +317,6 @@ def _sent_sparse(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sent_by_ddp(buffer: torch.Tensor) -> bool:
-    """Whether DDP, which flattens buffers and copies them back, can send ``buffer`` with the others."""
+    """Return whether DDP, which flattens and copies buffers, can send ``buffer``."""
     strided = buffer.layout is torch.strided and buffer.dtype in _BY_DDP
     return strided and all(stride or size < 2 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -149,7 +149,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def in_layer(error: BaseException, module: nn.Module) -> str:
-    """``, in 'model.layers.0.mlp'``: the innermost part of ``module`` whose forward was running; empty if none was."""
+    """Name the innermost part of ``module`` that raised.
+
+    As ``, in 'model.layers.0.mlp'``; empty if there is none.
+    """
     names = {id(part): clean_name(name) for name, part in module.named_modules() if name}
     found, frame = "", error.__traceback__
     while frame is not None:

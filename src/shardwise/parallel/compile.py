@@ -206,10 +206,12 @@ def overlap_tensor_parallel(plan: Plan, mesh: DeviceMesh | None) -> None:
 
 
 def check_compile(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> None:
-    """Whether each kind of block is one graph; no collective, nothing is changed, weights may be on the meta device.
+    """Check that each kind of block traces into one graph. No collective.
+
+    Weights may be on the meta device.
 
     Raises:
-        ModelError: there are no blocks, or PyTorch cannot trace one; with the line that is in its way.
+        ModelError: there are no blocks, or PyTorch cannot trace one; names the line that prevents it.
     """
     if not spec.blocks:
         raise ModelError(f"compile is for repeated blocks, and the model has none; {_FIX}")
@@ -231,7 +233,7 @@ def check_compile(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = 
         for handle in handles:
             handle.remove()
     if failure:
-        raise ModelError(f"compile: the model's forward cannot be looked at under fake tensors ({failure}); {_FIX}")
+        raise ModelError(f"compile: the model's forward cannot be traced under fake tensors ({failure}); {_FIX}")
     problems = []
     for kind, name in kinds.items():
         if name in entered:
@@ -242,20 +244,20 @@ def check_compile(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = 
 
 
 def _untraceable(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """What keeps ``block`` from being one graph; empty where nothing does."""
+    """Return why ``block`` does not trace into one graph; empty if it does."""
     state = {name: _without_data(tensor) for name, tensor in (*block.named_parameters(), *block.named_buffers())}
     traced = _Traced(block)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
             torch.func.functional_call(traced, {f"block.{n}": t for n, t in state.items()}, tuple(args), kwargs)
-        except Exception as error:  # whatever the tracer meets in the user's code
+        except Exception as error:  # the tracer may raise anything for the user's code
             return why_not(error)
     return ""
 
 
 class _Traced(nn.Module):
-    """Runs ``block``'s forward through the tracer alone: no kernel is built."""
+    """Run ``block``'s forward through the tracer only; no kernel is built."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 
 
 def receipt_table(receipt: Receipt) -> Table:
-    """One row for each claim: planned, found, and a mark."""
+    """Build one row for each claim: planned, found, and a mark."""
     table = Table(title=f"receipt: {receipt.title}", title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("what")
@@ -38,12 +38,15 @@ def receipt_table(receipt: Receipt) -> Table:
 
 
 def print_receipt(receipt: Receipt, console: Console | None = None) -> None:
-    """Print a receipt to standard error, where it disturbs no program's output."""
+    """Print a receipt to standard error, which programs do not parse."""
     (console or Console(stderr=True)).print(receipt_table(receipt))
 
 
 def print_findings(findings: Sequence[Finding], console: Console, *, nothing: str = "") -> None:
-    """Print findings; ``nothing`` is said where there are none (`shardwise.diagnosis.diagnose.why_nothing`)."""
+    """Print findings.
+
+    ``nothing`` is printed if there are none (`shardwise.diagnosis.diagnose.why_nothing`).
+    """
     if not findings:
         if nothing:
             console.print(escape(nothing))
@@ -54,7 +57,7 @@ def print_findings(findings: Sequence[Finding], console: Console, *, nothing: st
 
 
 def lines_of(finding: Finding) -> list[str]:
-    """The lines of one finding, as rich's markup: the sentence, what it is known from, what it costs, what to do."""
+    """Format one finding as rich's markup: the sentence, its evidence, its cost, and the fix."""
     text = escape(finding.text)
     lines = [f"{_MARKS[finding.level]}  {f'[bold]{text}[/]' if finding.level == 'alarm' else text}"]
     lines += [f"       [dim]{escape(line)}[/]" for line in finding.evidence]
@@ -66,12 +69,12 @@ def lines_of(finding: Finding) -> list[str]:
 
 
 def money_text(dollars: float) -> str:
-    """``$12.40``, and ``$0.004`` where cents are too coarse."""
+    """Format ``$12.40``, and ``$0.004`` if cents are too coarse."""
     return f"${dollars:,.2f}" if dollars >= 0.1 else f"${dollars:.3f}"
 
 
 def timing_table(timing: Timing) -> Table:
-    """One row for each part: seconds a step over ranks, its share, the least and the most of a rank."""
+    """Build one row per part: seconds over ranks, its share, and the extreme ranks."""
     rate = "" if timing.tokens_per_s is None else f", {count_text(timing.tokens_per_s)} tokens/s"
     ranks = "1 rank" if timing.world_size == 1 else f"{timing.world_size} ranks"
     table = Table(
@@ -102,20 +105,20 @@ def timing_table(timing: Timing) -> Table:
     whole = timing.step_s + sum(timing.between_s.values())
     if timing.stopwatch_s is not None:
         watch = milliseconds(timing.stopwatch_s)
-        table.caption = f"parts and what lies between add up to {milliseconds(whole)}; a stopwatch says {watch}"
+        table.caption = f"parts and the time between steps add up to {milliseconds(whole)}; by stopwatch {watch}"
         table.caption_justify = "left"
     return table
 
 
 def milliseconds(seconds: float) -> str:
-    """``12.3 ms``, or seconds from ten on."""
+    """Format ``12.3 ms``, or seconds from ten on."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def print_trace(
     summary: TraceSummary, console: Console, *, peak_flops: float | None = None, bytes_per_s: float | None = None
 ) -> None:
-    """Print it; ``peak_flops`` and ``bytes_per_s`` are the device's, where they are known."""
+    """Print a trace summary; ``peak_flops`` and ``bytes_per_s`` are the device's, if known."""
     if summary.file:
         console.print(
             f"trace: '{summary.file}' in the run folder; open it in Perfetto or chrome://tracing", markup=False
@@ -126,9 +129,11 @@ def print_trace(
 
 
 def operations_table(summary: TraceSummary, peak_flops: float | None = None, bytes_per_s: float | None = None) -> Table:
-    """The busiest operations by their own time. A rate is that of products whose shapes are in the trace.
+    """Build a table of the busiest operations by their own time.
 
-    What no row has is no column: on a CPU who launched it, without the device's figures what bounds it.
+    Rates are of products whose shapes are in the trace.
+
+    Empty columns are omitted: on a CPU the launcher, without the device's figures the bound.
     """
     on_device = summary.device == "cuda"
     bounds = [bound_of(one.intensity, peak_flops, bytes_per_s) for one in summary.operations]
@@ -154,7 +159,7 @@ def operations_table(summary: TraceSummary, peak_flops: float | None = None, byt
 def print_plan(
     choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console, data: DataTable
 ) -> None:
-    """Print the whole plan."""
+    """Print the full plan."""
     plan = choice.plan
     packed = sum(p.num_elements for p in spec.parameters if p.dtype == "uint8" and plan.parsed.adapter == "qlora")
     whole = spec.num_parameters + packed  # two in a byte

@@ -411,10 +411,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float
 def held_out_bits_per_byte(
     session: Session, samples: NumberedSamples, limit: int, batch: int, tick: Callable[[float], None] | None = None
 ) -> float | None:
-    """Total cross-entropy of the first ``limit`` samples (0: all) in bits, over the bytes their labels stand for.
+    """Total cross-entropy of the first ``limit`` samples (0: all), in bits per byte of label.
 
-    Every rank takes its share and runs the same number of forwards; all get the same answer. ``tick`` is told the
-    share that is done. ``None`` when a stop was asked for meanwhile, on any rank.
+    Every rank evaluates its share with the same number of forwards; all return the same value. ``tick`` gets the
+    finished share. ``None`` if any rank was asked to stop meanwhile.
     """
     number = min(limit, len(samples)) if limit else len(samples)
     dims, place, pipeline = session.plan.dims, session.place, session.applied.pipeline

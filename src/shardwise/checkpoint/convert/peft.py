@@ -77,11 +77,13 @@ def peft_config(saved: SavedAdapters, *, transposed: bool, causal: bool) -> dict
 def check_peft_folder(
     source: OwnSource, saved: SavedAdapters, selection: Selection, place: Folder, known: KnownModel, progress: Progress
 ) -> OutputVerdict:
-    """Compare the folder of adapters at ``place`` with ``source``: outputs on one drawn base, then every tensor.
+    """Compare the adapter folder at ``place`` with ``source`` on one random base.
+
+    First the outputs, then every tensor.
 
     Raises:
         NotTheSame: peft cannot load it, or gives other outputs, or tensors differ.
-        CheckpointError: something cannot be read.
+        CheckpointError: a file cannot be read.
     """
     try:
         verdict = _compare(source, saved, selection, place, known, progress)

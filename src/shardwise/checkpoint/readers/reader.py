@@ -95,14 +95,14 @@ class Source(Protocol):
 
 
 def read_pieces(reader: ShardReader, shards: Sequence[Shard], box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of ``box``, a contiguous CPU tensor, from the shards that hold something of it.
+    """Return the elements of ``box`` as a contiguous CPU tensor, from overlapping shards.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or holds another dtype.
+        CheckpointError: a file is missing or damaged, or has another dtype.
     """
     parts = overlaps(box, shards)
     for shard, _ in parts:
-        reader.stored(shard, dtype)  # before room is made for what nothing but the description says
+        reader.stored(shard, dtype)  # before memory is allocated for what only the description claims
     if sum(part.numel for _, part in parts) != box.numel:
         raise reader.error(f"'{reader.folder}': shards do not cover {box} of a tensor; {reader.fix}")
     found = torch.empty(box.lengths, dtype=dtype)

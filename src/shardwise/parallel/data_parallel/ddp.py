@@ -121,11 +121,11 @@ def _buffer_option(*, sync: bool) -> dict[str, Any]:
 
 
 def shard_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer with its state split over the ranks by whole parameters.
+    """Shard the optimizer's state over the ranks by full parameters.
 
-    PyTorch's ZeroRedundancyOptimizer gives each rank the parameters that balance best, steps those, and broadcasts
-    them. A parameter is never cut, so the largest one bounds how even the shares can be. Frozen
-    parameters are left out: they would be broadcast for nothing. One rank keeps its optimizer.
+    PyTorch's ZeroRedundancyOptimizer assigns parameters to ranks to balance them, steps those, and broadcasts
+    them. A parameter is never split, so the largest one limits the balance. Frozen
+    parameters are left out: they would be broadcast needlessly. A single rank keeps its optimizer.
     """
     if dist.get_world_size() == 1:
         return optimizer
@@ -142,10 +142,8 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     defaults: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     groups = []
     for group in optimizer.param_groups:
-        groups.append({**group, "params": [p for p in group["params"] if p.requires_grad]})  # keys of one's own, too
+        groups.append({**group, "params": [p for p in group["params"] if p.requires_grad]})  # custom keys, too
     try:
         return ZeroRedundancyOptimizer(groups, kind, **defaults)
     except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"zero1 cannot build {kind.__name__} anew from its defaults ({error}); use fsdp or ddp"
-        ) from None
+        raise ModelError(f"zero1 cannot build {kind.__name__} from its defaults ({error}); use fsdp or ddp") from None

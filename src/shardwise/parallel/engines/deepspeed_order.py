@@ -27,7 +27,7 @@ from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 
 _BITS = 62  # of an integer of a message that are used
-PATIENCE_S = 60.0  # that others are waited for where one leaves the order: they were there a module ago
+PATIENCE_S = 60.0  # how long to wait for the others where one rank leaves the order: they were in step one module ago
 
 
 class GradientOrder:
@@ -146,7 +146,7 @@ class GradientOrder:
 
 
 class SameModules:
-    """Stands before DeepSpeed's look at its notes, which comes before each gathering."""
+    """Module hooks that run before DeepSpeed reads its record, and so before each gathering."""
 
     def __init__(self, coordinator: Any, module: nn.Module, strategy: str, ranks: Ranks) -> None:
         self._coordinator, self._strategy, self._ranks = coordinator, strategy, ranks
@@ -157,10 +157,10 @@ class SameModules:
             coordinator.trace_prologue = self._entered
 
     def _entered(self, module: nn.Module) -> None:
-        """A module is about to run, forward or backward.
+        """Check a module that is about to run, forward or backward.
 
         Raises:
-            ModelError: other ranks run another one.
+            ModelError: other ranks run a different module.
         """
         noted = self._coordinator.is_complete_trace()
         self._look(module)

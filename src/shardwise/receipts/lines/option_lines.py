@@ -140,11 +140,13 @@ def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
 
 
 def compute_line(planned: Set[str], recorder: CollectiveRecorder, *, casts_weights: bool) -> Line:
-    """Products in the planned dtypes; those in others are the model's own, unless they are of weights as they lie.
+    """Compare product dtypes with the plan.
 
-    Where the plan casts weights (``casts_weights``), a weight that is multiplied in another dtype without a copy was
-    not cast. Autocast casts what goes into each product: it is on where any product has the planned dtype, and where it
-    is not a part of the model has turned it off or casts afterwards (attention or a router in fp32 on purpose).
+    Others are the model's own, except of uncast weights.
+
+    If the plan casts weights (``casts_weights``), a weight that is multiplied in another dtype without a copy was
+    not cast. Autocast casts the operands of each product: it is on if any product has the planned dtype; elsewhere
+    a part of the model has turned it off or casts afterwards (attention or a router in fp32 on purpose).
     """
     seen, wanted = recorder.matmul_dtypes, ", ".join(sorted(planned))
     own = seen - planned

@@ -155,7 +155,9 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
 
 @dataclass
 class StreamWatch:
-    """Of one session on this rank. A stream that each rank reads whole must begin and end alike on all.
+    """State of one session on this rank.
+
+    A stream that each rank reads in full must be equal on all.
 
     A loader that raises on one rank stops all of them: the others would wait for it.
     """
@@ -169,7 +171,7 @@ class StreamWatch:
     _kind: str = ""
 
     def see(self, stream: Iterable[Any]) -> Iterator[Any]:
-        """Pass a whole stream on, and note its first item and its length."""
+        """Pass on a full stream, recording its first item and its length."""
         number = 0
         for number, item in enumerate(stream, start=1):
             if number == 1:
@@ -178,7 +180,7 @@ class StreamWatch:
         self._length = number + 1  # 0: not yet at its end
 
     def guard(self, opened: Callable[[], Iterable[Any]], loader: Iterable[Any]) -> Iterator[Any]:
-        """Pass this rank's batches on; end with the failure noted where the loader raises."""
+        """Pass on this rank's batches; record the failure and end if the loader raises."""
         self._first = self._length = 0
         self._kind = type(loader).__name__
         iterator: Iterator[Any] = iter(())
@@ -187,23 +189,23 @@ class StreamWatch:
             iterator = iter(opened())
             for pulled, batch in enumerate(iterator, start=1):  # noqa: B007
                 yield batch
-        except Exception as error:  # told to all with the next message
+        except Exception as error:  # sent to all ranks with the next message
             self._failure = error
-            for _ in range(-(pulled + 1) % self.window):  # the others go on to the end of this window
+            for _ in range(-(pulled + 1) % self.window):  # the others continue to the end of this window
                 with suppress(Exception):
                     next(iterator)
 
     def post(self) -> list[int]:
-        """The checksum of a pass's first item, once; how long the pass was, once it is over; whether it failed."""
+        """Return the first item's checksum (once), the finished pass's length, and the failure flag."""
         row = [self._first, self._length, int(self._failure is not None)]
         self._first = 0
         return row
 
     def deliver(self, rows: list[list[int]]) -> None:
-        """Stop all ranks where one cannot go on, or where they read different streams.
+        """Stop all ranks if one cannot continue, or if they read different streams.
 
         Raises:
-            DataError: on all ranks, but one whose loader has raised raises that.
+            DataError: on all ranks; a rank whose loader raised raises that error instead.
         """
         failed = [rank for rank, row in enumerate(rows) if row[2]]
         if failed:
@@ -212,9 +214,9 @@ class StreamWatch:
         odd = next((rank for rank, one in enumerate(first) if one != first[0]), None)
         if odd is not None:
             raise DataError(
-                f"the loader ({self._kind}) gives ranks 0 and {odd} different batches: if each rank's loader yields "
-                "its own share already, call session.steps(loader, sharded=True); if not, let it shuffle, mask and "
-                "augment alike on all ranks (one seed for its own generators): session.steps deals the batches out"
+                f"the loader ({self._kind}) gives ranks 0 and {odd} different batches: if each rank's loader already "
+                "yields its own shard, call session.steps(loader, sharded=True); if not, make it shuffle, mask and "
+                "augment equally on all ranks (one seed for its own generators): session.steps shards the batches"
             )
         odd = next((rank for rank, one in enumerate(length) if one != length[0]), None)
         if all(length) and odd is not None:
