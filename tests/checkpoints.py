@@ -40,14 +40,14 @@ def write_checkpoint(folder: Folder, step: int = 20, ranks: int = 2, **changes) 
     """``folder/step-00000020`` and ``latest``; ``changes`` are fields of the manifest."""
     path = folder / step_folder(step)
     path.mkdir(parents=True, exist_ok=True)
-    whole = full_tensors()
-    whole |= {
+    full = full_tensors()
+    full |= {
         f"rng/{rank}/{name}": torch.arange(9, dtype=torch.uint8) for rank in range(ranks) for name in ("cpu", "numpy")
     }
-    entries = {name: {"dtype": code_of(t), "shape": list(t.shape), "shards": []} for name, t in whole.items()}
+    entries = {name: {"dtype": code_of(t), "shape": list(t.shape), "shards": []} for name, t in full.items()}
     for rank in range(ranks):
         mine = {}
-        for name, tensor in whole.items():
+        for name, tensor in full.items():
             places = boxes(tuple(tensor.shape), ranks) if name[:3] != "rng" else [(int(name.split("/")[1]), [0], [9])]
             for owner, offsets, lengths in places:
                 if owner == rank:

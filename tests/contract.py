@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
 from shardwise.model.read import clean_name
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -84,24 +84,24 @@ def _loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-def whole_gradients(session: Session) -> Gradients:
+def full_gradients(session: Session) -> Gradients:
     """The whole gradient of every parameter that this rank holds, under the name that it has in the whole model."""
-    return {name: whole(gradient).detach().clone() for name, gradient in _gradients(session)}
+    return {name: full(gradient).detach().clone() for name, gradient in _gradients(session)}
 
 
 def gradients_here(session: Session) -> Gradients:
-    """As `whole_gradients`, but of a shard as it is: a gather of each parameter takes half of a small test's time."""
+    """As `full_gradients`, but of a shard as it is: a gather of each parameter takes half of a small test's time."""
     return {name: here(gradient).detach().clone() for name, gradient in _gradients(session)}
 
 
 def _gradients(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    home = home_of(session.module)
+    home = ownership_of(session.module)
     for name, parameter in session.module.named_parameters():
         if parameter.grad is not None:
             yield clean_name(name) if home is None else home.canonical(clean_name(name)), parameter.grad
 
 
-def whole(gradient: torch.Tensor) -> torch.Tensor:
+def full(gradient: torch.Tensor) -> torch.Tensor:
     """All of it, on every rank."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
@@ -112,7 +112,7 @@ def here(gradient: torch.Tensor) -> torch.Tensor:
         type(place) in (Shard, Replicate, _StridedShard) for place in gradient.placements
     ):
         return gradient
-    return whole(gradient)
+    return full(gradient)
 
 
 def both_here(value: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ class Watch:
     Where only shards are kept, a test must look at the errors of all ranks.
     """
 
-    def __init__(self, gradients: Callable[[Session], Gradients] = whole_gradients) -> None:
+    def __init__(self, gradients: Callable[[Session], Gradients] = full_gradients) -> None:
         self.raw: Gradients = {}
         self.clipped: Gradients = {}
         self.gradients = gradients

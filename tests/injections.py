@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import shardwise
 from shardwise.diagnosis.diagnose import diagnose
 from shardwise.diagnosis.finding import Finding
-from shardwise.diagnosis.observe import HostWatch, observe
+from shardwise.diagnosis.observe import HostRecorder, observe
 from shardwise.diagnosis.observed import SaveStall
 from shardwise.distributed.process_group import join, leave
 from shardwise.measure.step_time.attribution import Attribution
@@ -197,7 +197,7 @@ def run_case(case: Case, folder: str | None = None) -> Result | None:
 
 def _measure(case: Case, plan: Plan, folder: str, *, cause: bool, clean_step_s: float | None = None) -> Any:
     session = shardwise.start(plan, receipts=False)
-    watch = HostWatch()
+    watch = HostRecorder()
     session.observers.append(watch)
     loop = Loop(case, session, folder)
     attribution = session.timekeeper

@@ -34,8 +34,8 @@ class Attention(nn.Module):
             self.v_proj = nn.Linear(a.hidden, kv, bias=a.qkv_bias)
         self.o_proj = nn.Linear(q, a.hidden, bias=a.output_bias)
         if a.qk_norm != "none":
-            whole = a.qk_norm == "projection"
-            self.q_norm, self.k_norm = (norm_of(a, w if whole else a.head_dim) for w in (q, kv))
+            full = a.qk_norm == "projection"
+            self.q_norm, self.k_norm = (norm_of(a, w if full else a.head_dim) for w in (q, kv))
 
     def forward(self, x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
         a = self.a

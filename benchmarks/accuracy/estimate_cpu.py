@@ -1,8 +1,8 @@
 """What the fit receipt shows on real gloo ranks: `cost.memory.estimate` over a traced module against recorded peaks.
 
 Strategy × recompute × precision × micro batch × accumulation × gradient sync × optimizer × world × model. Predicted as
-``shardwise train`` predicts; measured by `shardwise.measure.peaks.CpuWatch` in the third step, on the rank where each
-figure is largest.
+``shardwise train`` predicts; measured by `shardwise.measure.peaks.CpuPeakRecorder` in the third step, on the rank
+where each figure is largest.
 
     .venv/bin/python -m benchmarks.accuracy.estimate_cpu [--quick]
 
@@ -199,7 +199,7 @@ def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str
     from shardwise.cost.memory.estimate import Estimate
     from shardwise.distributed.process_group import join
     from shardwise.parallel.materialize import build
-    from shardwise.receipts.fit import FitProbe
+    from shardwise.receipts.fit import FitRecorder
     from shardwise.train.config import OptimizerTable
     from shardwise.train.loss import token_loss_sum
     from shardwise.train.optimizer import build_optimizer
@@ -207,7 +207,7 @@ def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str
 
     plan, ranks = Plan.model_validate_json(document), join("cpu")
     generator = torch.Generator().manual_seed(plan.dims.place(ranks.rank).dp)
-    probe = FitProbe(Estimate.model_validate_json(estimate))
+    probe = FitRecorder(Estimate.model_validate_json(estimate))
 
     def windows() -> Iterator[list[Any]]:
         for _ in range(STEPS):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from shardwise.cost.memory.local_shapes import Stack
+from shardwise.cost.memory.local_shapes import Framework
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import Architecture
@@ -76,7 +76,7 @@ class Row:
     oom: bool
 
     @property
-    def stack(self) -> Stack:
+    def framework(self) -> Framework:
         """Whose program runs where an axis cuts the model: Megatron-LM's for whole weights, else PyTorch's parts."""
         return "torchtitan" if self.plan.parsed.shards_parameters else "megatron"
 

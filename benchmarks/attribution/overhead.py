@@ -184,7 +184,7 @@ def without_checks(plain_session: Any) -> Iterator[None]:
     finally:
         shard.keep_order, split.keep_order, session.Agreement = plain
     plain_session.observers.clear()  # the looks at hooks and at the model's structure
-    plain_session.mail[:] = [one for one in plain_session.mail if not isinstance(one, ParameterHooks)]
+    plain_session.header[:] = [one for one in plain_session.header if not isinstance(one, ParameterHooks)]
 
 
 def decoder(*, narrow: bool = False) -> Any:

@@ -88,10 +88,10 @@ def plain_step(
     Gradients are reduced by the last backward. With a ``plan`` that has ``+tp``, positions are given, because the model
     would count those of its part of the sequence only, and the loss takes logits that are cut over the vocabulary.
     """
-    is_cut = plan is not None and plan.dims.tp > 1
+    is_split = plan is not None and plan.dims.tp > 1
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        places = {"position_ids": torch.arange(inputs.shape[1], device=inputs.device)[None]} if is_cut else {}
+        places = {"position_ids": torch.arange(inputs.shape[1], device=inputs.device)[None]} if is_split else {}
         outputs: Any = model(inputs, **places)
         return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
 
@@ -116,8 +116,8 @@ def loss_context(plan: Plan | None) -> contextlib.AbstractContextManager[None]:
     """Torch's loss parallel where the plan has it."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    is_cut = plan is not None and plan.dims.tp > 1 and plan.loss_parallel
-    return loss_parallel() if is_cut else contextlib.nullcontext()
+    is_split = plan is not None and plan.dims.tp > 1 and plan.loss_parallel
+    return loss_parallel() if is_split else contextlib.nullcontext()
 
 
 def no_sync(model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager[None]:

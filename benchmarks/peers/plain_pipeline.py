@@ -26,18 +26,18 @@ class LlamaStage(nn.Module):
     Parts have the names that they have in the whole model.
     """
 
-    def __init__(self, whole: Any, stage: int, stages: int) -> None:
+    def __init__(self, full: Any, stage: int, stages: int) -> None:
         super().__init__()
-        layers = list(whole.model.layers)
+        layers = list(full.model.layers)
         first, last = stage * len(layers) // stages, (stage + 1) * len(layers) // stages
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(layers[first:last])
-        self.model.rotary_emb = whole.model.rotary_emb
+        self.model.rotary_emb = full.model.rotary_emb
         if stage == 0:
-            self.model.embed_tokens = whole.model.embed_tokens
+            self.model.embed_tokens = full.model.embed_tokens
         if stage == stages - 1:
-            self.model.norm = whole.model.norm
-            self.lm_head = whole.lm_head
+            self.model.norm = full.model.norm
+            self.lm_head = full.lm_head
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.length = 0  # tokens of a sample, set by the loop: under sequence parallel a rank has a part of them
 
@@ -54,7 +54,7 @@ class LlamaStage(nn.Module):
 
 
 def plain_pipeline(
-    whole: nn.Module,
+    full: nn.Module,
     plan: Plan,
     mesh: DeviceMesh,
     ranks: Ranks,
@@ -66,8 +66,8 @@ def plain_pipeline(
     """
     pp = mesh["pp"]
     index, stages, group = pp.get_local_rank(), pp.size(), pp.get_group()
-    tied = whole.lm_head.weight is whole.model.embed_tokens.weight  # type: ignore[union-attr]
-    stage = LlamaStage(whole, index, stages)
+    tied = full.lm_head.weight is full.model.embed_tokens.weight  # type: ignore[union-attr]
+    stage = LlamaStage(full, index, stages)
     if plan.dims.tp > 1:
         plain_tensor(stage, mesh["tp"], plan)
     data_parallel(stage, list(stage.model.layers), mesh, plan)  # type: ignore[arg-type]

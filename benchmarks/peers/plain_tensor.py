@@ -68,10 +68,10 @@ def _layer(plan: Plan, between: Any) -> dict[str, ParallelStyle]:
 
 def _norm(plan: Plan) -> ParallelStyle:
     """Sequence parallel, or whole tokens on every rank with weights that are DTensors, too."""
-    return SequenceParallel() if plan.sequence_parallel else _Whole()
+    return SequenceParallel() if plan.sequence_parallel else _Full()
 
 
-class _Whole(ParallelStyle):
+class _Full(ParallelStyle):
     """Replicated weights as DTensors, computed on plain tensors: what `torch` has no style for."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

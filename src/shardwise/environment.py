@@ -191,7 +191,7 @@ def _first_host(text: str) -> str:
     return "" if found is None else f"{found[1]}{found[2] or ''}{found[3] or ''}"
 
 
-def whole() -> dict[str, str]:
+def snapshot() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
 

@@ -89,12 +89,12 @@ def test_inspect_all_has_a_row_for_each_tensor(capsys: pytest.CaptureFixture[str
 def test_inspect_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path)
     document = answer(capsys, "inspect", str(path))
-    whole = full_tensors()
+    full = full_tensors()
     assert document["schema"] == 1 and document["place"] == str(path) and document["step"] == 20
     assert document["loss"] == 2.25 and document["strategy"] == "fsdp" and document["precision"] == "bf16"
     assert document["ranks"] == 2 and document["data_position"] == 160 and document["tokens"] == 5120
-    assert document["bytes"] == sum(tensor.nbytes for tensor in whole.values())
-    assert {item["name"]: item["shape"] for item in document["tensors"]} == {n: list(t.shape) for n, t in whole.items()}
+    assert document["bytes"] == sum(tensor.nbytes for tensor in full.values())
+    assert {item["name"]: item["shape"] for item in document["tensors"]} == {n: list(t.shape) for n, t in full.items()}
     assert document["rng"] == {"0": ["cpu", "numpy"], "1": ["cpu", "numpy"]}
     assert document["files"][SECOND] == (path / SECOND).stat().st_size
     assert document["damage"] == [] and document["optimizer"]["groups"][0]["options"]["lr"] == 0.001

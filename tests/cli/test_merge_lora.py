@@ -237,8 +237,8 @@ def test_onto_the_original_weights(tmp_path, capsys, packed):
     base, there = load(folder / "base"), load(tmp_path / "out")
     same = {name for name in base if torch.equal(base[name], there[name])}
     assert {name for name in base if "self_attn" not in name} == same
-    unpacked = run(folder / "run", tmp_path / "unpacked", capsys)
-    assert unpacked["from_packed"] is None
+    dequantized = run(folder / "run", tmp_path / "unpacked", capsys)
+    assert dequantized["from_packed"] is None
     there = load(tmp_path / "unpacked")
     assert {name for name in base if "layers" not in name or "norm" in name} == {
         name for name in base if torch.equal(base[name], there[name])

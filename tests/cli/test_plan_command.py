@@ -297,18 +297,18 @@ def test_a_plan_that_is_no_answer_to_its_question(capsys: pytest.CaptureFixture[
     file = tmp_path / "plan.toml"
     words = ["llama-3.1-8b", "--cluster", "2x8xH100-SXM", "--seq-len", "4096", "--global-batch", "64"]
     command(capsys, "plan", *words, "--strategy", "fsdp", "-o", str(file))
-    whole = file.read_text()
+    full = file.read_text()
     for old, new, says in (
         ("dp_shard = 16", "dp_shard = 8", "have 8 ranks, and the question's cluster 16"),
         ("global_batch = 64", "global_batch = 65", "and the question's global batch is 65"),
         ("global_batch = 64", "", "table [question]: global_batch: is missing"),
         ("nodes = 2", "nodes = 0", "the question's cluster 0"),
     ):
-        assert old in whole
-        file.write_text(whole.replace(old, new, 1))
+        assert old in full
+        file.write_text(full.replace(old, new, 1))
         _, err = command(capsys, "explain", str(file), exit_code=2)
         assert says in err and "make the file again with" in err
-    file.write_text(whole)
+    file.write_text(full)
     out, _ = command(capsys, "explain", str(file), "--why-not", "FULL_SHARD", "--json")
     document = json.loads(out)
     assert document["why_not"] == ["fsdp is the plan"] and document["other"]["reason"] == ""

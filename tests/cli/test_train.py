@@ -55,8 +55,8 @@ def test_every_strategy_ends_at_the_same_loss(tmp_path: Path) -> None:
         found[strategy], first[strategy] = summary["loss"], float(configs.losses(tmp_path / strategy)[1])
     alone = train_here(tmp_path / "alone", "ddp", 1, **without_luck)
     assert all(abs(loss - alone["loss"]) < 1e-3 for loss in found.values()), (found, alone["loss"])
-    whole = float(configs.losses(tmp_path / "alone")[1])
-    assert all(abs(loss - whole) < 1e-6 for loss in first.values()), (first, whole)
+    full = float(configs.losses(tmp_path / "alone")[1])
+    assert all(abs(loss - full) < 1e-6 for loss in first.values()), (first, full)
     assert alone["loss"] < 4.5  # it learns: a uniform guess is log(257) = 5.55
 
 
@@ -95,11 +95,11 @@ def test_a_killed_command_resumes_bit_identically(tmp_path: Path) -> None:
 
     Fifty kills, of all strategies and at aimed moments, are in tests/faults/test_kill_and_resume.py.
     """
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir()
+    full, broken = tmp_path / "whole", tmp_path / "broken"
+    full.mkdir()
     broken.mkdir()
     changes = {"train": {"steps": 30, "eval_samples": 8}, "checkpoint": {"every": 4}}
-    configs.train(configs.write_config(whole, **changes), "--strategy", "fsdp")
+    configs.train(configs.write_config(full, **changes), "--strategy", "fsdp")
     config = configs.write_config(broken, **changes)
     ranks: list[psutil.Process] = []
 
@@ -118,14 +118,14 @@ def test_a_killed_command_resumes_bit_identically(tmp_path: Path) -> None:
     _gone, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
     configs.train(config, "--strategy", "fsdp")
-    assert configs.losses(broken) == configs.losses(whole)
+    assert configs.losses(broken) == configs.losses(full)
     last = Path("run") / "checkpoints" / "step-00000030"
-    assert configs.hashes(broken / last) == configs.hashes(whole / last)
+    assert configs.hashes(broken / last) == configs.hashes(full / last)
 
 
 def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir()
+    full, broken = tmp_path / "whole", tmp_path / "broken"
+    full.mkdir()
     broken.mkdir()
     changes = {"train": {"steps": 200, "eval_samples": 8}, "checkpoint": {"every": 0}}
     config = configs.write_config(broken, **changes)
@@ -143,8 +143,8 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
         assert not (broken / "run" / "timing.json").exists(), "an earlier part does not speak for this one"
 
     configs.train_and(look, broken, report["figures"]["steps"] + 5, config)
-    configs.train(configs.write_config(whole, **changes))
-    assert configs.losses(broken) == configs.losses(whole)
+    configs.train(configs.write_config(full, **changes))
+    assert configs.losses(broken) == configs.losses(full)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

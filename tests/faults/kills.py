@@ -115,10 +115,10 @@ class Attempt:
 
 
 class Trial:
-    """One run that is killed again and again; the methods raise AssertionError where it differs from ``whole``."""
+    """One run that is killed again and again; the methods raise AssertionError where it differs from ``full``."""
 
-    def __init__(self, folder: Path, texts: Path, setting: Setting, whole: Whole) -> None:
-        self.folder, self.setting, self.whole = folder, setting, whole
+    def __init__(self, folder: Path, texts: Path, setting: Setting, full: Whole) -> None:
+        self.folder, self.setting, self.full = folder, setting, full
         self.job = prepared(folder, texts, setting)
         self.ended = 0
         self.done: Counter[str] = Counter()
@@ -141,20 +141,20 @@ class Trial:
 
     def _attempt(self, kill: Kill | None) -> bool:
         before = self._newest_step()
-        found = attempt(self.job, self.setting.world, kill, self.whole.seconds)
+        found = attempt(self.job, self.setting.world, kill, self.full.seconds)
         assert found.first in (None, before), f"began at step {found.first}, the newest checkpoint is of step {before}"
         after = self._newest_step()
         assert after >= before, f"the newest checkpoint was of step {before}, now it is of step {after}"
         losses = [(line["step"], repr(line["loss"])) for line in self._metrics() if "loss" in line]
-        expected = list(self.whole.losses.items())
+        expected = list(self.full.losses.items())
         wrong = [pair for pair in zip(losses, expected, strict=False) if pair[0] != pair[1]]
         assert not wrong and len(losses) <= len(expected), f"losses (found, expected): {wrong[:3]}, {len(losses)} lines"
         if not found.killed:
             self.ended += 1
             assert len(losses) == len(expected), f"{len(losses)} losses, {len(expected)} expected"
             hashes = last_hashes(self.folder)
-            other = [name for name in self.whole.hashes if self.whole.hashes[name] != hashes.get(name)]
-            assert hashes == self.whole.hashes, f"the last checkpoint has other bytes: {other[:5]}"
+            other = [name for name in self.full.hashes if self.full.hashes[name] != hashes.get(name)]
+            assert hashes == self.full.hashes, f"the last checkpoint has other bytes: {other[:5]}"
         return found.killed
 
     def _newest_step(self) -> int:
@@ -172,9 +172,11 @@ class Trial:
 def write_texts(folder: Path, documents: int = 10) -> Path:
     """A corpus of a few thousand bytes: an epoch is some steps long."""
     folder.mkdir(parents=True, exist_ok=True)
-    luck = random.Random(5)
+    rng_state = random.Random(5)
     for index in range(documents):
-        words = ["".join(luck.choices("abcdefgh", k=luck.randint(1, 7))) for _ in range(luck.randint(20, 90))]
+        words = [
+            "".join(rng_state.choices("abcdefgh", k=rng_state.randint(1, 7))) for _ in range(rng_state.randint(20, 90))
+        ]
         (folder / f"{index:02d}.txt").write_text(" ".join(words))
     return folder
 
@@ -212,16 +214,16 @@ def last_hashes(folder: Path) -> dict[str, list[str]]:
     return configs.hashes(path)
 
 
-def draw(luck: random.Random, whole: Whole, call: str) -> Kill:
+def draw(rng_state: random.Random, full: Whole, call: str) -> Kill:
     """A kill at that ``call`` of any rank that makes it, or at any time; one in four hits all ranks."""
-    rank, everyone = luck.randrange(len(whole.calls)), luck.random() < 0.25
+    rank, everyone = rng_state.randrange(len(full.calls)), rng_state.random() < 0.25
     if not call:
-        return Kill(rank, everyone, share=luck.uniform(0.0, 0.8))
-    when = luck.choice(("before", "torn", "after") if call == "pwrite" else ("before", "after"))
+        return Kill(rank, everyone, share=rng_state.uniform(0.0, 0.8))
+    when = rng_state.choice(("before", "torn", "after") if call == "pwrite" else ("before", "after"))
     if call == LOADING:
-        return Kill(rank, everyone, call, luck.randint(1, LOADS), when)
-    rank = luck.choice([rank for rank, calls in enumerate(whole.calls) if calls.get(call)])
-    return Kill(rank, everyone, call, luck.randint(1, max(1, whole.calls[rank][call] // 3)), when)
+        return Kill(rank, everyone, call, rng_state.randint(1, LOADS), when)
+    rank = rng_state.choice([rank for rank, calls in enumerate(full.calls) if calls.get(call)])
+    return Kill(rank, everyone, call, rng_state.randint(1, max(1, full.calls[rank][call] // 3)), when)
 
 
 @contextmanager

@@ -54,18 +54,18 @@ class Progress:
         return f"{self.number}{of} kills, {60 * rate:.0f} a minute, {seconds_text(left)} left"
 
 
-def any_setting(luck: random.Random) -> Setting:
+def any_setting(rng_state: random.Random) -> Setting:
     """Something that a user might run."""
-    strategy = luck.choice(STRATEGIES)
-    world = luck.choice((2, 4)) if strategy.startswith("hsdp") else luck.randint(1, 4)
+    strategy = rng_state.choice(STRATEGIES)
+    world = rng_state.choice((2, 4)) if strategy.startswith("hsdp") else rng_state.randint(1, 4)
     return Setting(
         strategy,
         world,
-        async_save=luck.random() < 0.5,
-        every=luck.randint(1, 4),
-        keep=luck.randint(1, 3),
-        micro_batch=luck.choice((1, 2, 4)),
-        pack=luck.random() < 0.5,
+        async_save=rng_state.random() < 0.5,
+        every=rng_state.randint(1, 4),
+        keep=rng_state.randint(1, 3),
+        micro_batch=rng_state.choice((1, 2, 4)),
+        pack=rng_state.random() < 0.5,
     )
 
 
@@ -75,17 +75,17 @@ def soak(seed: int, progress: Progress, folder: Path) -> None:
     Raises:
         AssertionError: a run differs from its like that was not interrupted; says the seed, the setting and the kill.
     """
-    luck = random.Random(seed)
+    rng_state = random.Random(seed)
     texts = write_texts(folder / "texts")
     deck = [call for call, number in AIMS.items() for _ in range(number)]
     while not progress.over:
-        setting = any_setting(luck)
+        setting = any_setting(rng_state)
         here = Path(tempfile.mkdtemp(dir=folder))
         with said(f"seed {seed}, {setting}"):
-            whole = run_whole(here / "whole", texts, replace(setting, async_save=False))
-            trial = Trial(here / "killed", texts, setting, whole)
+            full = run_whole(here / "whole", texts, replace(setting, async_save=False))
+            trial = Trial(here / "killed", texts, setting, full)
             for _ in range(KILLS_OF_A_RUN):
-                kill = draw(luck, whole, luck.choice(deck))
+                kill = draw(rng_state, full, rng_state.choice(deck))
                 with said(f"{kill}"):
                     before = trial.done.copy()
                     trial.kill(kill)

@@ -165,14 +165,14 @@ def test_a_flipped_bit_in_any_tensor_is_named(folder: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_found_or_does_not_matter(folder: Path) -> None:
-    path, luck = folder / "step-00000020", random.Random(5)
+    path, rng_state = folder / "step-00000020", random.Random(5)
     found = 0
     for file in (ONE, TWO):
         size = (path / file).stat().st_size
         header = 8 + int.from_bytes((path / file).read_bytes()[:8], "little")
         spots = [(byte, bit) for byte in range(8) for bit in range(8)]
-        spots += [(luck.randrange(8, header), luck.randrange(8)) for _ in range(FLIPS)]
-        spots += [(luck.randrange(header, size), luck.randrange(8)) for _ in range(20)]
+        spots += [(rng_state.randrange(8, header), rng_state.randrange(8)) for _ in range(FLIPS)]
+        spots += [(rng_state.randrange(header, size), rng_state.randrange(8)) for _ in range(20)]
         for byte, bit in spots:
             good = flip(path / file, byte, bit)
             try:
@@ -185,12 +185,12 @@ def test_a_flipped_bit_anywhere_is_found_or_does_not_matter(folder: Path) -> Non
 
 
 def test_a_flipped_bit_in_the_manifest_is_found_wherever_it_is(folder: Path) -> None:
-    path, luck = folder / "step-00000020", random.Random(6)
+    path, rng_state = folder / "step-00000020", random.Random(6)
     file = path / "manifest.json"
     size = file.stat().st_size
     start = file.read_bytes().index(b'"schema"')
     spots = [(byte, bit) for byte in range(start, start + 12) for bit in range(8)]
-    spots += [(luck.randrange(size), luck.randrange(8)) for _ in range(FLIPS)]
+    spots += [(rng_state.randrange(size), rng_state.randrange(8)) for _ in range(FLIPS)]
     for byte, bit in spots:
         good = flip(file, byte, bit)
         text = error_of(path)

@@ -21,11 +21,11 @@ from shardwise.errors import ReceiptError
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from shardwise.train.structure import StructureWatch
+from shardwise.train.structure import StructureRecorder
 from tests.models import decoder, ragged_batches
 from tests.worlds import run_each, run_world
 
@@ -46,7 +46,7 @@ def run(strategy: str | Plan, accum: int, variant: str, after: Callable[[Session
     options = dict(VARIANTS[variant])
     start_options = {key: options.pop(key) for key in ("recompute", "precision") if key in options}
     session = start(strategy, grad_accum=accum, receipts=False, **start_options)
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     model = decoder(**options).float()
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -146,7 +146,9 @@ def sabotage_compute_dtype(strategy: str) -> list[str]:
 
 def sabotage_untied(strategy: str) -> list[str]:
     def untie(session: Session) -> None:
-        watches = [one for one in session.observers if isinstance(one, StructureWatch)]  # stops before the receipt does
+        watches = [
+            one for one in session.observers if isinstance(one, StructureRecorder)
+        ]  # stops before the receipt does
         session.observers[:] = [one for one in session.observers if one not in watches]
         session.module.head.weight = nn.Parameter(session.module.head.weight.detach().clone())
 
@@ -230,7 +232,7 @@ class AdaptiveBlocks(nn.Module):
 def adaptive(strategy: str, extra: bool) -> list[str]:
     """In the second step rank 1 runs a block once, and the others three times; ``extra`` gathers it once more."""
     session = start(strategy, receipts=False)
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     model = AdaptiveBlocks()
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -346,7 +348,7 @@ def strict_on_every_rank() -> str:
     if dist.get_rank() == 1:
         session_module.Session.begin_micro = _begin_and_touch
     session = start("ddp", receipts=False)
-    session.observers.append(EffectsProbe())
+    session.observers.append(EffectsRecorder())
     model = decoder(tied=True).float()
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     try:

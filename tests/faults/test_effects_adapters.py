@@ -14,7 +14,7 @@ import shardwise.parallel.lora.adapters as adapters_module
 import shardwise.parallel.lora.quantize as quantise_module
 from shardwise.parallel.lora.adapters import adapted_layers
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
@@ -28,7 +28,7 @@ OPTIONS = AdapterOptions(rank=4, dropout=0.1)
 def run(strategy: str, after: Callable[[Session], None] | None = None, **options: Any) -> list[str]:
     """Some steps with AdamW; the receipt's false lines."""
     session = start(strategy, lora=OPTIONS, receipts=False, grad_accum=2, **options)
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     model = family("wide-llama", dtype=torch.float32)
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

@@ -23,7 +23,7 @@ import shardwise.train.session as session_module
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.families import VOCAB, family
@@ -69,7 +69,7 @@ def run(
     dims = dims_for(parse_strategy(strategy), dist.get_world_size())
     plan = Plan(strategy=strategy, dims=dims, grad_accum=accum, **(options or {}))
     session = start(plan, receipts=False, device="cpu")
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     module = family(model).float()
     module, optimizer = session.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
@@ -127,8 +127,8 @@ def no_tensor_parallel() -> Alarms:
     from torch.distributed.tensor import DTensor, Replicate
 
     apply_module.apply_tensor = lambda *_: None
-    split_module.distribute = lambda name, whole, layout, mesh: DTensor.from_local(
-        whole, mesh, [Replicate()], run_check=False
+    split_module.distribute = lambda name, full, layout, mesh: DTensor.from_local(
+        full, mesh, [Replicate()], run_check=False
     )
     read = nn.Module.__getattr__
 

@@ -18,8 +18,8 @@ from shardwise.optim.in_backward import InBackward
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.effects import EffectsProbe
-from shardwise.receipts.lines.optimizer_lines import OptimizerWatch, stepping_lines
+from shardwise.receipts.effects import EffectsRecorder
+from shardwise.receipts.lines.optimizer_lines import OptimizerRecorder, stepping_lines
 from shardwise.run.start import start
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import token_loss_sum
@@ -34,7 +34,7 @@ def run(
     """Three steps; the names of the receipt's false lines."""
     dims = dims_for(parse_strategy(strategy), dist.get_world_size())
     session = start(Plan(strategy=strategy, dims=dims, **plan), device="cpu", receipts=False)
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     model = shapes()
     model, optimizer = session.prepare(model, make(model.parameters()))
@@ -68,10 +68,10 @@ def keeps_gradients() -> Any:
 
     def step(self: InBackward, parameter: Any) -> None:
         kept = parameter.grad
-        whole(self, parameter)
+        full(self, parameter)
         parameter.grad = kept
 
-    whole, InBackward._step = InBackward._step, step  # type: ignore[method-assign]
+    full, InBackward._step = InBackward._step, step  # type: ignore[method-assign]
     return run(fused, optimizer_in_backward=True)
 
 
@@ -80,9 +80,9 @@ def misses_some() -> Any:
 
     def step(self: InBackward, parameter: Any) -> None:
         if not self.stepped:
-            whole(self, parameter)
+            full(self, parameter)
 
-    whole, InBackward._step = InBackward._step, step  # type: ignore[method-assign]
+    full, InBackward._step = InBackward._step, step  # type: ignore[method-assign]
     return run(fused, optimizer_in_backward=True)
 
 
@@ -93,13 +93,13 @@ def steps_unasked() -> Any:
         session.in_backward = InBackward(session.optimizer)
         watch = next(one for one in session.observers if isinstance(one, ParameterHooks))
         session.observers.remove(watch)  # it refuses these hooks as a user's, in the first step
-        session.mail.remove(watch)
+        session.header.remove(watch)
 
     return run(fused, after=after)
 
 
 def eight_bits_are_32() -> Any:
-    adamw8bit_module.is_quantised = lambda parameter: False
+    adamw8bit_module.is_quantized = lambda parameter: False
     return run(AdamW8bit)
 
 
@@ -121,9 +121,9 @@ def sums_are_of_one_rank() -> Any:
 
     def step(self: Adafactor, parameter: torch.Tensor, *rest: Any) -> None:
         if local_of(parameter).numel():
-            whole(self, parameter, *rest)
+            full(self, parameter, *rest)
 
-    whole, Adafactor._step_whole = Adafactor._step_whole, step  # type: ignore[method-assign]
+    full, Adafactor._step_whole = Adafactor._step_whole, step  # type: ignore[method-assign]
     adafactor_module.sharing = lambda parameter: None
     session_module.check_optimizer = lambda *_: None  # its trial would stop this before the first step
     return run(Adafactor)
@@ -134,7 +134,7 @@ def all_of_them() -> dict[str, Any]:
     found = {}
     for case in cases:
         found[case.__name__] = case()
-        adamw8bit_module.is_quantised = IS_QUANTISED
+        adamw8bit_module.is_quantized = IS_QUANTISED
     return found | {
         "clean": [
             run(make, optimizer_in_backward=early) for make in (fused, AdamW8bit, Adafactor) for early in (True, False)
@@ -142,7 +142,7 @@ def all_of_them() -> dict[str, Any]:
     }
 
 
-IS_QUANTISED = adamw8bit_module.is_quantised
+IS_QUANTISED = adamw8bit_module.is_quantized
 
 
 def test_each_is_seen() -> None:
@@ -175,7 +175,7 @@ def stepped_elsewhere() -> list[bool | None]:
     session = start(Plan(strategy="fsdp+offload", dims=dims), device="cpu", receipts=False)
     model = shapes()
     session.prepare(model, fused(model.parameters()))
-    watch = OptimizerWatch(session)
+    watch = OptimizerRecorder(session)
     for parameter in session.module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     session.optimizer.step()

@@ -244,7 +244,7 @@ def test_pipes_in_the_folders_of_other_tools(tmp_path: Path, names: list[str]) -
         os.mkfifo(tmp_path / name)
     with pytest.raises(ShardwiseError), open_source(tmp_path) as source:
         for name, info in source.tensors.items():
-            source.read(name, info.whole)
+            source.read(name, info.full)
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -388,60 +388,60 @@ ODD: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 0.5, float(
 ODD += ["..", "../x", "/etc/passwd", [], [[]], {}, {"": None}, [1, 2, 3], "I32", "F64", "xxh3-128:00", "blake", "\0"]
 
 
-def by_number(luck: random.Random, value: Any) -> Any:
+def by_number(rng_state: random.Random, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return luck.choice(ODD)
-    return luck.choice([value + 1, value - 1, -value, value * 2, value // 2, value + 0.5, str(value), [value]])
+        return rng_state.choice(ODD)
+    return rng_state.choice([value + 1, value - 1, -value, value * 2, value // 2, value + 0.5, str(value), [value]])
 
 
-def mutate_document(luck: random.Random, document: Any) -> str:
+def mutate_document(rng_state: random.Random, document: Any) -> str:
     """One change somewhere in a manifest; what it was."""
-    at = luck.choice(list(places(document)))
+    at = rng_state.choice(list(places(document)))
     holder = document
     for key in at[:-1]:
         holder = holder[key]
-    kind = luck.choice(["delete", "odd", "number", "twice", "rename"])
+    kind = rng_state.choice(["delete", "odd", "number", "twice", "rename"])
     if kind == "delete":
         del holder[at[-1]]
     elif kind == "twice" and isinstance(holder, list):
         holder.append(holder[at[-1]])
     elif kind == "rename" and isinstance(holder, dict):
-        holder[luck.choice(["", "x", f"{at[-1]}x", "model/x", "\udc80"])] = holder.pop(at[-1])
+        holder[rng_state.choice(["", "x", f"{at[-1]}x", "model/x", "\udc80"])] = holder.pop(at[-1])
     else:
-        holder[at[-1]] = by_number(luck, holder[at[-1]]) if kind == "number" else luck.choice(ODD)
+        holder[at[-1]] = by_number(rng_state, holder[at[-1]]) if kind == "number" else rng_state.choice(ODD)
     return f"{kind} {at}"
 
 
-def mutate(luck: random.Random, path: Path) -> str:
+def mutate(rng_state: random.Random, path: Path) -> str:
     """One change somewhere in a checkpoint's folder; what it was."""
-    file = luck.choice([MANIFEST, FIRST, SECOND, "rank-00002.safetensors"])
-    kind = luck.choice(["forged", "forged", "forged", "header", "bytes", "cut", "swap", "kind"])
+    file = rng_state.choice([MANIFEST, FIRST, SECOND, "rank-00002.safetensors"])
+    kind = rng_state.choice(["forged", "forged", "forged", "header", "bytes", "cut", "swap", "kind"])
     if kind == "forged":
         document = json.loads((path / MANIFEST).read_bytes())
-        said = [mutate_document(luck, document)]
+        said = [mutate_document(rng_state, document)]
         forge_text(path, document)
         return f"forged: {said}"
     if kind == "header" and file != MANIFEST:
         header, content = header_of(path / file)
-        said = [mutate_document(luck, header)]
+        said = [mutate_document(rng_state, header)]
         with_header(path / file, json.dumps(header).encode(), content)
         return f"header of {file}: {said}"
     data = bytearray((path / file).read_bytes())
     if kind == "swap":
-        other = luck.choice([MANIFEST, FIRST, SECOND, "rank-00002.safetensors"])
+        other = rng_state.choice([MANIFEST, FIRST, SECOND, "rank-00002.safetensors"])
         (path / file).write_bytes((path / other).read_bytes())
         return f"{file} is {other}"
     if kind == "kind":
-        made = luck.choice([one for one in KINDS if one is not giant])
+        made = rng_state.choice([one for one in KINDS if one is not giant])
         (path / file).unlink()
         made(path / file)
         return f"{file} is a {made.__name__}"
     if kind == "cut":
-        keep = luck.randrange(len(data))
+        keep = rng_state.randrange(len(data))
         (path / file).write_bytes(data[:keep])
         return f"{file} ends at {keep}"
-    for _ in range(luck.choice([1, 1, 4])):
-        data[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
+    for _ in range(rng_state.choice([1, 1, 4])):
+        data[rng_state.randrange(len(data))] ^= 1 << rng_state.randrange(8)
     (path / file).write_bytes(data)
     return f"bits of {file}"
 
@@ -449,7 +449,7 @@ def mutate(luck: random.Random, path: Path) -> str:
 def values_of(path: Path) -> dict[str, torch.Tensor]:
     with OwnSource(path) as source:
         source.check()
-        return {name: source.read(name, info.whole) for name, info in source.tensors.items()}
+        return {name: source.read(name, info.full) for name, info in source.tensors.items()}
 
 
 class Silent:

@@ -62,11 +62,11 @@ def are_bit_identical(
     kills: list[str],
 ) -> None:
     setting = Setting(strategy, 4 if strategy == "hsdp" else 3, background)
-    texts, whole = uninterrupted(replace(setting, async_save=False))
-    trial = Trial(tmp_path / "run", texts, setting, whole)
-    luck = random.Random(f"{SEED} {strategy} {background}")
+    texts, full = uninterrupted(replace(setting, async_save=False))
+    trial = Trial(tmp_path / "run", texts, setting, full)
+    rng_state = random.Random(f"{SEED} {strategy} {background}")
     for number, call in enumerate(kills, 1):
-        kill = draw(luck, whole, call)
+        kill = draw(rng_state, full, call)
         with said(f"{setting}, seed {SEED}, kill {number} of {len(kills)}, {kill}"):
             trial.kill(kill)
     with said(f"{setting}, seed {SEED}, after {len(kills)} kills"):
@@ -78,11 +78,11 @@ def are_bit_identical(
 def test_a_model_that_is_cut_resumes_bit_identically(tmp_path: Path, strategy: str) -> None:
     setting = Setting(strategy, 4, factory="tests.models:byte_attention", micro_batch=4, epochs=2)
     texts = write_texts(tmp_path / "texts")
-    whole = run_whole(tmp_path / "whole", texts, setting)
-    trial = Trial(tmp_path / "run", texts, replace(setting, async_save=True), whole)
-    luck = random.Random(f"{SEED} {strategy}")
+    full = run_whole(tmp_path / "whole", texts, setting)
+    trial = Trial(tmp_path / "run", texts, replace(setting, async_save=True), full)
+    rng_state = random.Random(f"{SEED} {strategy}")
     for call in ("pwrite", "", "rename"):
-        kill = draw(luck, whole, call)
+        kill = draw(rng_state, full, call)
         with said(f"{setting}, seed {SEED}, {kill}"):
             trial.kill(kill)
     with said(f"{setting}, seed {SEED}, after the kills"):

@@ -14,7 +14,7 @@ from shardwise.distributed.process_group import join
 from shardwise.hardware.cluster import detect
 from shardwise.measure.profiler.profile_steps import StepTrace
 from shardwise.measure.profiler.trace_text import words
-from shardwise.measure.step_flops import WorkProbe
+from shardwise.measure.step_flops import FlopsRecorder
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import PARTS
 from shardwise.measure.utilisation import peak_of, utilisation
@@ -59,7 +59,7 @@ def train(folder: Path, recompute: str) -> tuple[Any, Any, Any, float]:
     )  # type: ignore[arg-type]  # fmt: skip
     session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
     table = TrainTable(steps=STEPS + 2, profile=f"{STEPS + 1}:2", output=str(folder))
-    probe, trace = WorkProbe(), StepTrace(table, 0, 1)
+    probe, trace = FlopsRecorder(), StepTrace(table, 0, 1)
     session.observers += [probe, trace]
     attribution = Attribution.attach(session)
     model: Any = llama()

@@ -41,19 +41,19 @@ def laid_out(layout: str) -> nn.Module:
         return DistributedDataParallel(model)
     if layout == "one":
         return model
-    whole = {model.scale}
+    full = {model.scale}
     if layout in ("tp", "2d"):
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         plan = {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
         if layout == "2d":
-            fully_shard(model, mesh=mesh["dp"], ignored_params=whole)
+            fully_shard(model, mesh=mesh["dp"], ignored_params=full)
         return model
     shape = (2, world // 2) if layout == "hsdp" else (world,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[2 - len(shape) :])
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh, ignored_params=whole)
+    return fully_shard(model, mesh=mesh, ignored_params=full)
 
 
 def trained(model: nn.Module, steps: int) -> torch.optim.Optimizer:
@@ -100,13 +100,13 @@ def save(folder: str, layout: str, form: str = "nested", steps: int = 3) -> dict
             storage_writer=many if form == "many files" else None,
             use_collectives=form != "of ranks",
         )
-        expected = {f"model/{name}": whole(tensor) for name, tensor in weights.items()}
+        expected = {f"model/{name}": full(tensor) for name, tensor in weights.items()}
         for name, values in state["state"].items() if "state" in state else ():
-            expected |= {f"optimizer/{name}/{key}": whole(tensor) for key, tensor in values.items()}
+            expected |= {f"optimizer/{name}/{key}": full(tensor) for key, tensor in values.items()}
         for name, tensor in state.items():
             if name.startswith("state."):
                 parameter, key = name.removeprefix("state.").rsplit(".", 1)
-                expected[f"optimizer/{parameter}/{key}"] = whole(tensor)
+                expected[f"optimizer/{parameter}/{key}"] = full(tensor)
         return expected
 
 
@@ -121,7 +121,7 @@ def save_large(folder: str, rows: int, columns: int) -> torch.Tensor:
     return full
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, whichever way it is spread."""
     with torch.no_grad():
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()

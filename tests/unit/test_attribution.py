@@ -169,7 +169,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
         reduced_ranks=1,
         observers=[],
         phase_watchers=[],
-        mail=[],
+        header=[],
     )
     one = Attribution.attach(session)
     one.on_prepared(session)
@@ -182,7 +182,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
     one.finish()
     timing = one.timing()
     assert timing is not None and timing.warm_up + timing.steps == 8
-    assert WAITS.listener is None and not session.mail
+    assert WAITS.listener is None and not session.header
 
 
 class LateEvent(Event):

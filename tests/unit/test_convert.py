@@ -98,7 +98,7 @@ def saved(tmp_path) -> Path:
 
 
 def everything(source) -> dict[str, torch.Tensor]:
-    return {name: source.read(name, info.whole) for name, info in source.tensors.items()}
+    return {name: source.read(name, info.full) for name, info in source.tensors.items()}
 
 
 def equal(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
@@ -110,13 +110,13 @@ def equal(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7,), (5, 3), (2, 3, 4), (3, 1, 50), (1, 1, 9), (4, 0)])
 @pytest.mark.parametrize("limit", [4, 12, 40, 1000])
 def test_row_boxes_are_the_whole_in_memory_order(shape, limit):
-    whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    full = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     boxes = list(row_boxes(shape, 4, limit))
-    parts = [whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.lengths, strict=True))] for b in boxes]
+    parts = [full[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.lengths, strict=True))] for b in boxes]
     assert all(part.numel() * 4 <= limit and part.numel() for part in parts)
     assert all(part.is_contiguous() for part in parts)
     joined = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0)
-    assert torch.equal(joined, whole.reshape(-1))
+    assert torch.equal(joined, full.reshape(-1))
 
 
 class TestHuggingFaceSource:
@@ -139,7 +139,7 @@ class TestHuggingFaceSource:
         for place in (tmp_path, tmp_path / "model.safetensors"):
             with HuggingFaceSource(place) as source:
                 assert equal(everything(source), {f"model/{key}": tensor for key, tensor in held.items()})
-                part = source.tensors["model/c.wide"].whole
+                part = source.tensors["model/c.wide"].full
                 assert source.read("model/c.wide", type(part)((1, 0, 5), (1, 2, 30))).is_contiguous()
         assert source.config is None and HuggingFaceSource(tmp_path).config == {"model_type": "x"}
 
@@ -204,7 +204,7 @@ class TestOwnSource:
                 assert source.path == saved and source.step == 5
                 assert source.aliases == {"model/head.weight": "model/embed.weight"}
                 assert torch.equal(
-                    source.read("model/embed.weight", source.tensors["model/embed.weight"].whole),
+                    source.read("model/embed.weight", source.tensors["model/embed.weight"].full),
                     load_file(saved / "rank-00000.safetensors")["model/embed.weight"],
                 )
 
@@ -348,10 +348,10 @@ class TestSelect:
             wrapped = {f"model/{n.removeprefix('model/')}" for n in source.tensors if n.startswith("model/")}
             assert "model/embed.weight" in wrapped
             without = select(source, None, dtype=torch.bfloat16, weights_only=True, reason="no place")
-            whole = select(source, None, dtype=torch.bfloat16, weights_only=False, reason="")
+            full = select(source, None, dtype=torch.bfloat16, weights_only=False, reason="")
         assert all(item.name.startswith("model/") for item in without.items)
         assert any("tensors of optimizer state" in note and "no place" in note for note in without.notes)
-        kept = {item.name: item.info.dtype for item in whole.items}
+        kept = {item.name: item.info.dtype for item in full.items}
         assert kept["optimizer/embed.weight/exp_avg"] == torch.float64 and kept["model/embed.weight"] == torch.bfloat16
 
 

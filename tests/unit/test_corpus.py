@@ -417,7 +417,7 @@ class TestCache:
         self, name: str, damage: str, folder: Path, tmp_path: Path
     ) -> None:
         corpus = prepare(folder, tmp_path / "cache")
-        whole = everything(corpus)
+        full = everything(corpus)
         path = corpus.folder / name
         data = path.read_bytes()
         path.unlink()  # the mapped file lives on
@@ -426,7 +426,7 @@ class TestCache:
         with pytest.raises(DataError, match=r"^corpus '.*' cannot be opened: .+; delete it and run again$"):
             open_corpus(corpus.folder)
         lines: list[str] = []
-        assert everything(prepare(folder, tmp_path / "cache", lines)) == whole
+        assert everything(prepare(folder, tmp_path / "cache", lines)) == full
         assert lines[0] == f"the corpus in '{corpus.folder}' is damaged, preparing it again"
 
     @pytest.mark.parametrize("names", [("train",), ("train_starts",), ("train", "train_starts")])
@@ -530,8 +530,8 @@ class TestErrors:
         bad.write_text('{"text": "a"}\n"b"\n')
         message = fails(DataError, bad, tmp_path / "cache")
         assert message == f"data.path '{bad}': file 'bad.jsonl', line 2 holds 'b', not an object; repair it"
-        whole = write_parquet(tmp_path / "bad.parquet", text=TEXTS).read_bytes()
-        for content in (b"PAR1 not at all", whole[:4] + b"?" * 200 + whole[204:]):
+        full = write_parquet(tmp_path / "bad.parquet", text=TEXTS).read_bytes()
+        for content in (b"PAR1 not at all", full[:4] + b"?" * 200 + full[204:]):
             (tmp_path / "bad.parquet").write_bytes(content)
             message = fails(DataError, tmp_path / "bad.parquet", tmp_path / "cache")
             assert message.startswith(f"data.path '{tmp_path / 'bad.parquet'}' cannot be read as parquet: ")

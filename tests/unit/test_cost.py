@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import (
     estimate_memory,
-    held_elements,
+    local_elements,
     stepped_groups,
     unit_elements,
     zero1_shares,
@@ -78,19 +78,19 @@ class TestHeldElements:
     @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp"])
     def test_a_rank_holds_what_torch_chunk_gives_it(self, strategy):
         for rows, inner, ranks in itertools.product(range(20), [(), (3,), (2, 5)], range(1, 9)):
-            whole = torch.empty(rows, *inner)
-            chunks = [chunk.numel() for chunk in torch.chunk(whole, ranks)] + [0] * ranks
+            full = torch.empty(rows, *inner)
+            chunks = [chunk.numel() for chunk in torch.chunk(full, ranks)] + [0] * ranks
             plan = Plan(strategy=strategy, dims=ParallelDims(dp_replicate=3, dp_shard=ranks))
-            found = [held_elements(parameter("p", rows, *inner), plan, rank) for rank in range(ranks)]
+            found = [local_elements(parameter("p", rows, *inner), plan, rank) for rank in range(ranks)]
             assert found == chunks[:ranks]
-            assert sum(found) == whole.numel() and max(found) == held_elements(parameter("p", rows, *inner), plan)
+            assert sum(found) == full.numel() and max(found) == local_elements(parameter("p", rows, *inner), plan)
 
     @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
     def test_whole_parameters_are_held_whole(self, strategy):
-        assert [held_elements(parameter("p", 7, 3), plan_for(strategy, 4), rank) for rank in range(4)] == [21] * 4
+        assert [local_elements(parameter("p", 7, 3), plan_for(strategy, 4), rank) for rank in range(4)] == [21] * 4
 
     def test_a_scalar_cannot_be_cut(self):
-        assert held_elements(parameter("p"), plan_for("fsdp", 4), 3) == 1
+        assert local_elements(parameter("p"), plan_for("fsdp", 4), 3) == 1
 
 
 class TestEstimate:

@@ -296,11 +296,11 @@ def test_what_a_link_should_carry_is_what_collectives_get_of_it() -> None:
     plan = Plan(strategy="ddp", dims=ParallelDims(dp_replicate=8), micro_batch=4)
     mesh, pair = parse_cluster("8xMI300X"), Plan(strategy="ddp", dims=ParallelDims(dp_replicate=2), micro_batch=4)
     assert mesh.link is not None
-    whole, source = _catalogue(mesh, mesh.link, "dp", plan, 8)
+    full, source = _catalogue(mesh, mesh.link, "dp", plan, 8)
     two, _ = _catalogue(mesh, mesh.link, "dp", pair, 2)
-    assert whole is not None and two is not None
-    assert two == pytest.approx(whole / 7), "one of seven links"
-    assert whole < mesh.link.bytes_per_s
+    assert full is not None and two is not None
+    assert two == pytest.approx(full / 7), "one of seven links"
+    assert full < mesh.link.bytes_per_s
     assert source.startswith("what NCCL gets of it: ")
     nodes = parse_cluster("2x8xH100/ib400")
     assert nodes.network is not None

@@ -189,12 +189,12 @@ def test_a_file_of_tensors(disk: Path, written: dict[bool, int], monkeypatch: py
     expected = shards.write_file(disk / "b.safetensors", tensors)
     written[True] = 0
     if where == "staged":
-        whole = {
+        full = {
             n: ShardWrite("F32", tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t, t, True)
             for n, t in tensors.items()
         }
         stage = Stage()
-        share = stage.begin(Share(pieces=whole)).finish()
+        share = stage.begin(Share(pieces=full)).finish()
         held = {name: piece.tensor for name, piece in share.pieces.items()}
         monkeypatch.setattr(direct, "aligned", refuse("a copy of what lies in the stage as in the file"))
     hashes = shards.write_file(disk / "a.safetensors", held)

@@ -478,8 +478,8 @@ class TestControlGroups:
 
 def test_visible_devices():
     machine = recorded("8xh100-hgx").gpus
-    whole, chosen = _visible(machine, None)
-    assert whole is machine and chosen is None
+    full, chosen = _visible(machine, None)
+    assert full is machine and chosen is None
     some, chosen = _visible(machine, ["5", "GPU-00000002"])
     assert chosen == [5, 2] and [gpu.index for gpu in some.gpus] == [5, 2] and some.peers == {"2-5": True}
     assert _visible(machine, ["5"])[0].peers is None

@@ -67,8 +67,8 @@ def test_the_collectives_are_the_programs():
     # root and two blocks; the root stays gathered until backward
     assert found["all_gather"].calls == 3 + 2
     assert found["reduce_scatter"].calls == 3
-    whole = sum(p.numel() for p in two_blocks().parameters()) * 4
-    assert whole <= found["reduce_scatter"].num_bytes < 2 * whole  # padded to chunks of 8
+    full = sum(p.numel() for p in two_blocks().parameters()) * 4
+    assert full <= found["reduce_scatter"].num_bytes < 2 * full  # padded to chunks of 8
 
 
 def test_what_dtensor_thinks_of_whole_shapes_is_not_counted():
@@ -104,14 +104,14 @@ def test_recompute_saves_activations_and_narrow_weights_are_buffers():
 def test_the_depth_is_extended_to_the_byte():
     source = functools.partial(Decoder, num_blocks=8)
     plan = plan_of("fsdp", 4, precision="bf16", grad_accum=2)
-    short, whole = dry_run(source, plan, extrapolate=True), dry_run(source, plan)
-    assert short.extrapolated and not whole.extrapolated
+    short, full = dry_run(source, plan, extrapolate=True), dry_run(source, plan)
+    assert short.extrapolated and not full.extrapolated
     assert (short.blocks or 99) < 8
-    assert short.reserved is None and whole.reserved is not None
+    assert short.reserved is None and full.reserved is not None
     named = [(p.step, p.name, p.allocated) for p in short.phases]
-    assert named == [(p.step, p.name, p.allocated) for p in whole.phases]
-    assert short.categories == whole.categories
-    assert short.collectives == whole.collectives
+    assert named == [(p.step, p.name, p.allocated) for p in full.phases]
+    assert short.categories == full.categories
+    assert short.collectives == full.collectives
 
 
 def test_ranks_that_hold_something_else_are_proved_apart():
@@ -153,10 +153,10 @@ def test_tensor_parallel_is_rehearsed_as_one_rank_of_its_group():
     """A half of every cut weight, and the collectives of the tensor-parallel axis beside those of the data's."""
     keys = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     source = ModelSource(config={"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, **keys})
-    whole = dry_run(source.builder(), plan_of("ddp", 2, seq_len=8))  # by a fork, which is quick
+    full = dry_run(source.builder(), plan_of("ddp", 2, seq_len=8))  # by a fork, which is quick
     half = dry_run(source, plan_of("ddp+tp2", 2, seq_len=8))
     norms = (2 * 2 + 1) * 32 * 4
-    assert 2 * half.categories["parameters"] - norms == whole.categories["parameters"]
+    assert 2 * half.categories["parameters"] - norms == full.categories["parameters"]
     assert {"all_gather", "reduce_scatter"} <= {total.name for total in half.collectives}
 
 

@@ -121,7 +121,7 @@ class TestPacked:
     def test_bytes_are_those_of_bitsandbytes(self):
         from shardwise.model.transformer import profile_of
         from shardwise.parallel.lora.adapters import add_adapters
-        from shardwise.parallel.lora.quantize import pack, packed_bytes, scale_bytes
+        from shardwise.parallel.lora.quantize import pack, quantized_bytes, scale_bytes
 
         shape = SHAPE.model_copy(update={"hidden": 256, "head_dim": 32, "ffn": 512, "layers": 2})
         module = Native(shape)
@@ -129,7 +129,7 @@ class TestPacked:
         pack(module)
         block = block_of(adapted(profile_of(shape, 64), parse_strategy("ddp+qlora"), Workload(), "fp32"))
         quantised = [w for w in block.weights if w.itemsize < 1]
-        assert packed_bytes(module) == 2 * sum(w.num_elements * (w.itemsize - w.scales) for w in quantised)
+        assert quantized_bytes(module) == 2 * sum(w.num_elements * (w.itemsize - w.scales) for w in quantised)
         assert scale_bytes(module) == pytest.approx(2 * sum(w.num_elements * w.scales for w in quantised), rel=0.02)
 
     def test_scales_are_whole_on_every_rank(self):
@@ -142,9 +142,9 @@ class TestPacked:
         """litgpt's LoRA: blocks under FSDP1, no reduction before the last micro batch, all in bf16."""
         profile = with_adapters(LLAMA, "lora", facts=AdapterFacts(adapter_bytes=2.0))
         plan = plan_of("fsdp+lora", grad_accum=4, gradient_sync="last")
-        whole, apart = (estimate(profile, plan, Workload(), NODE, flat=flat) for flat in (True, False))
-        assert (whole.allocated or 0) - (apart.allocated or 0) == pytest.approx(2 * 32 * BLOCK, rel=0.1)
-        assert (whole.optimizer, whole.parameters) == (apart.optimizer, apart.parameters)
+        full, apart = (estimate(profile, plan, Workload(), NODE, flat=flat) for flat in (True, False))
+        assert (full.allocated or 0) - (apart.allocated or 0) == pytest.approx(2 * 32 * BLOCK, rel=0.1)
+        assert (full.optimizer, full.parameters) == (apart.optimizer, apart.parameters)
 
 
 class TestLean:
@@ -175,9 +175,9 @@ class TestLean:
     @pytest.mark.parametrize("strategy", ["fsdp+qlora", "ddp+lora", "fsdp"])
     def test_chunks_make_logits_smaller_whether_the_head_trains_or_not(self, strategy):
         profile = profile_for(strategy) if "lora" in strategy else LLAMA
-        whole, parts = (memory(strategy, profile, loss_chunks=n) for n in (1, 16))
+        full, parts = (memory(strategy, profile, loss_chunks=n) for n in (1, 16))
         left = 4096 * 128256 * (4 + 2) if strategy == "fsdp" else 0  # the gradient of the head's weight, and its cast
-        assert left < (parts.logits or 0) < left + (whole.logits or 0) / 8
+        assert left < (parts.logits or 0) < left + (full.logits or 0) / 8
 
     def test_narrow_adapters_have_narrow_state(self):
         wide, narrow = (with_adapters(LLAMA, "lora", facts=AdapterFacts(adapter_bytes=width)) for width in (4.0, 2.0))
@@ -191,14 +191,14 @@ class TestOffload:
         return step_time(profile, plan_of(strategy, cluster, **more), Workload(), cluster).offload_s
 
     def test_weights_go_up_for_each_pass_and_gradients_down_once(self):
-        whole, wire = LLAMA.num_parameters / 8, NODE.gpu.pcie.bytes_per_s * 0.8
+        full, wire = LLAMA.num_parameters / 8, NODE.gpu.pcie.bytes_per_s * 0.8
         host = LLAMA.num_parameters * 28 / 60e9
-        assert self.seconds("fsdp+offload") == pytest.approx(whole * (2 * 4 + 4) / wire + host, rel=0.01)
-        assert self.seconds("zero2+offload") == pytest.approx(whole * (4 + 4) / wire + host, rel=0.01)
-        assert self.seconds("deepspeed-zero3+offload") == pytest.approx(whole * (2 * 2 + 4) / wire + host, rel=0.01)
-        assert self.seconds("deepspeed-zero2+offload") == pytest.approx(whole * (4 + 2) / wire + host, rel=0.01)
+        assert self.seconds("fsdp+offload") == pytest.approx(full * (2 * 4 + 4) / wire + host, rel=0.01)
+        assert self.seconds("zero2+offload") == pytest.approx(full * (4 + 4) / wire + host, rel=0.01)
+        assert self.seconds("deepspeed-zero3+offload") == pytest.approx(full * (2 * 2 + 4) / wire + host, rel=0.01)
+        assert self.seconds("deepspeed-zero2+offload") == pytest.approx(full * (4 + 2) / wire + host, rel=0.01)
         more = self.seconds("fsdp+offload", grad_accum=3, gradient_sync="every")
-        assert more == pytest.approx(whole * 3 * (2 * 4 + 4) / wire + host, rel=0.01)
+        assert more == pytest.approx(full * 3 * (2 * 4 + 4) / wire + host, rel=0.01)
 
     def test_a_drive_reads_and_writes_states_and_weights(self):
         host = self.seconds("deepspeed-zero3+offload")
@@ -314,5 +314,5 @@ def test_packed_weights_are_sent_as_half_a_byte_and_only_gradients_of_adapters()
     packed = 32 * BLOCK
     gathered = packed * 0.5 + (profile.num_parameters - packed) * 2
     assert sent_bytes(profile, plan)["dp"] == pytest.approx((2 * gathered + 4 * profile.num_trainable) * 7 / 8)
-    whole = sent_bytes(LLAMA, plan_of("fsdp"))["dp"]
-    assert whole == pytest.approx((2 * 2 + 4) * LLAMA.num_parameters * 7 / 8)
+    full = sent_bytes(LLAMA, plan_of("fsdp"))["dp"]
+    assert full == pytest.approx((2 * 2 + 4) * LLAMA.num_parameters * 7 / 8)

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.cost.memory.estimate import Estimate, Phase
 from shardwise.errors import ReceiptError
 from shardwise.measure.peaks import peak_watch
-from shardwise.receipts.fit import FitProbe
+from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.receipt import Line
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
@@ -33,12 +33,12 @@ def exact_estimate(model: nn.Module, **more: Any) -> Estimate:
 @contextlib.contextmanager
 def trained(
     estimate: Callable[[nn.Module], Estimate], steps: int = 3, sabotage: Callable[[nn.Module], None] | None = None
-) -> Iterator[FitProbe]:
+) -> Iterator[FitRecorder]:
     session = start("ddp", receipts=False, device="cpu")
     try:
         model = decoder().float()
         watching = list(session.phase_watchers)
-        probe = FitProbe(estimate(model))
+        probe = FitRecorder(estimate(model))
         session.observers.append(probe)
         model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         if sabotage is not None:
@@ -53,7 +53,7 @@ def trained(
         session.close()
 
 
-def lines(probe: FitProbe) -> dict[str, Line]:
+def lines(probe: FitRecorder) -> dict[str, Line]:
     assert probe.receipt is not None
     return {line.name: line for line in probe.receipt.lines}
 

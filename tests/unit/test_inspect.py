@@ -57,16 +57,16 @@ def places(path: Folder) -> dict[str, tuple[int, int]]:
 def test_what_is_in_a_checkpoint(folder: Folder) -> None:
     path = write_checkpoint(folder, step=20, ranks=2)
     found = inspect_checkpoint(path)
-    whole = full_tensors()
+    full = full_tensors()
     assert found.kind == "Shardwise checkpoint" and found.place == str(path) and found.step == 20
-    assert {line.name for line in found.lines} == set(whole)
+    assert {line.name for line in found.lines} == set(full)
     for line in found.lines:
-        tensor = whole[line.name]
+        tensor = full[line.name]
         assert line.shape == tuple(tensor.shape) and line.num_bytes == tensor.nbytes
     by_name = {line.name: line for line in found.lines}
     assert [by_name[name].shards for name in ("model/embed.weight", "model/scale", "model/none")] == [2, 1, 0]
     assert by_name["model/half"].dtype == "BF16" and by_name["model/embed.weight"].dtype == "F32"
-    assert found.num_bytes == sum(tensor.nbytes for tensor in whole.values())
+    assert found.num_bytes == sum(tensor.nbytes for tensor in full.values())
     assert found.rng == {"0": ["cpu", "numpy"], "1": ["cpu", "numpy"]}
     assert found.aliases == {"model/head.weight": "model/embed.weight"}
     assert found.optimizer and found.optimizer["name"] == "AdamW"

@@ -99,13 +99,13 @@ def test_codes_are_the_nearest_and_as_good_as_said() -> None:
 
 
 def test_blocks_stay_where_parts_begin_at_multiples_of_256() -> None:
-    whole, even, odd = Blocks(4810, 4810), Blocks(5120, 2560), Blocks(4810, 2470)
+    full, even, odd = Blocks(4810, 4810), Blocks(5120, 2560), Blocks(4810, 2470)
     assert (even.parts, even.each, odd.parts, odd.each) == (2, 10, 2, 10)
-    assert whole.same_as(Blocks(4810, 4810)) and even.same_as(Blocks(5120, 5120)) and odd.same_as(odd)
-    assert not odd.same_as(whole) and not whole.same_as(odd)
+    assert full.same_as(Blocks(4810, 4810)) and even.same_as(Blocks(5120, 5120)) and odd.same_as(odd)
+    assert not odd.same_as(full) and not full.same_as(odd)
     elements = torch.tensor([0, 255, 256, 2469, 2470, 2725, 2726, 4809])
     assert odd.scale_of(elements).tolist() == [0, 0, 1, 9, 10, 10, 11, 19]
-    assert whole.scale_of(elements).tolist() == [0, 0, 1, 9, 9, 10, 10, 18]
+    assert full.scale_of(elements).tolist() == [0, 0, 1, 9, 9, 10, 10, 18]
 
 
 @pytest.mark.parametrize("kind", [AdamW8bit, Adafactor])

@@ -152,15 +152,15 @@ class TestWithoutGradients:
 
     def test_logits_are_made_where_they_are_read(self) -> None:
         hidden, linear, _ = head(torch.float64)
-        whole = linear(hidden)
+        full = linear(hidden)
         apply_loss_chunks(linear, OutputHead("", VOCAB), 4)
         with torch.no_grad():
             late = linear(hidden)
             assert isinstance(late, LateLogits)
-            assert late.shape == whole.shape
-            assert torch.equal(late[:, -1], whole[:, -1])
-            assert torch.equal(late.argmax(-1), whole.argmax(-1))
-            assert torch.equal(torch.argmax(late, -1), whole.argmax(-1))
+            assert late.shape == full.shape
+            assert torch.equal(late[:, -1], full[:, -1])
+            assert torch.equal(late.argmax(-1), full.argmax(-1))
+            assert torch.equal(torch.argmax(late, -1), full.argmax(-1))
 
     def test_text_is_generated(self) -> None:
         model = family("llama", layers=1)
@@ -340,9 +340,9 @@ class TestCosts:
         profile = trace_module(module, seq_len=64, vocab_size=VOCAB, precision="fp32", device="cpu")
         plans = [Plan(seq_len=64, micro_batch=8, loss_chunks=chunks) for chunks in (1, 8)]
         logits = [estimate(profile, plan, workload, cluster).logits for plan in plans]
-        whole = 64 * 8 * VOCAB * 4
-        assert logits[0] == 3 * whole
-        assert logits[1] == whole // 8 + (64 * 8 + VOCAB) * 32 * 4  # a chunk, and the gradients that wait
+        full = 64 * 8 * VOCAB * 4
+        assert logits[0] == 3 * full
+        assert logits[1] == full // 8 + (64 * 8 + VOCAB) * 32 * 4  # a chunk, and the gradients that wait
         assert screen(profile, plans[1], workload) < screen(profile, plans[0], workload)
 
     def test_so_do_those_without_a_profile(self) -> None:

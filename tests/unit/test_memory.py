@@ -15,7 +15,7 @@ from shardwise.cost.memory.estimate_memory import estimate, estimate_memory, scr
 from shardwise.cost.memory.local_shapes import (
     heavy_stages,
     layout_of,
-    micro_batches_held,
+    micro_batches_in_flight,
     rank_of,
     stage_counts,
     stage_pieces,
@@ -140,15 +140,15 @@ class TestAtRest:
 
     def test_tensor_parallel_divides_what_it_cuts(self):
         plans = (plan_for(f"ddp+tp{n}", n, precision="fp32") for n in (1, 2))
-        whole, half = (estimate(LLAMA_8B, plan, WORKLOAD, NODE) for plan in plans)
+        full, half = (estimate(LLAMA_8B, plan, WORKLOAD, NODE) for plan in plans)
         norms = 4096 * (2 * 32 + 1) * 4
-        assert half.parameters == (whole.parameters - norms) // 2 + norms
+        assert half.parameters == (full.parameters - norms) // 2 + norms
 
     def test_whole_narrow_weights_of_model_parallel_plans_have_fp32_masters(self):
         """Megatron-LM: 2 bytes for a weight, 4 for its gradient, 12 for master and moments, cut by zero1."""
         shares = {}
         for strategy in ("ddp+tp2", "zero1+tp2"):
-            found = estimate(LLAMA_8B, plan_for(strategy, 8), WORKLOAD, NODE, stack="megatron")
+            found = estimate(LLAMA_8B, plan_for(strategy, 8), WORKLOAD, NODE, framework="megatron")
             elements = found.parameters // 2
             assert found.gradients == 4 * elements
             shares[strategy] = found.optimizer / elements
@@ -185,11 +185,11 @@ class TestAtRest:
         assert tp_shape(weight, 3, vocab=False) == (2, 10)
 
     def test_logits_that_are_not_cut_are_whole_on_every_rank(self):
-        cut, whole = (
+        cut, full = (
             estimate(LLAMA_8B, plan_for("fsdp+tp4", 4, loss_parallel=cut), WORKLOAD, NODE).logits
             for cut in (True, False)
         )
-        assert whole == pytest.approx(cut * 4 * 3 / 2, rel=1e-6), (
+        assert full == pytest.approx(cut * 4 * 3 / 2, rel=1e-6), (
             "and a loss over whole ones holds three of them, not two"
         )
 
@@ -239,9 +239,9 @@ class TestStages:
         held = [s.held for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(16))]
         assert held == [4, 1]
         assert [s.held for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(2))] == [2, 2]
-        assert [micro_batches_held(layout, rank, 16) for rank in range(4)] == [4, 3, 2, 1]
+        assert [micro_batches_in_flight(layout, rank, 16) for rank in range(4)] == [4, 3, 2, 1]
         gpipe = layout_of(plan.model_copy(update={"pipeline_schedule": "gpipe"}))
-        assert micro_batches_held(gpipe, 3, 16) == 16
+        assert micro_batches_in_flight(gpipe, 3, 16) == 16
 
     def test_stages_of_a_rank_under_interleaved_schedules(self):
         plan = plan_for("ddp+pp2", 2, pipeline_schedule="interleaved-1f1b", virtual_stages=2)
@@ -371,8 +371,8 @@ class TestProgram:
         moved = []
         for one in plans:
             setting = next(settings_of(SMALL, layout_of(one), WORKLOAD, 1, Program(1, "full", written=99)))
-            tape = write_program(setting)
-            moved.append(sum(size for size, _, _ in tape.events[tape.phases[1][0] : tape.phases[-1][0]] if size > 0))
+            trace = write_program(setting)
+            moved.append(sum(size for size, _, _ in trace.events[trace.phases[1][0] : trace.phases[-1][0]] if size > 0))
         root = sum(w.sent for w, p in zip(setting.weights, setting.pieces, strict=True) if not p.is_block)
         blocks = sum(w.sent * p.count for w, p in zip(setting.weights, setting.pieces, strict=True) if p.is_block)
         gathers, reductions = 2 * (root + 2 * blocks), 2 * (root + blocks)  # in two steps
@@ -387,9 +387,9 @@ class TestProgram:
             layout = layout_of(plan_for("fsdp", 8, precision=precision))
             setting = next(settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(2)))
             largest = int(max(op.weight_gradient for op in setting.bytes[1].ops)) * width
-            tape, live, made, most = write_program(setting), set(), 0, 0
-            begin = [at for at, name in tape.phases if name == "backward"][-1]
-            for index, (size, _, _) in enumerate(tape.events):
+            trace, live, made, most = write_program(setting), set(), 0, 0
+            begin = [at for at, name in trace.phases if name == "backward"][-1]
+            for index, (size, _, _) in enumerate(trace.events):
                 live = live - {-1 - size} if size < 0 else live | ({made} if size == largest else set())
                 made, most = made + (size > 0), max(most, len(live) if index > begin else 0)
             found[precision] = most
@@ -412,8 +412,8 @@ class TestProgram:
         one = plan_for("fsdp", 8, micro_batch=4, recompute="full")
         setting = next(settings_of(LLAMA_8B, layout_of(one), WORKLOAD, 4, Program(1, "full")))
         live, peak = {}, {}
-        tape = write_program(setting)
-        for size, category, stream in tape.events:
+        trace = write_program(setting)
+        for size, category, stream in trace.events:
             if size < 0:
                 live.pop(-1 - size, None)
                 continue
@@ -434,10 +434,10 @@ class TestProgram:
     def test_autocast_keeps_a_copy_for_each_layer_that_reads_a_norm(self):
         """Queries, keys and values three, gate and up two: three more copies of the stream than a model in bf16."""
         block = next(u for u in LLAMA_8B.units if u.kind == "block")
-        whole = unit_bytes(block, layout_of(plan_for("ddp", 2)), "none", False)
+        full = unit_bytes(block, layout_of(plan_for("ddp", 2)), "none", False)
         norms = [op for op in block.ops if op.kind == "norm"]
         plain = sum(op.saved * (4 if op in norms else 2) + op.saved_fp32 * 4 + op.saved_bytes for op in block.ops)
-        assert whole.kept - plain == 3 * 8192 * 4096 * 2
+        assert full.kept - plain == 3 * 8192 * 4096 * 2
 
     def test_what_a_trace_saw_under_autocast_is_taken(self):
         op, under = Op("a", "pointwise", saved=1000), Op("a", "norm", saved_fp32=1000, saved=10)
@@ -582,7 +582,7 @@ def test_unit_weights_pad_as_fsdp2_does():
     assert found.parameters == 4 * (2 * 3 + 1)
     assert found.sent == 2 * (4 * 2 * 3 + 4 * 1)
     assert found.reduce_in == 4 * (4 * 2 * 3 + 4 * 1)
-    assert math.prod((5, 3)) * 4 + 2 * 4 == found.whole
+    assert math.prod((5, 3)) * 4 + 2 * 4 == found.full
 
 
 def test_the_program_does_not_grow_with_depth_or_world():

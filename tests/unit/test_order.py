@@ -26,12 +26,12 @@ def test_the_order_does_not_change_between_releases() -> None:
 
 
 def test_an_id_depends_on_the_index_only() -> None:
-    whole = Order(7, seed=1, shuffle=True).ids(0, 100)
+    full = Order(7, seed=1, shuffle=True).ids(0, 100)
     generator = np.random.default_rng(0)
     order = Order(7, seed=1, shuffle=True)
     for _ in range(200):  # any order of calls, so that kept epochs are dropped and made again
         start, count = int(generator.integers(0, 90)), int(generator.integers(0, 10))
-        assert np.array_equal(order.ids(start, count), whole[start : start + count])
+        assert np.array_equal(order.ids(start, count), full[start : start + count])
     assert len(order._recent) <= 2
 
 

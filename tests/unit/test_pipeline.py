@@ -104,7 +104,7 @@ def test_equal_blocks_are_dealt_out_as_any_blocks_are():
     for number in (1, 2, 5, 9, 13, 24):
         for stages in range(1, min(number, 7) + 1):
             for before, after in ((0.0, 0.0), (0.0, 0.5), (0.0, 3.3), (2.0, 5.0), (30.0, 1.0), (1.0, 1.0)):
-                whole = balanced_stages([1.7] * number, before * 1.7, after * 1.7, stages)
-                assert even_stages(number, 1.7, before * 1.7, after * 1.7, stages) == whole
+                full = balanced_stages([1.7] * number, before * 1.7, after * 1.7, stages)
+                assert even_stages(number, 1.7, before * 1.7, after * 1.7, stages) == full
     with pytest.raises(ValueError, match="3 blocks cannot be 4 stages"):
         even_stages(3, 1.0, 0.0, 0.0, 4)

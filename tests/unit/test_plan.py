@@ -229,25 +229,25 @@ class TestDims:
 class TestBatchSplit:
     def test_every_answer_solves_the_equation_and_every_refusal_is_right(self):
         some = [None, 1, 2, 3, 4, 6]
-        for dp, whole, micro, accum in itertools.product(range(1, 6), range(1, 40), some, some):
-            solutions = {(m, a) for m in range(1, 40) for a in (whole / dp / m,) if a == int(a) and a >= 1}
+        for dp, full, micro, accum in itertools.product(range(1, 6), range(1, 40), some, some):
+            solutions = {(m, a) for m in range(1, 40) for a in (full / dp / m,) if a == int(a) and a >= 1}
             solutions = {(m, a) for m, a in solutions if micro in (None, m) and accum in (None, a)}
             try:
-                found = split_batch(dp, global_batch=whole, micro_batch=micro, grad_accum=accum)
+                found = split_batch(dp, global_batch=full, micro_batch=micro, grad_accum=accum)
             except PlanError:
                 assert not solutions
             else:
                 assert found in solutions
 
     def test_what_is_suggested_instead_works_and_is_nearest(self):
-        for dp, whole, micro, accum in itertools.product(range(1, 6), range(1, 40), [None, 2, 3], [None, 2, 5]):
+        for dp, full, micro, accum in itertools.product(range(1, 6), range(1, 40), [None, 2, 3], [None, 2, 5]):
             divisor = dp * (micro or 1) * (accum or 1)
-            if whole % divisor == 0:
+            if full % divisor == 0:
                 continue
             with pytest.raises(PlanError) as raised:
-                split_batch(dp, global_batch=whole, micro_batch=micro, grad_accum=accum)
+                split_batch(dp, global_batch=full, micro_batch=micro, grad_accum=accum)
             said = [int(n) for n in re.findall(r"\d+", str(raised.value).rpartition("train.global_batch to")[2])]
-            assert said == [n for n in (whole // divisor * divisor, whole // divisor * divisor + divisor) if n]
+            assert said == [n for n in (full // divisor * divisor, full // divisor * divisor + divisor) if n]
 
     def test_only_a_global_batch_is_one_micro_batch(self):
         assert split_batch(4, global_batch=32, micro_batch=None, grad_accum=None) == (8, 1)

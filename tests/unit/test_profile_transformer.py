@@ -213,13 +213,13 @@ def test_resnet_is_what_its_trace_gives():
     assert counted.num_parameters == traced.num_parameters == 25_557_032
     assert [(u.kind, u.count) for u in counted.units] == [(u.kind, u.count) for u in traced.units]
     assert counted.flops == traced.flops == pytest.approx(2 * 4.09e9, rel=0.01)
-    assert whole(counted, "saved") - 3 * 224**2 == whole(traced, "saved"), "the images themselves are no activations"
-    assert whole(counted, "saved_bytes") == whole(traced, "saved_bytes")
-    assert whole(counted, "launches") == whole(traced, "launches")
+    assert full(counted, "saved") - 3 * 224**2 == full(traced, "saved"), "the images themselves are no activations"
+    assert full(counted, "saved_bytes") == full(traced, "saved_bytes")
+    assert full(counted, "launches") == full(traced, "launches")
     assert not any(op.kept_by_selective for unit in counted.units for op in unit.ops if op.kind == "conv")
 
 
-def whole(profile: ModelProfile, name: str) -> int:
+def full(profile: ModelProfile, name: str) -> int:
     return sum(unit.count * total(unit.ops, name) for unit in profile.units)
 
 

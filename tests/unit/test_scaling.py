@@ -408,10 +408,10 @@ def request(folder: Path, **changes: Any) -> ScalingRequest:
 
 
 def test_sizes_come_together_in_one_file(tmp_path: Path) -> None:
-    whole = two().model_copy(update={"units": UNITS})
-    one, pair = whole.samples
+    full = two().model_copy(update={"units": UNITS})
+    one, pair = full.samples
     console = Console(file=io.StringIO(), width=100, markup=False, soft_wrap=True)
-    empty = whole.model_copy(update={"samples": ()})
+    empty = full.model_copy(update={"samples": ()})
     finish(empty, [one], [], request(tmp_path), console)
     document = finish(empty, [pair], [LeftOut(mode="strong", devices=2, reason="not now")], request(tmp_path), console)
     kept = json.loads((tmp_path / FILE).read_text())
@@ -420,7 +420,7 @@ def test_sizes_come_together_in_one_file(tmp_path: Path) -> None:
     assert [row["efficiency"] for row in kept["rows"]] == [1.0, pytest.approx(0.8)]
     assert [point["devices"] for point in kept["curves"][0]["points"]] == [1, 2, 4, 8, 16]
     assert (tmp_path / "scaling.png").stat().st_size > 5_000
-    assert stored(tmp_path / FILE) == whole.merged([], [LeftOut(mode="strong", devices=2, reason="not now")])
+    assert stored(tmp_path / FILE) == full.merged([], [LeftOut(mode="strong", devices=2, reason="not now")])
     said = console.file.getvalue()  # type: ignore[attr-defined]
     for words in (
         "2 devices: loses 25.0 ms of a step: exposed communication, dp +20.0 ms (+16.0%), backward +5.0 ms",
@@ -439,11 +439,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     assert stored(tmp_path / "none.json") is None
 
 
-def printed(whole: Scaling, price: float | None) -> str:
+def printed(full: Scaling, price: float | None) -> str:
     console = Console(file=io.StringIO(), width=100, markup=False, soft_wrap=True)
-    modes: list[Mode] = sorted({one.mode for one in whole.samples})
-    rows = [row for mode in modes for row in rows_of(whole.of(mode), price)]
-    print_scaling(whole, rows, [curve_of(whole, mode, 8) for mode in modes], price, console)
+    modes: list[Mode] = sorted({one.mode for one in full.samples})
+    rows = [row for mode in modes for row in rows_of(full.of(mode), price)]
+    print_scaling(full, rows, [curve_of(full, mode, 8) for mode in modes], price, console)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -458,9 +458,9 @@ def test_unknown_is_said(tmp_path: Path) -> None:
 
 
 def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = two().model_copy(update={"units": UNITS})
+    full = two().model_copy(update={"units": UNITS})
     sizes = {}
-    for name, one in {"both": whole.merged(two("strong").samples), "one": whole.merged([])}.items():
+    for name, one in {"both": full.merged(two("strong").samples), "one": full.merged([])}.items():
         modes: list[Mode] = ["weak", "strong"] if name == "both" else ["weak"]
         rows = [row for mode in modes for row in rows_of(one.of(mode), None)]
         document = document_of(one, rows, [curve_of(one, mode, 64) for mode in modes], None)

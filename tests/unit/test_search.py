@@ -25,7 +25,7 @@ from shardwise.search.candidate import Pins
 from shardwise.search.choose import choose_profiled
 from shardwise.search.enumerate import complexity, divisors, layouts, nearest_multiples
 from shardwise.search.explain_plan import against
-from shardwise.search.heuristics import guess_s, totals_of
+from shardwise.search.heuristics import rough_step_time_s, totals_of
 from shardwise.search.problem import SAID_TIE, USABLE, Costs, ask, default_precision
 from shardwise.search.search import PLAIN_TIE, SCREEN_SLACK, TIE, laid_out, plan_for, recomputes, syncs, time_of
 from shardwise.units import GIB
@@ -356,8 +356,8 @@ class TestUnknown:
 
     def test_a_category(self):
         def partly(profile, plan, workload, cluster):
-            whole = estimate(profile, plan, workload, cluster)
-            return whole.model_copy(update={"optimizer": None})
+            full = estimate(profile, plan, workload, cluster)
+            return full.model_copy(update={"optimizer": None})
 
         tight = found(machine=cluster(memory=140 * GIB), costs=Costs(partly, needs, seconds))
         ddp = next(c for c in tight.candidates if c.plan.strategy == "ddp")
@@ -597,7 +597,7 @@ class TestGuess:
         )
         profile = model(kv_heads=kv_heads)
         (layout,) = layouts(profile, WORK, machine, Pins(strategy=parse_strategy(name)))[0]
-        return guess_s(totals_of(profile, WORK, machine, "bf16"), layout, 1, "none")
+        return rough_step_time_s(totals_of(profile, WORK, machine, "bf16"), layout, 1, "none")
 
     def test_a_node_brings_all_its_network_adapters(self):
         assert self.seconds("ddp") < self.seconds("ddp", per_node=1) / 5

@@ -65,9 +65,9 @@ def test_families_become_small_and_keep_their_structure(kind: str, changes: dict
     shrunk = shrink(factory, NEED)
     assert not shrunk.kept
     assert shrunk.num_parameters < shrunk.was_parameters / 10
-    module, whole = runs(factory, shrunk), build(factory, 0, real=False)
-    assert structure(module) == structure(whole)
-    small, own = module.config, whole.config
+    module, full = runs(factory, shrunk), build(factory, 0, real=False)
+    assert structure(module) == structure(full)
+    small, own = module.config, full.config
     ratio = own.num_attention_heads / (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
     assert (
         small.num_attention_heads / (getattr(small, "num_key_value_heads", None) or small.num_attention_heads) == ratio

@@ -39,7 +39,7 @@ class Asks:
 
 
 def everything(source: StateDictSource) -> dict[str, torch.Tensor]:
-    found = {name: source.read(name, info.whole) for name, info in source.tensors.items()}
+    found = {name: source.read(name, info.full) for name, info in source.tensors.items()}
     return found | {alias: found[name] for alias, name in source.aliases.items()}
 
 

@@ -21,10 +21,10 @@ def flat(value, where=()):
     return {where: value}
 
 
-def sorted_out(saved, whole=False):
-    """``whole``: nobody knows where the keys were joined."""
+def sorted_out(saved, full=False):
+    """``full``: nobody knows where the keys were joined."""
     leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in flat(saved).items()}
-    paths = {key: (key,) if whole else path for key, (path, _) in leaves.items()}
+    paths = {key: (key,) if full else path for key, (path, _) in leaves.items()}
     return sort_out(paths, [key for key, (_, leaf) in leaves.items() if leaf is T], lambda key: leaves[key][1])
 
 
@@ -72,9 +72,9 @@ def test_weights_and_named_state_are_found(saved):
 
 
 def test_keys_that_nobody_split():
-    found = sorted_out({**SD, "optimizer": joined(A, B)}, whole=True)
+    found = sorted_out({**SD, "optimizer": joined(A, B)}, full=True)
     assert set(found.tensors) == NAMES and found.optimizer == ENTRY
-    found = sorted_out({**joined(A, B)}, whole=True)
+    found = sorted_out({**joined(A, B)}, full=True)
     assert set(found.tensors) == {name for name in NAMES if name.startswith("optimizer")} and found.optimizer == ENTRY
 
 

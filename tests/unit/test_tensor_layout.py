@@ -426,8 +426,8 @@ class HelpedBlock(nn.Module):
 
 
 def test_a_parameter_of_the_whole_model_inside_of_a_region_leaves_it_whole() -> None:
-    whole = refused(Helped("inside"), sequence_parallel=False)
-    assert "nothing to shard" in whole[0]
+    full = refused(Helped("inside"), sequence_parallel=False)
+    assert "nothing to shard" in full[0]
 
 
 def test_a_parameter_of_the_whole_model_between_regions_needs_whole_sequences() -> None:

@@ -173,20 +173,20 @@ def test_programs_of_before_sequence_parallel_and_flash_attention() -> None:
 def test_megatron_hides_reductions_that_pytorch_waits_for() -> None:
     hopper = parse_cluster("8xH100-SXM")
     megatron, ours = (
-        predict("ddp+tp8", hopper, micro_batch=4, options={"stack": stack}) for stack in ("megatron", "shardwise")
+        predict("ddp+tp8", hopper, micro_batch=4, options={"framework": stack}) for stack in ("megatron", "shardwise")
     )
     assert megatron.exposed_tp_s < 0.9 * ours.exposed_tp_s
     assert megatron.compute_s < ours.compute_s  # cuDNN's attention
-    flash = {"stack": "megatron", "attention": "flash"}
+    flash = {"framework": "megatron", "attention": "flash"}
     assert predict("ddp+tp8", hopper, micro_batch=4, options=flash).compute_s > megatron.compute_s
-    not_run, named = (predict("zero1+tp2", hopper, options=o) for o in ({}, {"stack": "megatron"}))
+    not_run, named = (predict("zero1+tp2", hopper, options=o) for o in ({}, {"framework": "megatron"}))
     assert not_run == named, "what this version does not run is timed as Megatron-LM does it"
 
 
 def test_context_parallel_waits_for_exchanges_that_a_ring_hides() -> None:
     """Long samples over NVLink: a ring computes while it sends; an exchange has nothing beside it, but moves less."""
     ours, ring = (
-        predict("fsdp+cp4", "8xH100-SXM", model(layers=4, seq_len=65536), options={"stack": stack})
+        predict("fsdp+cp4", "8xH100-SXM", model(layers=4, seq_len=65536), options={"framework": stack})
         for stack in ("shardwise", "torchtitan")
     )
     assert ring.exposed_cp_s == 0 < ours.exposed_cp_s < 0.1 * ours.step_s
@@ -195,17 +195,19 @@ def test_context_parallel_waits_for_exchanges_that_a_ring_hides() -> None:
 def test_whole_weights_beside_an_axis_are_copied_for_each_micro_batch() -> None:
     """FSDP2 over shards of one rank sends nothing to gather, and copies."""
     ours, theirs = (
-        predict("ddp+tp2", "8xH100-SXM", micro_batch=1, grad_accum=8, options={"stack": stack, "attention": "flash"})
+        predict(
+            "ddp+tp2", "8xH100-SXM", micro_batch=1, grad_accum=8, options={"framework": stack, "attention": "flash"}
+        )
         for stack in ("shardwise", "megatron")
     )
     assert ours.compute_s > 1.02 * theirs.compute_s
 
 
 def test_logits_that_are_not_cut_are_gathered() -> None:
-    cut, whole = (
+    cut, full = (
         predict("fsdp+tp8", "8xA100-80GB", model(layers=2), micro_batch=4, loss_parallel=cut) for cut in (True, False)
     )
-    assert whole.exposed_tp_s > 1.2 * cut.exposed_tp_s
+    assert full.exposed_tp_s > 1.2 * cut.exposed_tp_s
 
 
 def test_a_vocabulary_is_padded_where_it_is_said() -> None:
@@ -289,11 +291,11 @@ def test_replicas_across_nodes_spare_the_network() -> None:
 
 
 def test_an_unaligned_vocabulary_costs() -> None:
-    whole = Architecture(
+    full = Architecture(
         name="gpt", family="gpt", layers=12, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=50304
     )
-    odd = whole.model_copy(update={"vocab": 50257})
-    times = [predict("ddp", profile=profile_of(one, 1024), micro_batch=8).step_s for one in (whole, odd)]
+    odd = full.model_copy(update={"vocab": 50257})
+    times = [predict("ddp", profile=profile_of(one, 1024), micro_batch=8).step_s for one in (full, odd)]
     assert times[1] > 1.05 * times[0]
 
 

@@ -73,11 +73,11 @@ def newer_tensors() -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> tuple:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    return tuple(tensor.shape), tensor.dtype, whole.view(-1).view(torch.uint8).numpy().tobytes()
+    full = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return tuple(tensor.shape), tensor.dtype, full.view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def whole(stored: StoredTensor) -> Box:
+def full(stored: StoredTensor) -> Box:
     return Box((0,) * len(stored.shape), stored.shape)
 
 
@@ -125,11 +125,11 @@ def test_every_tensor_is_bit_equal(saved):
             if name != "inner":
                 stored = file.content[name]
                 assert isinstance(stored, StoredTensor), name
-                found = file.read(stored, whole(stored))
+                found = file.read(stored, full(stored))
                 assert found.is_contiguous() and not found.requires_grad
                 assert bits(found) == bits(tensor), name
         arange, *rest = file.content["inner"]
-        assert rest == [{"n": 1.5}, "text"] and bits(file.read(arange, whole(arange))) == bits(torch.arange(4))
+        assert rest == [{"n": 1.5}, "text"] and bits(file.read(arange, full(arange))) == bits(torch.arange(4))
 
 
 def test_every_part_is_bit_equal(saved, monkeypatch):
@@ -200,7 +200,7 @@ def test_big_endian_files_are_turned(tmp_path):
     with TorchFile(path) as file:
         for name, stored in file.content.items():
             assert stored.big_endian
-            assert bits(file.read(stored, whole(stored))) == bits(expected[name]) == bits(wanted[name])
+            assert bits(file.read(stored, full(stored))) == bits(expected[name]) == bits(wanted[name])
     with pytest.raises(CheckpointError, match="byte order is b'middle'"):
         TorchFile(rewritten(tmp_path / "a.pt", {"byteorder": b"middle"}))
 
@@ -502,7 +502,7 @@ def test_mutated_files_are_read_or_refused(new, tmp_path):
                 with TorchFile(path) as file:
                     for value in file.content.values() if isinstance(file.content, dict) else ():
                         if isinstance(value, StoredTensor) and value.numel < 1 << 20:
-                            file.read(value, whole(value))
+                            file.read(value, full(value))
                 read += 1
             except CheckpointError as error:
                 assert str(path) in str(error)

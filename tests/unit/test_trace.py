@@ -24,7 +24,7 @@ class Mixer(nn.Module):
         return x + self.second(functional.dropout(torch.relu(self.first(x)), 0.1, self.training))
 
 
-class Stack(nn.Module):
+class Framework(nn.Module):
     """Blocks over floats: no tokens, so it says itself what it reads. A table that is no buffer, an unused weight."""
 
     def __init__(self, width: int = 8, blocks: int = 3) -> None:
@@ -67,7 +67,7 @@ def only(profile: ModelProfile, kind: str) -> Unit:
 
 
 def test_units_weights_and_sizes():
-    profile = trace_module(Stack)
+    profile = trace_module(Framework)
     assert [(u.kind, u.count, u.input_elements) for u in profile.units] == [
         ("embedding", 1, 0),
         ("block", 3, 48),
@@ -75,7 +75,7 @@ def test_units_weights_and_sizes():
     ]
     block = only(profile, "block")
     assert [w.name for w in block.weights] == ["first.weight", "first.bias", "second.weight", "second.bias"]
-    assert profile.num_parameters == sum(p.numel() for p in Stack().parameters())
+    assert profile.num_parameters == sum(p.numel() for p in Framework().parameters())
     assert "unused" in [w.name for w in only(profile, "head").weights], "what nothing reads is held all the same"
     products = [op for op in block.ops if op.kind == "matmul"]
     assert [(op.name, op.m, op.k, op.n, op.flops, op.weight) for op in products] == [
@@ -90,7 +90,7 @@ def test_units_weights_and_sizes():
 
 
 def test_nothing_of_the_module_changes():
-    module = Stack().eval()
+    module = Framework().eval()
     module.blocks[1].train()
     before = {n: (id(p), p.dtype, p.clone()) for n, p in module.named_parameters()}
     table, flags = module.table, [part.training for part in module.modules()]
@@ -261,7 +261,7 @@ def test_what_enters_every_block_is_kept_once():
         def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
             return x + self.mix(x * memory)
 
-    class Two(Stack):
+    class Two(Framework):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList(Crossing() for _ in range(3))
@@ -312,11 +312,11 @@ def test_tensor_parallel_is_told_only_where_it_can_be_followed():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.second(x * torch.sigmoid(self.first(x)))
 
-    plain = trace_module(Stack)
+    plain = trace_module(Framework)
     assert [op.cut for op in only(plain, "block").ops if op.kind == "matmul"] == ["column", "row"]
     assert [w.tp_dim for w in only(plain, "block").weights] == [0, 0, 1, None]
 
-    class Odd(Stack):
+    class Odd(Framework):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList(Gated() for _ in range(2))

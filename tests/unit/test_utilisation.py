@@ -68,8 +68,8 @@ def test_groups_are_the_ranks_that_differ_on_their_axis_alone(dims):
         assert group_of(axis, dims) == tuple(same)
     assert len(group_of("dp_shard × cp", dims)) == dims.dp_shard * dims.cp
     assert set(group_of("dp_replicate", dims)) <= set(group_of("dp", dims))
-    whole = " × ".join(AXES)
-    assert group_of(whole, dims) == tuple(range(dims.world_size))
+    full = " × ".join(AXES)
+    assert group_of(full, dims) == tuple(range(dims.world_size))
     assert group_of("other ranks", dims) is None
 
 

@@ -47,7 +47,7 @@ def test_everything_that_has_a_name_is_read_as_it_was_saved(folders, name):
         assert source.place == str(folders / name)
         assert set(source.tensors) == set(expected)
         for key, tensor in expected.items():
-            assert same(source.read(key, source.tensors[key].whole), tensor), key
+            assert same(source.read(key, source.tensors[key].full), tensor), key
 
 
 @pytest.mark.parametrize("name", WITH_OPTIMIZER)
@@ -124,7 +124,7 @@ def test_damage_and_what_is_missing(folders, tmp_path):
 
 def readable(source, name):
     try:
-        source.read(name, source.tensors[name].whole)
+        source.read(name, source.tensors[name].full)
     except CheckpointError as error:
         assert "__1_0.distcp' is damaged" in str(error) and "optimizer.state." in str(error)
         return False

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.parallel.lora.adapters import add_adapters, set_magnitudes
-from shardwise.parallel.lora.quantize import pack, packed_bytes
+from shardwise.parallel.lora.quantize import pack, quantized_bytes
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
 from shardwise.run.start import start
@@ -52,7 +52,7 @@ def train(case: Case, dtype: torch.dtype = torch.float64) -> tuple[float, str, i
             step.run(model, token_loss_sum)
             step.update(optimizer, clip_norm=CLIP)
         errors += [worst(watch.raw, expected[0]), worst(watch.clipped, expected[1])]
-    here = packed_bytes(session.module) if case.plan.parsed.adapter == "qlora" else 0
+    here = quantized_bytes(session.module) if case.plan.parsed.adapter == "qlora" else 0
     session.close()
     return *max(errors), len(watch.raw), here
 
@@ -119,6 +119,6 @@ def test_qlora_has_the_gradient_of_one_process(case: Case) -> None:
     for error, name, gradients, _ in found:
         assert gradients > 10
         assert error <= 2e-6, f"{case}: {error:.2e} at {name}"  # packed layers compute in fp32
-    whole = {here for *_, here in run_world(train, 1, Case(1, "ddp+qlora", case.model))}.pop()
+    full = {here for *_, here in run_world(train, 1, Case(1, "ddp+qlora", case.model))}.pop()
     parts = {"ddp": 1, "hsdp": 2}.get(case.plan.parsed.base, case.world)
-    assert {here for *_, here in found} == {whole // parts}
+    assert {here for *_, here in found} == {full // parts}

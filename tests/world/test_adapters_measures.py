@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.weights import BaseWeights
-from shardwise.measure.step_flops import WorkProbe
+from shardwise.measure.step_flops import FlopsRecorder
 from shardwise.parallel.lora.adapters import add_adapters
-from shardwise.parallel.lora.quantize import packed, packed_bytes
+from shardwise.parallel.lora.quantize import packed, quantized_bytes
 from shardwise.parallel.materialize import build
 from shardwise.plan.dims import dims_for
 from shardwise.plan.lora_options import AdapterOptions
@@ -48,7 +48,7 @@ def work(strategy: str) -> Any:
     dims = dims_for(parse_strategy(strategy), torch.distributed.get_world_size())
     plan = Plan(strategy=strategy, dims=dims, adapter=AdapterOptions(rank=RANK))
     session = start(plan, receipts=False)
-    probe = WorkProbe(axis_of)
+    probe = FlopsRecorder(axis_of)
     session.observers.append(probe)
     model = family("wide-llama", dtype=torch.float32)
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -121,7 +121,7 @@ def loaded(strategy: str, folder: str) -> tuple[int, int]:
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(1, 8, dtype=torch.int64), base)
     peak = status("VmHWM")
     base.close()
-    here = packed_bytes(session.module)
+    here = quantized_bytes(session.module)
     session.close()
     return peak - before, here
 

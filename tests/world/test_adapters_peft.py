@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import Watch, ragged, reference, worst
@@ -38,7 +38,7 @@ def train(dtype: torch.dtype) -> dict[str, Any]:
     found = {}
     for strategy in STRATEGIES:
         session = start(strategy, grad_accum=2, receipts=False)
-        watch, probe = Watch(), EffectsProbe(strict=False)
+        watch, probe = Watch(), EffectsRecorder(strict=False)
         session.observers += [watch, probe]
         model = model_of_peft(0 if session.ranks.is_main else 7, dtype)
         trained = [p for p in model.parameters() if p.requires_grad]

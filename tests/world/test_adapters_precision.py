@@ -12,7 +12,7 @@ from torch.nn import functional
 from shardwise.parallel.lora.adapters import add_adapters, set_magnitudes
 from shardwise.parallel.lora.quantize import pack, packing_layers
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, Case, Watch, ragged, reference
@@ -68,7 +68,7 @@ def gradients(cases: list[Case]) -> list[tuple[str, float, list[str], set[str]]]
     found = []
     for case in cases:
         batches = ragged(case.plan.dims.dp * case.accum)
-        watch, probe = Watch(), EffectsProbe(strict=False)
+        watch, probe = Watch(), EffectsRecorder(strict=False)
         session = start(case.plan, receipts=False)
         session.observers += [watch, probe]
         model = _adapted(case, 0 if session.ranks.is_main else 7, case.plan.precision)

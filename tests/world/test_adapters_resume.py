@@ -56,11 +56,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, strategy: str, world: i
     assert "stopped after step 3" in run(tmp_path / "parts", strategy, world, *words, stop_after=3)
     assert "resuming after step 3" in run(tmp_path / "parts", strategy, world, *words)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    whole, parts = (
+    full, parts = (
         {name: [s["hash"] for s in entry["shards"]] for name, entry in saved(tmp_path / each).items()}
         for each in ("whole", "parts")
     )
-    assert whole == parts
+    assert full == parts
 
 
 def test_a_run_goes_on_under_any_plan_and_saves_adapters_only(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_another_base_or_another_adapter_is_refused(tmp_path: Path) -> None:
     run(tmp_path, "ddp+qlora", 1, base, "train.steps=2")
 
 
-def own_loop(folder: str, strategy: str, options: AdapterOptions | None, seed: int) -> Any:
+def custom_loop(folder: str, strategy: str, options: AdapterOptions | None, seed: int) -> Any:
     session = start(strategy, lora=options, receipts=False)
     model = family("wide-llama", seed=seed, dtype=torch.float32)
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -129,7 +129,7 @@ def own_loop(folder: str, strategy: str, options: AdapterOptions | None, seed: i
 
 
 def in_turn(cases: list[tuple[Any, ...]]) -> list[Any]:
-    return [own_loop(*case) for case in cases]
+    return [custom_loop(*case) for case in cases]
 
 
 def test_a_loop_of_ones_own_knows_its_adapters_and_their_base(tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ class Small(nn.Module):
 
 
 def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    luck = torch.Generator().manual_seed(1)
+    rng_state = torch.Generator().manual_seed(1)
     shapes = ((2, WIDTH), (2, 3))
-    return [tuple(torch.randn(s, generator=luck, dtype=torch.float64) for s in shapes) for _ in range(number)]  # type: ignore[misc]
+    return [tuple(torch.randn(s, generator=rng_state, dtype=torch.float64) for s in shapes) for _ in range(number)]  # type: ignore[misc]
 
 
 Forwards = Callable[[Session, nn.Module, int, torch.Tensor], list[torch.Tensor]]
@@ -169,7 +169,7 @@ def uneven(session: Session, model: nn.Module, number: int, x: torch.Tensor) -> 
     return [model(x)]
 
 
-def whole(p: Any) -> torch.Tensor:
+def full(p: Any) -> torch.Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 

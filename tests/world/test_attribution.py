@@ -110,7 +110,7 @@ def trained(case: Case, patched: pytest.MonkeyPatch) -> dict[str, Any] | None:
     block.register_forward_hook(hook)
     if case.every:
         begin = session.begin_micro
-        session.begin_micro = lambda *, last, filler=False: begin(last=True, filler=filler)  # type: ignore[method-assign]
+        session.begin_micro = lambda *, last, padding=False: begin(last=True, padding=padding)  # type: ignore[method-assign]
 
     def windows() -> Any:
         while True:
@@ -127,7 +127,7 @@ def trained(case: Case, patched: pytest.MonkeyPatch) -> dict[str, Any] | None:
             session.phase = "other"
     attribution.finish()
     assert WAITS.listener is None
-    assert attribution not in session.observers and attribution not in session.mail and not session.phase_watchers
+    assert attribution not in session.observers and attribution not in session.header and not session.phase_watchers
     timing = attribution.timing()
     assert (timing is None) == (ranks.rank > 0)
     session.close()

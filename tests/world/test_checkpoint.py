@@ -113,7 +113,7 @@ def put(tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -147,11 +147,11 @@ def assert_all(model: nn.Module, optimizer, where: str) -> None:
     """Every tensor has the value that its name demands, bit for bit."""
     parameters, buffers = plain_names(model)
     for name, tensor in {**parameters, **buffers}.items():
-        assert torch.equal(whole(tensor), full_value(name, tensor)), f"{where}: {name}"
+        assert torch.equal(full(tensor), full_value(name, tensor)), f"{where}: {name}"
     held = defaultdict(set)
     for name, key, tensor in held_state(model, optimizer):
         expected = torch.tensor(17.0) if key == "step" else full_value(f"{name}/{key}", tensor)
-        assert torch.equal(whole(tensor), expected), f"{where}: {name}/{key}"
+        assert torch.equal(full(tensor), expected), f"{where}: {name}/{key}"
         assert tensor.dtype == expected.dtype, f"{where}: {name}/{key}"
         held[name].add(key)
     engine = getattr(optimizer, "optim", optimizer)
@@ -307,7 +307,7 @@ class Factored(torch.optim.Optimizer):
 
 def held_values(model: nn.Module, optimizer) -> dict:
     held = {(name, key): value for name, key, value in held_state(model, optimizer)}
-    return {at: whole(v).tolist() if isinstance(v, torch.Tensor) else v for at, v in held.items()}
+    return {at: full(v).tolist() if isinstance(v, torch.Tensor) else v for at, v in held.items()}
 
 
 def narrow_and_half(root: str) -> None:
@@ -315,7 +315,7 @@ def narrow_and_half(root: str) -> None:
     model, optimizer = build("fsdp", Narrow(torch.bfloat16))
     model(torch.ones(6, dtype=torch.bfloat16)).backward()
     optimizer.step()
-    before = whole(model.row)
+    before = full(model.row)
     path = save(Path(root) / "narrow", 1, model, optimizer)
     model, optimizer = build("ddp", Narrow(torch.bfloat16))
     load_checkpoint(path, model=model, optimizer=optimizer)
@@ -483,7 +483,7 @@ def hugging_face(root: str) -> None:
             parameters, buffers = plain_names(model)
             for name, tensor in {**parameters, **buffers}.items():
                 expected = full_value(name, tensor).to(torch.bfloat16).to(tensor.dtype)
-                assert torch.equal(whole(tensor), expected), f"{source.name} into {strategy}: {name}"
+                assert torch.equal(full(tensor), expected), f"{source.name} into {strategy}: {name}"
             tensors = [*parameters.values(), *buffers.values()]
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
             assert read() == sum(t.numel() * (8 if t.dtype == torch.int64 else 2) for t in local)

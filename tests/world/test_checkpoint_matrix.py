@@ -146,8 +146,10 @@ def set_all(session, optimizer, *, scrambled: bool = False) -> None:
             here(tensor).copy_(torch.full_like(expected(name, tensor), 3) if scrambled else expected(name, tensor))
     for groups in (optimizer.param_groups, engine_of(optimizer).param_groups):
         for number, group in enumerate(groups):
-            luck = 0.5 if scrambled else 0.001 * (number + 1) / 3
-            group.update(lr=luck, betas=(0.8, 0.9 + luck / 10), weight_decay=luck / 7, initial_lr=luck * 2)
+            rng_state = 0.5 if scrambled else 0.001 * (number + 1) / 3
+            group.update(
+                lr=rng_state, betas=(0.8, 0.9 + rng_state / 10), weight_decay=rng_state / 7, initial_lr=rng_state * 2
+            )
 
 
 def assert_all(session, optimizer, where: str) -> None:
@@ -163,9 +165,11 @@ def assert_all(session, optimizer, where: str) -> None:
     assert {name for name in found if "/" in name} == keys, where
     assert engine is not optimizer or names == trained, where
     for number, group in enumerate(groups_of(optimizer)):
-        luck = 0.001 * (number + 1) / 3
+        rng_state = 0.001 * (number + 1) / 3
         options = (group["lr"], group["betas"], group["weight_decay"], group["initial_lr"])
-        assert options == (luck, (0.8, 0.9 + luck / 10), luck / 7, luck * 2), f"{where}: group {number}"
+        assert options == (rng_state, (0.8, 0.9 + rng_state / 10), rng_state / 7, rng_state * 2), (
+            f"{where}: group {number}"
+        )
     assert session.module.head.weight is session.module.embed.weight
 
 

@@ -22,7 +22,7 @@ from shardwise.checkpoint.save import Saver, save_checkpoint
 from shardwise.checkpoint.weights import load_weights
 from shardwise.errors import CheckpointError, CheckpointMismatch, ModelError
 from shardwise.model.read import clean_name
-from shardwise.parallel.ownership import Home, set_home
+from shardwise.parallel.ownership import StageOwnership, set_ownership
 from shardwise.plan.plan import Plan
 from tests.worlds import run_world
 
@@ -100,15 +100,15 @@ def with_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> torch
         for p in group["params"]:
             optimizer.state[p] = {"step": torch.tensor(5.0)}
             for key in ("exp_avg", "exp_avg_sq"):
-                whole = value_of(f"{names[id(p)]}/{key}", p.shape)
-                optimizer.state[p][key] = laid_out(whole, p)
+                full = value_of(f"{names[id(p)]}/{key}", p.shape)
+                optimizer.state[p][key] = laid_out(full, p)
     return optimizer
 
 
-def laid_out(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def laid_out(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return full
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def stage_of(model: Model, stage: int, stages: int) -> nn.Module:
@@ -147,10 +147,10 @@ def cut(model: Model, stages: int, inner: str) -> tuple[nn.Module, torch.optim.O
         fully_shard(part, mesh=mesh)
     container = nn.Module()
     container.add_module(f"_stage_{at}", part)
-    borrowed = frozenset({"embed.weight"}) if at == stages - 1 else frozenset()
+    shared_from_stage = frozenset({"embed.weight"}) if at == stages - 1 else frozenset()
     transient = frozenset(f"layers.{n}.mask" for n in range(LAYERS))
     ranks = tuple(range(at * each, (at + 1) * each))
-    set_home(container, Home(ranks, names, ALIASES, borrowed, transient))
+    set_ownership(container, StageOwnership(ranks, names, ALIASES, shared_from_stage, transient))
     live = {ALIASES.get(n, n): p for n, p in part.named_parameters(remove_duplicate=False)}
     for group, members in zip(groups, in_groups, strict=True):
         group["params"] = [live[n] for n in members if n in live]
@@ -183,8 +183,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> Non
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.01, 0.0, 0.01, 0.01], where
 
 
-def same(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    expected = laid_out(whole, tensor)
+def same(tensor: torch.Tensor, full: torch.Tensor) -> bool:
+    expected = laid_out(full, tensor)
     with torch.no_grad():
         if isinstance(tensor, DTensor):
             return torch.equal(tensor.to_local(), expected.to_local())
@@ -232,11 +232,11 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     assert told == sum(map(len, files.values())), "a file holds what the manifest does not name"
     found = {}
     for name, entry in manifest.tensors.items():
-        whole = torch.full(entry.shape, float("nan"))
+        full = torch.full(entry.shape, float("nan"))
         for shard in entry.shards:
             at = tuple(slice(a, a + n) for a, n in zip(shard.offsets, shard.lengths, strict=True))
-            whole[at] = files[shard.file][shard.key]
-        found[name] = whole
+            full[at] = files[shard.file][shard.key]
+        found[name] = full
     return {name: tensor for name, tensor in found.items() if not name.startswith("rng/")}
 
 
@@ -390,11 +390,11 @@ def fill_from(source: str) -> str:
 
 def test_weights_of_others_into_stages(tmp_path: Path) -> None:
     model = filled()
-    whole = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
-    for folder, tensors in (("good", whole), ("bad", {**whole, "layers.9.seen": torch.zeros(3)})):
+    full = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    for folder, tensors in (("good", full), ("bad", {**full, "layers.9.seen": torch.zeros(3)})):
         (tmp_path / folder).mkdir()
         save_file(tensors, tmp_path / folder / "model.safetensors")
-    assert "layers.0.mask" in whole  # kept by the file, of no use to either stage
+    assert "layers.0.mask" in full  # kept by the file, of no use to either stage
     texts = run_world(fill_from, 4, str(tmp_path / "good"))
     for text in texts:
         assert "layers.9.seen" in text

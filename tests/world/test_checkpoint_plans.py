@@ -22,7 +22,7 @@ from shardwise.checkpoint.load import load_checkpoint, newest_of_all
 from shardwise.checkpoint.save import Saver, save_checkpoint
 from shardwise.checkpoint.weights import load_weights
 from shardwise.model.read import clean_name, read_model
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -82,7 +82,7 @@ def step(session: Any, outer: nn.Module, optimizer: torch.optim.Optimizer) -> fl
 
 def named(session: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint holds and that is here, by its name in the whole model."""
-    home = home_of(session.module)
+    home = ownership_of(session.module)
     names: dict[int, str] = {}
     found: dict[str, torch.Tensor] = {}
     for full, tensor in (*session.module.named_parameters(), *session.module.named_buffers()):
@@ -95,7 +95,7 @@ def named(session: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
 
 
 @functools.cache
-def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def full(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The tensor that ``name`` must hold: a function of its name and shape alone."""
     if name.endswith("/step"):
         return torch.tensor(17.0)
@@ -120,7 +120,7 @@ def set_all(session: Any, optimizer: torch.optim.Optimizer, *, scrambled: bool =
     """Give every tensor the value that its name demands and each group odd options; or all another one."""
     with torch.no_grad():
         for name, tensor in named(session, optimizer).items():
-            tensor.copy_(placed(whole(name, tensor.shape, tensor.dtype) * (0 if scrambled else 1), tensor))
+            tensor.copy_(placed(full(name, tensor.shape, tensor.dtype) * (0 if scrambled else 1), tensor))
     for groups in (optimizer.param_groups, engine_of(optimizer).param_groups):
         for group, options in zip(groups, OPTIONS, strict=True):
             group.update({key: value * (3 if scrambled else 1) for key, value in options.items()})
@@ -143,7 +143,7 @@ def check_all(session: Any, optimizer: torch.optim.Optimizer, where: str) -> Non
     """Every tensor has the value that its name demands; nothing is left out."""
     found = named(session, optimizer)
     for name, tensor in found.items():
-        assert same(tensor, whole(name, tensor.shape, tensor.dtype)), f"{where}: {name}"
+        assert same(tensor, full(name, tensor.shape, tensor.dtype)), f"{where}: {name}"
     engine = engine_of(optimizer)
     live = {id(tensor): name for name, tensor in found.items()}
     mine = {live[id(p)] for group in engine.param_groups for p in group["params"]}
@@ -179,7 +179,7 @@ def load_each(root: str, name: str, strategies: list[str]) -> list[float]:
         load_weights(session.module, path)
         for part, tensor in named(session, optimizer).items():
             if "/" not in part:
-                assert same(tensor, whole(part, tensor.shape, tensor.dtype)), f"{where}: {part}"
+                assert same(tensor, full(part, tensor.shape, tensor.dtype)), f"{where}: {part}"
         load_checkpoint(path, model=session.module, optimizer=optimizer)
         losses.append(step(session, outer, optimizer))
         steps = {float(t) for name, t in named(session, optimizer).items() if name.endswith("/step")}
@@ -288,15 +288,15 @@ def test_a_loop_of_ones_own_goes_on_bit_identically(tmp_path: Path, world: int, 
 
 
 def test_a_loop_of_ones_own_goes_on_under_another_plan(tmp_path: Path) -> None:
-    whole = run_world(loop, 1, str(tmp_path / "whole"), "ddp", None)[0][0]
-    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
+    full = run_world(loop, 1, str(tmp_path / "whole"), "ddp", None)[0][0]
+    assert sorted(full) == [1, 2, 3, 4, 5, 6]
     found: dict[int, float] = {}
     legs = ((4, "fsdp+tp2", 1), (2, "ddp+pp2", 2), (2, "ddp+cp2", 4), (4, "fsdp+pp2", 5), (1, "ddp", None))
     for world, strategy, stop in legs:
         results = [losses for losses, _ in run_world(loop, world, str(tmp_path / "run"), strategy, stop)]
         assert results == [results[0]] * world
         found |= results[0]
-    assert found == pytest.approx(whole, rel=1e-9)
+    assert found == pytest.approx(full, rel=1e-9)
 
 
 def save_for_others(root: str, strategies: list[str]) -> None:
@@ -324,13 +324,13 @@ def test_the_commands_know_nothing_of_stages(tmp_path: Path, capsys: pytest.Capt
             hf = load_file(tmp_path / f"hf-{strategy}" / "model.safetensors")
             names = dict(model.named_parameters())
             assert hf.keys() == names.keys()
-            wrong = [name for name, t in hf.items() if not torch.equal(t, whole(name, t.shape, t.dtype))]
+            wrong = [name for name, t in hf.items() if not torch.equal(t, full(name, t.shape, t.dtype))]
             assert not wrong, f"{strategy}: {wrong[:5]}"
             optimizer = torch.optim.AdamW(
                 [{"params": [p for p in names.values() if (p.dim() > 1) == matrices]} for matrices in (True, False)]
             )
             load_checkpoint(newest_of_all(tmp_path / f"own-{strategy}"), model=model, optimizer=optimizer)
             for name, p in names.items():
-                assert torch.equal(p, whole(name, p.shape, p.dtype)), name
+                assert torch.equal(p, full(name, p.shape, p.dtype)), name
                 for key in ("exp_avg", "exp_avg_sq"):
-                    assert torch.equal(optimizer.state[p][key], whole(f"{name}/{key}", p.shape, p.dtype)), name
+                    assert torch.equal(optimizer.state[p][key], full(f"{name}/{key}", p.shape, p.dtype)), name

@@ -100,17 +100,17 @@ def moved(collective: Collective) -> list[float]:
     ranks = join("cpu")
     place = AxisGroup(Axis(name="dp", groups=((0, 1),), per_node=2, where="node"), None, (0, 1))
     seen: list[torch.Tensor] = []
-    whole = torch.zeros
+    full = torch.zeros
 
     def numbered(*shape: Any, **more: Any) -> torch.Tensor:
-        seen.append(whole(*shape, **more).fill_(ranks.rank + 1.0))
+        seen.append(full(*shape, **more).fill_(ranks.rank + 1.0))
         return seen[-1]
 
     torch.zeros = numbered  # type: ignore[assignment]
     try:
         call = call_of(collective, place, 32, torch.device("cpu"))
     finally:
-        torch.zeros = whole
+        torch.zeros = full
     call(1)
     dist.barrier()
     return [float(value) for tensor in seen for value in tensor]

@@ -84,9 +84,9 @@ def mask_of_the_chunk(
     exchange.calls += 1
     ranks = range(exchange.degree)
     keys, values = ([torch.empty_like(part).contiguous() for _ in ranks] for part in (key, value))
-    for whole, part in ((keys, key), (values, value)):
-        dist.all_gather(whole, part.detach().contiguous())
-        whole[dist.get_rank()] = part
+    for full, part in ((keys, key), (values, value)):
+        dist.all_gather(full, part.detach().contiguous())
+        full[dist.get_rank()] = part
     return functional.scaled_dot_product_attention(query, torch.cat(keys, 2), torch.cat(values, 2), None, **options)
 
 

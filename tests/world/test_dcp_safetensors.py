@@ -44,7 +44,7 @@ def test_pieces_are_put_together(tmp_path: Path, world: int) -> None:
         for name, expected in values().items():
             info = source.tensors[f"model/{name}"]
             assert (info.dtype, info.shape) == (expected.dtype, tuple(expected.shape))
-            assert torch.equal(source.read(f"model/{name}", info.whole), expected)
+            assert torch.equal(source.read(f"model/{name}", info.full), expected)
         assert torch.equal(source.read("model/rows", Box((1, 1), (5, 1))), values()["rows"][1:6, 1:])
 
 

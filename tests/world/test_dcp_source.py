@@ -77,7 +77,7 @@ def test_everything_is_read_as_it_was_saved(world, layout, form, truth, tmp_path
         assert set(source.tensors) == set(expected)
         for name, tensor in expected.items():
             assert same(tensor, truth[0][name]), "the layouts hold the same"
-            assert same(source.read(name, source.tensors[name].whole), tensor), name
+            assert same(source.read(name, source.tensors[name].full), tensor), name
             for box in boxes(tensor.shape, 6):
                 assert same(source.read(name, box), cut(tensor, box)), (name, box)
         assert source.step == (None if form == "weights" else 3)
@@ -109,7 +109,7 @@ def test_many_read_at_once(truth):
     source = DcpSource(folder)
     names = list(expected) * 4
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda name: source.read(name, source.tensors[name].whole), names))
+        found = list(pool.map(lambda name: source.read(name, source.tensors[name].full), names))
     assert all(same(tensor, expected[name]) for name, tensor in zip(names, found, strict=True))
 
 
@@ -123,7 +123,7 @@ def test_a_folder_behind_a_url(truth):
         assert source.place == "memory://dcp-source/saved"
         assert source.optimizer == DcpSource(folder).optimizer
         for name, tensor in expected.items():
-            assert same(source.read(name, source.tensors[name].whole), tensor)
+            assert same(source.read(name, source.tensors[name].full), tensor)
     finally:
         remote.fs.rm("/dcp-source", recursive=True)
 
@@ -192,7 +192,7 @@ def refusal_of(folder, name=None):
     with pytest.raises(CheckpointError) as caught:
         source = DcpSource(folder)
         if name is not None:
-            source.read(name, source.tensors[name].whole)
+            source.read(name, source.tensors[name].full)
     return str(caught.value)
 
 

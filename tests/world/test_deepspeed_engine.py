@@ -195,7 +195,7 @@ def round_trip(folder: str, saving: str, loading: list[str], precision: str) -> 
             step.update(optimizer, clip_norm=1.0)
             if save and step.number == 2:
                 session.save(folder, state={"note": 7})
-        weights = whole(session)
+        weights = full(session)
         session.close()
         return weights
 
@@ -211,7 +211,7 @@ def round_trip(folder: str, saving: str, loading: list[str], precision: str) -> 
     return wrong
 
 
-def whole(session: Any) -> Weights:
+def full(session: Any) -> Weights:
     from torch.distributed.tensor import DTensor
 
     from shardwise.model.read import clean_name
@@ -255,7 +255,7 @@ def other_world(folder: str, strategy: str, save: bool) -> Weights:
         session.save(folder)
     else:
         session.load(folder)
-    found = whole(session)
+    found = full(session)
     for name in session.applied.engine.parameters:
         found |= {f"{name}/{key}": value.clone() for key, value in session.applied.engine.states(name).items()}
     session.close()

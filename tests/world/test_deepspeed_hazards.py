@@ -215,7 +215,7 @@ def resumed(folder: str, saving: str, loading: list[str], kind: str) -> list[str
     import torch.distributed as dist
 
     from shardwise.run.start import start
-    from tests.world.test_deepspeed_engine import whole
+    from tests.world.test_deepspeed_engine import full
 
     batches = batches_of(often, dist.get_world_size(), 1)
     expected = one_process(kind, batches, dist.get_world_size(), None)
@@ -231,7 +231,7 @@ def resumed(folder: str, saving: str, loading: list[str], kind: str) -> list[str
             for micro in step:
                 step.backward(loss_of(model(micro.inputs), micro.labels))
             step.update(optimizer)
-            worst = max(worst, furthest(whole(session), expected[step.number - 1]))
+            worst = max(worst, furthest(full(session), expected[step.number - 1]))
             if save and step.number == 2:
                 session.save(folder)
         session.close()

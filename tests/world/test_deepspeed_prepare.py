@@ -226,8 +226,8 @@ def test_what_lies_oddly_in_memory_is_right_and_what_cannot_be_right_is_refused(
 def test_a_gradient_that_the_loss_asks_for_is_no_micro_batch() -> None:
     """DeepSpeed would count it as one, and divide it; under ZeRO-3 the second backward would find no weights."""
     losses = (with_penalty, with_parameters, weighed, looked_at)
-    whole = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero1+offload", "deepspeed-zero2+offload")
-    cases: list[Any] = [(s, "", None, loss, accum) for s in whole for loss in losses for accum in (1, 2)]
+    full = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero1+offload", "deepspeed-zero2+offload")
+    cases: list[Any] = [(s, "", None, loss, accum) for s in full for loss in losses for accum in (1, 2)]
     cases += [
         (s, "", None, looked_at, accum) for s in ("deepspeed-zero3", "deepspeed-zero3+offload") for accum in (1, 2)
     ]

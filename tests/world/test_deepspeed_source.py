@@ -76,8 +76,8 @@ def cut(tensor, box):
     return tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
 
 
-def whole(source, name):
-    return source.read(name, source.tensors[name].whole)
+def full(source, name):
+    return source.read(name, source.tensors[name].full)
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
@@ -91,13 +91,13 @@ def test_every_tensor_is_what_the_ranks_held(written, name):
         steps = {key for key in source.tensors if key.endswith("/step") and key not in held}
         assert set(source.tensors) - steps == set(held)
         for key, wanted in held.items():
-            assert same(whole(source, key), wanted), key
+            assert same(full(source, key), wanted), key
             for box in boxes(wanted.shape):
                 assert same(source.read(key, box), cut(wanted, box)), (key, box)
         for key in steps:
-            assert same(whole(source, key), torch.tensor(float(STEPS)))
+            assert same(full(source, key), torch.tensor(float(STEPS)))
         for key, value in rounded.items():  # in the training dtype, as the model computes with it
-            assert torch.equal(whole(source, f"model/{key}").to(value.dtype), value), key
+            assert torch.equal(full(source, f"model/{key}").to(value.dtype), value), key
         assert source.step == STEPS and source.stage == case.stage
         assert source.kind == f"DeepSpeed folder, ZeRO stage {case.stage}"
         assert source.aliases == {"model/head.weight": "model/embed.weight"}
@@ -166,7 +166,7 @@ def test_a_folder_behind_a_url(written):
                 (remote / path.relative_to(written)).write_bytes(path.read_bytes())
         with DeepSpeedSource(remote / "stage3-bf16-3") as source:
             for name in source.tensors.keys() & held.keys():
-                assert same(whole(source, name), held[name]), name
+                assert same(full(source, name), held[name]), name
     finally:
         remote.rmdir(recursive=True)
 
@@ -177,7 +177,7 @@ def test_pieces_smaller_than_a_tensor_give_the_same(written, monkeypatch):
         held = load_file(written / f"{name}.safetensors")
         with DeepSpeedSource(written / name) as source:
             for key in ("model/cube", "model/embed.weight", "optimizer/up.weight/exp_avg_sq", "model/fixed.weight"):
-                for box in (source.tensors[key].whole, *boxes(held[key].shape)):
+                for box in (source.tensors[key].full, *boxes(held[key].shape)):
                     assert same(source.read(key, box), cut(held[key], box)), (key, box)
 
 

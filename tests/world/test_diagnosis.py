@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.diagnosis.diagnose import diagnose
-from shardwise.diagnosis.observe import HostWatch, device_state, gpu_states, observe
+from shardwise.diagnosis.observe import HostRecorder, device_state, gpu_states, observe
 from shardwise.diagnosis.observed import HostUse
 from shardwise.distributed.process_group import Ranks, join
 from shardwise.measure.gpu.nvml import DeviceTrack, GpuTrack
@@ -104,7 +104,7 @@ def test_a_link_that_is_shaped_is_slow(tmp_path: Path) -> None:
 
 
 def host_use(busy_s: float) -> HostUse | None:
-    watch, ranks = HostWatch(), join("cpu")
+    watch, ranks = HostRecorder(), join("cpu")
     begun = time.process_time()
     while time.process_time() - begun < busy_s:
         pass
@@ -124,7 +124,7 @@ def test_the_host_counts_what_its_ranks_used() -> None:
 def findings() -> list[str] | None:
     """What the end of a loop comes to, on this rank."""
     session = shardwise.start(Plan(strategy="ddp", dims=ParallelDims(dp_replicate=2), grad_accum=1), receipts=False)
-    watch, model = HostWatch(), nn.Linear(8, 8)
+    watch, model = HostRecorder(), nn.Linear(8, 8)
     session.observers.append(watch)
     prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     slow = ((time.sleep(0.1), (torch.ones(2, 8), torch.zeros(2, 8)))[1] for _ in range(40))

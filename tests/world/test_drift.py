@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.errors import ModelError, ReceiptError
 from shardwise.measure.state import local
-from shardwise.receipts.drift import DriftWatch, bit_sums
+from shardwise.receipts.drift import DriftRecorder, bit_sums
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
@@ -78,13 +78,13 @@ def train(
     save: str = "",
     length: int = 7,
     spoilt: bool = False,
-) -> tuple[DriftWatch, list[str], str, Session]:
+) -> tuple[DriftRecorder, list[str], str, Session]:
     """A run with ``share`` of the time for checks; what was warned about, and what stopped it."""
     said, batches = Said(), ragged_batches(2 * steps)
     batches = [(ids[:, :length], labels[:, :length]) for ids, labels in batches]
     logging.getLogger("shardwise").addHandler(said)
     session = start(strategy, receipts=False)
-    watch = DriftWatch.attach(session, share)
+    watch = DriftRecorder.attach(session, share)
     outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), batches[0][0])
     error = ""
     try:

@@ -46,20 +46,20 @@ def test_the_same_samples_and_losses(
     options: dict[str, Any] = {"micro_batch": micro_batch}
     if legs is CUTTING:
         options["factory"] = "tests.models:byte_attention"
-    whole = train(alone, texts, ("ddp", 1, None), data, **options)
-    seen = Counter(id_ for ids in whole.values() for id_ in ids)
+    full = train(alone, texts, ("ddp", 1, None), data, **options)
+    seen = Counter(id_ for ids in full.values() for id_ in ids)
     missing = seen.pop(-1)
     assert set(seen.values()) == {EPOCHS}, "every epoch has every sample"
-    assert missing == whole[len(whole)].count(-1), "only the last batch is not full"
+    assert missing == full[len(full)].count(-1), "only the last batch is not full"
     assert len(seen) % GLOBAL_BATCH, "an epoch ends within a step"
     found: Steps = {}
     for leg in legs:
         steps = train(changing, texts, leg, data, **options)
         assert min(steps) == len(found) + 1
         found |= steps
-    assert found == whole
+    assert found == full
     expected, losses = configs.losses(alone), configs.losses(changing)
-    assert list(losses) == list(range(1, len(whole) + 1)) == list(expected)
+    assert list(losses) == list(range(1, len(full) + 1)) == list(expected)
     pairs = {step: (losses[step], loss) for step, loss in expected.items()}
     far = {step: pair for step, pair in pairs.items() if not abs(float(pair[0]) - float(pair[1])) <= 1e-6}
     assert not far, far
@@ -135,11 +135,11 @@ class _Observer:
             session.stop()
 
     def on_step_start(self, session: Any, step: Any) -> None:
-        number = len([micro for micro in step.micros if not micro.filler])
+        number = len([micro for micro in step.micros if not micro.padding])
         self.steps[step.number] = self.fetched[-number:]  # before them may be what DDP was primed with
-        luck = zlib.crc32(bytes(torch.get_rng_state().tolist()))
+        rng_state = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         groups: dict[int, set[int]] = {}
-        for rank, (state,) in enumerate(gather_ints([luck], session.ranks)):
+        for rank, (state,) in enumerate(gather_ints([rng_state], session.ranks)):
             groups.setdefault(rank // session.plan.dims.tp, set()).add(state)
         assert all(len(states) == 1 for states in groups.values()), "tensor-parallel ranks draw other numbers"
         assert len(set.union(*groups.values())) == len(groups), "two groups draw the same numbers"

@@ -16,7 +16,7 @@ from shardwise.parallel.decide import decide, parts_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.fit import FitProbe
+from shardwise.receipts.fit import FitRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import workload_of
@@ -27,7 +27,7 @@ from tests.worlds import run_world
 NOTHING: dict[str, Any] = {"activations": None, "logits": None, "buffers": 0}
 
 
-class Told(FitProbe):
+class Told(FitRecorder):
     """Bytes at rest are another test's."""
 
     def _exact_lines(self, found: Any, *, told: bool, engine: bool) -> Any:
@@ -80,7 +80,7 @@ def lines_of(strategy: str, model: str, options: dict[str, Any]) -> dict[str, tu
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     spec, workload = read_model(module), workload_of(optimizer, parameter_names(module))
     parts = parts_of(decide(module, spec, plan), spec, plan)
-    probe = FitProbe(estimate_memory(spec, plan, workload, parts))
+    probe = FitRecorder(estimate_memory(spec, plan, workload, parts))
     session.observers.append(probe)
     module, optimizer = session.prepare(module, optimizer)
     generator = torch.Generator().manual_seed(1)

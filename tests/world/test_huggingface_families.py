@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.world.zoo.families import FAMILIES, family
@@ -59,7 +59,7 @@ def in_bf16(strategy: str, names: tuple[str, ...]) -> dict[str, Any]:
     quiet()
     found = {}
     for name in names:
-        session, probe = start(strategy, precision="bf16", receipts=False), EffectsProbe(strict=False)
+        session, probe = start(strategy, precision="bf16", receipts=False), EffectsRecorder(strict=False)
         session.observers.append(probe)
         model, given = family(name, dtype=torch.float32), batches(4)
         model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0))

@@ -24,8 +24,8 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.effects import EffectsProbe
-from shardwise.receipts.fit import FitProbe
+from shardwise.receipts.effects import EffectsRecorder
+from shardwise.receipts.fit import FitRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import workload_of
@@ -91,7 +91,7 @@ def started(strategy: str, kind: str, model: nn.Module, **options: Any) -> Any:
     return session, *session.prepare(model, lean(kind, model.parameters()))
 
 
-def whole(module: nn.Module) -> dict[str, torch.Tensor]:
+def full(module: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, p in module.named_parameters():
         found[clean_name(name)] = (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -118,7 +118,7 @@ def by_hand(strategy: str, kind: str, dtype: torch.dtype) -> dict[str, torch.Ten
     session, _, optimizer = started(strategy, kind, shapes().to(dtype))
     for number in range(STEPS):
         step_by_hand(session, optimizer, number)
-    found = whole(session.module)
+    found = full(session.module)
     session.close()
     return found
 
@@ -136,7 +136,7 @@ def reference(make: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             if p.requires_grad:
                 p.grad = given[name].to(dtype)
         optimizer.step()
-    return whole(model)
+    return full(model)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -173,7 +173,7 @@ def trained(strategy: str, kind: str, *, early: bool) -> tuple[dict[str, torch.T
     made = lean(kind, model.parameters())
     workload = workload_of(made, parameter_names(model))
     estimate = estimate_memory(read_model(model), session.planner(model, made), workload)
-    effects, fit = EffectsProbe(strict=False), FitProbe(estimate)
+    effects, fit = EffectsRecorder(strict=False), FitRecorder(estimate)
     session.observers += [effects, fit]
     outer, optimizer = session.prepare(model, made)
     for step in session.steps(ragged_batches(STEPS * session.ranks.world_size)):
@@ -189,7 +189,7 @@ def trained(strategy: str, kind: str, *, early: bool) -> tuple[dict[str, torch.T
     assert ("stepped during backward" in names) == early
     optimizer_line = next(line for line in fit.receipt.lines if line.name == "optimizer")
     assert optimizer_line.ok is True
-    found = whole(session.module)
+    found = full(session.module)
     session.close()
     return found, [f"{line.name}: planned {line.planned}, found {line.found}" for line in lines if line.ok is False]
 
@@ -271,10 +271,10 @@ def save(strategy: str, kind: str, folder: str, steps: int = 2) -> tuple[dict[st
     save_checkpoint(
         Path(folder), steps, model=session.module, optimizer=optimizer, plan=session.plan, state={}, rng=None, keep=1
     )
-    then = state_of(session, optimizer, kind), whole(session.module)
+    then = state_of(session, optimizer, kind), full(session.module)
     for number in range(steps, steps + 2):
         step_by_hand(session, optimizer, number)
-    return *then, whole(session.module)
+    return *then, full(session.module)
 
 
 def load(strategy: str, kind: str, folder: str, steps: int = 2) -> tuple[Any, ...]:
@@ -284,11 +284,11 @@ def load(strategy: str, kind: str, folder: str, steps: int = 2) -> tuple[Any, ..
     logging.getLogger("shardwise").addHandler(handler)
     session, _, optimizer = started(strategy, kind, shapes(seed=9))
     load_checkpoint(newest_of_all(Path(folder)), model=session.module, optimizer=optimizer)
-    then = state_of(session, optimizer, kind), whole(session.module)
+    then = state_of(session, optimizer, kind), full(session.module)
     for number in range(steps, steps + 2):
         step_by_hand(session, optimizer, number)
     logging.getLogger("shardwise").removeHandler(handler)
-    return *then, whole(session.module), said
+    return *then, full(session.module), said
 
 
 def joined(ranks: list[Any], index: int) -> dict[str, torch.Tensor]:

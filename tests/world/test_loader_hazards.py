@@ -35,7 +35,7 @@ from torch.utils.data import (
 from shardwise.distributed.process_group import join
 from shardwise.errors import DataError, UserError
 from shardwise.report.terminal import print_plan
-from shardwise.run.callbacks import RunWatch
+from shardwise.run.callbacks import RunRecorder
 from shardwise.run.job import prepare_job
 from shardwise.run.start import start
 from shardwise.train.config import read_config
@@ -70,7 +70,7 @@ def passes(loader: Any, accum: int = 1, number: int = 1, **options: Any) -> list
     seen: list[int] = []
     for _ in range(number):
         for step in session.steps(loader, **options):
-            seen += [int(x) for micro in step.micros if not micro.filler for x in torch.as_tensor(micro.labels)]
+            seen += [int(x) for micro in step.micros if not micro.padding for x in torch.as_tensor(micro.labels)]
             session.steps_done = step.number
     session.close()
     return seen
@@ -197,8 +197,8 @@ def by_hugging_face(kind: str) -> Any:
     from datasets import Dataset as Table
     from datasets.distributed import split_dataset_by_node
 
-    whole = Table.from_list(rows())
-    part = whole if kind == "whole" else whole.to_iterable_dataset(num_shards=2) if kind == "stream" else whole
+    full = Table.from_list(rows())
+    part = full if kind == "whole" else full.to_iterable_dataset(num_shards=2) if kind == "stream" else full
     part = part if kind == "whole" else split_dataset_by_node(part, dist.get_rank(), dist.get_world_size())
     return DataLoader(part, batch_size=BATCH, collate_fn=collate)
 
@@ -307,9 +307,9 @@ def trained(strategy: str, accum: int) -> float:
                 ((alone(inputs)[:, 0] - labels / SAMPLES).square().sum() / number).backward()
             plain.step()
             plain.zero_grad()
-    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in session.module.parameters()]
+    full = [getattr(p, "full_tensor", lambda p=p: p)() for p in session.module.parameters()]
     session.close()
-    return max(float((a - b).abs().max()) for a, b in zip(whole, alone.parameters(), strict=True))
+    return max(float((a - b).abs().max()) for a, b in zip(full, alone.parameters(), strict=True))
 
 
 def all_trained() -> dict[str, float]:
@@ -592,12 +592,12 @@ def part(folder: str, kind: str, stop: int | None) -> tuple[list[Any], list[torc
 def resumed(folder: str) -> dict[str, bool]:
     found = {}
     for kind in loaders():
-        whole, weights = part(f"{folder}/{kind}/none", kind, None)
+        full, weights = part(f"{folder}/{kind}/none", kind, None)
         for stop in (2, 8):
             first, _ = part(f"{folder}/{kind}/{stop}", kind, stop)
             rest, ends = part(f"{folder}/{kind}/{stop}", kind, None)
             same = all(torch.equal(a, b) for a, b in zip(weights, ends, strict=True))
-            found[f"{kind} {stop}"] = same and first + rest == whole
+            found[f"{kind} {stop}"] = same and first + rest == full
     return found
 
 
@@ -644,7 +644,7 @@ def test_packing_is_said_in_the_plan_and_in_the_receipt(tmp_path: Path, masked: 
     loss = "no loss" if masked else "loss"
     assert f"packed: documents of one sample attend to each other, and it has {loss} on their first tokens" in text
     session = start("ddp", receipts=False)
-    watch = RunWatch(prepared.job, session, print, console)
+    watch = RunRecorder(prepared.job, session, print, console)
     (line,) = watch.effects.told
     assert (line.ok, line.planned) == (None, "packed")
     assert line.found == f"attend to each other, first tokens {'without' if masked else 'with'} loss"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardwise.parallel.chunked_loss import LateLogits
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.contract import Case, ragged, train, whole_gradients
+from tests.contract import Case, full_gradients, ragged, train
 from tests.families import family
 from tests.worlds import run_world
 
@@ -54,7 +54,7 @@ def frozen_head(strategy: str) -> dict[str, Any]:
                     outputs = model(micro.inputs)
                     assert isinstance(outputs, LateLogits) == (chunks > 1)
                     step.backward(token_loss_sum(outputs, micro.labels), count=micro.num_tokens)
-                gradients.append(whole_gradients(session))
+                gradients.append(full_gradients(session))
                 step.update(optimizer)
             session.close()
         plain, chunked = gradients
@@ -84,7 +84,7 @@ class Kept:
     def on_step_abandoned(self, session: Any, step: Any) -> None: ...
 
     def on_gradients(self, session: Any, step: Any) -> None:
-        self.steps.append(whole_gradients(session))
+        self.steps.append(full_gradients(session))
 
 
 def narrow(strategy: str, precision: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def narrow(strategy: str, precision: str) -> dict[str, Any]:
     kept, said = [], {}
     for chunks, width in ((1, "fp32"), (1, precision), (4, precision)):
         session = start(Case(2, strategy, "llama", 2, {"loss_chunks": chunks, "precision": width}).plan)
-        session.observers = [probe := EffectsProbe(), watch := Kept()]
+        session.observers = [probe := EffectsRecorder(), watch := Kept()]
         model = family("llama", layers=2, dtype=torch.float32)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9))
         for step in session.steps(ragged(8)):

@@ -21,7 +21,7 @@ from shardwise.parallel.data_parallel.unit_order import UnitOrder, orders_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.session import Session
 from tests.contract import both_here, here
@@ -188,7 +188,7 @@ def _one_process(kind: str, dp: int, accum: int, alike: int, adam: bool) -> dict
 def error_of(plan: Plan, kind: str, alike: int, adam: bool, *, strict: bool = True) -> float:
     """The largest difference in this rank's part of a weight after all steps; receipts must hold, too."""
     session = start(plan, receipts=False)
-    probe = EffectsProbe(strict=strict)
+    probe = EffectsRecorder(strict=strict)
     session.observers.append(probe)
     model, optimizer = session.prepare(*model_and_optimizer(kind, adam))
     for step in session.steps(batches(plan.dims.dp, plan.grad_accum, alike)):

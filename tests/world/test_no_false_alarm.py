@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.measure.collectives import CollectiveRecorder
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.lines.option_lines import compute_line
 from shardwise.run.start import start
 from tests.contract import Gradients, Watch, worst
@@ -123,7 +123,7 @@ def alarms(name: str, strategy: str, accum: int, recompute: str) -> list[str]:
     """False lines, and gradients that are not those of one process."""
     kind, loss = CASES[name]
     session = start(strategy, grad_accum=accum, recompute=recompute, receipts=False)
-    probe, watch = EffectsProbe(strict=False), Watch()
+    probe, watch = EffectsRecorder(strict=False), Watch()
     session.observers += [watch, probe]
     model = build(kind)
     outer, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer, swa_utils
 
 from shardwise.errors import ModelError, TrainingError
 from shardwise.model.read import clean_name
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
@@ -52,10 +52,10 @@ def _plain(make: Make, per_step: int, steps: int) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def whole_weights(session: Session) -> Weights:
+def full_weights(session: Session) -> Weights:
     live = session.module.named_parameters()
-    whole = ((n, p.full_tensor() if isinstance(p, DTensor) else p) for n, p in live)
-    return {clean_name(name): p.detach().clone() for name, p in whole}
+    full = ((n, p.full_tensor() if isinstance(p, DTensor) else p) for n, p in live)
+    return {clean_name(name): p.detach().clone() for name, p in full}
 
 
 def trained(strategy: str, make: Make) -> Session:
@@ -156,8 +156,8 @@ def right(strategy: str, makes: list[Make]) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_optimizers_step_as_in_one_process(strategy: str) -> None:
-    whole = strategy in ("ddp", "zero1")
-    makes = [*RIGHT, *(WHOLE if whole else [])] + ([cached] if strategy == "ddp" else [])
+    full = strategy in ("ddp", "zero1")
+    makes = [*RIGHT, *(WHOLE if full else [])] + ([cached] if strategy == "ddp" else [])
     for rows in run_world(right, 2, strategy, makes):
         assert [row for row in rows if row[1] > 1e-12] == []
 
@@ -244,7 +244,7 @@ def test_sparse_gradients_are_right_or_refused() -> None:
 def scaled(strategy: str, make: Make, accum: int, overflow: Callable[[int], bool], sabotage: bool = False) -> Any:
     """Six steps in fp16, of which some overflow on one rank: weights, scales, receipt."""
     session = start(strategy, receipts=False, precision="fp16", grad_accum=accum)
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     model = decoder().float()
     outer, optimizer = session.prepare(model, make(model))
@@ -252,7 +252,7 @@ def scaled(strategy: str, make: Make, accum: int, overflow: Callable[[int], bool
     session.scaler.load_state_dict({**session.scaler.state_dict(), "scale": 1024.0})
     if sabotage:
         optimizer.step = lambda *args, **options: None  # type: ignore[method-assign]
-    scales, changed, before = [], [], whole_weights(session)
+    scales, changed, before = [], [], full_weights(session)
     for step in session.steps(ragged_batches(6 * session.dp * accum)):
         for micro in step:
             loss = token_loss_sum(outer(micro.inputs), micro.labels)
@@ -263,7 +263,7 @@ def scaled(strategy: str, make: Make, accum: int, overflow: Callable[[int], bool
         if step.number == 4 and isinstance(gradient, DTensor) and gradient.device_mesh.get_coordinate()[-1] == 0:
             gradient.to_local()[0, 0] = torch.inf  # after the reduction, in one shard
         step.update(optimizer, clip_norm=1.0)
-        now = whole_weights(session)
+        now = full_weights(session)
         scales.append(session.scaler.get_scale())
         changed.append(any(not torch.equal(now[n], before[n]) for n in now))
         before = now
@@ -398,7 +398,7 @@ def penalty(strategy: str) -> float | str:
         count = sum(int((labels != -100).sum()) for _, labels in window)
         (sum(loss_with_penalty(one, one.embed, *batch) for batch in window) / count).backward()  # type: ignore[union-attr]
         alone.step()
-    return error(whole_weights(session), {n: p.detach() for n, p in one.named_parameters()})
+    return error(full_weights(session), {n: p.detach() for n, p in one.named_parameters()})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
@@ -441,8 +441,8 @@ def averaged(strategy: str) -> tuple[float, str]:
     except ModelError as refused:
         said = str(refused)
     names = [name for name, _ in expected.module.named_parameters()]
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in ema]
-    return error(dict(zip(names, whole, strict=True)), dict(expected.module.named_parameters())), said
+    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in ema]
+    return error(dict(zip(names, full, strict=True)), dict(expected.module.named_parameters())), said
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
@@ -491,7 +491,7 @@ def gone_on(strategy: str, folder: str) -> list[tuple[str, float]]:
                 if len(limits) == 2:
                     session.save(f"{folder}/{number}")
                 scale = 0.0 if session.scaler is None else session.scaler.get_scale()
-                last = {**whole_weights(session), "scale": torch.tensor(scale)}
+                last = {**full_weights(session), "scale": torch.tensor(scale)}
                 session.close()
             ends.append(last)
         assert ends[0]["scale"] == (0.0 if precision == "fp32" else 512.0)
@@ -524,7 +524,7 @@ def scheduled(strategy: str, *, before: bool) -> float:
         count = sum(int((labels != -100).sum()) for _, labels in window)
         (sum(token_loss_sum(one(inputs), labels) for inputs, labels in window) / count).backward()
         optim.SGD(one.parameters(), lr=0.1 * 0.5**number).step()
-    return error(whole_weights(session), {n: p.detach() for n, p in one.named_parameters()})
+    return error(full_weights(session), {n: p.detach() for n, p in one.named_parameters()})
 
 
 def schedules(strategies: list[str]) -> list[float]:

@@ -44,19 +44,19 @@ def train(strategy: str) -> dict[str, Any]:
     loader = DataLoader(TensorDataset(ids, ids.roll(-1, 1)), batch_size=2, shuffle=True)
     model = Dropped()
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ids[:2])
-    whole, seen = [], []
+    full, seen = [], []
     for step in session.steps(loader, limit=3):
         seen += [micro.inputs.tolist() for micro in step.micros]
         step.run(model, token_loss_sum)
         step.update(optimizer, clip_norm=1.0)
         places = dict(session.module.named_parameters())["inner.places"]
         assert isinstance(places, DTensor) and places.placements[-1].is_replicate()
-        whole.append(float(places.to_local().double().square().sum()))
+        full.append(float(places.to_local().double().square().sum()))
         if session.ranks.is_main:
             torch.rand(1)  # a sample for a log, say
     place = session.place
     session.close()
-    return {"whole": whole, "seen": seen, "dp": place.dp}
+    return {"whole": full, "seen": seen, "dp": place.dp}
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("ddp+tp2", 2), ("fsdp+tp2", 4)])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from shardwise.errors import DataError, ModelError, ShardwiseError, UserError
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
@@ -28,9 +28,9 @@ from tests.worlds import run_world
 
 def prepared(
     strategy: str, model: nn.Module | None = None, lr: float = 0.1, **options: Any
-) -> tuple[Session, nn.Module, torch.optim.Optimizer, EffectsProbe]:
+) -> tuple[Session, nn.Module, torch.optim.Optimizer, EffectsRecorder]:
     session = start(strategy, receipts=False, **options)
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     model = decoder() if model is None else model
     outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
@@ -204,7 +204,7 @@ class KnowsItsRank:
 
 def the_same_on_all_ranks() -> str:
     session, model, optimizer, _ = prepared("ddp")
-    session.observers[-1] = EffectsProbe()
+    session.observers[-1] = EffectsRecorder()
     try:
         for step in session.steps(KnowsItsRank()):
             for micro in step:
@@ -241,7 +241,7 @@ def samplers(strategy: str) -> list[int]:
     own = torch.Generator().manual_seed(dist.get_rank())
     for loader in (DataLoader(data, batch_size=3, sampler=PythonShuffle()), DataLoader(data, 5, True, generator=own)):
         for step in session.steps(loader):
-            seen += [int(x) for micro in step.micros if not micro.filler for x in micro.inputs]
+            seen += [int(x) for micro in step.micros if not micro.padding for x in micro.inputs]
             session.steps_done = step.number
     return seen
 

@@ -80,7 +80,7 @@ def train(
             for step in session.steps(loader):
                 ids: list[int] = []
                 for micro in step:
-                    if not micro.filler:
+                    if not micro.padding:
                         ids += micro.labels.tolist()
                     step.backward((model(micro.inputs).squeeze(1) - micro.labels / SAMPLES).square().sum())
                 step.update(optimizer)
@@ -100,14 +100,14 @@ def train(
 
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "flow", "list"])
 def test_one_process_goes_on_bit_identically(tmp_path: Path, kind: str) -> None:
-    whole, weights, _ = train(str(tmp_path / "whole"), kind, "ddp")
-    assert len(whole) == 18  # 23 batches in windows of 4: 6 steps a pass
-    assert len({tuple(ids) for _, ids in whole}) == (6 if kind == "list" else 18)
+    full, weights, _ = train(str(tmp_path / "whole"), kind, "ddp")
+    assert len(full) == 18  # 23 batches in windows of 4: 6 steps a pass
+    assert len({tuple(ids) for _, ids in full}) == (6 if kind == "list" else 18)
     for stop in (3, 6, 7, 17):  # in a pass, at the end of one, early in one, late in the last
         folder = str(tmp_path / f"{kind}-{stop}")
         first, _, _ = train(folder, kind, "ddp", stop_after=stop, async_save=stop == 3)
         rest, ends, loaded = train(folder, kind, "ddp")
-        assert first + rest == whole
+        assert first + rest == full
         assert all(torch.equal(a, b) for a, b in zip(weights, ends, strict=True))
         if kind == "shuffled":
             assert loaded == sum(len(ids) for _, ids in rest), "what was consumed is not loaded again"
@@ -126,22 +126,22 @@ def run_part(folder: str, strategy: str, stop: int | None):
 
 
 def test_other_ranks_go_on_with_the_same_samples(tmp_path: Path) -> None:
-    whole = by_step(run_world(run_part, 4, str(tmp_path / "whole"), "fsdp", None))
-    assert len(whole) == 18
+    full = by_step(run_world(run_part, 4, str(tmp_path / "whole"), "fsdp", None))
+    assert len(full) == 18
     folder, found = str(tmp_path / "run"), {}
     for world, strategy, stop in ((4, "fsdp", 4), (2, "ddp", 9), (1, "ddp", 13), (2, "zero1", None)):
         found |= by_step(run_world(run_part, world, folder, strategy, stop))
-    assert found == whole
+    assert found == full
     for epoch in range(EPOCHS):
         ids = sorted(i for number, each in found.items() if (number - 1) // 6 == epoch for i in each)
         assert ids == list(range(SAMPLES))
 
 
 def bit_identical(folder: str, strategy: str) -> bool:
-    whole, weights, _ = train(f"{folder}/whole", "shuffled", strategy)
+    full, weights, _ = train(f"{folder}/whole", "shuffled", strategy)
     first, _, _ = train(f"{folder}/run", "shuffled", strategy, stop_after=8)
     rest, ends, _ = train(f"{folder}/run", "shuffled", strategy)
-    return first + rest == whole and all(torch.equal(a, b) for a, b in zip(weights, ends, strict=True))
+    return first + rest == full and all(torch.equal(a, b) for a, b in zip(weights, ends, strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

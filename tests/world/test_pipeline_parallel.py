@@ -237,12 +237,12 @@ def test_bf16_is_close(strategy: str, world: int) -> None:
 
 
 def test_bf16_gradients_add_up_in_fp32_when_the_backward_is_split() -> None:
-    whole: dict[str, torch.Tensor] = {}
+    full: dict[str, torch.Tensor] = {}
     plain, split = run_each(narrow, 2, [("zero2+pp2", "1f1b", 8), ("zero2+pp2", "zbv", 8)])
     for found, _ in plain:
-        whole |= found
+        full |= found
     for found, _ in split:
-        assert difference(found, whole) < 1e-5
+        assert difference(found, full) < 1e-5
 
 
 def around() -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
@@ -111,7 +111,7 @@ def with_buffer(kind: str) -> Callable[[int], Model]:
     return make
 
 
-def whole(tensor: Any) -> Any:
+def full(tensor: Any) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     kind = tensor.dtype if tensor.dtype.is_complex else torch.float64  # gloo gathers few dtypes
@@ -120,9 +120,9 @@ def whole(tensor: Any) -> Any:
 
 def held(module: nn.Module) -> dict[str, torch.Tensor]:
     """The whole parameters that this rank has a part of, and its buffers."""
-    home = home_of(module)
+    home = ownership_of(module)
     named = [*module.named_parameters(), *module.named_buffers()]
-    found = {clean_name(name): whole(tensor) for name, tensor in named}
+    found = {clean_name(name): full(tensor) for name, tensor in named}
     return found if home is None else {home.canonical(name): tensor for name, tensor in found.items()}
 
 
@@ -157,7 +157,7 @@ def outcome(
 ) -> str:
     """``right``, or the sentence that refuses it before the first step; anything else raises."""
     session = start(strategy, receipts=False, grad_accum=accum)
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     model = make(3 if session.ranks.is_main else 5)
     model, optimizer = _prepared(session, model, optimizer_of, batches_of(1)[0][0])

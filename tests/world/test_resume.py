@@ -65,7 +65,7 @@ class _Listener:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -113,8 +113,8 @@ def test_what_changed_is_said_and_nothing_where_nothing_did(tmp_path: Path) -> N
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(whole, "fsdp", 2)
+    full, broken = tmp_path / "whole", tmp_path / "broken"
+    train(full, "fsdp", 2)
     train(broken, "fsdp", 2)
     last = newest(broken / "run" / "checkpoints")
     shard = last / "rank-00001.safetensors"
@@ -128,8 +128,8 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     shutil.rmtree(last)
     said, _ = train(broken, "fsdp", 2)
     assert "resuming after step 4 of 8" in said
-    assert configs.losses(broken) == configs.losses(whole)
-    assert configs.hashes(last) == configs.hashes(whole / "run" / "checkpoints" / last.name)
+    assert configs.losses(broken) == configs.losses(full)
+    assert configs.hashes(last) == configs.hashes(full / "run" / "checkpoints" / last.name)
 
 
 def test_a_damaged_only_checkpoint(tmp_path: Path) -> None:
@@ -155,17 +155,17 @@ def test_another_folder_for_checkpoints_does_not_begin_the_run_again(tmp_path: P
 
 def test_stopped_while_a_background_save_is_under_way(tmp_path: Path) -> None:
     """Every step is saved, and a save takes longer than a step: the last one is of the step that was stopped at."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(whole, "fsdp", 2)
+    full, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(full, "fsdp", 2)
     background = ("checkpoint.every=1", "checkpoint.async_save=true")
     said, _ = train(stopped, "fsdp", 2, *background, stop_after=3, slow_disk_s=0.02)
     assert "stopped after step 3 of 8" in said
     assert newest(stopped / "run" / "checkpoints").name == "step-00000003"
     said, _ = train(stopped, "fsdp", 2, *background)
     assert "resuming after step 3 of 8" in said
-    assert configs.losses(stopped) == configs.losses(whole)
+    assert configs.losses(stopped) == configs.losses(full)
     last = Path("run") / "checkpoints" / "step-00000008"
-    assert configs.hashes(stopped / last) == configs.hashes(whole / last)
+    assert configs.hashes(stopped / last) == configs.hashes(full / last)
     saved = [line["step"] for line in read_metrics(stopped / "run" / "metrics.jsonl") if "checkpoint_bytes" in line]
     assert saved == list(range(1, 9))
 

@@ -46,10 +46,10 @@ class Keeper(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.found = [(whole(p), whole(p.grad)) for p in parameters]
+        self.found = [(full(p), full(p.grad)) for p in parameters]
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def full(tensor: Any) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.distributed.process_group import join
 from shardwise.measure import step_flops as step_work
-from shardwise.measure.step_flops import WorkProbe
+from shardwise.measure.step_flops import FlopsRecorder
 from shardwise.measure.utilisation import StepWork, utilisation
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
@@ -57,7 +57,7 @@ def count(
         strategy=strategy, dims=dims, micro_batch=micro, grad_accum=grad_accum, recompute=recompute, compile=compiled
     )  # type: ignore[arg-type]
     session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
-    probe = WorkProbe(axis_of)
+    probe = FlopsRecorder(axis_of)
     session.observers.append(probe)
     model: Any = llama(attention)
     model, optimizer = session.prepare(
@@ -130,13 +130,13 @@ def watched_by_another() -> tuple[int, bool]:
 
     plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 1), micro_batch=BATCH)
     session = Session(ranks=join("cpu"), planner=lambda model, optimizer: plan)
-    probe, sums = WorkProbe(axis_of), []
+    probe, sums = FlopsRecorder(axis_of), []
     session.observers.append(probe)
     model: Any = llama("sdpa")
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     ids = torch.randint(VOCAB, (BATCH, LENGTH))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_work, "_whole", lambda *_: sums.append(1))
+        patch.setattr(step_work, "_full", lambda *_: sums.append(1))
         with FlopCounterMode(display=False):
             for step in session.run_windows([[(ids, ids)]] * 10):
                 step.run(model, token_loss_sum)

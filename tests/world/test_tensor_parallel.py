@@ -195,8 +195,8 @@ def test_own_styles_and_weights_that_another_module_computes_with() -> None:
 
 
 def sabotaged(name: str, change: Callable[[TensorLayout], TensorLayout], options: dict[str, Any]) -> float:
-    whole = split.tensor_layout
-    split.tensor_layout = lambda *args, **kwargs: change(whole(*args, **kwargs))
+    full = split.tensor_layout
+    split.tensor_layout = lambda *args, **kwargs: change(full(*args, **kwargs))
     return error_of(f"ddp+tp{dist.get_world_size()}", name, options)
 
 
@@ -278,15 +278,15 @@ def loss_of_parts(dtype: torch.dtype, vocab: int) -> tuple[float, float]:
     logits = (torch.randn(2, 6, vocab, generator=generator) * 30).to(dtype)
     labels = torch.randint(0, vocab, (2, 6), generator=generator)
     labels[0, :3] = -100
-    whole = logits.clone().requires_grad_()
-    expected = token_loss_sum(whole, labels)
+    full = logits.clone().requires_grad_()
+    expected = token_loss_sum(full, labels)
     (expected * 0.5).backward()
     each = -(-vocab // ranks)
     local = logits[..., mesh.get_local_rank() * each :][..., :each].clone().requires_grad_()
     cut = DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride())
     found = token_loss_sum(cut, labels)
     (found * 0.5).backward()
-    mine = whole.grad[..., mesh.get_local_rank() * each :][..., :each]
+    mine = full.grad[..., mesh.get_local_rank() * each :][..., :each]
     gap = float((local.grad - mine).abs().max()) if mine.numel() else 0.0
     return float((found - expected).abs() / expected), gap
 

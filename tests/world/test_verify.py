@@ -85,9 +85,9 @@ def key_heads_swapped() -> None:
 
     right = split.distribute
 
-    def wrong(name: str, whole: torch.Tensor, *rest: Any) -> torch.Tensor:
-        rows = len(whole) // 2
-        return right(name, whole.roll(rows, 0) if name.endswith("k_proj.weight") else whole, *rest)
+    def wrong(name: str, full: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows = len(full) // 2
+        return right(name, full.roll(rows, 0) if name.endswith("k_proj.weight") else full, *rest)
 
     split.distribute = wrong
 

@@ -56,8 +56,8 @@ def coverage_fault(shape: tuple[int, ...], shards: Sequence[Placed]) -> str | No
     """
     if not math.prod(shape) or (len(shards) == 1 and shards[0].lengths == shape):
         return None
-    whole = Box((0,) * len(shape), shape)
-    return _fault_in(whole, [(Box(shard.offsets, shard.lengths), shard) for shard in shards])
+    full = Box((0,) * len(shape), shape)
+    return _fault_in(full, [(Box(shard.offsets, shard.lengths), shard) for shard in shards])
 
 
 def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:

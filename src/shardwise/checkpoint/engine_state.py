@@ -42,9 +42,9 @@ class Shadow:
         live = {clean_name(name): p for name, p in module.named_parameters()}
         wholes: Iterator[tuple[str, torch.Tensor | None]]
         wholes = engine.weights() if filled else ((name, None) for name in live)
-        for name, whole in wholes:
+        for name, full in wholes:
             shape = self.engine.shape(name)
-            rows = torch.empty(shape) if whole is None and self._mesh is None else self._rows_of(whole, shape, kind)
+            rows = torch.empty(shape) if full is None and self._mesh is None else self._rows_of(full, shape, kind)
             self._rows[name] = nn.Parameter(rows, requires_grad=live[name].requires_grad)
         self.model = _skeleton(module, {id(live[name]): row for name, row in self._rows.items()})
         self.optimizer = _bare(self.engine.base, self._groups())
@@ -58,7 +58,7 @@ class Shadow:
 
     def put_back(self, *, states: bool) -> None:
         """Write the rows back to the engine: weights, and with ``states`` the optimizer's."""
-        self.engine.set_weights(lambda name: self._whole(self._rows[name]))
+        self.engine.set_weights(lambda name: self._full(self._rows[name]))
         if not states:
             return
         for number, group in enumerate(self.optimizer.param_groups):
@@ -69,7 +69,7 @@ class Shadow:
         for name, state in kept.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    self.engine.set_state(name, key, self._whole(value))
+                    self.engine.set_state(name, key, self._full(value))
 
     def _scalars(
         self, kept: dict[str, dict[str, Any]]
@@ -100,18 +100,18 @@ class Shadow:
         same = value.dim() and value.shape == shape
         return self._rows_of(value, shape, value.device.type) if same else value
 
-    def _rows_of(self, whole: torch.Tensor | None, shape: torch.Size, kind: str) -> torch.Tensor:
+    def _rows_of(self, full: torch.Tensor | None, shape: torch.Size, kind: str) -> torch.Tensor:
         """Copy this rank's rows of a full tensor; allocate only if it is ``None``."""
         if self._mesh is None or not len(shape):
-            return torch.empty(shape, device=kind) if whole is None else whole.clone()
+            return torch.empty(shape, device=kind) if full is None else full.clone()
         each = -(-shape[0] // exchange.world_size())
         begin = min(shape[0], each * exchange.rank())
         end = min(shape[0], begin + each)
-        local = torch.empty((end - begin, *shape[1:]), device=kind) if whole is None else whole[begin:end].clone()
+        local = torch.empty((end - begin, *shape[1:]), device=kind) if full is None else full[begin:end].clone()
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-    def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+    def _full(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.full_tensor().detach() if isinstance(rows, DTensor) else rows.detach()
 
 

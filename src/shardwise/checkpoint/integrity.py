@@ -87,10 +87,10 @@ def verify_checkpoint(place: str | Folder, begin: Told = _nobody, tick: Told = _
     files, sizes = shards_by_file(manifest), file_sizes(own)
     damage = [*structure_faults(manifest), *damaged_files(own, files, sizes)]
     broken = {one.file for one in damage}
-    whole = {name: shards for name, shards in files.items() if name not in broken}
-    begin(sum(num_bytes for shards in whole.values() for _, num_bytes in shards))
+    full = {name: shards for name, shards in files.items() if name not in broken}
+    begin(sum(num_bytes for shards in full.values() for _, num_bytes in shards))
     dtypes = {id(shard): DTYPES[entry.dtype] for entry in manifest.tensors.values() for shard in entry.shards}
-    damage += _wrong_shards(own, whole, dtypes, tick)
+    damage += _wrong_shards(own, full, dtypes, tick)
     return Verification(
         kind,
         str(own),
@@ -243,7 +243,7 @@ def _read_all(source: Source, name: str, info: TensorInfo, tick: Told) -> list[t
 def _blocks(info: TensorInfo) -> Iterator[Box]:
     """Yield the full tensor, a large one in runs of rows."""
     if not info.shape or info.num_bytes <= BLOCK:
-        yield info.whole
+        yield info.full
         return
     rows = max(1, info.shape[0] * BLOCK // info.num_bytes)
     for begin in range(0, info.shape[0], rows):

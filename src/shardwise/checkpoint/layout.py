@@ -25,7 +25,7 @@ from shardwise.checkpoint.boxes import Box as Box
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.lora.adapters import adapters_of
-from shardwise.parallel.ownership import Home, home_of
+from shardwise.parallel.ownership import StageOwnership, ownership_of
 
 _COMPILED_PART = "_orig_mod."
 
@@ -56,14 +56,14 @@ def inner_model(model: nn.Module) -> nn.Module:
             return model
 
 
-def part_of(model: nn.Module) -> Home | None:
+def part_of(model: nn.Module) -> StageOwnership | None:
     """Return the record of the local part of the model; ``None`` where no rank has a part only."""
-    return home_of(inner_model(model))
+    return ownership_of(inner_model(model))
 
 
-def ranks_of(home: Home | None) -> tuple[int, ...]:
+def ranks_of(ownership: StageOwnership | None) -> tuple[int, ...]:
     """Return the ranks that have the same plain tensors as this one, in ascending order."""
-    return tuple(range(exchange.world_size())) if home is None else home.ranks
+    return tuple(range(exchange.world_size())) if ownership is None else ownership.ranks
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
@@ -83,7 +83,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
     if extra:
         raise ModelError(f"modules with get_extra_state cannot be checkpointed: {', '.join(extra)}; use buffers")
     slots: list[Slot] = []
-    names_of, adapted = _Names(home_of(model)), adapters_of(model) is not None
+    names_of, adapted = _Names(ownership_of(model)), adapters_of(model) is not None
     parameters = model.named_parameters(remove_duplicate=False)
     for is_buffer, named in ((False, parameters), (True, _persistent_buffers(model))):
         names: dict[int, list[str]] = defaultdict(list)
@@ -102,25 +102,25 @@ def slots_of(model: nn.Module) -> list[Slot]:
 class _Names:
     """Map the local names of a tensor to its stored name and aliases."""
 
-    def __init__(self, home: Home | None) -> None:
-        self.home = home
+    def __init__(self, ownership: StageOwnership | None) -> None:
+        self.ownership = ownership
         self.others: dict[str, list[str]] = defaultdict(list)
-        for alias, name in {} if home is None else home.aliases.items():
+        for alias, name in {} if ownership is None else ownership.aliases.items():
             self.others[name].append(alias)
 
     def __call__(self, here: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-        if self.home is None:
+        if self.ownership is None:
             return here[0], tuple(here[1:])
-        name = self.home.canonical(here[0])
+        name = self.ownership.canonical(here[0])
         return name, tuple(self.others.get(name, ()))
 
 
 def transient_names(model: nn.Module) -> set[str]:
     """Return names of the full model's buffers that are not saved (``persistent=False``)."""
     model = inner_model(model)
-    home = home_of(model)
+    ownership = ownership_of(model)
     kept = {name for name, _ in _persistent_buffers(model)}
-    return ({*home.transient} if home is not None else set()) | {
+    return ({*ownership.transient} if ownership is not None else set()) | {
         clean_name(name).replace(_COMPILED_PART, "")
         for name, _ in model.named_buffers(remove_duplicate=False)
         if name not in kept
@@ -190,11 +190,11 @@ def _strided_box(tensor: DTensor) -> Box:
                 raise CheckpointError(
                     f"a tensor laid out as {tensor.placements} cannot be checkpointed: its local shard is not a box"
                 )
-        whole = lengths[placement.dim]
-        each = -(-whole // sizes[axis])
-        begin = min(whole, each * coordinate[axis])
+        full = lengths[placement.dim]
+        each = -(-full // sizes[axis])
+        begin = min(full, each * coordinate[axis])
         offsets[placement.dim] += begin
-        lengths[placement.dim] = min(whole, begin + each) - begin
+        lengths[placement.dim] = min(full, begin + each) - begin
     return Box(tuple(offsets), tuple(lengths))
 
 

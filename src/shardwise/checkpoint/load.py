@@ -23,14 +23,14 @@ from shardwise.checkpoint.shard_files import (
     entry_dtype,
     fill,
     in_threads,
-    is_whole,
+    is_full,
     touched,
     wrong_bytes,
 )
 from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.distributed.local_tensor import empty_beside
 from shardwise.errors import CheckpointError, CheckpointMismatch
-from shardwise.parallel.ownership import Home
+from shardwise.parallel.ownership import StageOwnership
 
 # they select the implementation, not the algorithm: the live optimizer's values are kept
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -57,12 +57,12 @@ class RelaidState(Protocol):
 class _Work:
     """Load plan: tensors to fill, values to set afterwards, and problems.
 
-    ``homes`` are, for each parameter group of the live optimizer, the groups of the checkpoint that its local
+    ``ownerships`` are, for each parameter group of the live optimizer, the groups of the checkpoint that its local
     parameters were in; ``options`` are what each group gets.
     """
 
     manifest: Manifest
-    homes: list[list[int]] = field(default_factory=list)
+    ownerships: list[list[int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     jobs: list[tuple[torch.Tensor, list[tuple[Shard, Box]]]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
@@ -94,7 +94,7 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
         return manifest
     work = exchange.together(lambda: _match(path, model, optimizer))
     if is_in_parts(model):
-        work.problems, work.homes = joined(work.problems, work.homes)
+        work.problems, work.ownerships = joined(work.problems, work.ownerships)
     exchange.together(lambda: _choose_options(path, optimizer, work))
     rest = _unseen(work) if verify else []
     exchange.together(lambda: _fill(path, optimizer, work, rest, verify))
@@ -174,10 +174,10 @@ def _choose_options(path: Folder, optimizer: Optimizer | None, work: _Work) -> N
         CheckpointMismatch: something does not match.
     """
     saved = work.manifest.optimizer.groups
-    for number, homes in enumerate(work.homes):
-        if len(homes) > 1:
-            work.problems.append(f"optimizer: group {number} mixes the groups {homes} of the checkpoint")
-        at = homes[0] if homes else number
+    for number, ownerships in enumerate(work.ownerships):
+        if len(ownerships) > 1:
+            work.problems.append(f"optimizer: group {number} mixes the groups {ownerships} of the checkpoint")
+        at = ownerships[0] if ownerships else number
         options = dict(saved[at].options) if at < len(saved) else {}
         live = {} if optimizer is None else optimizer.param_groups[number]
         work.problems += [
@@ -219,10 +219,10 @@ def _unseen(work: _Work) -> list[Shard]:
     for _, pieces in work.jobs:
         for shard, overlap in pieces:
             flags[0, number[id(shard)]] = 1
-            if is_whole(shard, overlap):
+            if is_full(shard, overlap):
                 flags[1, number[id(shard)]] = 1
-    needed, whole = exchange.any_of(flags)
-    open_ones = ((needed == 1) & (whole == 0)).nonzero().flatten().tolist()
+    needed, full = exchange.any_of(flags)
+    open_ones = ((needed == 1) & (full == 0)).nonzero().flatten().tolist()
     return [shards[index] for index in open_ones[exchange.rank() :: exchange.world_size()]]
 
 
@@ -245,7 +245,7 @@ def _fill(path: Folder, optimizer: Optimizer | None, work: _Work, rest: list[Sha
         _set_optimizer(optimizer, work)
 
 
-def _match_model(slots: list[Slot], home: Home | None, work: _Work) -> None:
+def _match_model(slots: list[Slot], home: StageOwnership | None, work: _Work) -> None:
     manifest = work.manifest
     live = {f"model/{name}" for slot in slots for name in slot.names}
     if home is not None:
@@ -270,7 +270,7 @@ def _match_model(slots: list[Slot], home: Home | None, work: _Work) -> None:
     work.problems += [f"{name}: in the checkpoint, not in the model" for name in extra]
 
 
-def _match_groups(slots: list[Slot], part: Home | None, optimizer: Optimizer, work: _Work) -> None:
+def _match_groups(slots: list[Slot], part: StageOwnership | None, optimizer: Optimizer, work: _Work) -> None:
     manifest = work.manifest
     saved = manifest.optimizer
     kind = type(engine_of(optimizer)).__name__
@@ -286,13 +286,13 @@ def _match_groups(slots: list[Slot], part: Home | None, optimizer: Optimizer, wo
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) not in names for parameter in group["params"]):
             work.problems.append(f"optimizer: group {number} has parameters that the model does not have")
-            work.homes.append([])
+            work.ownerships.append([])
             continue
         members = [names[id(parameter)] for parameter in group["params"]]
         seen.update(members)
         lost = [name for name in members if name not in home and name not in stateless]  # zero1 omits frozen parameters
         work.problems += [f"optimizer/{name}: not in the checkpoint" for name in lost]
-        work.homes.append(sorted({home[name] for name in members if name in home}))
+        work.ownerships.append(sorted({home[name] for name in members if name in home}))
     elsewhere = set() if part is None else {_stored(name, manifest) for name in part.names} - {*names.values()}
     gone = [name for name in home if name not in seen and name not in stateless and name not in elsewhere]
     work.problems += [f"optimizer/{name}: in the checkpoint, not in the optimizer" for name in gone]

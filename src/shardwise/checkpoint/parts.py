@@ -21,8 +21,8 @@ Groups = Sequence[Mapping[str, Any]]  # of one optimizer, as JSON: ``params`` an
 
 def is_in_parts(model: nn.Module) -> bool:
     """Return whether ranks have different parts of the model; the same answer on every rank."""
-    home = part_of(model)
-    return home is not None and len(home.ranks) < exchange.world_size()
+    ownership = part_of(model)
+    return ownership is not None and len(ownership.ranks) < exchange.world_size()
 
 
 def owners_of(buffers: list[str]) -> dict[str, int]:
@@ -82,17 +82,17 @@ def merged_groups(stages: Mapping[int, Groups], order: Sequence[str]) -> list[Pa
     return made
 
 
-def joined(problems: list[str], homes: list[list[int]]) -> tuple[list[str], list[list[int]]]:
-    """Merge the problems of all ranks without duplicates, and ``homes`` for complete groups.
+def joined(problems: list[str], ownerships: list[list[int]]) -> tuple[list[str], list[list[int]]]:
+    """Merge the problems of all ranks without duplicates, and ``ownerships`` for complete groups.
 
-    Collective. ``homes`` are, for each group of the live optimizer, the numbers of the saved groups that its parameters
-    are in.
+    Collective. ``ownerships`` are, for each group of the live optimizer, the numbers of the saved groups that its
+    parameters are in.
     """
-    rows = exchange.gather_json([problems, homes])
+    rows = exchange.gather_json([problems, ownerships])
     found: list[list[Any]] = [[], []]
     if rows:
         found[0] = [*dict.fromkeys(problem for row, _ in rows for problem in row)]
         columns = itertools.zip_longest(*(row for _, row in rows), fillvalue=[])
         found[1] = [sorted({at for held in column for at in held}) for column in columns]
-    all_problems, all_homes = exchange.broadcast_json(found)
-    return all_problems, all_homes
+    all_problems, all_ownerships = exchange.broadcast_json(found)
+    return all_problems, all_ownerships

@@ -155,9 +155,15 @@ class Saver:
         shadow = shadow_of(model, filled=True)
         if shadow is not None:
             model, optimizer = shadow.model, shadow.optimizer
-        home = part_of(model)
+        ownership = part_of(model)
         make_head = partial(
-            ManifestHead.of, step, plan, state, optimizer, model_facts, names=() if home is None else home.names
+            ManifestHead.of,
+            step,
+            plan,
+            state,
+            optimizer,
+            model_facts,
+            names=() if ownership is None else ownership.names,
         )
         head, share = self._settle(working, make_head, model, optimizer, rng)
         if not self.async_save:

@@ -29,7 +29,7 @@ from shardwise.checkpoint.layout import (
 )
 from shardwise.checkpoint.shard_files import code_of
 from shardwise.errors import CheckpointError
-from shardwise.parallel.ownership import Home
+from shardwise.parallel.ownership import StageOwnership
 
 SPLIT = 1 << 22  # a replicated tensor of at least this many bytes is split, one part per replica
 
@@ -126,12 +126,12 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
         CheckpointError: a value cannot be stored.
         ModelError: as `slots_of`.
     """
-    slots, home = slots_of(model), part_of(model)
-    found = Holdings(ranks_of(home))
+    slots, ownership = slots_of(model), part_of(model)
+    found = Holdings(ranks_of(ownership))
     first = found.ranks[0]
     for slot in slots:
         name = f"model/{slot.name}"
-        if home is not None and slot.name in home.borrowed:
+        if ownership is not None and slot.name in ownership.shared_from_stage:
             continue
         is_plain_buffer = slot.is_buffer and not isinstance(slot.tensor, DTensor)
         copies = [[first]] if is_plain_buffer else copies_of(slot.tensor, found.ranks)
@@ -139,9 +139,9 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
         if is_plain_buffer and exchange.rank() == first:
             found.buffers.append(name)
         found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}
-    if home is not None:  # all of them: rank 0 reports for the other stages too
-        found.share.aliases = {f"model/{alias}": f"model/{name}" for alias, name in home.aliases.items()}
-    _add_optimizer(found, optimizer, slots, home)
+    if ownership is not None:  # all of them: rank 0 reports for the other stages too
+        found.share.aliases = {f"model/{alias}": f"model/{name}" for alias, name in ownership.aliases.items()}
+    _add_optimizer(found, optimizer, slots, ownership)
     for name, generator in (rng or {}).items():
         if generator.dtype != torch.uint8:
             raise CheckpointError(f"rng '{name}' is {generator.dtype}; give generator states as uint8 tensors")
@@ -207,9 +207,9 @@ def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) ->
     return ShardWrite(code_of(tensor), tuple(tensor.shape), box, local, tensor, steady)
 
 
-def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], home: Home | None) -> None:
+def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], ownership: StageOwnership | None) -> None:
     names = {id(slot.tensor): slot.name for slot in slots}
-    borrowed = frozenset() if home is None else home.borrowed
+    shared_from_stage = frozenset() if ownership is None else ownership.shared_from_stage
     groups: list[ParamGroup] = []
     for number, group in enumerate(optimizer.param_groups):
         unknown = sum(id(parameter) not in names for parameter in group["params"])
@@ -219,13 +219,13 @@ def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], hom
                 "build the optimizer from the model's parameters after it is sharded"
             )
         options = {key: plain(value, f"optimizer option {key}") for key, value in group.items() if key != "params"}
-        own = tuple(name for p in group["params"] if (name := names[id(p)]) not in borrowed)
+        own = tuple(name for p in group["params"] if (name := names[id(p)]) not in shared_from_stage)
         groups.append(ParamGroup(params=own, options=options))
     found.share.groups = groups if exchange.rank() == found.ranks[0] else None
     engine = engine_of(optimizer)
     for group in engine.param_groups:
         for parameter in group["params"]:
-            if names[id(parameter)] not in borrowed:
+            if names[id(parameter)] not in shared_from_stage:
                 _add_state(found, names[id(parameter)], parameter, engine, spread=engine is not optimizer)
 
 
@@ -247,9 +247,9 @@ def _refuse_local(name: str, value: torch.Tensor, parameter: torch.Tensor) -> No
 
     It differs between ranks, and stored as one tensor it would be lost.
     """
-    here, whole = local_of(parameter).shape, parameter.shape
+    here, full = local_of(parameter).shape, parameter.shape
     is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
-    if is_plain and value.dim() and value.shape == here != whole:
+    if is_plain and value.dim() and value.shape == here != full:
         raise CheckpointError(f"{name} is a plain tensor with the shape of the local shard; make it a DTensor")
 
 

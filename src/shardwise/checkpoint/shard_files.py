@@ -389,7 +389,7 @@ def fill(
     filled = 0
     with torch.no_grad():
         for shard, overlap in pieces:
-            made = hasher(shard.hash) if check and is_whole(shard, overlap) else None
+            made = hasher(shard.hash) if check and is_full(shard, overlap) else None
             target = local[_slices(_shift(overlap, here.offsets))]
             reader.read_into(shard, _shift(overlap, shard.offsets), target, made)
             if made is not None and not same_hash(made, shard):
@@ -399,7 +399,7 @@ def fill(
         raise reader.error(f"shards hold {filled} of the {here.numel} elements needed here; {reader.fix}")
 
 
-def is_whole(shard: Shard, overlap: Box) -> bool:
+def is_full(shard: Shard, overlap: Box) -> bool:
     """Return whether an overlap covers the full shard."""
     return overlap.lengths == shard.lengths
 

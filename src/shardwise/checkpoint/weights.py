@@ -75,8 +75,8 @@ def check_hashes(source: Source, *, collective: bool) -> None:
 
 def _match(model: nn.Module, source: Source) -> list[tuple[Slot, str]]:
     """Match each slot to its name in the source."""
-    home = part_of(model)
-    others = set() if home is None else {*home.names, *home.aliases}
+    ownership = part_of(model)
+    others = set() if ownership is None else {*ownership.names, *ownership.aliases}
     return _matched(slots_of(model), source, transient_names(model), others)
 
 

@@ -192,11 +192,11 @@ def measure_links(request: CommRequest, ranks: Ranks) -> None:
 
     console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, width=None if _tty(request) else WIDTH)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if ranks.is_main:
             console.print(f"measuring {text}", markup=False)
 
-    found = bench_comm(request.plan, ranks, ladder(*request.sizes_bytes), request.seconds, say=say)
+    found = bench_comm(request.plan, ranks, ladder(*request.sizes_bytes), request.seconds, log=log)
     if ranks.is_main:
         from shardwise.bench.comm.comm_report import conclude
 

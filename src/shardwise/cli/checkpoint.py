@@ -126,7 +126,7 @@ def run_convert(
             if as_json:
                 print(json.dumps(answer.document(None, error.verdict, time.perf_counter() - started)))
             raise
-        answer.say(verdict.text)
+        answer.log(verdict.text)
         took = time.perf_counter() - started
         files = f"{written.files} {'file' if written.files == 1 else 'files'}"
         size = bytes_text(written.num_bytes)
@@ -183,10 +183,10 @@ def run_merge(
                 print(json.dumps(merging.document(place, None, error.verdict, time.perf_counter() - started)))
             raise
         console.print(verdict.text, markup=False)
-        if verdict.from_packed is not None:
+        if verdict.from_quantized is not None:
             merging.note(
                 f"what was trained, the packed base with these adapters, gives outputs that differ by up to "
-                f"{verdict.from_packed:.3g}"
+                f"{verdict.from_quantized:.3g}"
             )
         took = time.perf_counter() - started
         files = f"{written.files} {'file' if written.files == 1 else 'files'}, {bytes_text(written.num_bytes)}"

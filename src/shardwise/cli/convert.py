@@ -85,9 +85,9 @@ class ConversionAnswer:
     def note(self, text: str) -> None:
         """Say it, and keep it for the document."""
         self.notes.append(text)
-        self.say(f"note: {text}")
+        self.log(f"note: {text}")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line."""
         self.console.print(text, markup=False)
 

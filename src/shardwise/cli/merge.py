@@ -108,7 +108,7 @@ class AdapterMerge:
         if self.onto == "unpacked":
             self.note(
                 f"merged onto the {options.quant_type} weights unpacked again, which is what the adapters were trained "
-                f"on: {len(self.merged.unpacked)} weights differ from the base's, merged or not"
+                f"on: {len(self.merged.dequantized)} weights differ from the base's, merged or not"
             )
         elif self.onto == "original":
             self.note("merged onto the original weights: outputs are not those of what was trained, the packed ones")
@@ -174,7 +174,7 @@ class AdapterMerge:
             "max_difference": verdict.difference,
             "bound": verdict.bound,
             "adapters_change": verdict.effect,
-            "from_packed": verdict.from_packed,
+            "from_packed": verdict.from_quantized,
         }
 
     def _opened(self, place: str | None, stack: ExitStack) -> _Base:

@@ -64,16 +64,16 @@ def _slow(case: Case, axis: str, seconds: float, link: LinkUse | None) -> Findin
         return None
     gloo = case.observed.backend == "gloo"
     should = min(link.expected, GLOO_BYTES_PER_S) if gloo else link.expected
-    whole = case.timing.seconds(EXPOSED[axis])  # early reductions are among the bytes
-    most = link.bytes_per_step / whole
+    full = case.timing.seconds(EXPOSED[axis])  # early reductions are among the bytes
+    most = link.bytes_per_step / full
     if most >= (SLOW_GLOO if gloo else SLOW_LINK) * should:
         return None
     lost = seconds * (1 - most / should)
     level = case.level(lost)
-    if level is None or _as_planned(case, axis, link, whole):
+    if level is None or _as_planned(case, axis, link, full):
         return None
     evidence = [
-        f"{bytes_text(link.bytes_per_step)} a step in {span(whole)} of waiting: at most {rate(most)}, as part of them "
+        f"{bytes_text(link.bytes_per_step)} a step in {span(full)} of waiting: at most {rate(most)}, as part of them "
         "may have overlapped with computation",
         f"expected: {rate(link.expected)} ({link.expected_from})"
         + (f", of which gloo gets {rate(should)}" if should < link.expected else ""),

@@ -1,4 +1,4 @@
-"""Collect the inputs of diagnosis: `HostWatch` during a run, `observe` at its end."""
+"""Collect the inputs of diagnosis: `HostRecorder` during a run, `observe` at its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CORES_A_NUMBER = 48  # cores of a mask packed into one integer
 POWER_CAP = "power cap"
 
 
-class HostWatch:
+class HostRecorder:
     """Session observer of a node's cores and network; reads the kernel's counters twice.
 
     The first reading is after the model is built, as weights are broadcast before; the second by `finish`.

@@ -90,7 +90,7 @@ class Meeting:
                 if self._came(SAY_S - HERE_S):
                     return
                 if not patient:
-                    self._say()
+                    self._log()
                 while not self._came(SAY_S):
                     self._refuse_left()
         finally:
@@ -128,7 +128,7 @@ class Meeting:
             return False
         return True
 
-    def _say(self) -> None:
+    def _log(self) -> None:
         """Report the missing ranks, on the first of the waiting ranks."""
         missing, mine = _without(self._group, "waits"), dist.get_rank(self._group)
         if missing and all(rank in missing for rank in range(mine)):

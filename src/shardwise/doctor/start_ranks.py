@@ -57,7 +57,7 @@ def check_ranks(
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
-        folder, said = Path(name), ""
+        folder, message = Path(name), ""
         task = RankTestTask(folder=name, device=device, timeout_s=timeout_s, start_s=start_s)
         watch = _Watch(name, timeout_s, timeout_s if start_s is None else start_s)
         try:
@@ -66,18 +66,16 @@ def check_ranks(
             if not watch.ended_them:
                 raise
         except ShardwiseError as failure:
-            said = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that are deleted
+            message = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that are deleted
         finally:
             watch.stop()
         found = [RanksTest.model_validate_json(path.read_text()) for path in folder.glob("answer-*.json")]
     if found:  # who waited longest has seen most
-        return explained(min(found, key=lambda one: (len(one.silent), one.speaker)), said, watch.seen, timeout_s)
-    return nobody_answered(world_size, device, timeout_s, said, watch, time.monotonic() - began)
+        return explained(min(found, key=lambda one: (len(one.silent), one.speaker)), message, watch.seen, timeout_s)
+    return no_answer(world_size, device, timeout_s, message, watch, time.monotonic() - began)
 
 
-def nobody_answered(
-    world_size: int, device: str, timeout_s: float, said: str, watch: _Watch, seconds: float
-) -> RanksTest:
+def no_answer(world_size: int, device: str, timeout_s: float, message: str, watch: _Watch, seconds: float) -> RanksTest:
     """Build the result where no rank left one: from `run_local`, or else their processes' state."""
     answers = tuple(
         RankAnswer(rank=rank, state=watch.seen.get(rank, "its process was never seen")) for rank in range(world_size)
@@ -89,15 +87,15 @@ def nobody_answered(
         seconds=seconds,
         answers=answers,
     )
-    if not said or watch.ended_them:
+    if not message or watch.ended_them:
         return judged(found, timeout_s)
-    named = re.match(r"ranks? ([\d, ]+)", said) or re.search(r"on ranks? ([\d, ]+)\)$", said)
+    named = re.match(r"ranks? ([\d, ]+)", message) or re.search(r"on ranks? ([\d, ]+)\)$", message)
     ranks = tuple(int(number) for number in named[1].split(",")) if named else tuple(range(world_size))
     fix = "its own message gives the reason; no rank can respond before that is fixed"
-    return found.model_copy(update={"problem": said, "fix": fix, "stage": "start", "silent": ranks})
+    return found.model_copy(update={"problem": message, "fix": fix, "stage": "start", "silent": ranks})
 
 
-def explained(found: RanksTest, said: str, seen: dict[int, str], timeout_s: float) -> RanksTest:
+def explained(found: RanksTest, message: str, seen: dict[int, str], timeout_s: float) -> RanksTest:
     """Add this process's view to the ranks' verdict: the silent ones, and how one died."""
     if not found.silent:
         return found
@@ -108,7 +106,9 @@ def explained(found: RanksTest, said: str, seen: dict[int, str], timeout_s: floa
         for answer in found.answers
     )
     verdict = judged(found.model_copy(update={"answers": answers}), timeout_s)
-    died = said.splitlines()[0] if any(said.startswith(f"rank {rank} was killed") for rank in found.silent) else ""
+    died = (
+        message.splitlines()[0] if any(message.startswith(f"rank {rank} was killed") for rank in found.silent) else ""
+    )
     return verdict.model_copy(update={"problem": f"{verdict.problem}; {died}"}) if died else verdict
 
 

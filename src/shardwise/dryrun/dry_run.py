@@ -202,13 +202,13 @@ def answer(build: Callable[[], nn.Module], plan: Plan, *, extrapolate: bool = Fa
     try:
         found = _extended(build, plan, **options) if extrapolate else None
         if found is None:
-            found = _whole(build, plan, **options)
+            found = _full(build, plan, **options)
     except errors.UserError as error:
         return json.dumps({"error": type(error).__name__, "problems": list(error.problems)})
     return found.model_dump_json()
 
 
-def _whole(build: Callable[[], nn.Module], plan: Plan, **options: Any) -> DryRun:
+def _full(build: Callable[[], nn.Module], plan: Plan, **options: Any) -> DryRun:
     from shardwise.dryrun.rehearse import rehearse
 
     return _told(rehearse(build, plan, **options), plan, options.get("rank", 0))

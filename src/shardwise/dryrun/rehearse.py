@@ -120,7 +120,7 @@ def rehearse(
                 _decided(build, plan, blocks, batch),
                 swapped(step, "check_finite", lambda *_, **__: None),  # fake tensors have no values to check
                 swapped(Session, "marks", lambda *_: [0, 0]),
-                swapped(Session, "share_luck", lambda *_: None),
+                swapped(Session, "sync_rng_state", lambda *_: None),
                 naming_shards(recorder),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
@@ -334,8 +334,8 @@ def _named_loss(
 
     def named(outputs: Any, labels: Any) -> torch.Tensor:
         recorder.name_numbers(recorder.live_since(recorder.forward_from), "activations")
-        whole = outputs if not hasattr(outputs, "logits") else outputs.logits
-        recorder.name([t for t in tensors_of(whole) if recorder.category_of(t) == "activations"], "logits")
+        full = outputs if not hasattr(outputs, "logits") else outputs.logits
+        recorder.name([t for t in tensors_of(full) if recorder.category_of(t) == "activations"], "logits")
         first = recorder.next_number
         result = loss(outputs, labels)
         recorder.name_numbers(recorder.live_since(first), "logits")

@@ -103,15 +103,15 @@ def name_factor(factor: float, plan: Plan) -> str:
     if factor < 0 or not factor:
         text = "zero" if not factor else f"{factor:.4g} × what one process computes (the sign is wrong)"
         return f"{text}: no degree of the plan explains that"
-    said = f"{size:.4g} × too {'large' if factor > 1 else 'small'}"
+    message = f"{size:.4g} × too {'large' if factor > 1 else 'small'}"
     matching = [c for c in candidates(plan) if abs(c.factor - factor) <= SAME * c.factor]
     simple = [c for c in matching if " × " not in c.what] or matching
     if not simple:
         degrees = ", ".join(dict.fromkeys(c.what for c in candidates(plan) if " × " not in c.what)) or "none above 1"
-        return f"{said}: no degree of the plan explains that ({degrees})"
+        return f"{message}: no degree of the plan explains that ({degrees})"
     if len(simple) == 1:
-        return f"{said}: {simple[0].what}: {simple[0].why}"
-    return f"{said}, the degree of {' and of '.join(c.what for c in simple)}: either " + "; or ".join(
+        return f"{message}: {simple[0].what}: {simple[0].why}"
+    return f"{message}, the degree of {' and of '.join(c.what for c in simple)}: either " + "; or ".join(
         c.why for c in simple
     )
 
@@ -186,8 +186,10 @@ def explain_loss(found: float, expected: float, plan: Plan) -> str:
         f"pp {dims.pp} (a block omitted, run twice, or out of order)": dims.pp,
     }
     named = [text for text, degree in suspects.items() if degree > 1]
-    said = f"the loss is {found:.6g} where one process has {expected:.6g}: the forward itself differs"
-    return f"{said}, by {' or by '.join(named)}" if named else f"{said}, though no axis of {plan.strategy} cuts it"
+    message = f"the loss is {found:.6g} where one process has {expected:.6g}: the forward itself differs"
+    return (
+        f"{message}, by {' or by '.join(named)}" if named else f"{message}, though no axis of {plan.strategy} cuts it"
+    )
 
 
 def explain_norm(found: float, expected: float, plan: Plan) -> str:
@@ -196,15 +198,17 @@ def explain_norm(found: float, expected: float, plan: Plan) -> str:
     degrees = {"tp": plan.dims.tp, "dp": plan.dims.dp, "cp": plan.dims.cp, "pp": plan.dims.pp}
     exact = [axis for axis, n in degrees.items() if n > 1 and abs(factor - math.sqrt(n)) <= SAME * factor]
     less = [axis for axis, n in degrees.items() if n > 1 and abs(factor * math.sqrt(n) - 1) <= SAME]
-    said = f"the gradients are right, but their norm is {factor:.4g} ×"
+    message = f"the gradients are right, but their norm is {factor:.4g} ×"
     if exact:
-        return f"{said} the right one, the root of {' or '.join(exact)}: all parameters count once for each rank there"
+        return (
+            f"{message} the right one, the root of {' or '.join(exact)}: all parameters count once for each rank there"
+        )
     if less:
-        return f"{said} the right one, 1 / the root of {' or '.join(less)}: it is that of one rank's shard there"
+        return f"{message} the right one, 1 / the root of {' or '.join(less)}: it is that of one rank's shard there"
     most = [axis for axis, n in degrees.items() if n > 1 and 1 < factor < math.sqrt(n)]
     if most:
-        return f"{said} the right one: some parameters count once for each rank of {' or '.join(most)}"
-    return f"{said} the right one: parameters are missing in it"
+        return f"{message} the right one: some parameters count once for each rank of {' or '.join(most)}"
+    return f"{message} the right one: parameters are missing in it"
 
 
 def pattern_of(names: Sequence[str], most: int = 3) -> str:
@@ -249,14 +253,14 @@ def _missing(names: Sequence[str], reference: Gradients) -> str:
 
 def _shared_factor(wrong: Sequence[Difference], reference: Gradients) -> float | None:
     """Return one factor of nearly all elements that have a gradient, if there is one."""
-    whole = sum(g.numel() for g in reference.values() if g is not None and bool(g.count_nonzero()))
+    full = sum(g.numel() for g in reference.values() if g is not None and bool(g.count_nonzero()))
     factors = [d.factor for d in wrong if d.factor is not None]
-    if not factors or not whole:
+    if not factors or not full:
         return None
     middle = sorted(factors)[len(factors) // 2]
     alike = [d for d in wrong if d.factor is not None and abs(d.factor - middle) <= SAME * abs(middle)]
     covered = sum(g.numel() for d in alike if (g := reference[d.name]) is not None)
-    return middle if covered >= NEARLY_ALL * whole else None
+    return middle if covered >= NEARLY_ALL * full else None
 
 
 def _unsummed(
@@ -288,9 +292,9 @@ def _unsummed(
 
 
 def _axis_of_parts(
-    name: str, whole: torch.Tensor | None, parts: Sequence[Gradients], dims: ParallelDims, within: float
+    name: str, full: torch.Tensor | None, parts: Sequence[Gradients], dims: ParallelDims, within: float
 ) -> tuple[str, str] | None:
-    if whole is None:
+    if full is None:
         return None
     holders = [rank for rank, part in enumerate(parts) if part.get(name) is not None]
     if not holders:
@@ -303,9 +307,9 @@ def _axis_of_parts(
         if len(tensors) < 2:
             continue
         total = torch.stack(tensors).sum(0)
-        scale = float(whole.abs().max()) or 1.0
+        scale = float(full.abs().max()) or 1.0
         for how, value in (("summed", total), ("averaged", total / len(tensors))):
-            if float((value - whole).abs().max()) <= within * scale:
+            if float((value - full).abs().max()) <= within * scale:
                 return " × ".join(axes), how
     return None
 
@@ -406,7 +410,7 @@ def _rows(
     return [*lines, f"and {more} more parameters"] if more > 0 else lines
 
 
-def _row_text(rows: Sequence[int], whole: int) -> str:
+def _row_text(rows: Sequence[int], full: int) -> str:
     ranges: list[list[int]] = []
     for row in rows:
         if ranges and ranges[-1][1] == row - 1:
@@ -415,7 +419,7 @@ def _row_text(rows: Sequence[int], whole: int) -> str:
             ranges.append([row, row])
     shown = ", ".join(f"{a} to {b}" if a != b else f"{a}" for a, b in ranges[:4])
     more = " and more" if len(ranges) > 4 else ""
-    return f"rows {shown}{more} of {whole}"
+    return f"rows {shown}{more} of {full}"
 
 
 def _moved(bad: Sequence[int], expected: torch.Tensor, seen: torch.Tensor, bound: float) -> str:

@@ -50,7 +50,7 @@ class GradientVerdict(BaseModel):
 def compare(reference: Gradients, found: Gradients) -> list[Difference]:
     """Compare every parameter of ``reference`` that is a key of ``found``, in its order."""
     floor = FLOOR * max((float(g.abs().max()) for g in reference.values() if g is not None and g.numel()), default=0.0)
-    return [_difference(name, whole, found[name], floor) for name, whole in reference.items() if name in found]
+    return [_difference(name, full, found[name], floor) for name, full in reference.items() if name in found]
 
 
 def _difference(name: str, expected: torch.Tensor | None, found: torch.Tensor | None, floor: float) -> Difference:

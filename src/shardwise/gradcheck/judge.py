@@ -12,7 +12,7 @@ from shardwise.gradcheck.batches import Batch, Key, Reference, contributions, to
 from shardwise.gradcheck.causes import CauseContext, explain, explain_loss, explain_norm, explain_weights
 from shardwise.gradcheck.compare import Difference, Gradients, GradientVerdict, compare, judge
 from shardwise.gradcheck.reference import References
-from shardwise.gradcheck.views import GradientRecorder, all_parts, error_table, whole_weights
+from shardwise.gradcheck.views import GradientRecorder, all_parts, error_table, full_weights
 from shardwise.train.session import Session
 
 CLIPPED = 0.5  # of the norm: the clipping threshold
@@ -45,7 +45,7 @@ class Judge:
     def weights(self) -> tuple[str, ...]:
         """Check every rank's weights against the model's; return those in the wrong place."""
         expected = {name: p.detach() for name, p in self.make().named_parameters()}
-        parts, worst = self._seen(expected, whole_weights(self.session.module), 0.0)
+        parts, worst = self._seen(expected, full_weights(self.session.module), 0.0)
         if max(float(row.max()) for row in worst) <= 0.0 or not self.session.ranks.is_main:
             return ()
         found = self._furthest(expected, parts, worst)

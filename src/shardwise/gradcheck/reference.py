@@ -85,9 +85,9 @@ def _name(plan: Plan, step: int, batches: Mapping[Key, Batch]) -> str:
 
 def _noise(make: Callable[[], nn.Module], batches: Mapping[Key, Batch]) -> float:
     """Return the difference between the batch's gradient at once and sample by sample."""
-    whole = reference(make(), batches).gradients
+    full = reference(make(), batches).gradients
     apart = reference(make(), batches, one_by_one=True).gradients
-    return max((d.error for d in compare(whole, apart)), default=0.0)
+    return max((d.error for d in compare(full, apart)), default=0.0)
 
 
 class References:
@@ -120,7 +120,7 @@ class References:
     def _read(self, name: str) -> Reference:
         facts = json.loads((self._folder / f"{name}.json").read_text())
         with HuggingFaceSource(self._folder / f"{name}.safetensors") as source:
-            held = {n.removeprefix("model/"): source.read(n, info.whole) for n, info in source.tensors.items()}
+            held = {n.removeprefix("model/"): source.read(n, info.full) for n, info in source.tensors.items()}
         gradients = {
             n: None if n not in held else torch.view_as_complex(held[n]) if is_complex else held[n]
             for n, is_complex in self._trained.items()

@@ -26,8 +26,8 @@ from shardwise.model.read import read_model
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.decide import decide, parts_of
 from shardwise.plan.plan import Plan
-from shardwise.receipts.effects import EffectsProbe
-from shardwise.receipts.fit import FitProbe
+from shardwise.receipts.effects import EffectsRecorder
+from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.receipt import Receipt
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import open_corpus
@@ -164,10 +164,10 @@ def _together(verdicts: Sequence[GradientVerdict]) -> GradientVerdict:
 
 
 def _told_once(steps: Sequence[Judged]) -> tuple[str, ...]:
-    ragged, whole = steps
-    if whole.verdict.ok and not ragged.verdict.ok:
+    ragged, full = steps
+    if full.verdict.ok and not ragged.verdict.ok:
         return tuple(f"only where ranks and micro batches have different numbers of tokens: {t}" for t in ragged.told)
-    return whole.told
+    return full.told
 
 
 def _run(
@@ -180,7 +180,7 @@ def _run(
     spec = read_model(model)
     parts = parts_of(decide(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
-    effects, fit, watch = EffectsProbe(strict=False), FitProbe(estimate), GradientRecorder()
+    effects, fit, watch = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
     session.observers += [watch, _Quiet(effects), _Quiet(fit)]
     outer, optimizer = session.prepare(model, optimizer, sample)
     judge = Judge(task.model, session, references, heads=task.shrunk.heads)

@@ -78,12 +78,12 @@ def shrink(factory: Callable[[], nn.Module], need: ShrinkLimits) -> Shrunk:
     Raises:
         ModelError: it does not run on token ids even unchanged.
     """
-    whole = build(factory, 0, real=False)
-    was = sum(p.numel() for p in whole.parameters())
-    lists = _block_lists(whole)
-    if _rebuilds(whole):
-        return _shrink_configuration(whole, lists, need, was)
-    return _shrink_module(factory, whole, lists, need, was)
+    full = build(factory, 0, real=False)
+    was = sum(p.numel() for p in full.parameters())
+    lists = _block_lists(full)
+    if _rebuilds(full):
+        return _shrink_configuration(full, lists, need, was)
+    return _shrink_module(factory, full, lists, need, was)
 
 
 def with_fewer_blocks(factory: Callable[[], nn.Module], blocks: int, seq_len: int) -> nn.Module:
@@ -226,17 +226,17 @@ def _empty_parameters(module: nn.Module) -> None:
                 part._parameters[name] = made[id(parameter)]
 
 
-def _shrink_configuration(whole: nn.Module, lists: list[_Blocks], need: ShrinkLimits, was: int) -> Shrunk:
-    configuration: Any = whole.config
+def _shrink_configuration(full: nn.Module, lists: list[_Blocks], need: ShrinkLimits, was: int) -> Shrunk:
+    configuration: Any = full.config
     kinds = list(lists[0].kinds) if lists else []
-    wanted = structure(whole)
+    wanted = structure(full)
     base = Recipe(
-        classes=(_path(type(whole)), _path(type(configuration))),
+        classes=(_path(type(full)), _path(type(configuration))),
         configuration=json.loads(configuration.to_json_string(use_diff=False)),
         attention=getattr(configuration, "_attn_implementation", None),
     )
-    frozen = {_plain(n) for n, p in whole.named_parameters() if not p.requires_grad}
-    partly = {_plain(n) for n, p in whole.named_parameters() if p.requires_grad} & frozen
+    frozen = {_plain(n) for n, p in full.named_parameters() if not p.requires_grad}
+    partly = {_plain(n) for n, p in full.named_parameters() if p.requires_grad} & frozen
     document = base.configuration
     changes: list[str] = []
     kept: list[str] = []
@@ -247,14 +247,14 @@ def _shrink_configuration(whole: nn.Module, lists: list[_Blocks], need: ShrinkLi
             problem = _problem(recipe, wanted, need.seq_len)
             if not problem:
                 document, taken = recipe.configuration, attempt.blocks or taken
-                changes += attempt.said
+                changes += attempt.message
                 break
         else:
             kept.append(f"{proposal.what} stay as they are: {problem}")
     recipe = base.model_copy(update={"configuration": document})
     small = build(lambda: _construct(_nothing, recipe), 0, real=False)
     if frozen:
-        original = dict(whole.named_parameters())
+        original = dict(full.named_parameters())
         stays = _frozen(small, original, lists, taken)
         recipe = recipe.model_copy(update={"frozen": stays})
         changes.append(f"{len(stays)} parameters stay frozen, as in the model" + (", by block" if partly else ""))
@@ -316,10 +316,10 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 
 
 def _shrink_module(
-    factory: Callable[[], nn.Module], whole: nn.Module, lists: list[_Blocks], need: ShrinkLimits, was: int
+    factory: Callable[[], nn.Module], full: nn.Module, lists: list[_Blocks], need: ShrinkLimits, was: int
 ) -> Shrunk:
     """Remove blocks from each list where the model still runs without them."""
-    wanted = structure(whole)
+    wanted = structure(full)
     keep: dict[str, tuple[str, ...]] = {}
     changes: list[str] = []
     kept: list[str] = []

@@ -51,7 +51,7 @@ class Attempt:
 
     section: str
     values: dict[str, Any]
-    said: tuple[str, ...]
+    message: tuple[str, ...]
     blocks: list[int] | None = None
 
     def apply(self, document: dict[str, Any]) -> dict[str, Any]:
@@ -102,12 +102,12 @@ class _Reader:
     def attempt(self, values: dict[str, Any], blocks: list[int] | None = None) -> Attempt:
         """Build an attempt, described with old and new values."""
         changed = {key: value for key, value in values.items() if self.document.get(key) != value}
-        said = tuple(
+        message = tuple(
             f"{key} {value} instead of {self.document[key]}"
             for key, value in changed.items()
             if isinstance(self.document.get(key), int | float)
         )
-        return Attempt(self.section, changed, said, blocks)
+        return Attempt(self.section, changed, message, blocks)
 
 
 def _blocks(reader: _Reader, kinds: list[Any], need: ShrinkLimits, chooser: Chooser) -> Proposal:
@@ -215,8 +215,8 @@ def _vocab(reader: _Reader, need: ShrinkLimits) -> Proposal:
             values[key] = [v % new for v in value]
     attempt = reader.attempt(values)
     modulo = f" (token ids modulo {new})" if new < need.vocab_size else ""
-    said = (f"vocab_size {new} instead of {size}{modulo}",)
-    proposal.attempts.append(Attempt(attempt.section, attempt.values, said))
+    message = (f"vocab_size {new} instead of {size}{modulo}",)
+    proposal.attempts.append(Attempt(attempt.section, attempt.values, message))
     return proposal
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.gradcheck.compare import Difference, Gradients
 from shardwise.model.read import clean_name
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 
@@ -33,17 +33,17 @@ class GradientRecorder:
 
     def on_gradients(self, session: Session, step: Step) -> None:
         """Record reduced, normalised, unclipped gradients."""
-        self.raw = whole_gradients(session.module)
+        self.raw = full_gradients(session.module)
 
     def on_step_end(self, session: Session, step: Step) -> None:
         """Record clipped gradients."""
-        self.clipped = whole_gradients(session.module)
+        self.clipped = full_gradients(session.module)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """Nothing to record."""
 
 
-def whole_gradients(module: nn.Module) -> Gradients:
+def full_gradients(module: nn.Module) -> Gradients:
     """Return this rank's view of every trained parameter's full gradient. Collective.
 
     By the user's names. A partial gradient (of a sum over tensor-parallel ranks) stays partial: summing it is the
@@ -53,23 +53,23 @@ def whole_gradients(module: nn.Module) -> Gradients:
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in _named(module):
         if parameter.requires_grad:
-            found[name] = None if parameter.grad is None else _whole(parameter.grad)
+            found[name] = None if parameter.grad is None else _full(parameter.grad)
     return found
 
 
-def whole_weights(module: nn.Module) -> Gradients:
+def full_weights(module: nn.Module) -> Gradients:
     """Return this rank's view of every full parameter, by the user's names. Collective."""
-    return {name: _whole(parameter) for name, parameter in _named(module)}
+    return {name: _full(parameter) for name, parameter in _named(module)}
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    home = home_of(module)
+    ownership = ownership_of(module)
     for name, parameter in module.named_parameters():
         clean = clean_name(name)
-        yield clean if home is None else home.canonical(clean), parameter
+        yield clean if ownership is None else ownership.canonical(clean), parameter
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in tensor.placements)

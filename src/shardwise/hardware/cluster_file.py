@@ -113,7 +113,7 @@ def _gpu(path: Path, value: object, problems: list[str]) -> GpuSpec | None:
     start = base.model_dump() if base else {"arch": "unknown", "memory_bytes": 0}
     facts = start | {"source": str(path)} | {key: field for key, field in own.items() if key not in unknown}
     for key in ("memory_bytes", "devices_per_node"):  # 48e9 is a float in TOML
-        facts[key] = _whole(facts.get(key))
+        facts[key] = _full(facts.get(key))
     return _validated(GpuSpec, f"{where}: gpu", facts, problems)
 
 
@@ -143,7 +143,7 @@ def _dotted(parts: Iterable[object]) -> str:
     return ".".join(str(part) for part in parts)
 
 
-def _whole(value: object) -> object:
+def _full(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -66,7 +66,7 @@ def _counter(file: Path) -> int | None:
 
 
 @dataclass
-class StillWatch:
+class StallMonitor:
     """Looks at the states of ranks once a second, and says once of each that it has been held for ``after_s``."""
 
     after_s: float

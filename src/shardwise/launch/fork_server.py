@@ -80,7 +80,7 @@ class ForkServer:
     """The command's end of the server."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._environment = environment.whole()
+        self._environment = environment.snapshot()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)

@@ -20,7 +20,7 @@ from typing import IO, Any
 from shardwise import environment, errors
 from shardwise.errors import Interrupted, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
-from shardwise.launch.exit_status import OomKills, StillWatch
+from shardwise.launch.exit_status import OomKills, StallMonitor
 from shardwise.launch.rank import RankReport, is_peer_symptom, spare
 from shardwise.units import bytes_text
 
@@ -264,7 +264,7 @@ def _wait(world: _World, stops: _Stops) -> None:
     """Until every rank has ended, or those that still run must be ended."""
     stop_by = fail_by = float("inf")
     forwarded = False
-    still = StillWatch(STILL_S)
+    still = StallMonitor(STILL_S)
     while running := world.running():
         now = time.monotonic()
         for line in still.look((rank.rank, rank.pid) for rank in running):
@@ -308,8 +308,8 @@ class _Fault:
 def _faults(world: _World, killed: Sequence[int], stopped: bool) -> Iterator[_Fault]:
     for r in world.ranks:
         if r.report is not None:
-            said = r.report
-            yield _Fault(r, said.kind, tuple(said.message), said.peer_symptom, said.at_ns)
+            message = r.report
+            yield _Fault(r, message.kind, tuple(message.message), message.peer_symptom, message.at_ns)
         elif not r.exit_code or (r.rank in killed and (r.shot or r.exit_code != -signal.SIGKILL)):
             continue  # but a rank that somebody else killed may take a while to end
         elif r.exit_code in _INTERRUPTED or (stopped and r.exit_code == -signal.SIGTERM):

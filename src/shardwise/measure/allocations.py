@@ -95,11 +95,11 @@ class Recording(NamedTuple):
         lost = [b for b in blocks if b.reused is not None or (b.freed is None and left.get(b.address) != b.num_bytes)]
         if not lost:
             return self
-        borders = [i for i in range(1, len(self.events)) if self.events[i].phase != self.events[i - 1].phase]
-        borders.append(len(self.events))
+        comm_hooks = [i for i in range(1, len(self.events)) if self.events[i].phase != self.events[i - 1].phase]
+        comm_hooks.append(len(self.events))
 
         def phase_end(block: _Block) -> int:
-            return borders[bisect.bisect_right(borders, block.made)]
+            return comm_hooks[bisect.bisect_right(comm_hooks, block.made)]
 
         lives: dict[tuple[object, ...], list[tuple[int, bool]]] = defaultdict(list)
         for b in blocks:

@@ -109,5 +109,5 @@ def ladder(smallest: int, largest: int) -> tuple[int, ...]:
 
 def fitting_sizes(sizes: tuple[int, ...], ranks: int, width: int = 4) -> tuple[int, ...]:
     """Round sizes to full elements of ``width`` bytes for each of ``ranks``, at least one."""
-    whole = ranks * width
-    return tuple(dict.fromkeys(max(whole, size // whole * whole) for size in sizes))
+    full = ranks * width
+    return tuple(dict.fromkeys(max(full, size // full * full) for size in sizes))

@@ -27,7 +27,7 @@ def phase_of(phase: str, session: Session) -> str | None:
     return "backward" if name == "forward" and session.applied.pipeline is not None else name
 
 
-class PeakWatch(Protocol):
+class PeakRecorder(Protocol):
     """Recorder of one step, from its start to its end."""
 
     def start(self, session: Session) -> bool:
@@ -37,12 +37,12 @@ class PeakWatch(Protocol):
         """Stop, while gradients exist."""
 
 
-def peak_watch(device: torch.device) -> PeakWatch:
+def peak_watch(device: torch.device) -> PeakRecorder:
     """Return the recorder for ranks that compute on ``device``."""
-    return CudaWatch() if device.type == "cuda" else CpuWatch()
+    return CudaPeakRecorder() if device.type == "cuda" else CpuPeakRecorder()
 
 
-class CpuWatch:
+class CpuPeakRecorder:
     """Recorder of torch's CPU allocations in the step; see `AllocationRecorder` for its limits."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class CpuWatch:
         recording = self._recorder.stop()
         if session.ranks.world_size > 1:
             recording = recording.settled(live_tensors())
-        start = recording.at_start(held_tensors(session, step))
+        start = recording.at_start(local_tensors(session, step))
         allocated: dict[str, int] = {}
         for phase, peak in recording.peaks().items():
             if (name := phase_of(phase, session)) is not None:
@@ -80,7 +80,7 @@ class CpuWatch:
         return Peaks(start=start, saved=saved, gathered=gathered, allocated=allocated)
 
 
-class CudaWatch:
+class CudaPeakRecorder:
     """Recorder of the caching allocator's peaks, read and reset at each phase change.
 
     No host wait.
@@ -132,7 +132,7 @@ class CudaWatch:
         )
 
 
-def held_tensors(session: Session, step: Step) -> Iterator[torch.Tensor]:
+def local_tensors(session: Session, step: Step) -> Iterator[torch.Tensor]:
     """Yield the tensors that a rank keeps between steps, with this step's gradients and inputs."""
     module = session.module
     yield from module.parameters()
@@ -150,8 +150,8 @@ def gathered_bytes(session: Session) -> int:
     for unit in session.applied.outer.modules():
         group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
         for held in group.fsdp_params if group is not None else ():
-            whole = getattr(held, "_unsharded_param", None)
-            for tensor in (*held.all_gather_outputs, *((whole,) if whole is not None else ())):
+            full = getattr(held, "_unsharded_param", None)
+            for tensor in (*held.all_gather_outputs, *((full,) if full is not None else ())):
                 storage = state.local(tensor).untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)

@@ -165,11 +165,11 @@ class Scaling(BaseModel):
         new, gone = list(samples), list(left_out)
         known = {(one.mode, one.devices) for one in new}
         kept = [one for one in self.samples if (one.mode, one.devices) not in known]
-        whole = sorted([*kept, *new], key=lambda one: (MODES.index(one.mode), one.devices))
-        there = {(one.mode, one.devices) for one in whole}
+        full = sorted([*kept, *new], key=lambda one: (MODES.index(one.mode), one.devices))
+        there = {(one.mode, one.devices) for one in full}
         missing = {(one.mode, one.devices): one for one in (*self.left_out, *gone)}
         still = tuple(one for key, one in missing.items() if key not in there)
-        return self.model_copy(update={"samples": tuple(whole), "left_out": still})
+        return self.model_copy(update={"samples": tuple(full), "left_out": still})
 
 
 class Loss(BaseModel):
@@ -262,8 +262,8 @@ def losses(base: Sample, here: Sample) -> tuple[Loss, ...] | None:
         return None
     work = here.tokens_per_device / base.tokens_per_device
     found = {part: here.timing.seconds(part) - work * base.timing.seconds(part) for part in PARTS}
-    whole = here.step_s - work * base.step_s
-    found["untold"] = whole - sum(found.values())
+    full = here.step_s - work * base.step_s
+    found["untold"] = full - sum(found.values())
     listed = [Loss(part=part, seconds=s, share=s / here.step_s) for part, s in found.items() if abs(s) > 1e-9]
     return tuple(sorted(listed, key=lambda one: -abs(one.seconds)))
 

@@ -89,7 +89,7 @@ def _cpu_attention(name: str, args: Any) -> float:
     return forward * _BACKWARD_OF_FORWARD if first else forward
 
 
-class WorkProbe:
+class FlopsRecorder:
     """Observer that counts a session's first step; ``work`` is then set on every rank.
 
     Args:
@@ -120,7 +120,7 @@ class WorkProbe:
         """Add up the counts of all ranks. Collective."""
         recorder = self._end()
         if self._looks:
-            self.work = _whole(session, step, recorder)
+            self.work = _full(session, step, recorder)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """Count a later step instead."""
@@ -138,9 +138,9 @@ class WorkProbe:
         return recorder
 
 
-def _whole(session: Session, step: Step, recorder: WorkRecorder | None) -> StepWork | None:
+def _full(session: Session, step: Step, recorder: WorkRecorder | None) -> StepWork | None:
     """Sum over ranks; ``None`` if a rank could not count."""
-    place, micros = session.place, [micro for micro in step.micros if not micro.filler]
+    place, micros = session.place, [micro for micro in step.micros if not micro.padding]
     positions = token_positions(micros)
     once = place.tp == place.pp == 0
     fused, unfused = (0.0, 0.0) if recorder is None else _attention_square(session, recorder)
@@ -198,7 +198,7 @@ def _parameters(session: Session) -> tuple[int, int]:
     spec, adapters = session.spec, adapters_of(session.module)
     if adapters is None:
         return spec.num_parameters, 0
-    parameters = adapters.unpacked(spec)
+    parameters = adapters.dequantized(spec)
     return parameters, parameters - spec.num_trainable
 
 

@@ -142,11 +142,11 @@ def _classifier(net: ConvNet, width: int, side: int) -> Unit:
 
     The pool saves its input, which is the last block's output.
     """
-    whole = side**2 * width
+    full = side**2 * width
     ops = (
-        pointwise("pool", whole + width, saved=whole),
+        pointwise("pool", full + width, saved=full),
         matmul("fc", 1, width, net.classes, saved=width),
         cross_entropy(1, net.classes),
     )
     weights = (Weight("fc.weight", (net.classes, width)), Weight("fc.bias", (net.classes,)))
-    return Unit("head", "head", weights, ops, whole)
+    return Unit("head", "head", weights, ops, full)

@@ -115,8 +115,8 @@ class Flow:
 
     ``parameters`` are those outside of products, by name; the small ones are random, and leaves of autograd's graph.
     ``passed`` are blocks (first) that pass another one (second) more than hidden states with a gradient. ``calls`` are
-    the products outside the blocks, ``runs`` the blocks. ``lent`` are modules (second) whose parameters are used by
-    another module's forward (first).
+    the products outside the blocks, ``runs`` the blocks. ``external_params`` are modules (second) whose parameters
+    are used by another module's forward (first).
     """
 
     def __init__(self, module: nn.Module, blocks: tuple[str, ...], dtype: torch.dtype = torch.float64) -> None:
@@ -125,7 +125,7 @@ class Flow:
         self.parameters: dict[str, nn.Parameter] = {}
         self.counts: dict[str, int] = {}
         self.narrowed: dict[str, tuple[int, int]] = {}
-        self.lent: set[tuple[str, str]] = set()
+        self.external_params: set[tuple[str, str]] = set()
         self.owners: dict[int, str] = {}
         self.running: list[str] = []
         self.handler: Handler | None = None
@@ -206,7 +206,7 @@ class Flow:
         for value in given:
             owner = self.owners.get(id(value)) if isinstance(value, nn.Parameter) else None
             if owner is not None and self.running and self.running[-1] not in owner.split("|"):
-                self.lent.add((self.running[-1], owner.split("|")[0]))
+                self.external_params.add((self.running[-1], owner.split("|")[0]))
 
     def submodule(self, name: str) -> nn.Module:
         """Return the submodule of this (clean) name."""

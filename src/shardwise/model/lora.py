@@ -56,7 +56,7 @@ class AdapterFacts:
     keeps_inputs: bool = False
 
     @property
-    def packed_bytes(self) -> float:
+    def quantized_bytes(self) -> float:
         """Bytes of a quantized weight."""
         return NF4_BYTES if self.double_quant else NF4_PLAIN_BYTES
 
@@ -200,7 +200,7 @@ def _adapted(unit: Unit, kind: str, facts: AdapterFacts, chosen: Collection[str]
 def _base(unit: Unit, kind: str, facts: AdapterFacts, owned: dict[str, int]) -> list[Weight]:
     """Freeze a block's own weights; with ``qlora`` its linear layers' are quantized."""
     quantised = set(owned.values()) if kind == "qlora" else set()
-    packed = facts.packed_bytes
+    packed = facts.quantized_bytes
     return [
         replace(w, itemsize=packed, trainable=False, scales=packed - 0.5)
         if index in quantised

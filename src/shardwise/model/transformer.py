@@ -108,10 +108,10 @@ def _block_weights(a: Architecture) -> tuple[Weight, ...]:
         weights += _linear_weights(f"self_attn.{name}", n, h, bias=a.qkv_bias, tp_dim=0)
     weights += _linear_weights("self_attn.o_proj", h, q, bias=a.output_bias, tp_dim=1)
     if a.qk_norm != "none":
-        whole = a.qk_norm == "projection"
+        full = a.qk_norm == "projection"
         for name, width in (("q_norm", q), ("k_norm", kv)):
-            for weight in _norm_weights(a, f"self_attn.{name}", width if whole else a.head_dim):
-                weights.append(replace(weight, tp_dim=0 if whole else None))
+            for weight in _norm_weights(a, f"self_attn.{name}", width if full else a.head_dim):
+                weights.append(replace(weight, tp_dim=0 if full else None))
     for name in ("gate_proj", "up_proj") if a.gated else ("up_proj",):
         weights += _linear_weights(f"mlp.{name}", a.ffn, h, bias=a.mlp_bias, tp_dim=0)
     weights += _linear_weights("mlp.down_proj", h, a.ffn, bias=a.mlp_bias, tp_dim=1)
@@ -188,8 +188,8 @@ def _attention_ops(a: Architecture, rows: int, compiled: bool, *, own_input: boo
         op = pointwise("rope", 2 * turned, "heads", launches=6)
         copies = 0 if compiled else 2 * rows * q
         ops.append(replace(op, moved_fp32=4 * turned, temporary_fp32=copies))
-    whole = rows * (q + 2 * kv)
-    inputs = whole + (rows * (q + kv) if fused and (rope or normed) else 0)
+    full = rows * (q + 2 * kv)
+    inputs = full + (rows * (q + kv) if fused and (rope or normed) else 0)
     kept = inputs + rows * q
     ops.append(attention("attention", rows, a.heads, a.kv_heads, a.head_dim, causal=a.causal, saved=kept))
     output_kept = a.block_norms == 4
@@ -255,8 +255,8 @@ def _patches(a: Architecture, rows: int) -> Unit:
         temporary=out,
         weight=True,
     )
-    whole = rows * a.hidden
-    ops = (conv, pointwise("class_token", 2 * whole, temporary=whole), pointwise("positions", 3 * whole))
+    full = rows * a.hidden
+    ops = (conv, pointwise("class_token", 2 * full, temporary=full), pointwise("positions", 3 * full))
     return Unit("embedding", "embedding", weights, ops, patches * k)
 
 

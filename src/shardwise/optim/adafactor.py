@@ -28,7 +28,7 @@ class _Part:
 
     weight: torch.Tensor
     gradient: torch.Tensor
-    whole: torch.Size
+    full: torch.Size
     state: dict[str, Any]
     options: dict[str, Any]
     number: int
@@ -37,7 +37,7 @@ class _Part:
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.whole) == 2
+        return len(self.full) == 2
 
     @property
     def eps(self) -> float:
@@ -50,7 +50,7 @@ class _Part:
         self.number = int(self.state["step"].item())
         share = self.number ** self.options["beta2_decay"]
         sums = [self.weight.square().sum()]
-        if len(self.whole) < 2:
+        if len(self.full) < 2:
             local_of(self.state["variance"]).lerp_(self.gradient.square(), share)
             return sums
         row = local_of(self.state["row_var"])
@@ -63,20 +63,20 @@ class _Part:
 
     def take(self, sums: list[float], columns: torch.Tensor | None) -> None:
         """The same of all ranks."""
-        elements = math.prod(self.whole)
+        elements = math.prod(self.full)
         options = self.options
         slowed = min(float(options["lr"]), 1 / math.sqrt(self.number))
         self.rate = max(options["eps"][1], math.sqrt(sums[0]) / math.sqrt(elements)) * slowed
         if columns is not None:
-            self.row_mean = max(sums[1] / self.whole[0], self.eps)
+            self.row_mean = max(sums[1] / self.full[0], self.eps)
             column = local_of(self.state["col_var"])
             if column.numel():
-                mean = (columns / self.whole[0]).to(column.dtype).view(1, -1)
+                mean = (columns / self.full[0]).to(column.dtype).view(1, -1)
                 column.lerp_(mean, self.number ** options["beta2_decay"])
 
     def update(self) -> torch.Tensor:
         """What the rows change by, but for the rate; as `torch.optim.Adafactor` has it."""
-        if len(self.whole) < 2:
+        if len(self.full) < 2:
             variance = local_of(self.state["variance"]).clone()
         elif not self.weight.numel():
             return torch.zeros_like(self.weight)
@@ -94,7 +94,7 @@ class _Part:
         decay = self.options["weight_decay"]
         if decay:
             self.weight.mul_(1 - float(self.options["lr"]) * decay)
-        size = math.sqrt(squares) / (math.sqrt(math.prod(self.whole)) * self.options["d"])
+        size = math.sqrt(squares) / (math.sqrt(math.prod(self.full)) * self.options["d"])
         self.weight.add_(self.update(), alpha=-self.rate / max(1.0, size))
 
 
@@ -209,11 +209,11 @@ def _step_parts(parts: list[_Part], group: dist.ProcessGroup, dtype: torch.dtype
     rest = flat[len(scalars) :]
     begin = 0
     for part, sizes in zip(parts, counts, strict=True):
-        whole = None
+        full = None
         if part.is_matrix:
-            whole = rest[begin : begin + sizes[2]]
+            full = rest[begin : begin + sizes[2]]
             begin += sizes[2]
-        part.take([next(sums) for _ in sizes[:2]], whole)
+        part.take([next(sums) for _ in sizes[:2]], full)
     squares = torch.stack([part.update().square().sum().to(dtype) for part in parts])
     dist.all_reduce(squares, group=group)
     for part, size in zip(parts, squares.tolist(), strict=True):

@@ -113,7 +113,7 @@ def _cut_axis(parameter: torch.Tensor) -> int | None:
     return cuts[0]
 
 
-def is_quantised(parameter: torch.Tensor) -> bool:
+def is_quantized(parameter: torch.Tensor) -> bool:
     """Whether its state is in 8 bits: where the whole parameter has 4096 elements, whatever part of it is here.
 
     bitsandbytes has the same number; that the whole counts makes all ranks, and all world sizes, agree.
@@ -179,7 +179,7 @@ class AdamW8bit(Optimizer):
 
     def _start(self, parameter: torch.Tensor) -> None:
         state = self.state[parameter]
-        narrow = is_quantised(parameter)
+        narrow = is_quantized(parameter)
         state["step"] = 0
         if narrow:
             state["chunk"] = blocks_of(parameter).chunk
@@ -243,7 +243,7 @@ class AdamW8bit(Optimizer):
 
     def empty_state(self, parameter: torch.Tensor, key: str) -> torch.Tensor | None:
         """Room for the scales of 8-bit state; ``None`` for whatever else ``key`` is."""
-        return empty_scales(parameter) if key in _SCALES and is_quantised(parameter) else None
+        return empty_scales(parameter) if key in _SCALES and is_quantized(parameter) else None
 
     def relayout(
         self, parameter: torch.Tensor, saved: Mapping[str, tuple[int, ...]], values: dict[str, Any]
@@ -256,7 +256,7 @@ class AdamW8bit(Optimizer):
         Raises:
             ValueError: what was saved is no such state.
         """
-        if not is_quantised(parameter) or not saved:
+        if not is_quantized(parameter) or not saved:
             return None
         chunk, new = values.get("chunk"), blocks_of(parameter)
         if not isinstance(chunk, int) or chunk < 1 or not set(_SCALES) <= saved.keys():

@@ -136,9 +136,9 @@ def _keeps(where: str, plan: Plan) -> ModelError:
 
 def _refuse_any(found: str, ranks: Ranks) -> None:
     """Raise on all ranks what any of them has found."""
-    said = next((text for text in gather_text(found, ranks) if text), "")
-    if said:
-        raise ModelError(said)
+    message = next((text for text in gather_text(found, ranks) if text), "")
+    if message:
+        raise ModelError(message)
 
 
 def _check_sparse(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
@@ -195,11 +195,11 @@ class _Kind:
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
 
-    def place(self, whole: torch.Tensor) -> torch.Tensor:
-        """``whole`` cut as the parameters are; nothing is sent."""
+    def place(self, full: torch.Tensor) -> torch.Tensor:
+        """``full`` cut as the parameters are; nothing is sent."""
         if self.mesh is None:
-            return whole.clone()
-        return distribute_tensor(whole.clone(), self.mesh, self.placements, src_data_rank=None)
+            return full.clone()
+        return distribute_tensor(full.clone(), self.mesh, self.placements, src_data_rank=None)
 
 
 def _kinds(groups: Sequence[dict[str, Any]]) -> dict[_Kind, list[int]]:
@@ -344,8 +344,8 @@ def _tried_whole(
         trial = _Trial(optimizer, groups)
         if not trial.kinds:
             return ""
-        whole = trial.run()
-        limit = max(_LEAST, _NOISE * trial.error(trial.run(nudged=True), whole))
+        full = trial.run()
+        limit = max(_LEAST, _NOISE * trial.error(trial.run(nudged=True), full))
     except Exception as error:  # whatever the user's class raises
         text = f"{name} cannot step tiny parameters on trial ({_brief(error)})"
         if type(optimizer).__module__.startswith("torch.optim"):
@@ -354,8 +354,8 @@ def _tried_whole(
             "%s, so whether %s changes its steps is not known; compare a run with one of ddp", text, plan.strategy
         )
         return ""
-    alone = trial.error([trial.run(only=number)[0] for number in range(len(trial.kinds))], whole)
-    return trial, whole, limit, alone <= limit
+    alone = trial.error([trial.run(only=number)[0] for number in range(len(trial.kinds))], full)
+    return trial, full, limit, alone <= limit
 
 
 def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, apart: str) -> str:
@@ -363,7 +363,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, a
     name, begun = type(optimizer).__name__, _tried_whole(optimizer, groups, plan)
     if isinstance(begun, str):
         return begun
-    trial, whole, limit, together = begun
+    trial, full, limit, together = begun
     if apart and not together:
         return (
             f"{name} takes a sum over several parameters, and {apart}: its steps would not be those of one process; "
@@ -371,7 +371,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, a
         )
     use = "ddp or zero1" if together else "ddp"
     try:
-        found = trial.error(trial.run(cut=True), whole, cut=True)
+        found = trial.error(trial.run(cut=True), full, cut=True)
     except ShardwiseError as error:
         return str(error)
     except Exception as error:
@@ -394,10 +394,10 @@ def _tried_flat(optimizer: Optimizer, plan: Plan) -> str:
     name, begun = type(optimizer).__name__, _tried_whole(optimizer, optimizer.param_groups, plan)
     if isinstance(begun, str):
         return begun
-    trial, whole, limit, together = begun
+    trial, full, limit, together = begun
     use = "ddp or zero1" if together else "ddp"
     try:
-        found = trial.error(trial.run_flat(cut=plan.dims.world_size > 1), whole)
+        found = trial.error(trial.run_flat(cut=plan.dims.world_size > 1), full)
     except Exception as error:
         why = f"({_brief(error)}): they are one flat row, which {plan.strategy} cuts anywhere"
         return f"{name} cannot step the parameters as DeepSpeed gives them {why}; use {use}, or AdamW"

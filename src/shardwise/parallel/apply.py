@@ -31,10 +31,10 @@ from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, sha
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm
 from shardwise.parallel.engines.engine import Engine
-from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, packed_spec
+from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, quantized_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, send_what_ddp_cannot, settle
-from shardwise.parallel.ownership import home_of
-from shardwise.parallel.pipeline_parallel.schedule import Pipeline, Stages, cut_stages, make_pipeline
+from shardwise.parallel.ownership import ownership_of
+from shardwise.parallel.pipeline_parallel.schedule import Pipeline, Stages, make_pipeline, split_stages
 from shardwise.parallel.precision import apply_autocast
 from shardwise.parallel.split_parameters import SplitParameters
 from shardwise.parallel.tensor_parallel.parallelize import apply_tensor
@@ -80,7 +80,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     check_tensors(module, plan)
     adapters = _adapters(module, plan)
     spec = read_model(module)
-    spec = spec if adapters is None else packed_spec(spec, adapters.packed)
+    spec = spec if adapters is None else quantized_spec(spec, adapters.packed)
     check_model(spec, plan)
     refuse_renorm(module, plan)
     decision = decide(module, spec, plan, sample)
@@ -93,7 +93,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     # Split the model: pipeline stages first, then what runs inside each of them
     splits = meshes is not None and plan.dims.tp * plan.dims.pp > 1
     parameters = SplitParameters(module, spec, device) if splits else None
-    stages = cut_stages(module, spec, decision.wiring, plan, plan.dims.place(dist.get_rank()).pp if splits else 0)
+    stages = split_stages(module, spec, decision.wiring, plan, plan.dims.place(dist.get_rank()).pp if splits else 0)
     blocks: dict[str, nn.Module] = {}
     exchange, compiled = None, None
     if meshes is not None:
@@ -229,13 +229,13 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
             "first step; one that makes its state when it is built cannot follow its parameters, so use another"
         )
     live = {clean_name(name): p for name, p in applied.module.named_parameters(remove_duplicate=False)}
-    home = home_of(applied.module)
-    if home is not None:  # a stage registers a tied parameter under its local name
-        live |= {home.canonical(name): p for name, p in live.items()}
+    ownership = ownership_of(applied.module)
+    if ownership is not None:  # a stage registers a tied parameter under its local name
+        live |= {ownership.canonical(name): p for name, p in live.items()}
     strangers, adopted = 0, _adopted(optimizer, names, applied.module)
     for group in optimizer.param_groups:
         strangers += sum(id(p) not in names for p in group["params"])
-        here = [p for p in group["params"] if id(p) not in names or home is None or names[id(p)] in live]
+        here = [p for p in group["params"] if id(p) not in names or ownership is None or names[id(p)] in live]
         group["params"] = [live[names[id(p)]] if id(p) in names else p for p in here]
     if strangers:
         raise ModelError(

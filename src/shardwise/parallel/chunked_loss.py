@@ -74,7 +74,7 @@ class LateLogits:
         """Return itself: the loss is computed in fp32 (float64 for a float64 head)."""
         return self
 
-    def whole(self) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """Compute all logits at once, in fp32 (float64 for a float64 head)."""
         weight, bias = _as(self.head.weight, self.head.dtype), _as(self.head.bias, self.head.dtype)
         with torch.autocast(self.hidden.device.type, enabled=False):
@@ -96,7 +96,7 @@ class LateLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self._closed:
             raise AttributeError(f"'{name}' of logits that are not made: {_MISUSE}")
-        return getattr(self.whole(), name)
+        return getattr(self.full(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._made("a part")[index]
@@ -108,7 +108,7 @@ class LateLogits:
     def _made(self, what: str) -> torch.Tensor:
         if self._closed:
             raise ModelError(f"{what} of logits that are not made: {_MISUSE}")
-        return self.whole()
+        return self.full()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

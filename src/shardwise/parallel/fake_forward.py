@@ -44,8 +44,8 @@ def run_forward(
         try:
             return torch.func.functional_call(module, state, tuple(args), kwargs), ""
         except Exception as error:  # the user's code may raise anything
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return None, said + in_layer(error, module) + _line_of(error)
+            message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return None, message + in_layer(error, module) + _line_of(error)
 
 
 def _line_of(error: Exception) -> str:

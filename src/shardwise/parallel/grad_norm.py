@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardwise.distributed.comm_timer import WAITS
-from shardwise.parallel.ownership import Home
+from shardwise.parallel.ownership import StageOwnership
 
 
 def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
@@ -32,15 +32,15 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
                 with WAITS.part("exposed_tp"):
                     dist.all_reduce(flat, group=mesh.get_group(axis))
         for (parameter, gradient), part in zip(held, flat.split([g.to_local().numel() for _, g in held]), strict=True):
-            whole = tuple(Replicate() if isinstance(p, Partial) else p for p in gradient.placements)
+            full = tuple(Replicate() if isinstance(p, Partial) else p for p in gradient.placements)
             local = part.view_as(gradient.to_local())
             parameter.grad = DTensor.from_local(
-                local, mesh, whole, run_check=False, shape=gradient.shape, stride=gradient.stride()
+                local, mesh, full, run_check=False, shape=gradient.shape, stride=gradient.stride()
             )
 
 
 def global_norm(
-    named: Iterable[tuple[str, nn.Parameter]], home: Home | None, device: torch.device | str
+    named: Iterable[tuple[str, nn.Parameter]], ownership: StageOwnership | None, device: torch.device | str
 ) -> torch.Tensor:
     """Compute the 2-norm of the full model's gradient, 0-d, equal on every rank.
 
@@ -49,11 +49,11 @@ def global_norm(
     Each element counts once: replicas of a shard count on the first of their ranks, and a parameter that
     another stage owns counts there. ``device`` is the device of collectives.
     """
-    first = dist.get_rank() == (0 if home is None else home.ranks[0])
+    first = dist.get_rank() == (0 if ownership is None else ownership.ranks[0])
     mine: list[torch.Tensor] = []
     for name, parameter in named:
         gradient = parameter.grad
-        if gradient is None or (home is not None and home.canonical(name) in home.borrowed):
+        if gradient is None or (ownership is not None and ownership.canonical(name) in ownership.shared_from_stage):
             continue
         if isinstance(gradient, DTensor):
             coordinate: list[int] = list(gradient.device_mesh.get_coordinate() or [])

@@ -10,20 +10,20 @@ _MARK = "_shardwise_home"
 
 
 @dataclass(frozen=True)
-class Home:
+class StageOwnership:
     """Pipeline stage (or the full model) on this rank; names are those of the full model.
 
     ``ranks`` have the same plain tensors as this one, in ascending order; together with this one they are all ranks of
     its stage. ``names`` are all parameters and persistent buffers of the full model (tied ones under the first of
-    their names), in its order. ``aliases`` maps every other name of a tied parameter to the first one. ``borrowed`` are
-    parameters that this stage uses too but another stage owns: the owner writes and counts them.
-    ``transient`` are the full model's buffers that are not persistent.
+    their names), in its order. ``aliases`` maps every other name of a tied parameter to the first one.
+    ``shared_from_stage`` are parameters that this stage uses too but another stage owns: the owner writes and counts
+    them. ``transient`` are the full model's buffers that are not persistent.
     """
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     aliases: dict[str, str] = field(default_factory=dict)
-    borrowed: frozenset[str] = frozenset()
+    shared_from_stage: frozenset[str] = frozenset()
     transient: frozenset[str] = frozenset()
 
     def canonical(self, name: str) -> str:
@@ -31,12 +31,12 @@ class Home:
         return self.aliases.get(name, name)
 
 
-def set_home(module: nn.Module, home: Home) -> None:
+def set_ownership(module: nn.Module, ownership: StageOwnership) -> None:
     """Record the ownership on the module that is trained."""
-    object.__setattr__(module, _MARK, home)
+    object.__setattr__(module, _MARK, ownership)
 
 
-def home_of(module: nn.Module) -> Home | None:
+def ownership_of(module: nn.Module) -> StageOwnership | None:
     """Return the recorded ownership; ``None`` for a module that is complete on every rank."""
-    found: Home | None = module.__dict__.get(_MARK)
+    found: StageOwnership | None = module.__dict__.get(_MARK)
     return found

@@ -17,7 +17,7 @@ from shardwise.distributed.process_group import send
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.parallel.materialize import broadcast_buffers, move_buffers
-from shardwise.parallel.ownership import Home, set_home
+from shardwise.parallel.ownership import StageOwnership, set_ownership
 from shardwise.parallel.pipeline_parallel.schedule import Stages
 from shardwise.parallel.tensor_parallel.parallelize import TensorLayout, distribute
 from shardwise.plan.plan import Plan
@@ -49,7 +49,9 @@ class SplitParameters:
 
     def note_ownership(self, stages: Stages, plan: Plan) -> None:
         """Record on the stages' container which part of the full model it is."""
-        set_home(stages.container, _home(self._spec, stages.borrowed, self._buffers, self._transient, plan))
+        set_ownership(
+            stages.container, _home(self._spec, stages.shared_from_stage, self._buffers, self._transient, plan)
+        )
 
 
 def _place(
@@ -111,15 +113,15 @@ def _buffer_names(module: nn.Module) -> tuple[dict[str, str], frozenset[str]]:
 
 
 def _home(
-    spec: ModelSpec, borrowed: frozenset[str], buffers: dict[str, str], transient: frozenset[str], plan: Plan
-) -> Home:
+    spec: ModelSpec, shared_from_stage: frozenset[str], buffers: dict[str, str], transient: frozenset[str], plan: Plan
+) -> StageOwnership:
     stage_ranks = plan.dims.world_size // plan.dims.pp
     first = plan.dims.place(dist.get_rank()).pp * stage_ranks
-    return Home(
+    return StageOwnership(
         ranks=tuple(range(first, first + stage_ranks)),
         names=(*(p.name for p in spec.parameters), *dict.fromkeys(buffers.values())),
         aliases={alias: p.name for p in spec.parameters for alias in p.aliases}
         | {alias: name for alias, name in buffers.items() if alias != name},
-        borrowed=borrowed,
+        shared_from_stage=shared_from_stage,
         transient=transient,
     )

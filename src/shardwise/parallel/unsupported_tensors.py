@@ -52,14 +52,14 @@ def _odd_parameter(name: str, parameter: nn.Parameter, plan: Plan) -> Iterator[s
         yield f"{kind} is sparse ({parameter.layout}), and no strategy can reduce or shard it; use to_dense()"
     elif any(not stride and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         yield f"{kind} has several elements in one place of memory, as expand() makes them; clone() it"
-    elif parameter.is_complex() and parameter.requires_grad and not _keeps_whole(plan):
+    elif parameter.is_complex() and parameter.requires_grad and not _keeps_full(plan):
         yield (
             f"{kind} is complex ({parameter.dtype}), which {plan.strategy} cannot shard or send; store it as real "
             "numbers (torch.view_as_real, and torch.view_as_complex in the forward), or use ddp"
         )
 
 
-def _keeps_whole(plan: Plan) -> bool:
+def _keeps_full(plan: Plan) -> bool:
     """Return whether parameters and updates are replicated: DDP without a split model."""
     return plan.parsed.base == "ddp" and plan.dims.tp * plan.dims.pp == 1
 
@@ -72,7 +72,7 @@ def _shared(parameters: Sequence[_Named], buffers: Iterable[_Named], plan: Plan)
         for name, tensor in (*parameters, *buffers)
         if tensor.layout is torch.strided and tensor.numel()
         if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
-        if not (_keeps_whole(plan) and tensor.device.type == plan.device)
+        if not (_keeps_full(plan) and tensor.device.type == plan.device)
     )
     for (_, end, first, one), (begin, _, second, other) in pairwise(spans):
         if begin < end and {id(one), id(other)} & trained and _overlap(one, other):

@@ -58,8 +58,8 @@ def length_problem(seq_len: int, tp: int, cp: int) -> str:
     if step == 1 or seq_len % step == 0:
         return ""
     who = " × ".join(f"{axis} {n}" for axis, n in (("cp", cp), ("tp", tp)) if n > 1)
-    whole = f"{who} = {step}" if tp > 1 and cp > 1 else who
+    full = f"{who} = {step}" if tp > 1 and cp > 1 else who
     below, above = seq_len // step * step, (seq_len // step + 1) * step
     nearest = f"{below} or {above}" if below else str(above)
     fix = f"use {nearest}" + (", or turn sequence_parallel off" if tp > 1 and cp == 1 else "")
-    return f"{whole} shards samples along their length, which is {seq_len}; {fix}"
+    return f"{full} shards samples along their length, which is {seq_len}; {fix}"

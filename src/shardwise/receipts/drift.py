@@ -46,7 +46,7 @@ class Replica:
 
 
 @dataclass
-class DriftWatch:
+class DriftRecorder:
     """Observer on every rank that sends checksums as mail, within ``share`` of the time."""
 
     share: float = SHARE
@@ -65,12 +65,12 @@ class DriftWatch:
     _step: int = 0
 
     @classmethod
-    def attach(cls, session: Session, share: float = SHARE) -> DriftWatch:
+    def attach(cls, session: Session, share: float = SHARE) -> DriftRecorder:
         """Start observing ``session``."""
         one = cls(share)
         one._session = session
         session.observers.append(one)
-        session.mail.append(one)
+        session.header.append(one)
         session.phase_watchers.append(one._on_phase)
         return one
 
@@ -145,11 +145,11 @@ class DriftWatch:
         """Return 1, then a team and a sum for each slot."""
         session = self._session
         assert session is not None
-        held, row = tensors_of(session.module), [1]
+        local, row = tensors_of(session.module), [1]
         for slot in range(_SLOTS):
-            here = [one for one in replicas if one.slot == slot and one.name in held]
+            here = [one for one in replicas if one.slot == slot and one.name in local]
             team = zlib.crc32("\n".join(f"{one.name} {one.team}" for one in here).encode()) if here else 0
-            total = bit_sums([held[one.name] for one in here])
+            total = bit_sums([local[one.name] for one in here])
             self._totals |= {one.name: number for one, number in zip(here, total, strict=True)}
             row += [team, zlib.crc32(json.dumps(total).encode())]
         return row
@@ -207,8 +207,8 @@ def bit_sums(tensors: list[torch.Tensor]) -> list[int]:
         return []
     sums = []
     for tensor in tensors:
-        whole = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        sums.append(whole.view(_BITS[whole.element_size()]).sum(dtype=torch.int64))
+        full = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        sums.append(full.view(_BITS[full.element_size()]).sum(dtype=torch.int64))
     found: list[int] = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
     return found
 
@@ -261,9 +261,9 @@ def _cut(parameter: torch.Tensor) -> tuple[str, str] | None:
 
 
 def _summable(tensor: torch.Tensor) -> bool:
-    whole = state.local(tensor.detach())
-    size = whole.element_size() // 2 if whole.is_complex() else whole.element_size()
-    return whole.layout == torch.strided and whole.device.type != "meta" and not whole.is_quantized and size in _BITS
+    full = state.local(tensor.detach())
+    size = full.element_size() // 2 if full.is_complex() else full.element_size()
+    return full.layout == torch.strided and full.device.type != "meta" and not full.is_quantized and size in _BITS
 
 
 def _chunks(replicas: list[Replica]) -> list[list[Replica]]:

@@ -1,6 +1,6 @@
 """Effects receipt: observed effects of the plan, compared with it after the second step.
 
-`EffectsProbe` observes one step of a session on every rank. Observations come from live tensors and from PyTorch's
+`EffectsRecorder` observes one step of a session on every rank. Observations come from live tensors and from PyTorch's
 dispatcher; expectations come from the plan and the model's structure. A rank's finding is sent to all ranks, so
 that all of them continue or all of them stop.
 """
@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
-from shardwise.cost.memory.estimate_memory import held_elements
+from shardwise.cost.memory.estimate_memory import local_elements
 from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.measure import state
 from shardwise.model.facts import ModelSpec
 from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.data_parallel.fsdp import reshard
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.plan import Plan
 from shardwise.receipts.expected_part import shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.lines.deepspeed_lines import SeenGradients, engine_lines
@@ -29,7 +29,7 @@ from shardwise.receipts.lines.sample_lines import digest, sample_lines
 from shardwise.receipts.lines.structure_lines import offload_lines, replica_lines, structure_lines, tied_lines
 from shardwise.receipts.lines.traffic_lines import is_reduction, traffic_lines
 from shardwise.receipts.receipt import Line, Receipt
-from shardwise.receipts.recorder import StepWatch
+from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
@@ -40,7 +40,7 @@ _FACTORS = ("bfloat16", "float16", "float32", "float64")
 _AS_REAL = {"complex64": "float32", "complex128": "float64"}  # dtypes in which DDP sends them
 
 
-class EffectsProbe:
+class EffectsRecorder:
     """Observer of a session's second step that creates the effects receipt.
 
     Args:
@@ -57,7 +57,7 @@ class EffectsProbe:
         self._on_receipt = on_receipt
         self._strict = strict
         self._seen = 0
-        self._watch: StepWatch | None = None
+        self._watch: StepRecorder | None = None
         self._before: set[str] = set()
         self._gradients: SeenGradients | None = None
         self._scale = 0.0
@@ -75,7 +75,7 @@ class EffectsProbe:
             return
         reshard(session.applied.outer)  # an evaluation may have left parameters gathered
         self._scale = 0.0 if session.scaler is None else session.scaler.get_scale()
-        self._watch = StepWatch(session, step)
+        self._watch = StepRecorder(session, step)
 
     def on_gradients(self, session: Session, step: Step) -> None:
         """Record an engine's gradients, which are gone at the end of the step."""
@@ -145,7 +145,7 @@ def agree(session: Session, title: str, lines: list[Line]) -> Receipt:
     return Receipt(title=title, lines=tuple(merged))
 
 
-def effects_lines(session: Session, step: Step, watch: StepWatch) -> list[Line]:
+def effects_lines(session: Session, step: Step, watch: StepRecorder) -> list[Line]:
     """Return every line that this rank can check alone."""
     return [
         *_batch_lines(session, step),
@@ -170,7 +170,7 @@ def _batch_lines(session: Session, step: Step) -> Iterator[Line]:
     yield Line(name="micro batches per step", planned=str(planned), found=str(found), ok=ok)
 
 
-def _dtype_lines(session: Session, watch: StepWatch) -> Iterator[Line]:
+def _dtype_lines(session: Session, watch: StepRecorder) -> Iterator[Line]:
     plan, spec, module, recorder = session.plan, used_spec(session), session.module, watch.recorder
     own = ", ".join(sorted({p.dtype for p in spec.parameters}))
     trained = ", ".join(sorted({p.dtype for p in spec.parameters if p.trainable}))
@@ -200,14 +200,14 @@ def _computed(plan: Plan, spec: ModelSpec, found: Collection[str]) -> set[str]:
 def _share_lines(session: Session) -> Iterator[Line]:
     plan, spec, module = session.plan, used_spec(session), session.module
     rank, tp_rank = shard_rank(session), session.place.tp
-    held = {
-        p.name: held_elements(p, plan, rank, shard_dim=shard_dim_of(session, p.name), tp_rank=tp_rank)
+    local = {
+        p.name: local_elements(p, plan, rank, shard_dim=shard_dim_of(session, p.name), tp_rank=tp_rank)
         for p in spec.parameters
     }
     trained = [p for p in spec.parameters if p.trainable]
-    whole = spec.num_parameters
-    yield _share("parameters held", sum(held.values()), state.local_elements(_planned(session)), whole)
-    expected = 0 if plan.optimizer_in_backward else sum(held[p.name] for p in trained)
+    full = spec.num_parameters
+    yield _share("parameters held", sum(local.values()), state.local_elements(_planned(session)), full)
+    expected = 0 if plan.optimizer_in_backward else sum(local[p.name] for p in trained)
     found = state.local_elements(state.gradients(module))
     yield _share("gradients held", expected, found, spec.num_trainable)
     yield from state_lines(session, workload_of(session.optimizer, canonical_names(session)))
@@ -222,12 +222,12 @@ def _planned(session: Session) -> list[nn.Parameter]:
 
 def canonical_names(session: Session) -> dict[int, str]:
     """Map each parameter's id to its name in the full model; tied ones to their first name."""
-    home, names = home_of(session.module), parameter_names(session.module)
-    return names if home is None else {key: home.canonical(name) for key, name in names.items()}
+    ownership, names = ownership_of(session.module), parameter_names(session.module)
+    return names if ownership is None else {key: ownership.canonical(name) for key, name in names.items()}
 
 
-def _share(name: str, planned: int, found: int, whole: int) -> Line:
+def _share(name: str, planned: int, found: int, full: int) -> Line:
     def text(elements: int) -> str:
-        return f"{elements} of {whole} ({elements / whole:.1%})" if whole else str(elements)
+        return f"{elements} of {full} ({elements / full:.1%})" if full else str(elements)
 
     return Line(name=name, planned=text(planned), found=text(found), ok=planned == found)

@@ -94,7 +94,7 @@ def _sharded_traffic(
         block = unit[0].block
         trained = [p for p in unit if p.trainable]
         size = sum(padded_elements(p, ranks) * p.gathered_itemsize(plan.precision) for p in unit)
-        whole = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
+        full = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
         again = regathers and not once and block is not None
         uses = 1 if once else micros
         ran = calls.get(block, UnitCalls(uses, 1))
@@ -106,8 +106,8 @@ def _sharded_traffic(
             gathers[end] += times
             gathered[end] += times * size
             reduces[end] += often[end]
-            reduced[end] += often[end] * whole
-            sliced[end] += often[end] * (whole // ranks)
+            reduced[end] += often[end] * full
+            sliced[end] += often[end] * (full // ranks)
     traffic = {}
     if ranks > 1:
         traffic["all_gather"] = Traffic(_ends(gathers), _ends(gathered))

@@ -21,7 +21,7 @@ from shardwise.receipts.expected_part import (
     shard_rank,
     tokens_of,
 )
-from shardwise.receipts.recorder import StepWatch
+from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.session import Session
 from shardwise.train.step import Micro
 
@@ -49,7 +49,9 @@ class Tally:
         }
 
 
-def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepWatch) -> dict[str, Traffic]:
+def model_parallel_traffic(
+    session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepRecorder
+) -> dict[str, Traffic]:
     """Return every collective of a step on this rank, whose part of the model is ``spec``.
 
     The width of the hidden state is observed where it enters a block, as is whether the loss is this package's own.
@@ -70,7 +72,7 @@ def cut_traffic(session: Session, spec: ModelSpec, micros: Sequence[Micro], watc
 class _Facts:
     """Facts of a step that all axes need."""
 
-    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepWatch) -> None:
+    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepRecorder) -> None:
         self.session, self.spec, self.plan, self.forwards = session, spec, session.plan, watch.forwards
         self.width = max(watch.widths, default=0)
         self.batches = number = len(micros)
@@ -88,9 +90,9 @@ class _Facts:
         self.again = self.plan.recompute != "none"
         self.again_least = self.again and self.trained and not self.plan.compile  # a graph recomputes what it chooses
 
-    def is_here(self, module: str, held: Sequence[str]) -> bool:
+    def is_here(self, module: str, local: Sequence[str]) -> bool:
         """Return whether a module computes on this rank."""
-        return any(f"{module}.{key}" in self.names for key in held)
+        return any(f"{module}.{key}" in self.names for key in local)
 
     def block_of(self, module: str) -> str | None:
         """Return the block that contains a module."""
@@ -103,35 +105,35 @@ class _Facts:
 
 def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     """Add regions of each block, the embedding, the head, split sequences and partial gradients."""
-    ups = _Ups(tally, facts, layout)
+    counter = TpTrafficCounter(tally, facts, layout)
     ways: set[str] = set()
     for name, cut in layout.modules.items():
-        if not facts.is_here(name, list(cut.held)):
+        if not facts.is_here(name, list(cut.local)):
             continue
         block = facts.block_of(name)
         if cut.kind == "rowwise":
-            ups.sums(block)
+            counter.sums(block)
         elif cut.kind == "embedding":
-            ups.lookup()
+            counter.lookup()
         elif cut.kind == "colwise_gather":
-            ups.add("all_gather", chunk(layout.vocab, ups.ranks, 0)[1] * ups.ranks)
+            counter.add("all_gather", chunk(layout.vocab, counter.ranks, 0)[1] * counter.ranks)
         if cut.kind in ("colwise", "colwise_gather", "colwise_loss") and cut.group:
             ways.add(cut.group)
-        for key, held in cut.held.items():
-            if held.uses and held.dim is not None and f"{name}.{key}" in facts.names:
-                ups.exchange(name, key, held, block)
+        for key, local in cut.local.items():
+            if local.uses and local.dim is not None and f"{name}.{key}" in facts.names:
+                counter.exchange(name, key, local, block)
     for module, entries in layout.entries.items():
         ways |= {entry.group for entry in entries if facts.block_of(module) is not None}
     for way in sorted(ways):
-        ups.way(way)
+        counter.way(way)
     if layout.first in facts.spec.blocks:
-        ups.add("all_gather", facts.width, backward=True)
+        counter.add("all_gather", facts.width, backward=True)
     if layout.last in facts.spec.blocks:
-        ups.add("all_gather", facts.width, again=(0, 1))
+        counter.add("all_gather", facts.width, again=(0, 1))
     _partial(tally, facts, layout)
 
 
-class _Ups:
+class TpTrafficCounter:
     """Add collectives over tp to the tally, for all micro batches of a step."""
 
     def __init__(self, tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
@@ -181,13 +183,13 @@ class _Ups:
         else:
             self.add("all_reduce", self.facts.width, backward=True)
 
-    def exchange(self, module: str, key: str, held: ParameterView, block: str | None) -> None:
+    def exchange(self, module: str, key: str, local: ParameterView, block: str | None) -> None:
         """Add the exchange of weight rows that are stored on other ranks than their users."""
         shape = _shape(self.facts.session.spec, f"{module}.{key}")
-        size, inner = shape[held.uses_dim], _product(shape) // shape[held.uses_dim]
+        size, inner = shape[local.uses_dim], _product(shape) // shape[local.uses_dim]
         first, end = chunk(size, self.ranks, self.rank)
-        sent = sum(max(0, min(b, end) - max(a, first)) for slices in held.uses for a, b in slices)
-        used = sum(b - a for a, b in held.uses[self.rank])
+        sent = sum(max(0, min(b, end) - max(a, first)) for slices in local.uses for a, b in slices)
+        used = sum(b - a for a, b in local.uses[self.rank])
         number, facts = len(self.facts.micros), self.facts
         again = int(facts.again and block is not None)
         low, high = facts.bytes(sent * inner)
@@ -202,9 +204,9 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     partial: dict[str, ParameterSpec] = {}
     specs = {name: p for p in facts.spec.parameters for name in (p.name, *p.aliases)}
     for name, cut in layout.modules.items():
-        for key, held in cut.held.items():
+        for key, local in cut.local.items():
             full = f"{name}.{key}"
-            if held.partial and full in facts.names and full in specs and specs[full].trainable:
+            if local.partial and full in facts.names and full in specs and specs[full].trainable:
                 partial[specs[full].name] = specs[full]
     if not partial:
         return
@@ -235,7 +237,7 @@ def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> Non
         tally.add("all_reduce", "tp", (0, 8 * number), (0, 8 * num_bytes))
 
 
-def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepWatch) -> None:
+def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepRecorder) -> None:
     """Add two exchanges for each attention, forward and backward.
 
     Their bytes depend on its heads.

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from shardwise.measure.collectives import OTHER, Axes
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.read import STAGE, clean_name
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.schedule import padded_count
 from shardwise.plan.plan import Plan
 from shardwise.plan.stage_balance import balanced_stages
@@ -31,13 +31,13 @@ def used_spec(session: Session) -> ModelSpec:
     A gradient that exists but was never reduced over the ranks counts as a gradient, and so does one that the backward
     has stepped and freed.
     """
-    home = home_of(session.module)
+    ownership = ownership_of(session.module)
     stepped = set() if session.in_backward is None else session.in_backward.stepped
     named = session.module.named_parameters()
     used = {clean_name(name) for name, p in named if p.grad is not None or id(p) in stepped}
     used |= set(_never_reduced(session.module))
-    if home is not None:
-        used |= {home.canonical(name) for name in used}
+    if ownership is not None:
+        used |= {ownership.canonical(name) for name in used}
     spec = part_of(session)
     parameters = (p.model_copy(update={"trainable": p.trainable and p.name in used}) for p in spec.parameters)
     return spec.model_copy(update={"parameters": tuple(parameters)})
@@ -106,8 +106,8 @@ def tokens_of(micros: Sequence[Micro]) -> list[tuple[int, int]] | None:
 
 def keeps_gathered(plan: Plan) -> bool:
     """Return whether a pipeline gathers sharded weights once for all micro batches of a step."""
-    whole = plan.parsed.base == "zero2" or plan.pipeline_schedule in ("interleaved-zero-bubble", "zbv")
-    return plan.dims.pp > 1 and whole
+    full = plan.parsed.base == "zero2" or plan.pipeline_schedule in ("interleaved-zero-bubble", "zbv")
+    return plan.dims.pp > 1 and full
 
 
 def root_units(session: Session, spec: ModelSpec) -> list[list[ParameterSpec]]:
@@ -158,10 +158,10 @@ def holding_units(module: nn.Module) -> list[FSDPModule]:
 
 def _never_reduced(module: nn.Module) -> Iterator[str]:
     for unit in holding_units(module):
-        for held in group_of(unit).fsdp_params:
-            whole = getattr(held, "_unsharded_param", None)
-            if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
-                yield clean_name(str(held._param_fqn))
+        for local in group_of(unit).fsdp_params:
+            full = getattr(local, "_unsharded_param", None)
+            if local.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
+                yield clean_name(str(local._param_fqn))
 
 
 def axis_of(session: Session) -> Axes | None:

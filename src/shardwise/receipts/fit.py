@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.distributed.process_group import gather_ints
 from shardwise.measure import state
-from shardwise.measure.peaks import PHASES, PeakWatch, peak_watch
+from shardwise.measure.peaks import PHASES, PeakRecorder, peak_watch
 from shardwise.measure.state import Measurement, Peaks, measure_engine, measure_state
 from shardwise.receipts.effects import PROBED_STEP, agree
 from shardwise.receipts.receipt import Line, Receipt
@@ -24,7 +24,7 @@ _UNSEEN = "not measured: another profiler is on"
 _MIXED = "not measured: micro batches of a pipeline come and go in turn"
 
 
-class FitProbe:
+class FitRecorder:
     """Observer that compares bytes at rest after the second step, and the peaks of the third.
 
     Parameters, gradients and optimizer state must match the prediction, to the byte, on the rank that has most.
@@ -40,7 +40,7 @@ class FitProbe:
         self._estimate = estimate
         self._on_receipt = on_receipt
         self._seen = 0
-        self._watch: PeakWatch | None = None
+        self._watch: PeakRecorder | None = None
         self._blind = False
         self._final = False
         self._kept: Step | None = None
@@ -89,8 +89,8 @@ class FitProbe:
         else:
             measured = measure_engine(engine, self._gradients)
         self.measurement = measured.model_copy(update={"peaks": self.peaks})
-        held = [getattr(self.measurement, name) for name in EXACT]
-        most = [max(column) for column in zip(*gather_ints(held, session.ranks), strict=True)]
+        local = [getattr(self.measurement, name) for name in EXACT]
+        most = [max(column) for column in zip(*gather_ints(local, session.ranks), strict=True)]
         fullest = self.measurement.model_copy(update=dict(zip(EXACT, most, strict=True)))
         stepped = set() if session.in_backward is None else session.in_backward.stepped
         trained = (p for p in session.module.parameters() if p.requires_grad)
@@ -147,8 +147,8 @@ class FitProbe:
             elif phase == "backward":
                 both = [by_phase[name] for name in ("forward", "backward") if name in by_phase]
                 yield self._told("peak in forward and backward", max(both, default=None), allocated.get(phase))
-        whole = estimate.device_bytes if estimate.allocated is None else estimate.allocated
-        yield self._told("peak allocated", whole, max(allocated.values(), default=None))
+        full = estimate.device_bytes if estimate.allocated is None else estimate.allocated
+        yield self._told("peak allocated", full, max(allocated.values(), default=None))
         if session.device.type == "cuda":
             yield self._told("peak reserved", estimate.reserved, max(reserved.values(), default=None))
 
@@ -158,8 +158,8 @@ class FitProbe:
             text = _UNSEEN if self._blind else _NEVER
         elif planned:
             text += f" ({found / planned:.2f} × plan)"
-        said = "not predicted" if planned is None else bytes_text(planned)
-        return Line(name=name, planned=said, found=text, ok=None)
+        message = "not predicted" if planned is None else bytes_text(planned)
+        return Line(name=name, planned=message, found=text, ok=None)
 
     def _device_lines(self, found: Measurement) -> Iterator[Line]:
         if self.peaks is not None and self.peaks.device is not None:

@@ -17,13 +17,13 @@ from shardwise.parallel.context_parallel.attention import exchanged_calls, first
 from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.lines.forward_lines import ForwardCounts
-from shardwise.receipts.lines.logit_lines import LogitsWatch
-from shardwise.receipts.lines.optimizer_lines import OptimizerWatch
+from shardwise.receipts.lines.logit_lines import LogitsRecorder
+from shardwise.receipts.lines.optimizer_lines import OptimizerRecorder
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 
-class StepWatch:
+class StepRecorder:
     """Hooks on the blocks and the head, and the collective recorder, for one step."""
 
     def __init__(self, session: Session, step: Step) -> None:
@@ -34,8 +34,8 @@ class StepWatch:
         self.logits: set[int] = set()
         self.gathers_before_first: int | None = None
         self.recorder = CollectiveRecorder(lambda: session.phase, axis_of(session))
-        self.head = LogitsWatch(session)
-        self.optimizer = OptimizerWatch(session)
+        self.head = LogitsRecorder(session)
+        self.optimizer = OptimizerRecorder(session)
         self.recorder.looker = self.head.look if self.head.vocab else None
         decision = session.applied.decision
         self._wiring = None if decision is None else decision.wiring

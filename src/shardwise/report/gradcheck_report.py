@@ -21,24 +21,24 @@ _WORDS = {"verified": "verified", "failed": "NOT the gradient of one process", "
 def print_heading(shrunk: Shrunk, seq_len: int, micro_batch: int, config: Config, console: Console) -> None:
     """Print the subject of the check, and what was changed or left out for it."""
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         console.print(text, markup=False)
 
-    say(
+    log(
         f"model: {count_text(shrunk.num_parameters)} parameters in float64 instead of "
         f"{count_text(shrunk.was_parameters)}, the same structure"
     )
     for line in shrunk.changes:
-        say(f"       {line}")
+        log(f"       {line}")
     for line in shrunk.kept:
-        say(f"       kept: {line}")
+        log(f"       kept: {line}")
     parallel = config.parallel
     left = [f"precision {parallel.precision}"] if parallel.precision != "fp32" else []
     left += ["compile"] if parallel.compile else []
     left += ["async_tp"] if parallel.async_tp else []
     if left:
-        say(f"       left out: {', '.join(left)} (rounding would hide a wrong gradient; receipts of a run check these)")
-    say(
+        log(f"       left out: {', '.join(left)} (rounding would hide a wrong gradient; receipts of a run check these)")
+    log(
         f"batch: micro batch {micro_batch} × {seq_len} tokens of the config's data; a step with samples of all "
         "lengths, and one with full ones"
     )

@@ -33,7 +33,7 @@ class ProgressReporter:
         self._first = self._total = self._tenth = 0
         self._started = time.perf_counter()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print one line without markup, which a folder's name may resemble."""
         self.console.print(text, markup=False)
 

@@ -102,10 +102,10 @@ def timing_table(timing: Timing) -> Table:
     for part, seconds in timing.between_s.items():
         if seconds:
             table.add_row(f"between steps: {NAMES[part]}", milliseconds(seconds), "", "", "", "")
-    whole = timing.step_s + sum(timing.between_s.values())
+    full = timing.step_s + sum(timing.between_s.values())
     if timing.stopwatch_s is not None:
         watch = milliseconds(timing.stopwatch_s)
-        table.caption = f"parts and the time between steps add up to {milliseconds(whole)}; by stopwatch {watch}"
+        table.caption = f"parts and the time between steps add up to {milliseconds(full)}; by stopwatch {watch}"
         table.caption_justify = "left"
     return table
 
@@ -162,10 +162,10 @@ def print_plan(
     """Print the full plan."""
     plan = choice.plan
     packed = sum(p.num_elements for p in spec.parameters if p.dtype == "uint8" and plan.parsed.adapter == "qlora")
-    whole = spec.num_parameters + packed  # two in a byte
-    frozen = whole - spec.num_trainable
+    full = spec.num_parameters + packed  # two in a byte
+    frozen = full - spec.num_trainable
     console.print(
-        f"model: {count_text(whole)} parameters"
+        f"model: {count_text(full)} parameters"
         + (f", {count_text(frozen)} of them frozen" if frozen else "")
         + (f" ({count_text(2 * packed)} in 4 bits)" if packed else "")
         + f", {len(spec.blocks)} repeated blocks"

@@ -12,20 +12,20 @@ from rich.console import Console
 
 from shardwise.diagnosis.diagnose import diagnose
 from shardwise.diagnosis.finding import Finding
-from shardwise.diagnosis.observe import HostWatch, gpu_states, observe
+from shardwise.diagnosis.observe import HostRecorder, gpu_states, observe
 from shardwise.diagnosis.observed import DeviceState, HostUse, SaveStall
 from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.measure.gpu.nvml import GpuSampler
 from shardwise.measure.profiler.profile_steps import StepTrace
-from shardwise.measure.step_flops import WorkProbe
+from shardwise.measure.step_flops import FlopsRecorder
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import Utilisation, utilisation
-from shardwise.receipts.drift import DriftWatch
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.drift import DriftRecorder
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.expected_part import axis_of
-from shardwise.receipts.fit import FitProbe
-from shardwise.receipts.lines.sample_lines import packed_line
+from shardwise.receipts.fit import FitRecorder
+from shardwise.receipts.lines.sample_lines import quantized_line
 from shardwise.run.job import Job
 from shardwise.train.session import Session
 from shardwise.train.trackers import Trackers, open_trackers
@@ -33,22 +33,26 @@ from shardwise.train.trackers import Trackers, open_trackers
 TIMING, FINDINGS = "timing.json", "findings.json"
 
 
-class RunWatch:
-    """Callbacks of one run. ``say`` prints a line; ``console`` takes tables.
+class RunRecorder:
+    """Callbacks of one run. ``log`` prints a line; ``console`` takes tables.
 
     Made before the model.
     """
 
-    def __init__(self, job: Job, session: Session, say: Callable[[str], None], console: Console) -> None:
+    def __init__(self, job: Job, session: Session, log: Callable[[str], None], console: Console) -> None:
         ranks = session.ranks
-        self.job, self.session, self.say, self.console = job, session, say, console
+        self.job, self.session, self.log, self.console = job, session, log, console
         data = job.config.data
-        told = (packed_line(mask_borders=data.mask_borders),) if data.pack else ()
-        self.effects, self.fit, self.work = EffectsProbe(told=told), FitProbe(job.estimate), WorkProbe(axis_of)
+        told = (quantized_line(mask_borders=data.mask_borders),) if data.pack else ()
+        self.effects, self.fit, self.work = (
+            EffectsRecorder(told=told),
+            FitRecorder(job.estimate),
+            FlopsRecorder(axis_of),
+        )
         self.trace = StepTrace(job.config.train, ranks.rank, ranks.world_size)
-        self.host = HostWatch()
+        self.host = HostRecorder()
         session.observers += [self.effects, self.fit, self.work, self.trace, self.host]
-        self.drift = DriftWatch.attach(session)
+        self.drift = DriftRecorder.attach(session)
         self.attribution = Attribution.attach(session)
         self.attribution.disturbed = self.trace.disturbs
         session.timekeeper = self.attribution
@@ -64,7 +68,7 @@ class RunWatch:
     def begin(self, session: Session) -> None:
         """Called before the first step, with the model built and the checkpoint loaded."""
         if session.ranks.is_main:
-            self.trackers = open_trackers(self.job.config, session.steps_done, self.say)
+            self.trackers = open_trackers(self.job.config, session.steps_done, self.log)
         if self.sampler is not None:
             self.sampler.start()
         self.host.restart()
@@ -107,7 +111,7 @@ class RunWatch:
                 speed = None if gpu is None else gpu.memory_bytes_per_s
                 print_trace(summary, self.console, peak_flops=peak, bytes_per_s=speed)
             for note in self.trace.notes:
-                self.say(note)
+                self.log(note)
         self.trace.notes.clear()
 
     def finish(self) -> None:
@@ -171,7 +175,7 @@ class RunWatch:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            self.say(f"'{file}' cannot be written: {error.strerror}; the run's checkpoints and metrics are untouched")
+            self.log(f"'{file}' cannot be written: {error.strerror}; the run's checkpoints and metrics are untouched")
 
     def close(self) -> None:
         """Release trackers and threads, however the run has ended."""

@@ -91,7 +91,7 @@ def check_packages(adapter: str) -> None:
         raise ConfigError("+qlora needs bitsandbytes; install it with: pip install 'shardwise[qlora]'")
 
 
-def check_engine(config: Config, plan: Plan | None, say: Callable[[str], None]) -> None:
+def check_engine(config: Config, plan: Plan | None, log: Callable[[str], None]) -> None:
     """Check that a strategy's engine is installed and supports it, before the data is read.
 
     Raises:
@@ -103,7 +103,7 @@ def check_engine(config: Config, plan: Plan | None, say: Callable[[str], None]) 
         from shardwise.parallel.engines.deepspeed_available import check_ready
 
         path = config.parallel.nvme_path if plan is None else config.parallel.nvme_path or plan.nvme_path
-        check_ready(nvme=strategy.nvme, nvme_path=path, say=say)
+        check_ready(nvme=strategy.nvme, nvme_path=path, log=log)
 
 
 def check_model_path(config: Config) -> None:

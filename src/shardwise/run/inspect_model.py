@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Looked:
+class ModelInspection:
     """Model on the meta device, with its plan's adapters if any, and its inspected facts.
 
     ``profile`` is of the model without adapters, which the planner adds itself.
@@ -34,14 +34,14 @@ class Looked:
     workload: Workload
 
 
-def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
+def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> ModelInspection:
     """Build the model of ``config`` without weights, add adapters of ``kind``, and inspect it.
 
     Raises:
         UserError: the model cannot be built, or not with these adapters.
     """
     from shardwise.parallel.decide import check_model
-    from shardwise.parallel.lora.adapters import check_adapters, linear_layers, packed_spec
+    from shardwise.parallel.lora.adapters import check_adapters, linear_layers, quantized_spec
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
 
@@ -54,14 +54,14 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> Looked:
             module = build(factory, config.train.seed, real=False)
     spec = read_model(module)
     if kind == "qlora":
-        spec = packed_spec(spec, linear_layers(base))
+        spec = quantized_spec(spec, linear_layers(base))
     check_model(spec, draft)
     workload = workload_for(module, config.optimizer, draft.device)
     told = _activations(config, draft, spec, factory, corpus.vocab_size)
     profile = traced_profile(
         base, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
     )
-    return Looked(module, spec, profile, workload.model_copy(update=told))
+    return ModelInspection(module, spec, profile, workload.model_copy(update=told))
 
 
 def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
@@ -76,12 +76,12 @@ def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[]
     from shardwise.parallel.lora.adapters import add_adapters
     from shardwise.parallel.materialize import build, materialize
 
-    unpacked = Plan(strategy="ddp+lora", adapter=plan.adapter, precision=plan.precision)
+    dequantized = Plan(strategy="ddp+lora", adapter=plan.adapter, precision=plan.precision)
 
     def adapted() -> nn.Module:
         with unset_fake_temporarily():
             module = build(factory, 0, real=False)
-            add_adapters(module, unpacked, real=False)
+            add_adapters(module, dequantized, real=False)
         if detect_fake_mode() is not None:
             materialize(module, torch.device("cpu"), broadcast=False)
         return module
@@ -135,15 +135,15 @@ def _activations(
             prepare=lambda model: apply_recompute(model, mode, spec.blocks),
         )
 
-    whole = measure("none")
-    if whole is None:
+    full = measure("none")
+    if full is None:
         return {}
-    saved: int | None = whole[0]
+    saved: int | None = full[0]
     if plan.recompute == "selective":
         saved = None
     elif plan.recompute == "full" and (kept := measure("full")) is not None:
-        saved = kept[0] + (whole[0] - kept[0]) // len(spec.blocks)
-    return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": whole[1]}
+        saved = kept[0] + (full[0] - kept[0]) // len(spec.blocks)
+    return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": full[1]}
 
 
 def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -> Workload:

@@ -92,7 +92,7 @@ class PreparedJob(BaseModel):
 
 def prepare_job(
     config: Config,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     plan: Plan | None = None,
     nodes: int = 1,
@@ -120,8 +120,8 @@ def prepare_job(
     check_model_path(config)
     draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
     check_packages(draft.parsed.adapter if plan is not None else adapter_of(config))
-    check_engine(config, plan, say)
-    corpus = prepare_corpus(config.data, Path(config.train.output) / "data", say)
+    check_engine(config, plan, log)
+    corpus = prepare_corpus(config.data, Path(config.train.output) / "data", log)
     check_samples(config, corpus)
     choice, spec, asked = choose_plan(config, draft, cluster, corpus, fixed=plan is not None, links=links)
     check_drive(choice.plan, spec, cluster, asked)
@@ -155,9 +155,9 @@ def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked)
     ranks, states = plan.dims.world_size // cluster.nodes, asked[1].optimizer_states or 2
     check_room(plan.nvme_path, ranks * away.num_bytes(plan, states))
     written, read = (ranks * number for number in away.moved_bytes(plan, states))
-    said = slow_text(plan.nvme_path, written, read, drive_speed(plan.nvme_path))
-    if said:
-        logging.getLogger("shardwise").warning(said)
+    message = slow_text(plan.nvme_path, written, read, drive_speed(plan.nvme_path))
+    if message:
+        logging.getLogger("shardwise").warning(message)
 
 
 def completed(plan: Plan, config: Config) -> Plan:
@@ -243,11 +243,11 @@ def choose_plan(
     kind = draft.parsed.adapter if fixed else adapter_of(config)
     if kind != "none":
         draft = draft.model_copy(update={"adapter": draft.adapter or AdapterOptions()})
-    looked = look(config, draft, kind, corpus)
-    module, spec, profile = looked.module, looked.spec, looked.profile
+    inspection = look(config, draft, kind, corpus)
+    module, spec, profile = inspection.module, inspection.spec, inspection.profile
     batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else data_ranks(config, cluster))
     facts = {"seq_len": config.data.seq_len, "global_batch": batch}
-    workload = with_plan(looked.workload.model_copy(update=facts), draft)
+    workload = with_plan(inspection.workload.model_copy(update=facts), draft)
 
     def cut(plan: Plan) -> Parts:
         sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)

@@ -34,7 +34,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.plan.plan import Plan
     from shardwise.report.html.environment_section import write_environment
     from shardwise.report.progress import ProgressReporter
-    from shardwise.run.callbacks import RunWatch
+    from shardwise.run.callbacks import RunRecorder
     from shardwise.train.data.corpus import open_corpus
     from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
@@ -45,7 +45,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
         try:
             write_environment(Path(job.config.train.output))
         except OSError as error:  # the run's report lacks it, and says so
-            reporter.say(f"the versions of this run are not kept: {error.strerror}")
+            reporter.log(f"the versions of this run are not kept: {error.strerror}")
 
     def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
         plan: Plan = job.plan
@@ -54,7 +54,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     session = Session(ranks=ranks, planner=planner)
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
-    watch = RunWatch(job, session, reporter.say, reporter.console)
+    watch = RunRecorder(job, session, reporter.log, reporter.console)
     try:
         outcome = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
         if ranks.is_main and not told_before(job, session, outcome, reporter):
@@ -76,7 +76,7 @@ def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
     found = summary_of(job.config)
     if session.steps_done > session.first_step or found is None or found[0].get("steps") != outcome.steps:
         return False
-    reporter.say(f"finished before: all {outcome.steps} steps are done ({loss_text(found[0])})")
+    reporter.log(f"finished before: all {outcome.steps} steps are done ({loss_text(found[0])})")
     if job.as_json:
         print(json.dumps(found[0]), flush=True)
     return True
@@ -89,9 +89,9 @@ def so_far(job: Any, watch: Any, reporter: Any) -> None:
     timing = watch.attribution.timing()
     if timing is not None:
         watch.write(timing, watch.findings(timing, watch.utilisation(timing)))
-    page = write_report(Path(job.config.train.output), reporter.say)
+    page = write_report(Path(job.config.train.output), reporter.log)
     if page is not None:
-        reporter.say(f"report: {page}")
+        reporter.log(f"report: {page}")
 
 
 def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
@@ -126,7 +126,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     watch.write(timing, findings)
     facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
     watch.keep(SUMMARY, json.dumps({**document, **facts}))
-    page = write_report(folder, reporter.say)
+    page = write_report(folder, reporter.log)
     reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
     reporter.time_spent(timing, use, findings, page)
     if job.as_json:
@@ -148,21 +148,21 @@ def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, f
     planned = None if predicted is None else predicted.step_s
     found = median_step_s(Path(job.config.train.output) / "metrics.jsonl", session.first_step)
     estimate, peaks = job.estimate, fit.peaks
-    whole = estimate.device_bytes if estimate.allocated is None else estimate.allocated
+    full = estimate.device_bytes if estimate.allocated is None else estimate.allocated
     device = session.device
     problem = remember(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         base=job.plan.parsed.base,
         world_size=session.ranks.world_size,
-        planned_peak=None if estimate.unknown else whole,
+        planned_peak=None if estimate.unknown else full,
         found_peak=None if peaks is None else max(peaks.allocated.values(), default=None),
         planned_step_s=planned,
         found_step_s=found,
     )
     if problem:
-        reporter.say(problem)
+        reporter.log(problem)
     if planned is not None and found is not None:
-        reporter.say(
+        reporter.log(
             f"step time: {seconds_text(found)}, predicted {seconds_text(planned)} ({found / planned:.2f} × plan)"
         )
     return {"planned": planned, "found": found}
@@ -182,7 +182,7 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
 
         def prepare() -> str:
             nodes = max(1, ranks.world_size // ranks.local_world_size)
-            prepared = prepare_job(here, _say, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
+            prepared = prepare_job(here, _log, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
             keep_job(prepared.job)
             _print_plan(prepared, as_json)
             return prepared.job.to_json()
@@ -192,7 +192,7 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
     guarded(inner)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"data: {text}", file=sys.stderr)
 
 

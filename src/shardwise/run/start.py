@@ -85,12 +85,12 @@ def start(
     session = Session(ranks=ranks, planner=planner)
     session.timekeeper = Attribution.attach(session)
     if receipts:
-        from shardwise.receipts.drift import DriftWatch
-        from shardwise.receipts.effects import EffectsProbe
+        from shardwise.receipts.drift import DriftRecorder
+        from shardwise.receipts.effects import EffectsRecorder
         from shardwise.report.terminal import print_receipt
 
-        session.observers.append(EffectsProbe(on_receipt=print_receipt))
-        DriftWatch.attach(session)
+        session.observers.append(EffectsRecorder(on_receipt=print_receipt))
+        DriftRecorder.attach(session)
     leave_at_exit(ranks)  # and not the session, which would keep the model alive
     return session
 

@@ -70,7 +70,7 @@ class VerifyJob:
         )
 
 
-def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say: Callable[[str], None]) -> VerifyJob:
+def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, log: Callable[[str], None]) -> VerifyJob:
     """Read the data and the model, choose strategies, and shrink. Starts no rank.
 
     Raises:
@@ -83,11 +83,11 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, say:
             "it: optimizer.in_backward=false (a run with it has its effects receipt)"
         )
     check_model_path(config)
-    corpus = prepare_corpus(config.data, Path(config.train.output) / "data", lambda text: say(f"data: {text}"))
+    corpus = prepare_corpus(config.data, Path(config.train.output) / "data", lambda text: log(f"data: {text}"))
     check_samples(config, corpus)
     factory = _factory(config, corpus)
     worlds = WORLDS if nproc is None else (nproc,)
-    lineup = line_up(config, factory, asked, worlds, lambda: _planned(config, corpus, nproc, say))
+    lineup = line_up(config, factory, asked, worlds, lambda: _planned(config, corpus, nproc, log))
     if not lineup.plans:
         raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in lineup.refused))
     shrunk, seq_len = _shrink(config, factory, corpus, lineup)
@@ -138,14 +138,14 @@ def _factory(config: Config, corpus: Corpus) -> Callable[[], nn.Module]:
     return factory
 
 
-def _planned(config: Config, corpus: Corpus, nproc: int | None, say: Callable[[str], None]) -> Plan | None:
+def _planned(config: Config, corpus: Corpus, nproc: int | None, log: Callable[[str], None]) -> Plan | None:
     """Return the planner's choice for this machine; ``None`` if nothing fits."""
     ranks = config.parallel.nproc if nproc is None else nproc
     cluster = detect(config.parallel.device, ranks, visible=visible_devices())
     try:
         choice, _, _ = choose_plan(config, draft_plan(config, cluster), cluster, corpus, fixed=False)
     except DoesNotFit as error:
-        say(f"auto: {str(error).splitlines()[0].rstrip(':')}; what it would pick is left out")
+        log(f"auto: {str(error).splitlines()[0].rstrip(':')}; what it would pick is left out")
         return None
     return choice.plan
 

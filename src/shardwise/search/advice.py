@@ -318,11 +318,11 @@ def _more_devices(question: Question) -> Iterator[str]:
     cluster, previous = question.cluster, question.cluster.nodes
     typical = cluster.gpu.devices_per_node if cluster.gpu else None
     if typical and cluster.nodes == 1 and cluster.devices_per_node < typical:
-        whole = cluster.model_copy(update={"devices_per_node": typical})
-        if found := _fit_with_batch(question, whole):
-            yield f"{typical} × {cluster.device_name} would do: {_told(found, whole)}{_batch_note(question, found)}"
+        full = cluster.model_copy(update={"devices_per_node": typical})
+        if found := _fit_with_batch(question, full):
+            yield f"{typical} × {cluster.device_name} would do: {_told(found, full)}{_batch_note(question, found)}"
             return
-        cluster = whole
+        cluster = full
     nodes = cluster.nodes * 2
     while nodes <= MOST_NODES:
         larger = cluster.model_copy(update={"nodes": nodes})

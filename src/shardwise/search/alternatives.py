@@ -89,11 +89,11 @@ def changes(plan: Plan) -> list[tuple[Change, Plan]]:
     found += [("recompute", plan.model_copy(update={"recompute": mode})) for mode in less]
     if plan.gradient_sync == "every":
         found.append(("schedule", plan.model_copy(update={"gradient_sync": "last"})))
-    whole = _whole(plan)
-    return [*found, ("strategy", whole)] if whole is not None else found
+    full = _full(plan)
+    return [*found, ("strategy", full)] if full is not None else found
 
 
-def _whole(plan: Plan) -> Plan | None:
+def _full(plan: Plan) -> Plan | None:
     """Return the plan as ``ddp``; nothing if it already is, or uses other axes."""
     parsed = plan.parsed
     if parsed.base == "ddp" or str(parsed) != parsed.base or plan.dims.splits_model or plan.optimizer_in_backward:

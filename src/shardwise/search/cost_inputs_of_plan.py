@@ -23,7 +23,7 @@ def adapted(
     """
     from shardwise.model.lora import AdapterFacts, with_adapters
 
-    whole = not strategy.shards_parameters and strategy.tp * strategy.pp == 1
+    full = not strategy.shards_parameters and strategy.tp * strategy.pp == 1
     facts = AdapterFacts(
         rank=workload.lora_rank,
         targets=workload.lora_targets,
@@ -31,7 +31,7 @@ def adapted(
         dropout=workload.lora_dropout > 0,
         dora=workload.lora_dora,
         base_bytes=4.0 if precision == "fp32" else 2.0,
-        copies_inputs=whole and precision != "fp32",
+        copies_inputs=full and precision != "fp32",
         mask_bytes=1 if device == "cuda" else itemsize_of(precision),
     )
     return with_adapters(profile, strategy.adapter, facts=facts)

@@ -183,7 +183,7 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
     state_ways = f" / {_factors(ranks)}" if strategy.base == "zero1" and ranks else ways
     layout = layout_of(plan)
-    whole, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
+    full, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
     width = itemsize_of(plan.precision)
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
     kept = {
@@ -207,7 +207,7 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     else:
         gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
-        ("parameters", memory.parameters, f"{whole} × bytes at rest{cut}{ways}"),
+        ("parameters", memory.parameters, f"{full} × bytes at rest{cut}{ways}"),
         ("gradients", memory.gradients, f"{trained} trained × 4 B{cut}{ways}"),
         ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{cut}{state_ways}"),
         ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),

@@ -45,7 +45,7 @@ class Totals:
 
 
 def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
-    """Compute the inputs of `guess_s` and `floor_bytes`."""
+    """Compute the inputs of `rough_step_time_s` and `floor_bytes`."""
     gpu = cluster.gpu
     peak = (gpu.peak_flops.get(precision) or gpu.peak_flops.get("bf16")) if gpu else None
     link = (cluster.link.bytes_per_s if cluster.link else None) or LINK_BYTES_PER_S
@@ -84,7 +84,9 @@ def floor_bytes(totals: Totals, layout: Layout) -> float:
     return held / (cut * ways) + totals.trainable * totals.state_bytes / (cut * state_ways)
 
 
-def guess_s(totals: Totals, layout: Layout, micro: int, recompute: Recompute, *, every: bool = False) -> float:
+def rough_step_time_s(
+    totals: Totals, layout: Layout, micro: int, recompute: Recompute, *, every: bool = False
+) -> float:
     """Rough step time in seconds: arithmetic (slower for small matrices) and traffic."""
     strategy, dims = layout.strategy, layout.dims
     accum = layout.share // micro

@@ -24,7 +24,7 @@ from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.cost_inputs_of_plan import adapter_of
 from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts, with_options
-from shardwise.search.heuristics import floor_bytes, guess_s
+from shardwise.search.heuristics import floor_bytes, rough_step_time_s
 from shardwise.units import bytes_text
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Option:
     micro: int
     recompute: Recompute
     sync: GradientSync
-    guess: float
+    rough_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def fitting_options(question: Question, layout: Layout) -> list[Option]:
     """
     options: list[Option] = []
     base = plan_for(question, layout, layout.micros[0], "none")
-    whole = layout.micros[-1]  # the rank's full share
+    full = layout.micros[-1]  # the rank's full share
     most = {sync: len(layout.micros) - 2 for sync in syncs(layout)}
     for recompute in reversed(recomputes(question)):
         least = -1
@@ -165,16 +165,16 @@ def fitting_options(question: Question, layout: Layout) -> list[Option]:
             last = least = _largest(question, layout, plan, least, most[sync])
             most[sync] = min(most[sync], max(0, last))
             micros = list(layout.micros[max(0, last - MICROS + 1) : last + 1])
-            if sync == "last" and _passes(question, layout, plan, whole):
-                micros.append(whole)
+            if sync == "last" and _passes(question, layout, plan, full):
+                micros.append(full)
             for micro in micros:
-                guess = guess_s(question.totals, layout, micro, recompute, every=sync == "every")
-                options.append(Option(layout, micro, recompute, sync, guess))
-            if len(micros) and micros[-1] == whole:
+                rough_s = rough_step_time_s(question.totals, layout, micro, recompute, every=sync == "every")
+                options.append(Option(layout, micro, recompute, sync, rough_s))
+            if len(micros) and micros[-1] == full:
                 break  # more traffic has no benefit here
         if not options and _is_hopeless(question, layout):
             break
-    return sorted(options, key=lambda option: option.guess)
+    return sorted(options, key=lambda option: option.rough_s)
 
 
 def _is_hopeless(question: Question, layout: Layout) -> bool:
@@ -311,18 +311,18 @@ def _screen_all(question: Question, found: Sequence[Layout]) -> tuple[list[tuple
         options = fitting_options(question, layout)
         if options:
             fitting.append((layout, options))
-            insort(best, options[0].guess)
+            insort(best, options[0].rough_s)
         else:
             unfit.append(layout)
     if question.timed:
-        fitting.sort(key=lambda pair: pair[1][0].guess)
+        fitting.sort(key=lambda pair: pair[1][0].rough_s)
     return fitting, sorted(unfit, key=lambda one: complexity(one.strategy))
 
 
 def _hope(question: Question, layout: Layout) -> float:
     """Return an optimistic rough time: no option of the layout is faster."""
     recompute = recomputes(question)[0]
-    return min(guess_s(question.totals, layout, micro, recompute) for micro in layout.micros)
+    return min(rough_step_time_s(question.totals, layout, micro, recompute) for micro in layout.micros)
 
 
 def _timed(question: Question, options: Sequence[Option]) -> list[Timed]:

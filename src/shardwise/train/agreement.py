@@ -22,7 +22,7 @@ from shardwise.parallel.apply import Applied
 from shardwise.parallel.data_parallel.ddp import Replicated, finish_reduction
 from shardwise.parallel.data_parallel.unit_forwards import left_order
 from shardwise.parallel.data_parallel.unit_order import orders_of
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.plan import Plan
 
 
@@ -52,13 +52,13 @@ class Agreement:
         for order in self._orders:
             order.end_step()
 
-    def begin_micro(self, *, last: bool, filler: bool) -> None:
+    def begin_micro(self, *, last: bool, padding: bool) -> None:
         """Prepare for a micro batch; parameters that only padding reaches have no gradient."""
         outer = self._applied.outer
-        if filler and self._given is None:
+        if padding and self._given is None:
             self._given = {id(p) for p in self._applied.module.parameters() if p.grad is not None}
             for order in self._orders:
-                order.before_fillers()
+                order.before_padding()
         if last and isinstance(outer, Replicated) and self._plan.grad_accum > 1:
             outer.mark()
 
@@ -176,11 +176,11 @@ class Agreement:
         Raises:
             TrainingError: on all ranks, if the backward has stepped them already.
         """
-        home, pipeline = home_of(self._applied.module), self._applied.pipeline
+        ownership, pipeline = ownership_of(self._applied.module), self._applied.pipeline
         tied = {name for pair in pipeline.tied for name in pair} if pipeline is not None else set()
         named = [(clean_name(name), p) for name, p in self._applied.module.named_parameters()]
         mine = {
-            name if home is None else home.canonical(name): p
+            name if ownership is None else ownership.canonical(name): p
             for name, p in named
             if id(p) in self._missing and name not in tied
         }

@@ -96,23 +96,23 @@ def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> Non
         )
     problems = []
     built = MODEL_FOR_CAUSAL_LM_MAPPING[type(facts)].__name__
-    own_loop = "train it in a loop of your own, with shardwise.start"
+    custom_loop = "train it in a loop of your own, with shardwise.start"
     named = keys.get("architectures") or []
     other = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     if other and not any(name == built or _is_causal(name) for name in other):
         problems.append(
             f"{where} is that of {', '.join(other)} (architectures), and what is trained here is a causal language "
-            f"model, {built}; set architectures to [\"{built}\"] in '{file}' if that is meant, or {own_loop}"
+            f"model, {built}; set architectures to [\"{built}\"] in '{file}' if that is meant, or {custom_loop}"
         )
     elif getattr(facts, "is_encoder_decoder", False):
         problems.append(
             f"{where}: model_type '{kind}' is an encoder and a decoder, and a causal language model has one stack; "
-            f"set is_encoder_decoder to false in '{file}' to train its decoder alone, or {own_loop}"
+            f"set is_encoder_decoder to false in '{file}' to train its decoder alone, or {custom_loop}"
         )
     elif _sees_both_ways(facts):
         problems.append(
             f"{where}: model_type '{kind}' reads in both directions (is_decoder is not true), so it would see each "
-            f"token that it is to predict; set is_decoder to true in '{file}', or {own_loop}"
+            f"token that it is to predict; set is_decoder to true in '{file}', or {custom_loop}"
         )
     if keys.get("quantization_config") is not None:
         asked = keys["quantization_config"]

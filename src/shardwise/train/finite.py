@@ -10,7 +10,7 @@ from shardwise.distributed.local_tensor import local_of
 from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.errors import TrainingError
 from shardwise.model.read import clean_name
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.train.session_interface import TrainingSession
 
 
@@ -50,11 +50,11 @@ def _is_finite(part: torch.Tensor) -> torch.Tensor:
 
 
 def _held(session: TrainingSession) -> Iterator[tuple[str, torch.Tensor]]:
-    engine, home = session.applied.engine, home_of(session.module)
+    engine, ownership = session.applied.engine, ownership_of(session.module)
     if engine is not None:
         yield from engine.own_weights()
         return
     for name, parameter in session.module.named_parameters():
         if parameter.requires_grad:
             name = clean_name(name)
-            yield name if home is None else home.canonical(name), local_of(parameter)
+            yield name if ownership is None else ownership.canonical(name), local_of(parameter)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import ModelError, UserError
 from shardwise.model.read import clean_name
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.plan import Plan
 from shardwise.train.session_interface import TrainingSession
 from shardwise.train.step import Step
@@ -28,7 +28,7 @@ _BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 class ParameterHooks:
-    """Observer and `Mail` that takes hooks off parameters and calls them on full gradients.
+    """Observer and `StepHeader` that takes hooks off parameters and calls them on full gradients.
 
     ``model`` is the argument of `Session.prepare`, untouched. Hooks that are registered later are taken when the next
     step begins; one that the plan cannot call is refused then, on all ranks.
@@ -47,7 +47,7 @@ class ParameterHooks:
         }
         self._plan = plan
         self._takes = plan.parsed.engine == "torch" and not plan.optimizer_in_backward
-        self._takes_after = self._takes and _keeps_whole(plan)
+        self._takes_after = self._takes and _keeps_full(plan)
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, list[_Hooks]] = {}
         self._after: dict[str, list[_Hooks]] = {}
@@ -58,15 +58,15 @@ class ParameterHooks:
 
     def on_prepared(self, session: TrainingSession) -> None:
         """Transfer hooks from the original parameters to the trained ones."""
-        home = home_of(session.module)
+        ownership = ownership_of(session.module)
         for name, parameter in session.module.named_parameters():
-            name = clean_name(name) if home is None else home.canonical(clean_name(name))
+            name = clean_name(name) if ownership is None else ownership.canonical(clean_name(name))
             if parameter.requires_grad:
                 self._named.append((name, parameter))
                 before, after = self._found.get(name, (None, None))
                 self._keep(self._before, name, before)
                 self._keep(self._after, name, after)
-        self._peers = tuple(range(session.ranks.world_size)) if home is None else home.ranks
+        self._peers = tuple(range(session.ranks.world_size)) if ownership is None else ownership.ranks
         self._ranks = session.ranks
         self._own = {number for _, parameter in self._named for number in parameter._post_accumulate_grad_hooks or ()}
         self._take()
@@ -167,14 +167,14 @@ def _check(found: dict[str, tuple[_Hooks | None, _Hooks | None]], plan: Plan) ->
             f"{_some(both)} a hook, and optimizer_in_backward steps a parameter before the hook could be called on "
             "the full gradient; set it to False, or remove the hook"
         )
-    if after and not _keeps_whole(plan):
+    if after and not _keeps_full(plan):
         raise ModelError(
             f"{_some(after)} a hook of register_post_accumulate_grad_hook, which expects the full parameter, but "
             f"{plan.strategy} has a shard of it; change the gradient by register_hook, or use ddp"
         )
 
 
-def _keeps_whole(plan: Plan) -> bool:
+def _keeps_full(plan: Plan) -> bool:
     """Return whether each rank has full parameters and full gradients when it steps."""
     return plan.parsed.base in ("ddp", "zero1") and plan.dims.tp * plan.dims.pp == 1
 
@@ -208,21 +208,21 @@ def _change(name: str, gradient: torch.Tensor, hooks: list[Any]) -> None:
     """
     if not hooks:
         return
-    whole = given = _gathered(gradient) if isinstance(gradient, DTensor) else gradient
+    full = given = _gathered(gradient) if isinstance(gradient, DTensor) else gradient
     for hook in hooks:
-        result = hook(whole)
-        whole = whole if result is None else result
-    if whole.shape != given.shape:
+        result = hook(full)
+        full = full if result is None else result
+    if full.shape != given.shape:
         raise UserError(
-            f"a hook of '{name}' returned shape {tuple(whole.shape)} for a gradient of {tuple(given.shape)}; "
+            f"a hook of '{name}' returned shape {tuple(full.shape)} for a gradient of {tuple(given.shape)}; "
             "return a tensor of the same shape, or None"
         )
     if not isinstance(gradient, DTensor):
-        if whole is not gradient:
-            gradient.copy_(whole)
+        if full is not gradient:
+            gradient.copy_(full)
         return
     mesh, local = gradient.device_mesh, gradient.to_local()
-    cut = distribute_tensor(whole.contiguous(), mesh, gradient.placements, src_data_rank=None)
+    cut = distribute_tensor(full.contiguous(), mesh, gradient.placements, src_data_rank=None)
     local.copy_(cut.to_local())
 
 

@@ -47,7 +47,7 @@ from shardwise.train.step import StepResult, check_finite
 class Reporter(Protocol):
     """Reporter of progress; every call is made on rank 0 only."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line."""
 
     def begin(self, first: int, total: int) -> None:
@@ -139,7 +139,7 @@ class TrainingRun:
         return self.session.ranks.is_main
 
     @property
-    def _luck(self) -> int:
+    def _rng_state(self) -> int:
         """Rank for the random seed, equal in a tensor-parallel group."""
         return self.session.ranks.rank // self.plan.dims.tp
 
@@ -196,7 +196,7 @@ class TrainingRun:
             base.close()
         elif config.model.weights is not None:
             load_weights(self.session.module, config.model.weights, verify=config.checkpoint.verify, collective=True)
-        seed_everything(config.train.seed, self._luck)
+        seed_everything(config.train.seed, self._rng_state)
         return model
 
     def _adapt(self, model: nn.Module) -> BaseWeights | None:
@@ -216,7 +216,7 @@ class TrainingRun:
             else BaseWeights(model, weights, verify=self.config.checkpoint.verify, collective=True)
         )
         if base is None and self.is_main:
-            self.reporter.say("model.weights is not given: adapters are trained beside random weights")
+            self.reporter.log("model.weights is not given: adapters are trained beside random weights")
         origin = {"weights": weights, "seed": seed} if base is None else {"weights": weights, "digest": base.digest}
         self.adapter_facts = {"adapter": adapters.facts(), "base": origin}
         return base
@@ -338,7 +338,7 @@ class TrainingRun:
             "data.shuffle": data.shuffle,
         }
 
-    def _prime(self) -> None:
+    def warmup_backward(self) -> None:
         """Run and discard one backward, for DDP: it orders its buckets by the first backward.
 
         That order decides the order of summation over ranks, so without this a resumed run would differ in the last bit
@@ -375,11 +375,11 @@ class TrainingRun:
             resume.refuse_fewer(manifest, config, len(self.samples))
         made = resume.options_of(session.optimizer)
         if manifest.step:
-            self._prime()
+            self.warmup_backward()
         with resume.advice(path, earlier):
             load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=config.checkpoint.verify)
-            luck = rank_to_follow(manifest.plan, self.plan, session.ranks.rank)
-            saved = exchange.together(lambda: rng_for(path, luck))
+            rng_state = rank_to_follow(manifest.plan, self.plan, session.ranks.rank)
+            saved = exchange.together(lambda: rng_for(path, rng_state))
         state = manifest.state
         session.steps_done = manifest.step
         with resume.reading_state(path):
@@ -394,11 +394,11 @@ class TrainingRun:
         if saved is not None:
             restore_random_states(saved, session.device)
         else:  # a rank that did not exist: not the random numbers of the first step again
-            seed_everything(config.train.seed + manifest.step, self._luck)
+            seed_everything(config.train.seed + manifest.step, self._rng_state)
         if self.is_main:
-            self.reporter.say(f"resuming after step {manifest.step} of {self.total} from '{path}'")
+            self.reporter.log(f"resuming after step {manifest.step} of {self.total} from '{path}'")
             if told:
-                self.reporter.say(f"changed since then: {'; '.join(told)}")
+                self.reporter.log(f"changed since then: {'; '.join(told)}")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:

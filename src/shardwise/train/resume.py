@@ -232,8 +232,8 @@ def _plan_news(old: Plan, plan: Plan) -> list[str]:
     texts = []
     then, now = _spread(old), _spread(plan)
     if then != now:
-        luck = old.dims.world_size != plan.dims.world_size
-        texts.append(f"{then} → {now}{' (dropout draws other numbers)' if luck else ''}")
+        rng_state = old.dims.world_size != plan.dims.world_size
+        texts.append(f"{then} → {now}{' (dropout draws other numbers)' if rng_state else ''}")
     pairs = {
         "global batch": (old.global_batch, plan.global_batch),
         "micro batch": (old.micro_batch, plan.micro_batch),

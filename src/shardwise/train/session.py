@@ -38,7 +38,7 @@ from shardwise.parallel.data_parallel.unit_order import orders_of
 from shardwise.parallel.data_parallel.unsupported import refuse_unsupported
 from shardwise.parallel.grad_norm import finish_partial, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.precision import grad_scaler
 from shardwise.plan.dims import MeshCoord
 from shardwise.plan.plan import Plan
@@ -50,7 +50,7 @@ from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
 from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
-from shardwise.train.structure import StructureWatch
+from shardwise.train.structure import StructureRecorder
 
 Planner = Callable[[nn.Module, Optimizer], Plan]
 
@@ -74,7 +74,7 @@ class Observer(Protocol):
         """Called if the loop left a step unfinished; its gradients are discarded."""
 
 
-class Mail(Protocol):
+class StepHeader(Protocol):
     """Integers sent with the message at the start of every step."""
 
     @property
@@ -106,7 +106,7 @@ class Session:
     """Training session on this rank; create one with ``shardwise.start``.
 
     ``plan`` is set by `prepare`. ``phase`` is the current phase, for observers; functions in ``phase_watchers`` are
-    called when it changes. ``mail`` is sent with each step's first message.
+    called when it changes. ``header`` is sent with each step's first message.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it.
     """
@@ -123,7 +123,7 @@ class Session:
     in_step: bool = False
     micros_left: int = 0
     timekeeper: Timekeeper | None = None
-    mail: list[Mail] = field(default_factory=list)
+    header: list[StepHeader] = field(default_factory=list)
     in_backward: InBackward | None = None
     _agreement: Agreement | None = None
     _stream: Stream | None = None
@@ -158,7 +158,7 @@ class Session:
         """Position of the loop in its data."""
         if self._stream is None:
             self._stream = Stream(self.ranks, self.device, (self.place.dp, self.dp), self.plan.grad_accum)
-            self.mail.append(self._stream.watch)
+            self.header.append(self._stream.watch)
         return self._stream
 
     @property
@@ -274,8 +274,8 @@ class Session:
             self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
             called.register_forward_pre_hook(self._meet, prepend=True)
-        self.observers[:0] = [hooks, StructureWatch()]  # before observers of gradients
-        self.mail.append(hooks)
+        self.observers[:0] = [hooks, StructureRecorder()]  # before observers of gradients
+        self.header.append(hooks)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer
 
@@ -310,7 +310,7 @@ class Session:
             else:
                 self._applied.engine.discard()
             if self.plan.dims.tp > 1:
-                self.share_luck()
+                self.sync_rng_state()
         self.first_step, self.in_step, self._calls = self.steps_done, False, Calls()
         while limit is None or limit > 0:
             self.phase = "data"
@@ -319,9 +319,9 @@ class Session:
             micros = [self._micro(batch, count) for batch in given]
             last = micros[-1] if micros else last
             tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
-            own, mail = [tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self._post()
+            own, header = [tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self._post()
             self.phase = "control"
-            rows = gather_ints([*own, *mail], self.ranks, "the start of a step")
+            rows = gather_ints([*own, *header], self.ranks, "the start of a step")
             self.phase = "other"
             if any(row[1] for row in rows):
                 self._keep_together(rows)
@@ -338,7 +338,7 @@ class Session:
                     f"rank {starved[0]} got no batch at all while others did: fewer batches than ranks; "
                     "use a smaller batch size or fewer ranks"
                 )
-            micros += [Micro(last.inputs, last.labels, num_tokens=0, filler=True)] * (length - len(micros))
+            micros += [Micro(last.inputs, last.labels, num_tokens=0, padding=True)] * (length - len(micros))
             number = self.steps_done + 1
             step = Step(self, number, micros, *self._in_all(rows))
             self.in_step = True
@@ -358,10 +358,10 @@ class Session:
 
     def _post(self) -> list[int]:
         """Collect the integers that all senders attach to the message."""
-        return [number for one in self.mail for number in one.post()]
+        return [number for one in self.header for number in one.post()]
 
     def _deliver(self, rows: list[list[int]], start: int) -> None:
-        for one in self.mail:
+        for one in self.header:
             one.deliver([row[start : start + one.size] for row in rows])
             start += one.size
 
@@ -369,8 +369,8 @@ class Session:
         """Return checksums that ranks on one sample must share: data, and a TP group's RNG state."""
         if not self.plan.dims.splits_model:
             return []
-        luck = zlib.crc32(self._luck().numpy().data) if self.plan.dims.tp > 1 else 0
-        return [checksum(given), luck]
+        rng_state = zlib.crc32(self._rng_state().numpy().data) if self.plan.dims.tp > 1 else 0
+        return [checksum(given), rng_state]
 
     def _keep_together(self, rows: list[list[int]]) -> None:
         """Refuse different samples within a group, and restore equal RNG states in its ranks.
@@ -383,17 +383,17 @@ class Session:
             return
         check_same_batches([row[4] for row in rows], self.plan)
         if any(row[5] != rows[rank - dims.place(rank).tp][5] for rank, row in enumerate(rows)):
-            self.share_luck()
+            self.sync_rng_state()
 
-    def _luck(self) -> torch.Tensor:
+    def _rng_state(self) -> torch.Tensor:
         """Return the states of torch's generators, as bytes on the CPU."""
         states = [torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return torch.cat(states)
 
-    def share_luck(self) -> None:
+    def sync_rng_state(self) -> None:
         """Copy the first rank's RNG state to its tensor-parallel group. Collective over all ranks."""
-        mine = self._luck()
+        mine = self._rng_state()
         states = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(states, mine, group=self.ranks.control)
         shared = states[self.ranks.rank - self.place.tp]
@@ -502,7 +502,7 @@ class Session:
             self.in_backward.remove()
         self._applied = self._optimizer = self.in_backward = self._agreement = None
         self._trainable = []
-        self.observers, self.phase_watchers, self.mail = [], [], []
+        self.observers, self.phase_watchers, self.header = [], [], []
 
     def check_forward(self) -> None:
         """Refuse a loss under DDP that did not come from the prepared model.
@@ -548,13 +548,13 @@ class Session:
         gather_ints([], self.ranks, where, patient=False, limit_s=meeting.LIMIT_S if self.in_step else None)
         self.phase = phase
 
-    def begin_micro(self, *, last: bool, filler: bool = False) -> None:
+    def begin_micro(self, *, last: bool, padding: bool = False) -> None:
         """Prepare for a micro batch; called by `Step`."""
         if self.applied.engine is not None:
             self.applied.engine.begin_micro(last=last)
         else:
             set_gradient_sync(self.applied.outer, last or self.plan.syncs_every_micro_batch)
-            self.agreement.begin_micro(last=last, filler=filler)
+            self.agreement.begin_micro(last=last, padding=padding)
         self._forwards = getattr(self.applied.outer, "forwards", 0)
         self._calls.begin_micro()
         self.phase = "forward"
@@ -565,7 +565,7 @@ class Session:
         meshes = self.applied.meshes
         if meshes is not None:  # of parts: PyTorch's own would be one all-reduce for each parameter
             named = [(clean_name(name), p) for name, p in self.module.named_parameters() if p.requires_grad]
-            norm = global_norm(named, home_of(self.module), meshes.data.device_type)
+            norm = global_norm(named, ownership_of(self.module), meshes.data.device_type)
             scale_to(self._trainable, clip_norm, norm)
             return norm
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._trainable if p.grad is not None])
@@ -574,7 +574,7 @@ class Session:
 
     def finish_gradients(self) -> None:
         """Reduce over the model's own axes, once all backwards of a step are done."""
-        if home_of(self.module) is None:
+        if ownership_of(self.module) is None:
             return
         self.phase = "backward"
         finish_partial(self._trainable)

@@ -78,7 +78,7 @@ class TrainingSession(Protocol):
     def meet_before_backward(self) -> None:
         """Wait for the other ranks where their forwards may differ."""
 
-    def begin_micro(self, *, last: bool, filler: bool = False) -> None:
+    def begin_micro(self, *, last: bool, padding: bool = False) -> None:
         """Called before each micro batch."""
 
     def clip(self, clip_norm: float) -> torch.Tensor:

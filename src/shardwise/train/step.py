@@ -26,14 +26,14 @@ from shardwise.train.session_interface import TrainingSession
 class Micro:
     """Micro batch on this rank, on the device.
 
-    ``num_tokens`` counts the labels that take part in the loss. A ``filler`` pads the step on a rank that has run out
+    ``num_tokens`` counts the labels that take part in the loss. A ``padding`` pads the step on a rank that has run out
     of data while others have not: it is computed, with weight 0 and count 0. Unpacks as ``inputs, labels``.
     """
 
     inputs: Any
     labels: Any
     num_tokens: int
-    filler: bool = False
+    padding: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.inputs, self.labels))
@@ -90,7 +90,7 @@ class Step:
         for index, micro in enumerate(self.micros):
             self._current = index
             self._session.micros_left = len(self.micros) - 1 - index
-            self._session.begin_micro(last=index == len(self.micros) - 1, filler=micro.filler)
+            self._session.begin_micro(last=index == len(self.micros) - 1, padding=micro.padding)
             yield micro
 
     def backward(self, loss_sum: torch.Tensor, count: int | None = None) -> None:
@@ -112,7 +112,7 @@ class Step:
         if loss_sum.ndim != 0:
             shape = tuple(loss_sum.shape)
             raise UserError(f"step.backward needs a 0-d summed loss, got shape {shape}; use reduction='sum'")
-        if count is not None and int(count) != micro.num_tokens and not micro.filler:
+        if count is not None and int(count) != micro.num_tokens and not micro.padding:
             raise UserError(
                 f"step.backward: count={int(count)}, but the micro batch has {micro.num_tokens} labels that count; "
                 "pass micro.num_tokens, or set session.steps(loader, count=...) to count labels"
@@ -134,7 +134,7 @@ class Step:
         except RuntimeError as error:
             refuse_gone(error, session.ranks.control)
             raise
-        if not micro.filler and session.place.tp == 0:  # tensor-parallel ranks have the same loss
+        if not micro.padding and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.agreement.finish_backward()
         session.phase = "other"  # collectives of the user's code between micro batches are not the plan's traffic
@@ -152,7 +152,7 @@ class Step:
     def weight(self, micro: Micro) -> float:
         """Return the loss factor that makes the mean over ranks the mean over all global labels."""
         session = self._session
-        return 0.0 if micro.filler or not self.tokens else session.reduced_ranks / self.tokens
+        return 0.0 if micro.padding or not self.tokens else session.reduced_ranks / self.tokens
 
     def run(self, model: nn.Module, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
         """Run forward and backward of every micro batch; required under pipeline parallel.

@@ -14,7 +14,7 @@ from shardwise.train.session_interface import TrainingSession
 from shardwise.train.step import Step
 
 
-class StructureWatch:
+class StructureRecorder:
     """Observer that refuses a step with gradients of parameters that `prepare` has not seen.
 
     Parameters that are added and get no gradient (a frozen teacher, a copy for an average) are ignored. On a single

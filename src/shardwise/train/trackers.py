@@ -59,9 +59,9 @@ class Tracker(Protocol):
 class Trackers:
     """Trackers of a run; empty if none was requested. Created by `open_trackers`."""
 
-    def __init__(self, trackers: Mapping[str, Tracker], say: Say) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker], log: Say) -> None:
         self._trackers = dict(trackers)
-        self._say = say
+        self._log = log
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Trackers:
                     call(tracker)
             except Exception as error:
                 del self._trackers[name]
-                self._say(f"tracker {name} failed and is disabled, training continues: {_one_line(error)}")
+                self._log(f"tracker {name} failed and is disabled, training continues: {_one_line(error)}")
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -109,7 +109,7 @@ def check_trackers(names: Sequence[str]) -> None:
         )
 
 
-def open_trackers(config: Config, steps_done: int, say: Say) -> Trackers:
+def open_trackers(config: Config, steps_done: int, log: Say) -> Trackers:
     """Open the trackers of ``train.trackers``, to continue after ``steps_done`` steps.
 
     For rank 0 only.
@@ -122,7 +122,7 @@ def open_trackers(config: Config, steps_done: int, say: Say) -> Trackers:
     names = config.train.trackers
     check_trackers(names)
     if not names:
-        return Trackers({}, say)
+        return Trackers({}, log)
     opened: dict[str, Tracker] = {}
     folder = Path(config.train.output)
     for name in names:
@@ -131,10 +131,10 @@ def open_trackers(config: Config, steps_done: int, say: Say) -> Trackers:
             with _stdout_is_ours():
                 opened[name] = _OPENERS[name](config, folder, run, steps_done)
         except Exception as error:
-            say(f"tracker {name} cannot be opened and is disabled, training continues: {_one_line(error)}")
+            log(f"tracker {name} cannot be opened and is disabled, training continues: {_one_line(error)}")
         else:
-            say(f"tracker {name}: {opened[name]}")
-    return Trackers(opened, say)
+            log(f"tracker {name}: {opened[name]}")
+    return Trackers(opened, log)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:

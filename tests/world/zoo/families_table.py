@@ -22,7 +22,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import Gradients, Watch, worst
@@ -82,7 +82,7 @@ def one(name: str, axis: str, expected: Gradients) -> Cell:
 def run_plan(name: str, plan: Plan, expected: Gradients) -> Cell:
     """Two steps: the first against one process, the second under the receipt, in the model's own dtypes."""
     session, given, watch = start(plan, receipts=False), batches(4), Watch()
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers += [watch, probe]
     model = family(name, seed=dist.get_rank())
     try:

@@ -33,7 +33,7 @@ from shardwise.model.read import clean_name
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.effects import EffectsProbe
+from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import count_labels
 from tests.contract import both_here, here
@@ -81,7 +81,7 @@ def outcome(trial: Trial, expected: dict[str, torch.Tensor]) -> str:
     strategy = parse_strategy(trial.strategy)
     plan = Plan(strategy=trial.strategy, dims=dims_for(strategy, trial.world), grad_accum=trial.accum)
     session, updates = start(plan, receipts=False), 0
-    probe = EffectsProbe(strict=False)
+    probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
     before: list[torch.Tensor] = []
     try:

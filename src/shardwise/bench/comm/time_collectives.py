@@ -96,7 +96,7 @@ def bench_comm(
     sizes: tuple[int, ...],
     seconds: float,
     collectives: Sequence[Collective] = COLLECTIVES,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> list[CommSamples]:
     """Measure each of ``collectives`` on every axis of ``plan``, for at most about ``seconds`` each. Collective.
 
@@ -105,7 +105,7 @@ def bench_comm(
     found = []
     for place in axes_of(plan, ranks):
         for collective in collectives:
-            say(f"{collective} on {place.axis.name} ({place.axis.ranks} ranks)")
+            log(f"{collective} on {place.axis.name} ({place.axis.ranks} ranks)")
             found.append(_bench_one(collective, place, ranks, fitting_sizes(sizes, place.axis.ranks), seconds))
     return found
 
@@ -153,8 +153,8 @@ def _schedule(taken: Sequence[float], seconds: float) -> tuple[int, list[int]]:
     """Rounds, and calls of each size in a row; the same on every rank, as ``taken`` is."""
     share = MAIN_SHARE * seconds / (ROUNDS[0] * len(taken))
     each = [max(1, min(MOST_CALLS, int(share / max(once_s, 1e-7)))) for once_s in taken]
-    whole = sum(once_s * number for once_s, number in zip(taken, each, strict=True))
-    return max(ROUNDS[0], min(ROUNDS[1], int(MAIN_SHARE * seconds / whole))), each
+    full = sum(once_s * number for once_s, number in zip(taken, each, strict=True))
+    return max(ROUNDS[0], min(ROUNDS[1], int(MAIN_SHARE * seconds / full))), each
 
 
 def _timed(call: Call, number: int, ranks: Ranks) -> float:
@@ -211,21 +211,21 @@ def _active(collective: Collective, group: Sequence[int]) -> list[int]:
 def call_of(collective: Collective, place: AxisGroup, size: int, device: torch.device) -> Call:
     """A function that does ``collective`` of ``size`` bytes so many times in a row, on this rank."""
     group, ranks = place.group, len(place.mine)
-    whole = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    full = torch.zeros(size // 4, dtype=torch.float32, device=device)
     if collective == "send":
-        return _ping_pong(whole, place)
+        return _ping_pong(full, place)
     part = torch.zeros(size // 4 // ranks, dtype=torch.float32, device=device)
-    other = torch.zeros_like(whole) if collective == "all_to_all" else whole
+    other = torch.zeros_like(full) if collective == "all_to_all" else full
 
     def once() -> None:
         if collective == "all_reduce":
-            dist.all_reduce(whole, group=group)
+            dist.all_reduce(full, group=group)
         elif collective == "all_gather":
-            dist.all_gather_single(whole, part, group=group)
+            dist.all_gather_single(full, part, group=group)
         elif collective == "reduce_scatter":
-            dist.reduce_scatter_single(part, whole, group=group)
+            dist.reduce_scatter_single(part, full, group=group)
         else:
-            dist.all_to_all_single(other, whole, group=group)
+            dist.all_to_all_single(other, full, group=group)
 
     def call(number: int) -> None:
         for _ in range(number):

@@ -106,8 +106,8 @@ def units_of(profile: ModelProfile | None, plan: Plan) -> tuple[UnitTraffic, ...
     """The units of a model as data-parallel traffic sees them, in order; empty where there is no profile."""
     if profile is None:
         return ()
-    whole = sum(unit.flops * unit.count for unit in profile.units) or 1.0
-    return tuple(_unit(unit, unit.flops / whole, plan) for unit in profile.units)
+    full = sum(unit.flops * unit.count for unit in profile.units) or 1.0
+    return tuple(_unit(unit, unit.flops / full, plan) for unit in profile.units)
 
 
 def _unit(unit: Unit, share: float, plan: Plan) -> UnitTraffic:

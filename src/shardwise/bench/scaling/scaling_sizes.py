@@ -317,16 +317,16 @@ def finish(
     """Add the samples to the file, work everything out, print and draw it; returns the document."""
     file = request.output / FILE
     with _alone(request.output):
-        whole = (stored(file) or scaling).model_copy(update={"cluster": scaling.cluster, "units": scaling.units})
-        whole = whole.merged(samples, left_out)
-        price = request.price if request.price is not None else whole.cluster.price_per_device_hour
-        rows = [row for mode in MODES for row in rows_of(whole.of(mode), price)]
-        calibration = read_links(request.calibration, whole.cluster)
-        modes = [mode for mode in MODES if whole.of(mode)]
-        curves = [curve_of(whole, mode, request.beyond, calibration) for mode in modes]
-        document = document_of(whole, rows, curves, price)
+        full = (stored(file) or scaling).model_copy(update={"cluster": scaling.cluster, "units": scaling.units})
+        full = full.merged(samples, left_out)
+        price = request.price if request.price is not None else full.cluster.price_per_device_hour
+        rows = [row for mode in MODES for row in rows_of(full.of(mode), price)]
+        calibration = read_links(request.calibration, full.cluster)
+        modes = [mode for mode in MODES if full.of(mode)]
+        curves = [curve_of(full, mode, request.beyond, calibration) for mode in modes]
+        document = document_of(full, rows, curves, price)
         _write(file, json.dumps(document, indent=1) + "\n")
-    print_scaling(whole, rows, curves, price, console)
+    print_scaling(full, rows, curves, price, console)
     console.print(f"raw samples: {file}")
     plot = file.with_suffix(".png")
     console.print(f"plot: {plot}" if draw_scaling(document, plot) else "no plot: matplotlib is not installed")

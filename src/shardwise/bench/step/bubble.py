@@ -120,5 +120,5 @@ def idle_share(spans: Sequence[StageSpan], begin_s: float, ranks: Ranks) -> floa
     first = min(span.start_s for span in spans) - begin_s
     last = max(span.end_s for span in spans) - begin_s
     rows = gather_ints([int(value * 1e9) for value in (busy, first, last)], ranks)
-    whole = max(row[2] for row in rows) - min(row[1] for row in rows)
-    return 1.0 - sum(row[0] for row in rows) / (len(rows) * whole)
+    full = max(row[2] for row in rows) - min(row[1] for row in rows)
+    return 1.0 - sum(row[0] for row in rows) / (len(rows) * full)

@@ -72,7 +72,7 @@ class MergeVerdict:
     difference: float | None = None
     bound: float | None = None
     effect: float | None = None
-    from_packed: float | None = None
+    from_quantized: float | None = None
 
 
 class NotMerged(ReceiptError):
@@ -132,9 +132,9 @@ def _compare(
         raise CannotRun("the outputs of base and adapters are not all numbers")
     difference, effect = apart(there, beside), apart(beside, alone)
     bound = ROOM * apart(moved, there)
-    from_packed = None
+    from_quantized = None
     if pieces.onto_original:
-        from_packed = apart(there, _of_live(pieces, pieces.saved.kind, inputs)[0])
+        from_quantized = apart(there, _of_live(pieces, pieces.saved.kind, inputs)[0])
     count = sum(part.numel() for part in there)
     text = (
         f"{count} outputs on fixed inputs differ from those of base and adapters by up to {difference:.3g}; rounding "
@@ -145,7 +145,7 @@ def _compare(
         text = f"verified by a forward pass: {text}"
         if effect <= bound:
             text += " (which is too little to be seen: that they are in it, only the weights read back show)"
-    return MergeVerdict(fine, text, difference, bound, effect, from_packed)
+    return MergeVerdict(fine, text, difference, bound, effect, from_quantized)
 
 
 def _of_folder(
@@ -161,7 +161,7 @@ def _of_folder(
     inputs = fixed_inputs(module)
     there = outputs_of(module, inputs)
     kept = {item.name.removeprefix(MODEL) for item in selection.items if merged.tensors[item.origin] == item.info}
-    kept -= {name.removeprefix(MODEL) for name in (*merged.merged, *merged.unpacked)}
+    kept -= {name.removeprefix(MODEL) for name in (*merged.merged, *merged.dequantized)}
     generator = torch.Generator().manual_seed(0)
     seen: set[int] = set()
     for name, tensor in tensors_of(module).items():
@@ -228,5 +228,5 @@ def _fill(module: nn.Module, pieces: Pieces) -> None:
 
 def _check_memory(selection: Selection) -> None:
     """Check the memory for two fp32 models in turn, plus a copy of one tensor."""
-    sizes: Sequence[int] = [4 * item.info.whole.numel for item in selection.items]
+    sizes: Sequence[int] = [4 * item.info.full.numel for item in selection.items]
     check_memory_for(sum(sizes) + max(sizes))

@@ -145,13 +145,13 @@ def as_users_load_it(
     if to == "hf" and known.auto is not None and isinstance(place, Path):
         given = {} if compute is None else {"dtype": compute}
         try:
-            module, said = known.auto.from_pretrained(
+            module, message = known.auto.from_pretrained(
                 str(place), local_files_only=True, trust_remote_code=False, output_loading_info=True, **given
             )
         except Exception as error:
             text = f"transformers cannot load it: {type(error).__name__}: {' '.join(str(error).split())}"
             raise NotTheSame(OutputVerdict(False, None, text)) from error
-        wrong = [f"{what}: {', '.join(map(str, list(keys)[:_NAMED]))}" for what, keys in said.items() if keys]
+        wrong = [f"{what}: {', '.join(map(str, list(keys)[:_NAMED]))}" for what, keys in message.items() if keys]
         if wrong:
             raise NotTheSame(OutputVerdict(False, None, f"transformers loads it with {'; '.join(wrong)}"))
         module.eval()

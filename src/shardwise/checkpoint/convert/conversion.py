@@ -240,13 +240,13 @@ def _dealt(selection: Selection, limit: int, to: To) -> list[_File]:
     A larger tensor is split, or alone in its file where that is impossible. Of adapters there is one file.
     """
     if to == "peft":
-        return [_File(ADAPTER_FILE, [(item, item.info.whole) for item in selection.items])]
+        return [_File(ADAPTER_FILE, [(item, item.info.full) for item in selection.items])]
     files: list[_File] = []
     room = 0
     for item in selection.items:
         itemsize = item.info.dtype.itemsize
         cut = to == "shardwise" and item.info.num_bytes > limit
-        boxes = list(row_boxes(item.info.shape, itemsize, limit)) if cut else [item.info.whole]
+        boxes = list(row_boxes(item.info.shape, itemsize, limit)) if cut else [item.info.full]
         for box in boxes:
             size = box.numel * itemsize
             if not files or size > room:
@@ -391,7 +391,7 @@ def _manifest(
     source: Source, selection: Selection, tensors: dict[str, TensorEntry], model: dict[str, Any] | None
 ) -> Manifest:
     own = source.manifest if isinstance(source, OwnSource) else None
-    whole = any(not item.name.startswith(MODEL) for item in selection.items)  # a run can resume from it
+    full = any(not item.name.startswith(MODEL) for item in selection.items)  # a run can resume from it
     return Manifest(
         step=source.step or 0,
         plan=own.plan if own else {},
@@ -400,8 +400,8 @@ def _manifest(
         ranks=own.ranks if own else 1,
         tensors=tensors,
         aliases=dict(selection.aliases),
-        optimizer=_optimizer(source, selection) if whole else OptimizerEntry(name="none"),
-        state=own.state if own and whole else {},
+        optimizer=_optimizer(source, selection) if full else OptimizerEntry(name="none"),
+        state=own.state if own and full else {},
         model=model,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )

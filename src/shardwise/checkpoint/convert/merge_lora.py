@@ -159,8 +159,8 @@ class MergedSource:
         self._origins = {item.name: item.origin for item in selection.items}
         self._transposed = frozenset(transposed)
         self.merged = tuple(f"{MODEL}{layer}.weight" for layer in saved.targets)
-        self.unpacked = tuple(f"{MODEL}{layer}.weight" for layer in packed)
-        changed = {*self.merged, *self.unpacked}
+        self.dequantized = tuple(f"{MODEL}{layer}.weight" for layer in packed)
+        changed = {*self.merged, *self.dequantized}
         self.tensors: Mapping[str, TensorInfo] = {
             item.name: TensorInfo(dtype, item.info.shape) if dtype is not None and item.name in changed else item.info
             for item in selection.items
@@ -208,19 +208,19 @@ class MergedSource:
         info, origin = self.tensors[name], self._origins[name]
         layer = name.removeprefix(MODEL).removesuffix(".weight")
         weight = None
-        if name in self.unpacked:
+        if name in self.dequantized:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._saved.precision, torch.float32)
             options = self._saved.options
-            whole = self._base.read(origin, info.whole).to(dtype)
+            full = self._base.read(origin, info.full).to(dtype)
             try:
-                weight = packed_and_unpacked(whole, options.double_quant, options.quant_type)
+                weight = packed_and_unpacked(full, options.double_quant, options.quant_type)
             except ModelError as error:
                 raise ModelError(f"{layer} cannot be quantized here ({error}); merge with --onto original") from None
-            del whole
+            del full
         parts: list[torch.Tensor] = []
         if name in self.merged:
             names = self._saved.names(layer)
-            parts = [self._adapters.read(n, self._adapters.tensors[n].whole).to(torch.float64) for n in names]
+            parts = [self._adapters.read(n, self._adapters.tensors[n].full).to(torch.float64) for n in names]
         return _Layer(
             name, self._base, origin, info.shape, weight, parts, self._saved.options.scale, layer in self._transposed
         )

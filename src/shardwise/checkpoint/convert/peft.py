@@ -113,7 +113,7 @@ def _compare(
     for raw, parameter in live.named_parameters():
         name = f"{MODEL}{clean_name(raw)}"
         if name in stored:
-            parameter.copy_(source.read(name, source.tensors[name].whole).to(stored[name]))
+            parameter.copy_(source.read(name, source.tensors[name].full).to(stored[name]))
     here = outputs_of(live.eval(), inputs)
     from peft import PeftModel
 

@@ -106,9 +106,9 @@ class AccelerateSource:
         self.kind = "Accelerate folder"
         if SINGLE in names or INDEX in names:
             return HuggingFaceSource(path)
-        whole = next((name for name in _WHOLE if name in names), None)
-        if whole is not None:
-            return StateDictSource(path / whole if whole.endswith(".bin") else path)
+        full = next((name for name in _WHOLE if name in names), None)
+        if full is not None:
+            return StateDictSource(path / full if full.endswith(".bin") else path)
         raise CheckpointError(f"'{path}' has no weights of Accelerate: no {FSDP_MODEL}_0, {FSDP_MODEL}.bin or {SINGLE}")
 
     def _open_optimizer(self, path: Folder, names: set[str]) -> DcpSource | _OptimizerFile | None:

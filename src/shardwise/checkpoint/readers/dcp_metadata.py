@@ -105,8 +105,8 @@ def _take(metadata: Any, found: Contents, chunks: dict[str, dict[Box, ByteRange]
         info = TensorInfo(_dtype(told["properties"], key), _sizes(told["size"]))
         boxes = chunks.setdefault(_text(key), {})
         for chunk in told["chunks"]:
-            said = _state(chunk, "ChunkStorageMetadata")
-            box = Box(_sizes(said["offsets"]), _sizes(said["sizes"]))
+            message = _state(chunk, "ChunkStorageMetadata")
+            box = Box(_sizes(message["offsets"]), _sizes(message["sizes"]))
             if box.numel:
                 boxes.setdefault(box, places[key, box.offsets])
         known = found.tensors.get(key)
@@ -147,7 +147,7 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 
     No box is empty.
     """
-    whole = math.prod(shape)
+    full = math.prod(shape)
     for box in boxes:
         if not len(box.offsets) == len(box.lengths) == len(shape):
             return f"a piece has {len(box.lengths)} dimensions, the tensor {len(shape)}"
@@ -157,7 +157,7 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     if pair is not None:
         return f"the pieces at {list(pair[0].offsets)} and {list(pair[1].offsets)} overlap"
     held = sum(box.numel for box in boxes)
-    return f"the pieces contain {held} of {whole} elements" if held != whole else ""
+    return f"the pieces contain {held} of {full} elements" if held != full else ""
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -63,7 +63,7 @@ _NO_OPTIONS = {"params", "param_names", "step"}
 _T = TypeVar("_T")
 
 
-class _Whole:
+class _Full:
     """Tensor stored contiguously in one file, or in memory."""
 
     def __init__(self, file: TorchFile, stored: StoredTensor | torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class DeepSpeedSource:
         self.notes: list[str] = []
         self.aliases: dict[str, str] = {}
         self.optimizer: Mapping[str, Any] | None = None
-        self._held: dict[str, Flat | _Whole] = {}
+        self._held: dict[str, Flat | _Full] = {}
         self._scalars: dict[str, dict[str, Any]] = {}
         self._files = ExitStack()
         try:
@@ -187,11 +187,11 @@ class DeepSpeedSource:
     def _name_all(self, names: Iterable[Any]) -> None:
         """Map Shardwise's names to those in the files."""
         raw = list(dict.fromkeys(map(str, names)))
-        whole = all(name.startswith(_LIGHTNINGS) for name in raw)
-        cleaned = clean_names([name.removeprefix(_LIGHTNINGS) for name in raw] if whole else raw)
+        full = all(name.startswith(_LIGHTNINGS) for name in raw)
+        cleaned = clean_names([name.removeprefix(_LIGHTNINGS) for name in raw] if full else raw)
         self._name = dict(zip(raw, cleaned, strict=True))
 
-    def _put(self, name: str, tensor: Flat | _Whole) -> None:
+    def _put(self, name: str, tensor: Flat | _Full) -> None:
         if name in self._held:
             raise CheckpointError(f"'{self.folder}' has {name} twice; {AGAIN}")
         self._held[name] = tensor
@@ -230,7 +230,7 @@ class DeepSpeedSource:
             elif cut and stored.shape == (0,) and name not in _list(state.get("buffer_names")):
                 empty.append(name)
             else:
-                self._put(f"model/{self._name[name]}", _Whole(self._model, stored))
+                self._put(f"model/{self._name[name]}", _Full(self._model, stored))
         if empty:
             self.notes.append(f"these weights are not in the files: {short_list(empty)}")
         if extra:
@@ -297,15 +297,15 @@ class DeepSpeedSource:
     def _number(self, name: str, key: str, file: TorchFile, value: Any) -> None:
         """Register state shared by all parameters of a partition."""
         if isinstance(value, StoredTensor):
-            self._tensor_of_state(name, key, value, _Whole(file, value))
+            self._tensor_of_state(name, key, value, _Full(file, value))
         elif isinstance(value, int | float) and key == "step":
-            self._put(f"optimizer/{self._name[name]}/step", _Whole(file, torch.tensor(float(value))))
+            self._put(f"optimizer/{self._name[name]}/step", _Full(file, torch.tensor(float(value))))
         elif isinstance(value, bool | int | float | str):
             self._scalars.setdefault(self._name[name], {})[key] = value
         elif value is not None:
             self._note_once(f"the optimizer's '{key}' is neither a tensor nor a number, and is not carried over")
 
-    def _tensor_of_state(self, name: str, key: str, value: StoredTensor, tensor: Flat | _Whole) -> None:
+    def _tensor_of_state(self, name: str, key: str, value: StoredTensor, tensor: Flat | _Full) -> None:
         if "/" in key or (value.shape and not value.dtype.is_floating_point):
             self._refuse_state(key, value)
         self._put(f"optimizer/{self._name[name]}/{key}", tensor)
@@ -381,7 +381,7 @@ class DeepSpeedSource:
             return
         for group, called in zip(masters, names, strict=False):
             for master, name in zip(group, called, strict=True):
-                self._held[f"model/{self._name[name]}"] = _Whole(self._model, master)
+                self._held[f"model/{self._name[name]}"] = _Full(self._model, master)
         for group, called in zip(numbers, names, strict=True):
             for number, name in zip(group, called, strict=True):
                 for key, value in (base["state"].get(number) or {}).items():
@@ -451,13 +451,13 @@ def _shared(
     ``cut``: tensors are empty because their values are elsewhere. The file marks empty parameters as tied to one
     another, which they are not.
     """
-    said = state.get("shared_params") or {}
+    message = state.get("shared_params") or {}
     owner: dict[StoredTensor, str] = {module[name]: name for name in module if name in masters}
     shared: dict[str, str] = {}
     for name, stored in module.items():
         if name in masters or not (cut or stored.numel):
             continue
-        first = said.get(name, None if cut else owner.setdefault(stored, name))
+        first = message.get(name, None if cut else owner.setdefault(stored, name))
         if first is not None and first != name:
             shared[name] = str(first)
     return shared

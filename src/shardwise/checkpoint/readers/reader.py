@@ -22,14 +22,14 @@ class TensorInfo:
     shape: tuple[int, ...]
 
     @property
-    def whole(self) -> Box:
+    def full(self) -> Box:
         """Box of the full tensor."""
         return Box((0,) * len(self.shape), self.shape)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all elements."""
-        return self.whole.numel * self.dtype.itemsize
+        return self.full.numel * self.dtype.itemsize
 
 
 @runtime_checkable

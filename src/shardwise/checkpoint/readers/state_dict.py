@@ -197,7 +197,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def _with_numbers(value: Any, file: TorchFile) -> Any:
     """Replace one-element tensors by their number, also inside parameter groups."""
     if isinstance(value, StoredTensor) and value.numel == 1:
-        return file.read(value, TensorInfo(value.dtype, value.shape).whole).item()
+        return file.read(value, TensorInfo(value.dtype, value.shape).full).item()
     if isinstance(value, list):
         return [_with_numbers(inner, file) for inner in value]
     return {key: _with_numbers(inner, file) for key, inner in value.items()} if isinstance(value, dict) else value

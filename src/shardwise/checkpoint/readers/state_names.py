@@ -65,8 +65,8 @@ class _Optimizer:
     @property
     def keys(self) -> list[str]:
         options = [key for keys in self.groups.values() for key in keys.values()]
-        whole = [] if self.whole_groups is None else [self.whole_groups]
-        return [*self.values.values(), *options, *whole, *self.odd]
+        full = [] if self.whole_groups is None else [self.whole_groups]
+        return [*self.values.values(), *options, *full, *self.odd]
 
 
 def sort_out(paths: Mapping[str, Path], tensors: Iterable[str], value: Callable[[str], Any]) -> Found:
@@ -127,11 +127,11 @@ def _optimizers(paths: Mapping[str, Path]) -> list[_Optimizer]:
 
 def _with_roots(paths: Mapping[str, Path]) -> Mapping[str, Path]:
     """Split flat keys (``optimizer.state.x``) at the start of the optimizer's part."""
-    whole = {key: str(path[0]) for key, path in paths.items() if len(path) == 1}
-    roots = {text.partition(f".{GROUPS}.")[0] for text in whole.values() if f".{GROUPS}." in text}
+    full = {key: str(path[0]) for key, path in paths.items() if len(path) == 1}
+    roots = {text.partition(f".{GROUPS}.")[0] for text in full.values() if f".{GROUPS}." in text}
     split = dict(paths)
     for root in roots:
-        for key, text in whole.items():
+        for key, text in full.items():
             if text.startswith((f"{root}.{GROUPS}.", f"{root}.{STATE}.")):
                 split[key] = (root, text.removeprefix(f"{root}."))
     return split
@@ -309,11 +309,11 @@ class _Filing:
         Parameters with their own options are grouped by equal options.
         """
         if optimizer.whole_groups is not None:
-            whole = self.value(optimizer.whole_groups)
-            if not isinstance(whole, list) or not all(isinstance(group, dict) for group in whole):
+            full = self.value(optimizer.whole_groups)
+            if not isinstance(full, list) or not all(isinstance(group, dict) for group in full):
                 what = printable(optimizer.whole_groups)
                 raise CheckpointError(f"'{what}' is not a list of parameter groups; save it again")
-            return whole
+            return full
         read = {group: {o: self.value(key) for o, key in keys.items()} for group, keys in optimizer.groups.items()}
         numbers = sorted(group for group in read if isinstance(group, int))
         alike: dict[str, dict[str, Any]] = {}

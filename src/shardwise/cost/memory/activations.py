@@ -54,11 +54,11 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
     cuts = Cuts(
         layout.tp,
         layout.cp,
-        sequence=layout.sequence and (unit.kind == "block" or layout.stack != "shardwise"),
+        sequence=layout.sequence and (unit.kind == "block" or layout.framework != "shardwise"),
         vocab=layout.vocab,
         regathers=layout.masters,
-        exchanges=layout.cp > 1 and layout.stack == "shardwise",
-        own_loss=layout.stack == "shardwise",
+        exchanges=layout.cp > 1 and layout.framework == "shardwise",
+        own_loss=layout.framework == "shardwise",
     )
     return _unit_bytes(Same(unit), layout.width, layout.autocasts, cuts, mode, compiled)
 
@@ -82,8 +82,8 @@ class Cuts:
         """Ranks that what an op keeps is divided over: a product cut by columns has its whole input."""
         if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
             return 1
-        whole = op.kind == "matmul" and op.cut in ("column", "vocab") and not self.regathers
-        return 1 if whole else self.tp
+        full = op.kind == "matmul" and op.cut in ("column", "vocab") and not self.regathers
+        return 1 if full else self.tp
 
     def of_gradient(self, op: Op) -> int:
         """Ranks that the gradient of an op's input is divided over, before it is summed over them."""

@@ -1,4 +1,5 @@
-"""`Program`, how a step is computed, and `Tape`: its allocations and frees in order, with category and stream."""
+"""`Program`, how a step is computed, and `AllocationTrace`: its allocations and frees in order, with category and
+stream."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Program:
     whole fp32 ones wait until then; otherwise shards add up. Whole gradients wait beside DDP's buckets (``no_sync``),
     unless ``buckets_add``. ``fused_loss`` is one kernel that reads narrow logits and writes their gradient in their
     place. ``loss_chunks`` above 1 makes logits in parts, and their gradients with them. ``written`` blocks of a row are
-    written op by op. ``steps_early`` steps each parameter as soon as its gradient is final, and frees that.
+    written op by op. ``optimizer_in_backward`` steps each parameter as soon as its gradient is final, and frees that.
     """
 
     grad_accum: int = 1
@@ -30,10 +31,10 @@ class Program:
     fused_loss: bool = False
     loss_chunks: int = 1
     written: int = WRITTEN
-    steps_early: bool = False
+    optimizer_in_backward: bool = False
 
 
-class Tape:
+class AllocationTrace:
     """Allocations and frees in order. ``events`` holds (bytes, category, stream), or (-1 - handle, 0, 0) for a free."""
 
     def __init__(self) -> None:

@@ -175,16 +175,16 @@ class CachingAllocator:
 
     def _new_segment(self, pool: _Pool, size: int) -> Block:
         if pool.is_small:
-            whole = SMALL_SEGMENT_BYTES
+            full = SMALL_SEGMENT_BYTES
         elif size < MIN_LARGE_BYTES:
-            whole = LARGE_SEGMENT_BYTES
+            full = LARGE_SEGMENT_BYTES
         else:
-            whole = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        if self._lacks(whole):
+            full = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        if self._lacks(full):
             self._release()
-        self._take(whole)
-        block = Block(pool, self._end, whole)
-        self._end += whole
+        self._take(full)
+        block = Block(pool, self._end, full)
+        self._end += full
         self.segments += 1
         return block
 

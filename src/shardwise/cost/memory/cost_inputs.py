@@ -39,7 +39,7 @@ class CostInputs:
     @property
     def reduces_late(self) -> bool:
         """Torch's own pipeline stages reduce when the last backward is over, and keep all gathered until then."""
-        return self.layout.pp > 1 and self.layout.shards and self.layout.stack == "torchtitan"
+        return self.layout.pp > 1 and self.layout.shards and self.layout.framework == "torchtitan"
 
     @property
     def has_buckets(self) -> bool:

@@ -13,13 +13,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwise.cost.memory.allocation_trace import WRITTEN, Program, Tape
+from shardwise.cost.memory.allocation_trace import WRITTEN, AllocationTrace, Program
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Estimate
 from shardwise.cost.memory.framework_overhead import context_bytes
-from shardwise.cost.memory.local_shapes import ShardLayout, Stack, layout_of
+from shardwise.cost.memory.local_shapes import Framework, ShardLayout, layout_of
 from shardwise.cost.memory.lower_bound import screen
-from shardwise.cost.memory.simulate import Played, fullest, replay, settings_of
+from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import ModelSpec, ParameterSpec, itemsize_of
@@ -32,8 +32,8 @@ __all__ = [
     "Parts",
     "estimate",
     "estimate_memory",
-    "held_elements",
-    "held_shape",
+    "local_elements",
+    "local_shape",
     "screen",
     "stepped_groups",
     "unit_elements",
@@ -82,14 +82,14 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Part
     )
 
 
-def held_elements(
+def local_elements(
     parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
 ) -> int:
-    """Elements of ``parameter`` at rest on a rank; see `held_shape`."""
-    return math.prod(held_shape(parameter, plan, rank, shard_dim=shard_dim, tp_rank=tp_rank))
+    """Elements of ``parameter`` at rest on a rank; see `local_shape`."""
+    return math.prod(local_shape(parameter, plan, rank, shard_dim=shard_dim, tp_rank=tp_rank))
 
 
-def held_shape(
+def local_shape(
     parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
 ) -> tuple[int, ...]:
     """Shape of ``parameter`` at rest on a rank of the sharding axis, which counts context-parallel ranks, too.
@@ -142,7 +142,7 @@ def _held(
         return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))
 
     def held(parameter: ParameterSpec) -> int:
-        return held_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
+        return local_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
 
     sizes = {p.name: held(p) for p in spec.parameters if is_here(p)}
     gradients = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
@@ -163,7 +163,7 @@ def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Part
     """Bytes of a parameter's state with dimensions, of which ``size`` bytes are on the fullest rank."""
     if (spec := workload.custom_state) is None:
         return size * (workload.optimizer_states or 0)
-    here = held_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
+    here = local_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
     return spec.state_bytes(ParameterShard(parameter.shape, here, here), parameter.itemsize)
 
 
@@ -202,7 +202,7 @@ def estimate(
     fused_loss: bool | None = None,
     buckets_add: bool = False,
     flat: bool = False,
-    stack: Stack | None = None,
+    framework: Framework | None = None,
 ) -> Estimate:
     """Bytes on the fullest rank under ``plan``, by category and phase.
 
@@ -213,13 +213,13 @@ def estimate(
     more. ``fused_loss`` takes the place of the workload's.
     ``buckets_add`` accumulates in the buckets of whole gradients; DDP's ``no_sync`` keeps a second copy beside them.
     ``flat`` is FSDP1 over whole blocks: a gradient is that of the whole flat parameter where any of it trains (so
-    PyTorch's documentation of ``use_orig_params``). ``stack`` is whose program runs where an axis cuts the model.
+    PyTorch's documentation of ``use_orig_params``). ``framework`` is whose program runs where an axis cuts the model.
     ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it is ``allocated``.
     ``phases``: ``load`` of random weights (rank 0's; others' are the same), ``first_step`` (all of it, without state
     before its end), ``forward``, ``backward`` and ``optimizer`` of later steps, ``save`` and ``resume``, which copy one
     tensor at a time through the host. Of a pipeline each figure is of the stage that holds most of it.
     """
-    layout = replace(layout_of(plan, stack), flat=flat)
+    layout = replace(layout_of(plan, framework), flat=flat)
     micro = plan.micro_batch or 1
     written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
     fused_loss = workload.fused_loss if fused_loss is None else fused_loss
@@ -229,9 +229,9 @@ def estimate(
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0
-    played = fullest(_played(tapes, cuda=layout.is_cuda, expandable=expandable))
-    squeezed = _squeezed(tapes, played, cluster, context, expandable=expandable) if layout.is_cuda else None
-    played = squeezed or played
+    simulated = fullest(_simulated(tapes, cuda=layout.is_cuda, expandable=expandable))
+    squeezed = _squeezed(tapes, simulated, cluster, context, expandable=expandable) if layout.is_cuda else None
+    simulated = squeezed or simulated
 
     def at_rest(setting: CostInputs, name: str) -> int:
         pairs = zip(setting.weights, setting.pieces, strict=True)
@@ -244,8 +244,8 @@ def estimate(
     known = workload.optimizer is not None or workload.optimizer_states is not None
     state = max(setting.optimizer for setting in ranks) if known else None
     offloaded = parameters + gradients + (state or 0) if layout.offloads else 0
-    reserved = played.peak("reserved")
-    most = dict(zip(CATEGORIES, played.most, strict=True))
+    reserved = simulated.peak("reserved")
+    most = dict(zip(CATEGORIES, simulated.most, strict=True))
     return Estimate(
         parameters=parameters,
         gradients=gradients,
@@ -255,37 +255,41 @@ def estimate(
         buffers=most["buffers"],
         temporaries=most["temporaries"],
         context=context,
-        allocated=played.peak("allocated"),
+        allocated=simulated.peak("allocated"),
         reserved=reserved,
         device=reserved + context,
         offloaded_bytes=offloaded,
         host_bytes=_host_bytes(profile, layout, cluster, offloaded),
-        phases=played.phases,
+        phases=simulated.phases,
         notes=_notes(profile, layout, workload, known=known, squeezed=squeezed is not None),
     )
 
 
-def _played(tapes: list[Tape], *, cuda: bool, expandable: bool) -> list[Played]:
+def _simulated(tapes: list[AllocationTrace], *, cuda: bool, expandable: bool) -> list[SimulatedStep]:
     """Of several ranks only those that can reserve most go through the allocator's model, which takes its time."""
     if len(tapes) == 1 or not cuda:
-        return [replay(tape, cuda=cuda, expandable=expandable) for tape in tapes]
-    lives = [replay(tape, cuda=False) for tape in tapes]
+        return [replay(trace, cuda=cuda, expandable=expandable) for trace in tapes]
+    lives = [replay(trace, cuda=False) for trace in tapes]
     most = max(live.peak("allocated") for live in lives) * NEAR
     return [
-        replay(tape, cuda=True, expandable=expandable) if live.peak("allocated") >= most else live
-        for tape, live in zip(tapes, lives, strict=True)
+        replay(trace, cuda=True, expandable=expandable) if live.peak("allocated") >= most else live
+        for trace, live in zip(tapes, lives, strict=True)
     ]
 
 
 def _squeezed(
-    tapes: list[Tape], played: Played, cluster: ClusterSpec, context: int, *, expandable: bool
-) -> Played | None:
+    tapes: list[AllocationTrace], simulated: SimulatedStep, cluster: ClusterSpec, context: int, *, expandable: bool
+) -> SimulatedStep | None:
     """The same where only cached memory does not fit: PyTorch gives it back to the device and tries again."""
     memory = cluster.device_memory_bytes
-    if memory is None or played.peak("reserved") + context <= memory or played.peak("allocated") + context > memory:
+    if (
+        memory is None
+        or simulated.peak("reserved") + context <= memory
+        or simulated.peak("allocated") + context > memory
+    ):
         return None
     limit = memory - context
-    again = fullest([replay(tape, cuda=True, expandable=expandable, limit_bytes=limit) for tape in tapes])
+    again = fullest([replay(trace, cuda=True, expandable=expandable, limit_bytes=limit) for trace in tapes])
     return again if again.fits else None
 
 
@@ -296,8 +300,8 @@ def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec
     repeated here. Python, libraries and the data loader are not counted.
     """
     ranks = min(cluster.devices_per_node, layout.replicas * layout.tp * layout.pp)
-    whole = sum(math.ceil(w.num_elements * w.itemsize) * u.count for u in profile.units for w in u.weights)
-    return whole + (0 if layout.strategy.nvme else offloaded * ranks)
+    full = sum(math.ceil(w.num_elements * w.itemsize) * u.count for u in profile.units for w in u.weights)
+    return full + (0 if layout.strategy.nvme else offloaded * ranks)
 
 
 def _notes(

@@ -30,7 +30,7 @@ STATE_ITEMSIZE = FP32  # step counters, and what is factored or quantised is sca
 # Whose program runs where an axis cuts the model: this package's, Megatron-LM's (also what is planned for ``zero1``
 # beside tensor or pipeline parallel, which this version does not run), or torchtitan's, which is PyTorch's own parts
 # with ring attention. In the latter two, embedding and head work on cut sequences, too.
-Stack = Literal["shardwise", "megatron", "torchtitan"]
+Framework = Literal["shardwise", "megatron", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ShardLayout:
     cp: int
     width: int  # bytes of an element in forward and backward
     is_cuda: bool
-    stack: Stack = "shardwise"
+    framework: Framework = "shardwise"
     masters: bool = False
     schedule: PipelineSchedule = "1f1b"
     virtual: int = 1  # stages of a rank
@@ -85,7 +85,7 @@ class ShardLayout:
         zero2 asks for it, zero-bubble schedules need it, and torch's own pipeline stages do so whatever is asked.
         """
         zero_bubble = self.pp > 1 and self.schedule in ("interleaved-zero-bubble", "zbv")
-        return not self.reshards or zero_bubble or (self.pp > 1 and self.stack != "shardwise")
+        return not self.reshards or zero_bubble or (self.pp > 1 and self.framework != "shardwise")
 
     @property
     def sums_replicas(self) -> bool:
@@ -130,11 +130,11 @@ class UnitWeights:
     gradients: int
     trained: int  # elements at rest of the trained weights
     largest: int  # those of the largest of them
-    whole: int  # as they are made, before they are cut
+    full: int  # as they are made, before they are cut
     gathered: tuple[int, ...]
     sent: int
     shard_sent: int
-    whole_gradients: int  # in the type that backward makes them in
+    full_gradients: int  # in the type that backward makes them in
     last_gradient: int  # that of the last weight
     waiting: int  # whole fp32 gradients that wait for the last micro batch
     reduce_in: int
@@ -144,18 +144,18 @@ class UnitWeights:
     widened: int  # the largest weight that is stored narrower than it is computed with
 
 
-def stack_of(strategy: Strategy, stack: Stack | None) -> Stack:
-    """``stack``, or whose program is planned where none is named."""
+def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
+    """``framework``, or whose program is planned where none is named."""
     not_run = strategy.base == "zero1" and strategy.tp * strategy.pp > 1
-    return stack or ("megatron" if not_run else "shardwise")
+    return framework or ("megatron" if not_run else "shardwise")
 
 
-def layout_of(plan: Plan, stack: Stack | None = None) -> ShardLayout:
-    """The numbers of ``plan`` that decide what a rank holds, in the program of ``stack``."""
+def layout_of(plan: Plan, framework: Framework | None = None) -> ShardLayout:
+    """The numbers of ``plan`` that decide what a rank holds, in the program of ``framework``."""
     dims, strategy = plan.dims, _strategy(plan.strategy)
     width = 4 if plan.precision == "fp32" else 2
-    whole = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
-    stack = stack_of(strategy, stack)
+    full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
+    framework = framework_of(strategy, framework)
     return ShardLayout(
         strategy=strategy,
         replicas=dims.dp_replicate * dims.dp_shard * dims.cp,
@@ -165,8 +165,8 @@ def layout_of(plan: Plan, stack: Stack | None = None) -> ShardLayout:
         cp=dims.cp,
         width=width,
         is_cuda=plan.device == "cuda",
-        stack=stack,
-        masters=whole and stack == "megatron",
+        framework=framework,
+        masters=full and framework == "megatron",
         schedule=plan.pipeline_schedule,
         virtual=plan.virtual_stages if dims.pp > 1 else 1,
         sequence=plan.sequence_parallel,
@@ -215,7 +215,7 @@ def stage_counts(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
 
     Other stacks deal out blocks evenly.
     """
-    if layout.stack != "shardwise":
+    if layout.framework != "shardwise":
         return blocks_per_stage(profile.num_blocks, layout.pp)
     return _stage_counts(SameProfile(profile), layout.pp * layout.virtual)
 
@@ -273,11 +273,11 @@ def heavy_stages(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
     return (0, *(() if more is None else (more,)), layout.pp - 1)
 
 
-def micro_batches_held(layout: ShardLayout, rank: int, grad_accum: int) -> int:
+def micro_batches_in_flight(layout: ShardLayout, rank: int, grad_accum: int) -> int:
     """Micro batches whose activations a pipeline rank holds at the fullest moment, in units of all its stages."""
     if layout.pp == 1:
         return 1
-    if layout.schedule == "gpipe" or (grad_accum < layout.pp and layout.stack == "shardwise"):
+    if layout.schedule == "gpipe" or (grad_accum < layout.pp and layout.framework == "shardwise"):
         return grad_accum  # with fewer micro batches than stages this version runs them as gpipe
     return math.ceil(in_flight(rank, layout.pp, grad_accum, layout.virtual))
 
@@ -341,11 +341,11 @@ def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, mast
         gradients=sum(math.ceil(rest * (FP32 if masters else max(w.itemsize, wide))) for w, _, rest, _ in carried),
         trained=sum(rest for _, _, rest, _ in trained),
         largest=max((rest for _, _, rest, _ in trained), default=0),
-        whole=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
+        full=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
         gathered=_merged(sent),
         sent=sum(sent),
         shard_sent=sum(sent) // ranks,
-        whole_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in carried),
+        full_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in carried),
         last_gradient=trained[-1][1] * wide if trained and shards and ranks > 1 else 0,
         waiting=sum(n * reduced for _, n, _, _ in carried),
         reduce_in=sum(padded * reduced for _, _, _, padded in carried),
@@ -437,13 +437,13 @@ def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, wo
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
     master = FP32 if layout.masters else 0
-    whole = sum(
+    full = sum(
         p.count * (_state_bytes(_local(w, p, layout), workload, w) + master * _elements(w, p, layout))
         for p in pieces
         for w in p.unit.weights
         if w.trainable
     )
-    return whole // layout.replicas
+    return full // layout.replicas
 
 
 def _local(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.cost.memory.allocation_trace import LOGITS, Tape
+from shardwise.cost.memory.allocation_trace import LOGITS, AllocationTrace
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.local_shapes import FP32
 
@@ -12,7 +12,7 @@ class LossWriter:
 
     def __init__(self, setting: CostInputs) -> None:
         self.s = setting
-        self.tape = Tape()
+        self.trace = AllocationTrace()
         self.last_gather = -1
         self.late: list[int] = []
         self.log_probabilities = -1
@@ -23,35 +23,35 @@ class LossWriter:
 
     def loss(self, narrow: int, elements: float) -> None:
         """Narrow logits, their fp32 copy, log-probabilities; then the gradients of both in backward."""
-        tape = self.tape
+        trace = self.trace
         widens = self.s.layout.width < FP32 and not self.s.program.fused_loss
-        wide = tape.alloc(elements * FP32, LOGITS) if widens else narrow
-        tape.free(self.last_gather)  # ``FSDPState._post_forward`` holds it while it widens what goes out
+        wide = trace.alloc(elements * FP32, LOGITS) if widens else narrow
+        trace.free(self.last_gather)  # ``FSDPState._post_forward`` holds it while it widens what goes out
         self.last_gather = -1
         if self.s.program.fused_loss:
             self.log_probabilities = narrow
             return
         if wide != narrow:
-            tape.free(narrow)
+            trace.free(narrow)
         if self.s.layout.masters:  # its softmax in place
             self.log_probabilities = wide
             return
-        self.log_probabilities = tape.alloc(elements * FP32, LOGITS)
-        tape.free(wide)
+        self.log_probabilities = trace.alloc(elements * FP32, LOGITS)
+        trace.free(wide)
 
     def chunked_loss(self, elements: float) -> None:
         """A chunk's logits in fp32, their narrow gradient and a part of the head's; what stays for backward are the
         fp32 gradients of the hidden states and of the head (`parallel.loss_chunks`).
         """
-        tape, width, chunks = self.tape, self.s.layout.width, self.s.program.loss_chunks
-        tape.free(self.last_gather, *self.late)
+        trace, width, chunks = self.trace, self.s.layout.width, self.s.program.loss_chunks
+        trace.free(self.last_gather, *self.late)
         self.last_gather, self.late = -1, []
         hidden, weight = self._head_elements()
-        self.log_probabilities = tape.alloc((hidden + weight) * FP32, LOGITS)
-        wide = tape.alloc(elements / chunks * FP32, LOGITS)
+        self.log_probabilities = trace.alloc((hidden + weight) * FP32, LOGITS)
+        wide = trace.alloc(elements / chunks * FP32, LOGITS)
         if width < FP32:
-            tape.free(tape.alloc((elements + weight) / chunks * width, LOGITS))
-        tape.free(wide)
+            trace.free(trace.alloc((elements + weight) / chunks * width, LOGITS))
+        trace.free(wide)
 
     def _head_elements(self) -> tuple[float, float]:
         """Elements of the hidden states that enter the head, and of its weight; 0 for one that is not trained."""
@@ -64,22 +64,22 @@ class LossWriter:
 
     def loss_gradient(self) -> int:
         """The gradient of the logits, at compute width."""
-        tape, s = self.tape, self.s
+        trace, s = self.trace, self.s
         elements = self.logits()
         if s.program.loss_chunks > 1 and elements:
             if s.layout.width < FP32:  # cast before they go on
-                tape.free(tape.alloc(sum(self._head_elements()) * s.layout.width, LOGITS))
-            tape.free(self.log_probabilities)
+                trace.free(trace.alloc(sum(self._head_elements()) * s.layout.width, LOGITS))
+            trace.free(self.log_probabilities)
             return -1
         if s.program.fused_loss:
             return self.log_probabilities
         copies = max((b.loss_copies for b in s.bytes), default=0)
-        outer = [tape.alloc(elements * FP32, LOGITS) for _ in range(copies - 2)]
-        inner = self.log_probabilities if s.layout.masters else tape.alloc(elements * FP32, LOGITS)
+        outer = [trace.alloc(elements * FP32, LOGITS) for _ in range(copies - 2)]
+        inner = self.log_probabilities if s.layout.masters else trace.alloc(elements * FP32, LOGITS)
         if not s.layout.masters:
-            tape.free(self.log_probabilities, *outer)
+            trace.free(self.log_probabilities, *outer)
         if s.layout.width == FP32:
             return inner
-        incoming = tape.alloc(elements * s.layout.width, LOGITS)
-        tape.free(inner)
+        incoming = trace.alloc(elements * s.layout.width, LOGITS)
+        trace.free(inner)
         return incoming

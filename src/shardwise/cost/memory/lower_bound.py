@@ -17,7 +17,7 @@ from shardwise.cost.memory.local_shapes import (
     UnitWeights,
     heavy_stages,
     layout_of,
-    micro_batches_held,
+    micro_batches_in_flight,
     optimizer_bytes,
     optimizer_mean_bytes,
     stage_pieces,
@@ -90,7 +90,7 @@ def _lines(key: _Key) -> tuple[BytesLine, ...]:
     layout = layout_of(plan)
     lines: list[BytesLine] = []
     for stage in heavy_stages(key.profile, layout):
-        held = micro_batches_held(layout, stage, plan.grad_accum)
+        held = micro_batches_in_flight(layout, stage, plan.grad_accum)
         pieces = stage_pieces(key.profile, layout, stage)
         lines += _stage_lines(pieces, layout, workload, plan, held)
     return tuple(lines)
@@ -123,9 +123,9 @@ def _stage_lines(
     buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
     waits = 0  # beside the last micro batch: gradients that wait whole, or grow outside DDP's buckets
     if grad_accum > 1:
-        whole = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
+        full = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
         here = 0 if layout.offloads or layout.masters else gradients
-        waits = sum(w.waiting * p.count for p, w, _ in rows) if whole else here
+        waits = sum(w.waiting * p.count for p, w, _ in rows) if full else here
     wide = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
     if plan.loss_chunks > 1:
         each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
@@ -151,7 +151,7 @@ def _reducing(rows: list[tuple[LayerGroup, UnitWeights, UnitBytes]], base: float
     if piece.count < 3:
         return []
     sent = weights.sent if weights.sent != weights.parameters else 0
-    moving = weights.reduce_in + weights.whole_gradients + sum(weights.gathered) + sent
+    moving = weights.reduce_in + weights.full_gradients + sum(weights.gathered) + sent
     return [BytesLine(base + moving, kept - 2 * unit.kept)]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.cost.memory.activations import unit_bytes
-from shardwise.cost.memory.allocation_trace import Program, Tape
+from shardwise.cost.memory.allocation_trace import AllocationTrace, Program
 from shardwise.cost.memory.allocator import Block, CachingAllocator
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Phase, PhaseName
@@ -17,7 +17,7 @@ from shardwise.cost.memory.local_shapes import (
     LayerGroup,
     ShardLayout,
     heavy_stages,
-    micro_batches_held,
+    micro_batches_in_flight,
     optimizer_bytes,
     rank_of,
     stage_pieces,
@@ -29,7 +29,7 @@ from shardwise.plan.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedStep:
     """Peaks of a program: by phase, and of each category whenever it holds most (in the order of `CATEGORIES`).
 
     ``fits`` is False where a limit was given and could not be kept.
@@ -60,17 +60,17 @@ def settings_of(
             layout=layout,
             program=program,
             micro=micro,
-            held=micro_batches_held(layout, stage, program.grad_accum),
+            held=micro_batches_in_flight(layout, stage, program.grad_accum),
             optimizer=state,
-            temporaries=_temporaries(pieces, layout, workload, state, early=program.steps_early),
+            temporaries=_temporaries(pieces, layout, workload, state, early=program.optimizer_in_backward),
             sent=sent,
-            received=2 * sent * program.grad_accum if layout.stack == "torchtitan" else 0.0,
+            received=2 * sent * program.grad_accum if layout.framework == "torchtitan" else 0.0,
         )
 
 
 def sent_bytes(profile: ModelProfile, layout: ShardLayout, rank: int, recompute: Recompute, *, compiled: bool) -> float:
     """Bytes of a sample's hidden state that a pipeline rank's last stage sends on, and keeps for its backward."""
-    if layout.pp == 1 or layout.stack == "megatron" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
+    if layout.pp == 1 or layout.framework == "megatron" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
         return 0.0
     block = next(unit for unit in profile.units if unit.kind == "block")
     return unit_bytes(block, layout, recompute, compiled).input
@@ -96,18 +96,20 @@ def _temporaries(
     return int(trained * workload.optimizer_temporaries + largest * workload.loop_temporaries)
 
 
-def replay(tape: Tape, *, cuda: bool, expandable: bool = True, limit_bytes: int | None = None) -> Played:
+def replay(
+    trace: AllocationTrace, *, cuda: bool, expandable: bool = True, limit_bytes: int | None = None
+) -> SimulatedStep:
     """Live bytes by phase and category; on CUDA also what the allocator reserves, with no more than ``limit_bytes``."""
     live = [0] * len(CATEGORIES)
     most = [0] * len(CATEGORIES)
     allocator = CachingAllocator(expandable=expandable, limit_bytes=limit_bytes)
     handles: list[tuple[int, int, Block | None]] = []
     phases: list[Phase] = []
-    starts = [*tape.phases, (len(tape.events), "resume")]
+    starts = [*trace.phases, (len(trace.events), "resume")]
     total, peak = 0, 0
     for (begin, name), (end, _) in itertools.pairwise(starts):
         peak = total
-        for size, category, stream in tape.events[begin:end]:
+        for size, category, stream in trace.events[begin:end]:
             if size < 0:
                 size, category, block = handles[-1 - size]
                 if cuda:
@@ -121,7 +123,7 @@ def replay(tape: Tape, *, cuda: bool, expandable: bool = True, limit_bytes: int 
                 peak = max(peak, total)
                 most[category] = max(most[category], live[category])
         phases.append(Phase(name=name, allocated=peak, reserved=allocator.peak_reserved if cuda else peak))
-    return Played(phases=tuple(_merged(phases)), most=tuple(most), fits=not allocator.out_of_memory)
+    return SimulatedStep(phases=tuple(_merged(phases)), most=tuple(most), fits=not allocator.out_of_memory)
 
 
 def _merged(phases: list[Phase]) -> Iterator[Phase]:
@@ -135,13 +137,13 @@ def _merged(phases: list[Phase]) -> Iterator[Phase]:
             )
 
 
-def fullest(played: list[Played]) -> Played:
+def fullest(simulated: list[SimulatedStep]) -> SimulatedStep:
     """Of several ranks, each figure of the one that holds most."""
-    if len(played) == 1:
-        return played[0]
+    if len(simulated) == 1:
+        return simulated[0]
     phases = tuple(
         Phase(name=same[0].name, allocated=max(p.allocated for p in same), reserved=max(p.reserved or 0 for p in same))
-        for same in zip(*(one.phases for one in played), strict=True)
+        for same in zip(*(one.phases for one in simulated), strict=True)
     )
-    most = tuple(max(column) for column in zip(*(one.most for one in played), strict=True))
-    return Played(phases, most, all(one.fits for one in played))
+    most = tuple(max(column) for column in zip(*(one.most for one in simulated), strict=True))
+    return SimulatedStep(phases, most, all(one.fits for one in simulated))

@@ -29,7 +29,7 @@ from shardwise.cost.memory.allocation_trace import (
     PARAMETERS,
     REDUCE,
     TEMPORARIES,
-    Tape,
+    AllocationTrace,
 )
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.local_shapes import FP32, UnitWeights
@@ -49,21 +49,21 @@ class _Visit:
     exchanged: int = -1
 
 
-def write_program(setting: CostInputs) -> Tape:
+def write_program(setting: CostInputs) -> AllocationTrace:
     """Load, two whole steps, and the end of the second: phases ``load``, ``first_step``, ``forward``, … ``resume``."""
     writer = _Writer(setting)
-    writer.tape.phase("load")
+    writer.trace.phase("load")
     writer.load()
     for first in (True, False):
         if first:
-            writer.tape.phase("first_step")
+            writer.trace.phase("first_step")
         writer.step(first=first)
-    writer.tape.phase("save")  # tensors are written from where they are, or pass through the host one at a time
-    writer.tape.phase("resume")
+    writer.trace.phase("save")  # tensors are written from where they are, or pass through the host one at a time
+    writer.trace.phase("resume")
     if not setting.layout.is_cuda:  # a part that is read, before it is copied into its place
         largest = max((w.largest for w in setting.weights), default=0) * FP32
-        writer.tape.free(writer.tape.alloc(largest, TEMPORARIES))
-    return writer.tape
+        writer.trace.free(writer.trace.alloc(largest, TEMPORARIES))
+    return writer.trace
 
 
 class _Writer(LossWriter):
@@ -89,52 +89,52 @@ class _Writer(LossWriter):
         Rank 0 builds the whole model on the host, where the optimizer holds on to it until all is cut: on a CPU that is
         the same memory.
         """
-        tape, layout, s = self.tape, self.s.layout, self.s
+        trace, layout, s = self.trace, self.s.layout, self.s
         pairs = list(zip(s.weights, s.pieces, strict=True))
         keeps = layout.shards and not layout.is_cuda
-        built = tape.alloc(sum(w.whole * p.count for w, p in pairs), PARAMETERS) if keeps else -1
+        built = trace.alloc(sum(w.full * p.count for w, p in pairs), PARAMETERS) if keeps else -1
         blocks = [([v.piece], v.number) for v in self.visits if s.pieces[v.piece].is_block]
         for group, number in [*blocks, (self.root, 1)]:
             weights = [s.weights[i] for i in group]
-            whole = tape.alloc(sum(w.whole for w in weights), BUFFERS) if layout.shards and not keeps else -1
+            full = trace.alloc(sum(w.full for w in weights), BUFFERS) if layout.shards and not keeps else -1
             if not layout.offloads:
                 for unit in weights:
-                    tape.alloc(unit.parameters * number, PARAMETERS)
-            tape.free(whole)
-        tape.free(built)
-        tape.alloc(s.received * s.micro, ACTIVATIONS)
+                    trace.alloc(unit.parameters * number, PARAMETERS)
+            trace.free(full)
+        trace.free(built)
+        trace.alloc(s.received * s.micro, ACTIVATIONS)
         if s.has_buckets:
-            tape.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
+            trace.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
 
     def step(self, *, first: bool) -> None:
         """Micro batches, the optimizer, and the gradients' end."""
-        s, tape = self.s, self.tape
-        if first and s.program.steps_early and not s.layout.offloads:  # grows while the first backward runs
-            tape.alloc(s.optimizer, OPTIMIZER)
+        s, trace = self.s, self.trace
+        if first and s.program.optimizer_in_backward and not s.layout.offloads:  # grows while the first backward runs
+            trace.alloc(s.optimizer, OPTIMIZER)
         always = s.layout.shards and not s.waits
         turns = self._turns()
         for index, others in enumerate(turns):
             if not first:
-                tape.phase("forward")
-            crowd = tape.alloc(self._kept() * others, ACTIVATIONS), tape.alloc(self._kept_logits() * others, LOGITS)
+                trace.phase("forward")
+            crowd = trace.alloc(self._kept() * others, ACTIVATIONS), trace.alloc(self._kept_logits() * others, LOGITS)
             self.forward()
             if not first:
-                tape.phase("backward")
+                trace.phase("backward")
             last = index == len(turns) - 1 and not s.reduces_late
             self.backward(last=always or last, again=index > 0 and always)
-            tape.free(*crowd)
+            trace.free(*crowd)
         if s.reduces_late:
             for visit in reversed(self.visits):
                 if s.pieces[visit.piece].is_block:
                     self._finish(visit, [], last=True)
             self._finish_root(last=True)
         if not first:
-            tape.phase("optimizer")
+            trace.phase("optimizer")
         if not s.layout.offloads:
-            if first and not s.program.steps_early:
-                tape.alloc(s.optimizer, OPTIMIZER)
-            tape.free(tape.alloc(s.temporaries, TEMPORARIES))
-        tape.free(*self.gradients)
+            if first and not s.program.optimizer_in_backward:
+                trace.alloc(s.optimizer, OPTIMIZER)
+            trace.free(trace.alloc(s.temporaries, TEMPORARIES))
+        trace.free(*self.gradients)
         self.gradients = []
         self.waiting = {}
 
@@ -169,7 +169,7 @@ class _Writer(LossWriter):
 
     def forward(self) -> None:
         """One micro batch up to its logits."""
-        tape = self.tape
+        trace = self.trace
         if self.s.layout.shards and not self.root_gathered:
             self.root_gathered = self._gather(self.root, ahead=True)
         for visit in self.visits:
@@ -178,15 +178,15 @@ class _Writer(LossWriter):
                 visit.gathered = self._gather([visit.piece], ahead=True, number=visit.number)
             visit.saved = self._forward_unit(visit)
             if is_block and not self.s.layout.keeps_weights:
-                tape.free(*visit.gathered)
+                trace.free(*visit.gathered)
                 visit.gathered = []
         logits = self.logits()
-        self.made = tape.alloc(self.s.sent * self.s.micro, ACTIVATIONS)
+        self.made = trace.alloc(self.s.sent * self.s.micro, ACTIVATIONS)
         if self.s.program.loss_chunks > 1 and logits:
             self.chunked_loss(logits)
             return
-        narrow = tape.alloc(logits * self.s.layout.width, LOGITS)
-        tape.free(*self.late)
+        narrow = trace.alloc(logits * self.s.layout.width, LOGITS)
+        trace.free(*self.late)
         self.late = []
         self.loss(narrow, logits)
 
@@ -194,7 +194,7 @@ class _Writer(LossWriter):
         """Autocast's narrow weights: kept by backward, or under recompute by autocast's cache until forward ends."""
         if not self.s.layout.autocasts:
             return
-        handle = self.tape.alloc(self.s.weights[visit.piece].copies * number, BUFFERS)
+        handle = self.trace.alloc(self.s.weights[visit.piece].copies * number, BUFFERS)
         if self._mode(visit) == "none":
             visit.copies = handle
         else:
@@ -204,48 +204,48 @@ class _Writer(LossWriter):
         return self.s.program.recompute if self.s.pieces[visit.piece].is_block else "none"
 
     def _forward_unit(self, visit: _Visit) -> list[list[int]]:
-        tape, unit, micro, number = self.tape, self.s.bytes[visit.piece], self.s.micro, visit.number
+        trace, unit, micro, number = self.trace, self.s.bytes[visit.piece], self.s.micro, visit.number
         if self._mode(visit) != "none":
             kept = []
             for _ in range(number):  # one by one: what is freed between them leaves holes
                 self._copies(visit, 1)
-                kept.append(tape.alloc(unit.kept * micro, ACTIVATIONS))
+                kept.append(trace.alloc(unit.kept * micro, ACTIVATIONS))
             if number == 1:
-                unpacked = tape.alloc(self.s.weights[visit.piece].widened, BUFFERS)
+                dequantized = trace.alloc(self.s.weights[visit.piece].widened, BUFFERS)
                 self._pass(unit)
-                tape.free(unpacked)
+                trace.free(dequantized)
             return [kept]
         self._copies(visit, number)
         if number > 1:
-            visit.exchanged = tape.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
-            return [[tape.alloc(op.saved * micro * number, ACTIVATIONS)] for op in unit.ops]
-        visit.exchanged = tape.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
-        saved, unpacked = [], tape.alloc(self.s.weights[visit.piece].widened, BUFFERS)
+            visit.exchanged = trace.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
+            return [[trace.alloc(op.saved * micro * number, ACTIVATIONS)] for op in unit.ops]
+        visit.exchanged = trace.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
+        saved, dequantized = [], trace.alloc(self.s.weights[visit.piece].widened, BUFFERS)
         for op in unit.ops:
-            moment = tape.alloc(op.temporary * micro, ACTIVATIONS)
-            saved.append([tape.alloc(op.saved * micro, ACTIVATIONS)])
-            tape.free(moment)
-        tape.free(unpacked)
+            moment = trace.alloc(op.temporary * micro, ACTIVATIONS)
+            saved.append([trace.alloc(op.saved * micro, ACTIVATIONS)])
+            trace.free(moment)
+        trace.free(dequantized)
         return saved
 
     def _pass(self, unit: UnitBytes) -> None:
         """Ops whose results nobody keeps: each lives until the next has run, the stream between them all along."""
-        before, stream = -1, self.tape.alloc(unit.input * self.s.micro, ACTIVATIONS)
+        before, stream = -1, self.trace.alloc(unit.input * self.s.micro, ACTIVATIONS)
         for op in unit.ops:
-            moment = self.tape.alloc(op.temporary * self.s.micro, ACTIVATIONS)
-            here = self.tape.alloc(op.saved * self.s.micro, ACTIVATIONS)
-            self.tape.free(moment, before)
+            moment = self.trace.alloc(op.temporary * self.s.micro, ACTIVATIONS)
+            here = self.trace.alloc(op.saved * self.s.micro, ACTIVATIONS)
+            self.trace.free(moment, before)
             before = here
-        self.tape.free(before, stream)
+        self.trace.free(before, stream)
 
     # backward
 
     def backward(self, *, last: bool, again: bool = False) -> None:
         """One micro batch back to its inputs; ``last`` reduces gradients, ``again`` adds them to those of before."""
-        tape, s = self.tape, self.s
+        trace, s = self.trace, self.s
         self.adds, self.reduces = again, last
-        incoming = self.loss_gradient() if self.made < 0 else tape.alloc(s.sent * s.micro, ACTIVATIONS)
-        tape.free(self.made)
+        incoming = self.loss_gradient() if self.made < 0 else trace.alloc(s.sent * s.micro, ACTIVATIONS)
+        trace.free(self.made)
         self.made = -1
         for position in range(len(self.visits) - 1, -1, -1):
             visit = self.visits[position]
@@ -253,68 +253,68 @@ class _Writer(LossWriter):
             if s.layout.shards and is_block and not visit.gathered:
                 visit.gathered = self._take_fetched(visit)
                 self._prefetch(position)
-            incoming, whole = self._backward_unit(visit, incoming)
+            incoming, full = self._backward_unit(visit, incoming)
             if not s.layout.shards:
                 continue
             if is_block:
-                self._finish(visit, whole, last=last)
+                self._finish(visit, full, last=last)
             else:
-                self.root_gradients += whole
-        tape.free(incoming)
+                self.root_gradients += full
+        trace.free(incoming)
         if s.layout.shards:
             self._finish_root(last=last)
-        tape.free(*self.summed)
+        trace.free(*self.summed)
         self.summed = []
 
     def _backward_unit(self, visit: _Visit, incoming: int) -> tuple[int, list[int]]:
         """Returns the handle of the gradient that goes on, and those of whole weight gradients."""
-        tape, s, unit, weights = self.tape, self.s, self.s.bytes[visit.piece], self.s.weights[visit.piece]
-        mode, whole = self._mode(visit), []
+        trace, s, unit, weights = self.trace, self.s, self.s.bytes[visit.piece], self.s.weights[visit.piece]
+        mode, full = self._mode(visit), []
         if visit.number > 1:
-            tape.free(*(handle for group in visit.saved for handle in group), visit.copies, visit.exchanged)
+            trace.free(*(handle for group in visit.saved for handle in group), visit.copies, visit.exchanged)
             visit.copies = visit.exchanged = -1
             if not s.layout.shards:
                 self._own_gradients(visit)
             return incoming, []
         again: list[int] = []
         if mode != "none":
-            tape.free(visit.copies)
-            visit.copies = tape.alloc(weights.copies, BUFFERS) if s.layout.autocasts else -1
-            visit.exchanged = tape.alloc(weights.exchanged, BUFFERS)
+            trace.free(visit.copies)
+            visit.copies = trace.alloc(weights.copies, BUFFERS) if s.layout.autocasts else -1
+            visit.exchanged = trace.alloc(weights.exchanged, BUFFERS)
             again = self._remake(unit)
-        done, unpacked = 0, tape.alloc(weights.widened, BUFFERS)
+        done, dequantized = 0, trace.alloc(weights.widened, BUFFERS)
         joins = s.layout.width == FP32 and self._key(visit) in self.waiting
         for index in range(len(unit.ops) - 1, -1, -1):
             op = unit.ops[index]
-            moment = tape.alloc(op.temporary * s.micro, ACTIVATIONS)
-            outgoing = tape.alloc(max(op.gradient_in, 0) * s.micro, ACTIVATIONS)
+            moment = trace.alloc(op.temporary * s.micro, ACTIVATIONS)
+            outgoing = trace.alloc(max(op.gradient_in, 0) * s.micro, ACTIVATIONS)
             gradient = int(op.weight_gradient) * s.layout.width
-            whole += self._weight_gradient(gradient, op, joins=joins)
+            full += self._weight_gradient(gradient, op, joins=joins)
             done += gradient
-            tape.free(moment)
+            trace.free(moment)
             if outgoing >= 0:
-                tape.free(incoming)
+                trace.free(incoming)
                 incoming = outgoing
-            tape.free(*(visit.saved[index] if mode == "none" else [again[index]]))
+            trace.free(*(visit.saved[index] if mode == "none" else [again[index]]))
         if mode != "none":
-            tape.free(*visit.saved[0])
-        total = weights.whole_gradients
+            trace.free(*visit.saved[0])
+        total = weights.full_gradients
         if s.layout.shards and total > done and not joins:
-            whole.append(tape.alloc(total - done, BUFFERS))
+            full.append(trace.alloc(total - done, BUFFERS))
         elif not s.layout.shards:
             self._own_gradients(visit)
-        tape.free(visit.copies, unpacked, visit.exchanged)
+        trace.free(visit.copies, dequantized, visit.exchanged)
         visit.copies = visit.exchanged = -1
-        return incoming, whole
+        return incoming, full
 
     def _remake(self, unit: UnitBytes) -> list[int]:
         """What recompute makes again, one handle for each op."""
         share = unit.again / max(1.0, sum(op.saved for op in unit.ops))
         handles = []
         for op in unit.ops:
-            moment = self.tape.alloc(op.temporary * self.s.micro, ACTIVATIONS)
-            handles.append(self.tape.alloc(op.saved * share * self.s.micro, ACTIVATIONS))
-            self.tape.free(moment)
+            moment = self.trace.alloc(op.temporary * self.s.micro, ACTIVATIONS)
+            handles.append(self.trace.alloc(op.saved * share * self.s.micro, ACTIVATIONS))
+            self.trace.free(moment)
         return handles
 
     def _weight_gradient(self, gradient: int, op: OpBytes, *, joins: bool) -> list[int]:
@@ -322,11 +322,11 @@ class _Writer(LossWriter):
         copy, which goes into its bucket.
         """
         if self.s.layout.shards and not joins:
-            return [self.tape.alloc(gradient, BUFFERS)]
-        narrow = self.tape.alloc(gradient, BUFFERS)
+            return [self.trace.alloc(gradient, BUFFERS)]
+        narrow = self.trace.alloc(gradient, BUFFERS)
         if self.s.layout.width < FP32:
-            self.tape.free(self.tape.alloc(op.weight_gradient * FP32, BUFFERS))
-        self.tape.free(narrow)
+            self.trace.free(self.trace.alloc(op.weight_gradient * FP32, BUFFERS))
+        self.trace.free(narrow)
         return []
 
     def _own_gradients(self, visit: _Visit) -> None:
@@ -337,51 +337,51 @@ class _Writer(LossWriter):
         if self.s.has_buckets and self.s.program.buckets_add:
             return
         if self.s.has_buckets and self.reduces:
-            self.tape.free(self.waiting.pop(key, -1))
+            self.trace.free(self.waiting.pop(key, -1))
         elif key not in self.waiting:
             total = self.s.weights[visit.piece].gradients * visit.number
-            if self.s.program.steps_early:
-                gradient = self.tape.alloc(total // visit.number, GRADIENTS)
-                self.tape.free(self.tape.alloc(self.s.temporaries, TEMPORARIES), gradient)
+            if self.s.program.optimizer_in_backward:
+                gradient = self.trace.alloc(total // visit.number, GRADIENTS)
+                self.trace.free(self.trace.alloc(self.s.temporaries, TEMPORARIES), gradient)
                 return
-            self.waiting[key] = self.tape.alloc(total, BUFFERS if self.s.has_buckets else GRADIENTS)
+            self.waiting[key] = self.trace.alloc(total, BUFFERS if self.s.has_buckets else GRADIENTS)
             self.gradients += [] if self.s.has_buckets else [self.waiting[key]]
 
     # FSDP2
 
     def _gather(self, group: list[int], *, ahead: bool, number: int = 1) -> list[int]:
         """Whole weights on the default stream; ``ahead`` keeps the all-gather's output until the next."""
-        tape, output = self.tape, -1
+        trace, output = self.trace, -1
         if number == 1:
             output = self._send(group)
         elif not self.s.layout.keeps_weights:
             return []
-        whole = [tape.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
+        full = [trace.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
         if number == 1 and ahead:
             output, self.last_gather = self.last_gather, output
-        tape.free(output)
-        return whole
+        trace.free(output)
+        return full
 
     def _send(self, group: list[int]) -> int:
         """The all-gather's input and output on its stream; the input goes at once."""
-        tape, layout = self.tape, self.s.layout
+        trace, layout = self.trace, self.s.layout
         if layout.shard_ranks == 1:
             return -1
         weights = [self.s.weights[i] for i in group]
-        moved = [tape.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
-        narrow = tape.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
-        output = tape.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
+        moved = [trace.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
+        narrow = trace.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
+        output = trace.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
         if not layout.is_cuda:
-            tape.free(tape.alloc(sum(w.sent for w in weights), BUFFERS))  # gloo gathers into a buffer of its own
-        tape.free(narrow, *moved)
+            trace.free(trace.alloc(sum(w.sent for w in weights), BUFFERS))  # gloo gathers into a buffer of its own
+        trace.free(narrow, *moved)
         return output
 
     def _take_fetched(self, visit: _Visit) -> list[int]:
         if visit.number > 1:
             return []
         output = self.fetched.pop() if self.fetched else self._send([visit.piece])
-        gathered = [self.tape.alloc(size, BUFFERS) for size in self.s.weights[visit.piece].gathered]
-        self.tape.free(output)
+        gathered = [self.trace.alloc(size, BUFFERS) for size in self.s.weights[visit.piece].gathered]
+        self.trace.free(output)
         return gathered
 
     def _prefetch(self, position: int) -> None:
@@ -390,61 +390,61 @@ class _Writer(LossWriter):
         if before and not self.fetched and not before[-1].gathered:
             self.fetched.append(self._send([before[-1].piece]))
 
-    def _finish(self, visit: _Visit, whole: list[int], *, last: bool) -> None:
+    def _finish(self, visit: _Visit, full: list[int], *, last: bool) -> None:
         """After a block's backward: weights go, gradients wait in fp32 or are reduced."""
-        tape, s, weights = self.tape, self.s, self.s.weights[visit.piece]
+        trace, s, weights = self.trace, self.s, self.s.weights[visit.piece]
         if last or s.layout.pp == 1 or not s.layout.keeps_weights:
-            visit.gathered = tape.free(*visit.gathered)
+            visit.gathered = trace.free(*visit.gathered)
         key = self._key(visit)
         if not last:
-            self._wait(key, weights.waiting * visit.number, whole)
+            self._wait(key, weights.waiting * visit.number, full)
             return
-        self._reduce(weights, [*whole, self.waiting.pop(key, -1)], visit.number)
+        self._reduce(weights, [*full, self.waiting.pop(key, -1)], visit.number)
 
     def _finish_root(self, *, last: bool) -> None:
-        tape, key = self.tape, (-1, 0)
+        trace, key = self.trace, (-1, 0)
         weights = [self.s.weights[i] for i in self.root]
         if last or self.s.layout.pp == 1 or not self.s.layout.keeps_weights:
-            self.root_gathered = tape.free(*self.root_gathered)
+            self.root_gathered = trace.free(*self.root_gathered)
         if not last:
             self._wait(key, sum(w.waiting for w in weights), self.root_gradients)
             self.root_gradients = []
             return
-        tape.free(self.last_reduce)
+        trace.free(self.last_reduce)
         size = sum(w.reduce_in for w in weights)
-        self.last_reduce = tape.alloc(size, BUFFERS)
-        tape.free(*self.root_gradients, self.waiting.pop(key, -1))
+        self.last_reduce = trace.alloc(size, BUFFERS)
+        trace.free(*self.root_gradients, self.waiting.pop(key, -1))
         self.root_gradients = []
-        held = tape.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
+        held = trace.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
         self._reduced(sum(w.reduce_out for w in weights), size)
-        tape.free(held)
-        tape.free(self.last_reduce)
+        trace.free(held)
+        trace.free(self.last_reduce)
         self.last_reduce = -1
 
     def _key(self, visit: _Visit) -> tuple[int, int]:
         """Of the gradients that wait; the root has one for all its units."""
         return (visit.piece, id(visit)) if self.s.pieces[visit.piece].is_block else (-1, 0)
 
-    def _wait(self, key: tuple[int, int], size: int, whole: list[int]) -> None:
+    def _wait(self, key: tuple[int, int], size: int, full: list[int]) -> None:
         """Whole gradients of a micro batch that reduces nothing: fp32 ones stay as they are, others are widened."""
         if key in self.waiting:
-            self.tape.free(*whole)
-        elif self.s.layout.width == FP32 and whole:
-            self.tape.free(*whole)  # the same bytes under one handle
-            self.waiting[key] = self.tape.alloc(size, BUFFERS)
+            self.trace.free(*full)
+        elif self.s.layout.width == FP32 and full:
+            self.trace.free(*full)  # the same bytes under one handle
+            self.waiting[key] = self.trace.alloc(size, BUFFERS)
         else:
-            self.waiting[key] = self.tape.alloc(size, BUFFERS)
-            self.tape.free(*whole)
+            self.waiting[key] = self.trace.alloc(size, BUFFERS)
+            self.trace.free(*full)
 
-    def _reduce(self, weights: UnitWeights, whole: list[int], number: int) -> None:
-        tape = self.tape
+    def _reduce(self, weights: UnitWeights, full: list[int], number: int) -> None:
+        trace = self.trace
         if number == 1:
-            tape.free(self.last_reduce)
-            self.last_reduce = tape.alloc(weights.reduce_in, BUFFERS)
-        tape.free(*whole)
-        held = tape.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still names it
+            trace.free(self.last_reduce)
+            self.last_reduce = trace.alloc(weights.reduce_in, BUFFERS)
+        trace.free(*full)
+        held = trace.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still names it
         self._reduced(weights.reduce_out * number, weights.reduce_in, number)
-        tape.free(held)
+        trace.free(held)
 
     def _reduced(self, size: int, sent: int, number: int = 1) -> None:
         """This rank's part of a reduced gradient: kept, or added to what is there, or on its way to the host.
@@ -452,16 +452,16 @@ class _Writer(LossWriter):
         Under hsdp what was summed over replicas lives until the end of backward (``FSDPParamGroup._all_reduce_state``).
         """
         if self.adds and self.s.layout.sums_replicas and not self.s.layout.offloads:
-            self.summed.append(self.tape.alloc(size, BUFFERS, REDUCE))
+            self.summed.append(self.trace.alloc(size, BUFFERS, REDUCE))
         elif self.s.layout.offloads or self.adds:
-            self.tape.free(self.tape.alloc(size // number, BUFFERS, REDUCE))
-        elif self.s.program.steps_early:  # stepped and freed before the next unit's is reduced
-            gradient = self.tape.alloc(size // number, GRADIENTS, REDUCE)
-            self.tape.free(self.tape.alloc(self.s.temporaries, TEMPORARIES), gradient)
+            self.trace.free(self.trace.alloc(size // number, BUFFERS, REDUCE))
+        elif self.s.program.optimizer_in_backward:  # stepped and freed before the next unit's is reduced
+            gradient = self.trace.alloc(size // number, GRADIENTS, REDUCE)
+            self.trace.free(self.trace.alloc(self.s.temporaries, TEMPORARIES), gradient)
         else:
-            self.gradients.append(self.tape.alloc(size, GRADIENTS, REDUCE))
+            self.gradients.append(self.trace.alloc(size, GRADIENTS, REDUCE))
         if not self.s.layout.is_cuda and self.s.layout.shard_ranks > 1:
-            self.tape.free(self.tape.alloc(sent, BUFFERS))  # gloo reduces a copy, and cuts this rank's part from it
+            self.trace.free(self.trace.alloc(sent, BUFFERS))  # gloo reduces a copy, and cuts this rank's part from it
 
 
 def _visits(setting: CostInputs) -> Iterator[_Visit]:

@@ -344,9 +344,9 @@ def _node_fits(kind: CollectiveKind, ranks: int, links: _Links) -> tuple[LinkFit
 def _cards(per_node: int, sharing: int, links: _Links) -> float:
     """Bytes/s, one direction, that a group with ``per_node`` ranks in a node gets of the node's network cards."""
     own = links.network or 0.0
-    whole = own * links.devices
-    reached = own * per_node if own >= OWN_CARD_BYTES_PER_S else whole
-    return min(reached, whole / sharing)
+    full = own * links.devices
+    reached = own * per_node if own >= OWN_CARD_BYTES_PER_S else full
+    return min(reached, full / sharing)
 
 
 def _network_fits(kind: CollectiveKind, nodes: int, per_node: int, sharing: int, links: _Links) -> tuple[LinkFit, ...]:

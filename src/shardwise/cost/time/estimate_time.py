@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Literal
 
 from shardwise.cost.flops import mfu
-from shardwise.cost.memory.local_shapes import Stack, stack_of
+from shardwise.cost.memory.local_shapes import Framework, framework_of
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
 from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
@@ -86,7 +86,7 @@ class _Stage:
     backward_s: float
     sync_s: float
     compute_s: float
-    again_s: float
+    recompute_s: float
     tp_s: float
     cp_s: float
     host_forward_s: float
@@ -121,7 +121,7 @@ def step_time(
     sequence_parallel: bool | None = None,
     attention: AttentionKernel | None = None,
     padded: bool = False,
-    stack: Stack | None = None,
+    framework: Framework | None = None,
 ) -> StepTime:
     """Seconds of one step of ``plan`` on the slowest rank, and where they go.
 
@@ -129,7 +129,7 @@ def step_time(
     keywords say what another program does, to compare with what was published of it; None is what the plan says and
     this package runs. ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the
     products beside it. ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch;
-    other stacks keep a narrow copy instead. ``stack`` is whose program runs where an axis cuts the model.
+    other stacks keep a narrow copy instead. ``framework`` is whose program runs where an axis cuts the model.
     ``sequence_parallel`` False and ``attention`` "unfused" are Megatron-LM's tensor parallel and attention of before
     2022; None for the latter is cuDNN's where Megatron-LM runs (its Transformer Engine), else flash attention.
     ``padded`` rounds the vocabulary up without tensor parallelism too, as Megatron-LM does.
@@ -140,7 +140,13 @@ def step_time(
     machine = machine_of(cluster, plan.precision, rates, calibration)
     strategy = parse_strategy(plan.strategy)
     split = _split(
-        plan, workload, strategy, stack_of(strategy, stack), sequence_parallel, attention=attention, padded=padded
+        plan,
+        workload,
+        strategy,
+        framework_of(strategy, framework),
+        sequence_parallel,
+        attention=attention,
+        padded=padded,
     )
     async_tp = plan.async_tp if async_tp is None else async_tp
     virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
@@ -190,14 +196,14 @@ def _split(
     plan: Plan,
     workload: Workload,
     strategy: Strategy,
-    stack: Stack,
+    framework: Framework,
     sequence_parallel: bool | None,
     *,
     attention: AttentionKernel | None,
     padded: bool,
 ) -> WorkSplit:
-    """What divides a unit's work in the program of ``stack``."""
-    megatron = _cuts(plan) and not strategy.shards_parameters and stack == "megatron"
+    """What divides a unit's work in the program of ``framework``."""
+    megatron = _cuts(plan) and not strategy.shards_parameters and framework == "megatron"
     return WorkSplit(
         tp=plan.dims.tp,
         cp=plan.dims.cp,
@@ -210,8 +216,8 @@ def _split(
         padded=padded,
         hides_reduction=megatron,
         casts_weights=not megatron,
-        ring=stack != "shardwise",
-        cuts_ends=stack != "shardwise",
+        ring=framework != "shardwise",
+        cuts_ends=framework != "shardwise",
         loss_parallel=plan.loss_parallel,
     )
 
@@ -236,18 +242,18 @@ def _micro_batches(
     ``hosted`` are forward and backward of one micro batch on each stage with what waits for the host.
     """
     micros = plan.grad_accum
-    whole = pipeline_s([f for f, _ in hosted], [b for _, b in hosted], send_s, micros, virtual)
+    full = pipeline_s([f for f, _ in hosted], [b for _, b in hosted], send_s, micros, virtual)
     slowest = max(range(len(stages)), key=lambda i: sum(hosted[i]))
     slow, busy = stages[slowest], micros * sum(hosted[slowest])
     device = micros * (slow.forward_s + slow.backward_s)
-    shown = micros * (slow.compute_s + slow.again_s + slow.tp_s + slow.cp_s)
+    shown = micros * (slow.compute_s + slow.recompute_s + slow.tp_s + slow.cp_s)
     return {
         "compute_s": micros * slow.compute_s,
-        "recompute_s": micros * slow.again_s,
+        "recompute_s": micros * slow.recompute_s,
         "exposed_tp_s": micros * slow.tp_s,
         "exposed_cp_s": micros * slow.cp_s,
         "exposed_dp_s": _clean(device - shown) + max(s.sync_s for s in stages),
-        "pipeline_s": _clean(whole - busy),
+        "pipeline_s": _clean(full - busy),
         "host_s": _clean(busy - device),
     }
 
@@ -345,10 +351,10 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
         forward = time.forward_s + wire.copy_forward_s
         backward = time.backward_s + wire.copy_backward_s
         compute += count * (forward + backward)
-        again += count * time.again_s
+        again += count * time.recompute_s
         tp_forward = pieces.tp_share * time.tp_forward_s
-        tp_backward = pieces.tp_share * (time.tp_backward_s + time.tp_again_s)
-        cp_backward = time.cp_backward_s + time.cp_again_s
+        tp_backward = pieces.tp_share * (time.tp_backward_s + time.tp_recompute_s)
+        cp_backward = time.cp_backward_s + time.cp_recompute_s
         tp += count * (tp_forward + tp_backward)
         cp += count * (time.cp_forward_s + cp_backward)
         host_forward += count * time.host_forward_s
@@ -358,7 +364,7 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
         if sharded and not block:
             root_gather, root_reduce = root_gather + count * wire.gather_s, root_reduce + count * wire.reduce_s
         ahead.append(UnitRun(count, forward + tp_forward + time.cp_forward_s, gather))
-        seconds = backward + time.again_s + tp_backward + cp_backward
+        seconds = backward + time.recompute_s + tp_backward + cp_backward
         regather = gather if pieces.strategy.reshards_after_forward else 0.0
         back.append(UnitRun(count, seconds, regather, reduce if pieces.every else 0.0))
         last.append(UnitRun(count, seconds, regather, reduce))
@@ -380,7 +386,7 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
         backward_s=backward_s,
         sync_s=elapsed_s(reversed(last), contention=contention) - backward_s + sync_gather,
         compute_s=compute,
-        again_s=again,
+        recompute_s=again,
         tp_s=tp,
         cp_s=cp,
         host_forward_s=host_forward,
@@ -415,8 +421,8 @@ def _with_host(stage: _Stage, plan: Plan, own_s: float) -> tuple[float, float]:
         ahead, back = stage.host_forward_s + own_s / 2, stage.host_backward_s + own_s / 2
         return _hosted(stage.forward_s, ahead), _hosted(stage.backward_s, back)
     device = stage.forward_s + stage.backward_s
-    whole = _hosted(device, stage.host_forward_s + stage.host_backward_s + own_s)
-    return stage.forward_s, stage.backward_s + whole - device
+    full = _hosted(device, stage.host_forward_s + stage.host_backward_s + own_s)
+    return stage.forward_s, stage.backward_s + full - device
 
 
 def _waits(plan: Plan) -> bool | None:

@@ -69,13 +69,13 @@ class UnitTime:
 
     forward_s: float
     backward_s: float
-    again_s: float
+    recompute_s: float
     tp_forward_s: float
     tp_backward_s: float
-    tp_again_s: float
+    tp_recompute_s: float
     cp_forward_s: float
     cp_backward_s: float
-    cp_again_s: float
+    cp_recompute_s: float
     host_forward_s: float
     host_backward_s: float
     elements: float  # weights of the unit on one tensor-parallel rank
@@ -115,13 +115,13 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     return UnitTime(
         forward_s=forward,
         backward_s=backward,
-        again_s=again,
+        recompute_s=again,
         tp_forward_s=tp_forward,
         tp_backward_s=tp_backward,
-        tp_again_s=tp_again,
+        tp_recompute_s=tp_again,
         cp_forward_s=cp_forward,
         cp_backward_s=cp_backward,
-        cp_again_s=cp_again,
+        cp_recompute_s=cp_again,
         host_forward_s=host * launches + calls,
         host_backward_s=host * (launches * BACKWARD_LAUNCHES + again_launches) + calls * (2.0 if again else 1.0),
         elements=weights,
@@ -172,9 +172,9 @@ def _products_s(
 
 def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
     width = COMPUTE_BYTES[split.precision]
-    whole = op.cut == "none" or (op.cut == "sequence" and not cuts_sequence(unit, split))
-    whole = whole or (op.kind == "loss" and not split.loss_parallel)
-    share = split.cp * (1 if whole else split.tp)
+    full = op.cut == "none" or (op.cut == "sequence" and not cuts_sequence(unit, split))
+    full = full or (op.kind == "loss" and not split.loss_parallel)
+    share = split.cp * (1 if full else split.tp)
     if split.compiled and op.fusible and unit.kind == "block":
         moved = COMPILED_MOVES * op.moved * width
     else:
@@ -189,7 +189,7 @@ def cuts_sequence(unit: Unit, split: WorkSplit) -> bool:
 
 def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) -> float:
     """One attention; a window or any other mask is taken in proportion to its FLOPs. Rows are dealt out evenly."""
-    whole = attention_square_flops(op) * (0.5 if op.causal else 1.0)
+    full = attention_square_flops(op) * (0.5 if op.causal else 1.0)
     seconds = machine.attention_s(
         batch=split.micro,
         heads=max(1, op.heads // split.tp),
@@ -203,7 +203,7 @@ def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) 
     )
     if split.attention == "unfused":  # a mask spares nothing
         return seconds / split.cp
-    part = min(1.0, op.flops / whole) if whole and op.flops else 1.0
+    part = min(1.0, op.flops / full) if full and op.flops else 1.0
     return seconds * part / split.cp
 
 

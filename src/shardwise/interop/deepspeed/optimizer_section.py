@@ -62,8 +62,8 @@ class ImportedTraining:
     def take(self, path: str, value: Any, key: str, new: Any = None) -> None:
         """Record that ``path`` becomes ``key``; an ``auto`` is left open, with advice."""
         if value == "auto":
-            said = AUTO.get(path, "the value that is meant")
-            self.open.append(FileKey(path, value, f"set {key} to what TrainingArguments has: {said}"))
+            message = AUTO.get(path, "the value that is meant")
+            self.open.append(FileKey(path, value, f"set {key} to what TrainingArguments has: {message}"))
             return
         self.keys[key] = value if new is None else new
         self.taken.append(FileKey(path, value, key))
@@ -222,8 +222,8 @@ def _warm_up(name: str, params: Mapping[str, Any], found: ImportedTraining) -> N
         found.keys["optimizer.warmup_steps"] = 1000
     kind = params.get("warmup_type", "log")
     if kind != "linear":
-        said = "" if "warmup_type" in params else "DeepSpeed's default is log: "
-        why = f"{said}the rate grows with the logarithm of the step; Shardwise's grows linearly"
+        message = "" if "warmup_type" in params else "DeepSpeed's default is log: "
+        why = f"{message}the rate grows with the logarithm of the step; Shardwise's grows linearly"
         found.differs.append(FileKey(f"{where}.warmup_type", params.get("warmup_type"), why))
     else:
         found.no_effect.append(FileKey(f"{where}.warmup_type", kind, "as Shardwise warms up"))

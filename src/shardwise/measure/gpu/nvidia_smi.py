@@ -41,8 +41,8 @@ class QuerySource:
         except (OSError, subprocess.TimeoutExpired) as error:
             return GpuMachine(problem=f"nvidia-smi does not answer: {error}")
         if done.returncode != 0:
-            said = (done.stdout or done.stderr).strip().splitlines()
-            return GpuMachine(problem=f"nvidia-smi fails: {said[0] if said else f'exit code {done.returncode}'}")
+            message = (done.stdout or done.stderr).strip().splitlines()
+            return GpuMachine(problem=f"nvidia-smi fails: {message[0] if message else f'exit code {done.returncode}'}")
         return parse_query(done.stdout)
 
 
@@ -107,11 +107,11 @@ def _state(index: int, facts: Facts) -> GpuState:
         utilisation=_scaled(utilisation, 0.01),
         memory_bytes=None if memory is None else int(memory * MIB),
         used_bytes=None if used is None else int(used * MIB),
-        pcie_generation=_whole(_number(facts, f"{link}/PCIe Generation/Current")),
-        pcie_slot_generation=_whole(maximum),
-        pcie_card_generation=_whole(_number(facts, f"{link}/PCIe Generation/Device Max")),
-        pcie_lanes=_whole(_number(facts, f"{link}/Link Width/Current")),
-        pcie_max_lanes=_whole(_number(facts, f"{link}/Link Width/Max")),
+        pcie_generation=_full(_number(facts, f"{link}/PCIe Generation/Current")),
+        pcie_slot_generation=_full(maximum),
+        pcie_card_generation=_full(_number(facts, f"{link}/PCIe Generation/Device Max")),
+        pcie_lanes=_full(_number(facts, f"{link}/Link Width/Current")),
+        pcie_max_lanes=_full(_number(facts, f"{link}/Link Width/Max")),
         ecc=None if ecc is None else ecc == "Enabled",
         ecc_uncorrected=_errors(facts),
         remap_pending=None if pending is None else pending == "Yes",
@@ -165,7 +165,7 @@ def _number(facts: Facts, *keys: str) -> float | None:
     return float(found.group()) if found else None
 
 
-def _whole(value: float | None) -> int | None:
+def _full(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 

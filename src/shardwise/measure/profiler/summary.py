@@ -174,8 +174,8 @@ class _View:
         if not self.on_device:
             return sum(covered(_inside(self.communication, gap)) for gap in gaps)
         others = union((e.start_s, e.end_s) for e in self.running if kind_of(e.name) != "communication")
-        whole = union((e.start_s, e.end_s) for e in self.running)
-        return covered(whole) - covered(others)
+        full = union((e.start_s, e.end_s) for e in self.running)
+        return covered(full) - covered(others)
 
 
 def _inside(spans: Sequence[Span], window: Span) -> list[Span]:

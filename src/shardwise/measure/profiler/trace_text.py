@@ -36,10 +36,10 @@ def rate_text(flops_per_s: float | None) -> str:
     return f"{flops_per_s:.0f} FLOP/s"
 
 
-def _percent(part: float, whole: float) -> str:
-    if not whole:
+def _percent(part: float, full: float) -> str:
+    if not full:
         return "unknown"
-    share = part / whole
+    share = part / full
     return f"{share:.0%}" if share == 0 or share >= 0.01 else f"{share:.1%}"
 
 

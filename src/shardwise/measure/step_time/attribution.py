@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from shardwise.distributed.comm_timer import WAITS as PLACES
 from shardwise.distributed.process_group import gather_ints
-from shardwise.measure.step_time.clock import COUNTED, EARLY, Lap, clock_for
-from shardwise.measure.step_time.comm_hooks import Borders
+from shardwise.measure.step_time.clock import COUNTED, EARLY, StepInterval, clock_for
+from shardwise.measure.step_time.comm_hooks import CommHooks
 from shardwise.measure.step_time.timing import BETWEEN, PARTS, WAITS, PhaseStats, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
@@ -55,13 +55,13 @@ class Attribution:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._clock = clock_for(session.device)
-        self._borders: Borders | None = None
+        self._comm_hooks: CommHooks | None = None
         self._waiting = _CpuWait()
         self._own: deque[tuple[int, int, int, int]] = deque()  # of laps that the clock may not have read yet
-        self._laps = self._tokens = 0
+        self._intervals = self._tokens = 0
         self._border = time.perf_counter_ns()
         self._arrived: list[deque[list[int]]] = [deque() for _ in range(session.ranks.world_size)]
-        self._whole, self._fresh = PhaseTotals(), PhaseTotals()
+        self._full, self._fresh = PhaseTotals(), PhaseTotals()
         self._seen = 0
         self._problem = self._engine = ""
         self.disturbed: Callable[[int], bool] = lambda number: False
@@ -72,7 +72,7 @@ class Attribution:
         one = cls(session)
         session.observers.append(one)
         session.phase_watchers.append(one._on_phase)
-        session.mail.append(one)
+        session.header.append(one)
         return one
 
     # called by the session
@@ -80,7 +80,7 @@ class Attribution:
     def on_prepared(self, session: Session) -> None:
         """Install the hooks around the model's waits."""
         PLACES.listener = self._clock
-        self._borders = Borders(session)
+        self._comm_hooks = CommHooks(session)
         self._engine = "" if session.applied.engine is None else session.applied.engine.title
 
     def on_step_start(self, session: Session, step: Step) -> None:
@@ -97,33 +97,33 @@ class Attribution:
         """Do nothing: the lap ends with the next step."""
 
     def _on_phase(self, phase: str) -> None:
-        if self._borders is not None:
+        if self._comm_hooks is not None:
             PLACES.listener = self._clock  # of several sessions in a process, the active one
         if phase == "data":
-            self._end_lap()
+            self._end_interval()
         piped = self._session.applied.pipeline is not None if phase == "forward" else False
         self._clock.phase("pipeline" if piped else phase)
 
-    def _end_lap(self) -> None:
-        self._clock.lap()
-        early = self._borders.early if self._borders is not None else 0
-        if self._borders is not None:
-            self._borders.early, self._problem = 0, self._borders.problem
-        lost = self._waiting.lap()
+    def _end_interval(self) -> None:
+        self._clock.interval()
+        early = self._comm_hooks.early if self._comm_hooks is not None else 0
+        if self._comm_hooks is not None:
+            self._comm_hooks.early, self._problem = 0, self._comm_hooks.problem
+        lost = self._waiting.interval()
         now = time.perf_counter_ns()
-        self._own.append((self._tokens if self._laps else -1, early, lost, now - self._border))
+        self._own.append((self._tokens if self._intervals else -1, early, lost, now - self._border))
         self._border = now
-        self._laps += 1
+        self._intervals += 1
         self._tokens = 0
 
     # sent with each step's message
 
     def post(self) -> list[int]:
         """Return the oldest lap that the clock has read and that was not sent."""
-        lap: Lap | None = self._clock.take()
-        if lap is None:
+        interval: StepInterval | None = self._clock.take()
+        if interval is None:
             return [0] * self.size
-        return [1, *self._own.popleft(), *lap]
+        return [1, *self._own.popleft(), *interval]
 
     def deliver(self, rows: list[list[int]]) -> None:
         """Receive one lap of each rank, or none; a step is complete when all have sent theirs."""
@@ -139,10 +139,10 @@ class Attribution:
 
     def finish(self) -> None:
         """Send the remaining laps. Collective; stops the clock and removes the hooks."""
-        if self._borders is None:
+        if self._comm_hooks is None:
             return
         self._wait_for_device()
-        self._end_lap()
+        self._end_interval()
         self._wait_for_device()  # the last lap's end event must have passed, too
         for _ in range(max(row[0] for row in gather_ints([len(self._own)], self._session.ranks))):
             self.deliver(gather_ints(self.post(), self._session.ranks))
@@ -156,15 +156,15 @@ class Attribution:
 
     def detach(self) -> None:
         """Stop the clock and remove all hooks."""
-        if self._borders is not None:
-            self._problem = self._borders.problem
-            self._borders.remove()
-            self._borders = None
+        if self._comm_hooks is not None:
+            self._problem = self._comm_hooks.problem
+            self._comm_hooks.remove()
+            self._comm_hooks = None
         if PLACES.listener is self._clock:
             PLACES.listener = None
         self._waiting.close()
         session = self._session
-        for kept, mine in ((session.observers, self), (session.mail, self), (session.phase_watchers, self._on_phase)):
+        for kept, mine in ((session.observers, self), (session.header, self), (session.phase_watchers, self._on_phase)):
             if mine in kept:
                 kept.remove(mine)  # type: ignore[arg-type]
 
@@ -172,7 +172,7 @@ class Attribution:
 
     def timing(self) -> Timing | None:
         """Return the run so far, after the warm-up; ``None`` before the first step, and off rank 0."""
-        return self._whole.timing(self._session.plan, self._unmeasured()) if self._seen else None
+        return self._full.timing(self._session.plan, self._unmeasured()) if self._seen else None
 
     def window(self) -> Timing | None:
         """Return the steps since the last call, warm-up included; ``None`` if there are none."""
@@ -191,10 +191,10 @@ class Attribution:
         plan = self._session.plan
         self._seen += 1
         if self._seen == WARM_UP + 1:
-            self._whole = PhaseTotals(warm_up=WARM_UP)
+            self._full = PhaseTotals(warm_up=WARM_UP)
         elif self._seen <= WARM_UP:  # so far only the newest step is meaningful
-            self._whole = PhaseTotals(warm_up=self._seen - 1)
-        for totals in (self._whole, self._fresh):
+            self._full = PhaseTotals(warm_up=self._seen - 1)
+        for totals in (self._full, self._fresh):
             totals.add(table.copy(), plan)
 
     def _unmeasured(self) -> dict[str, str]:
@@ -255,16 +255,16 @@ class PhaseTotals:
             around = _COLUMNS["backward" if part in unmeasured else "other"]
             means[:, around] += means[:, _COLUMNS[part]]
             means[:, _COLUMNS[part]] = 0.0
-        whole = sum(self._periods)
+        full = sum(self._periods)
         late = self._late.most_common(1)
         alone = plan.dims.world_size == 1 or plan.dims.pp > 1
         return Timing(
             steps=self.steps,
             warm_up=self.warm_up,
             world_size=len(means),
-            step_s=whole / self.steps,
+            step_s=full / self.steps,
             median_step_s=statistics.median(self._periods),
-            tokens_per_s=self._tokens / whole if whole else None,
+            tokens_per_s=self._tokens / full if full else None,
             parts={part: None if part in none else spread(means[:, _COLUMNS[part]]) for part in PARTS},
             between_s={part: float(means[:, _COLUMNS[part]].mean()) for part in BETWEEN},
             ranks=tuple({part: float(row[_COLUMNS[part]]) for part in (*PARTS, *BETWEEN)} for row in means),
@@ -283,7 +283,7 @@ def split_off_waiting(parts: Table, dims: ParallelDims) -> int | None:
 
     Returns the rank that was late, ``None`` if none was by more than `LATE` of the step.
     """
-    whole = float(parts[:, : len(PARTS)].sum(axis=1).mean())
+    full = float(parts[:, : len(PARTS)].sum(axis=1).mean())
     for part in WAITS:
         column, group = parts[:, _COLUMNS[part]], _group_numbers(part, dims)
         least = np.full(len(column), np.inf)
@@ -291,7 +291,7 @@ def split_off_waiting(parts: Table, dims: ParallelDims) -> int | None:
         parts[:, _COLUMNS["slowest_rank"]] += column - least[group]
         column[:] = least[group]
     waited = parts[:, _COLUMNS["slowest_rank"]]
-    if len(waited) < 2 or dims.pp > 1 or waited.max() <= LATE * whole:
+    if len(waited) < 2 or dims.pp > 1 or waited.max() <= LATE * full:
         return None
     return int(waited.argmin())
 
@@ -363,7 +363,7 @@ class _CpuWait:
         except (OSError, ValueError, IndexError):
             return None
 
-    def lap(self) -> int:
+    def interval(self) -> int:
         """Return nanoseconds since the last lap; -1 if unknown."""
         now, last = self._read(), self._last
         self._last = now

@@ -23,7 +23,7 @@ COUNTED = (*PARTS, *BETWEEN, EARLY)
 """Parts that a clock separates, in the order of a lap's numbers."""
 _INDEX = {part: index for index, part in enumerate(COUNTED)}
 
-Lap = list[int]
+StepInterval = list[int]
 """Nanoseconds of each of `COUNTED` between two step ends."""
 
 
@@ -59,11 +59,11 @@ class Clock(ABC):
         """Switch to ``part``."""
 
     @abstractmethod
-    def lap(self) -> None:
+    def interval(self) -> None:
         """End a step."""
 
     @abstractmethod
-    def take(self) -> Lap | None:
+    def take(self) -> StepInterval | None:
         """Return the oldest finished lap that was not returned yet; ``None`` if there is none yet."""
 
 
@@ -74,22 +74,22 @@ class HostClock(Clock):
         super().__init__()
         self._since = time.perf_counter_ns()
         self._spent = [0] * len(COUNTED)
-        self._laps: deque[Lap] = deque()
+        self._intervals: deque[StepInterval] = deque()
 
     def _turn(self, part: int) -> None:
         now = time.perf_counter_ns()
         self._spent[self._current] += now - self._since
         self._since, self._current = now, part
 
-    def lap(self) -> None:
+    def interval(self) -> None:
         """End a step."""
         self._turn(self._current)
-        self._laps.append(self._spent)
+        self._intervals.append(self._spent)
         self._spent = [0] * len(COUNTED)
 
-    def take(self) -> Lap | None:
+    def take(self) -> StepInterval | None:
         """Return the oldest finished lap that was not returned yet."""
-        return self._laps.popleft() if self._laps else None
+        return self._intervals.popleft() if self._intervals else None
 
 
 class DeviceClock(Clock):
@@ -100,7 +100,7 @@ class DeviceClock(Clock):
         self._device = device
         self._spare: list[Any] = []
         self._marks: list[tuple[int, Any]] = [(self._current, self._event())]
-        self._laps: deque[list[tuple[int, Any]]] = deque()
+        self._intervals: deque[list[tuple[int, Any]]] = deque()
 
     def _event(self) -> Any:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
@@ -112,18 +112,18 @@ class DeviceClock(Clock):
             self._current = part
             self._marks.append((part, self._event()))
 
-    def lap(self) -> None:
+    def interval(self) -> None:
         """End a step."""
         border = self._event()
-        self._laps.append([*self._marks, (self._current, border)])
+        self._intervals.append([*self._marks, (self._current, border)])
         self._marks = [(self._current, border)]
 
-    def take(self) -> Lap | None:
+    def take(self) -> StepInterval | None:
         """Return the oldest finished lap; ``None`` until the device has passed all of its events."""
         # from the last on, which is sufficient with one stream; a loop with several may pass them in any order
-        if not self._laps or not all(event.query() for _, event in reversed(self._laps[0])):
+        if not self._intervals or not all(event.query() for _, event in reversed(self._intervals[0])):
             return None
-        marks = self._laps.popleft()
+        marks = self._intervals.popleft()
         spent = [0] * len(COUNTED)
         for (part, begin), (_, end) in pairwise(marks):
             spent[part] += round(begin.elapsed_time(end) * 1e6)

@@ -29,7 +29,7 @@ RECHECK = 53
 """Interval, in backwards, of repeated checks: a prime, to see every turn of an alternating model."""
 
 
-class Borders:
+class CommHooks:
     """Hooks around data-parallel traffic of one session. ``problem`` says why there are none.
 
     ``early`` counts the micro batches that reduced gradients before a step's last one, since it was last read.
@@ -133,8 +133,8 @@ class _LastGradient:
     The first backwards show which one is last; every `RECHECK`-th checks it again.
     """
 
-    def __init__(self, outer: DistributedDataParallel, parameters: list[nn.Parameter], borders: Borders) -> None:
-        self._outer, self._borders, self._parameters = outer, borders, parameters
+    def __init__(self, outer: DistributedDataParallel, parameters: list[nn.Parameter], comm_hooks: CommHooks) -> None:
+        self._outer, self._comm_hooks, self._parameters = outer, comm_hooks, parameters
         self._seen: nn.Parameter | None = None
         self._last: nn.Parameter | None = None
         self._number = 0
@@ -166,7 +166,7 @@ class _LastGradient:
         if self._last is None:
             self._last = self._seen
         elif self._seen is not None and self._seen is not self._last:
-            self._borders.problem = "the gradients of this model do not come in one order"
+            self._comm_hooks.problem = "the gradients of this model do not come in one order"
 
     def _conclude(self) -> None:
         """Stop observing all gradients, and hook only the last one."""
@@ -178,7 +178,7 @@ class _LastGradient:
 
     def _reduces(self) -> bool:
         """Return whether this is a step's reducing backward, and not one of the user's own."""
-        return self._borders.phase == "backward" and self._outer.require_backward_grad_sync
+        return self._comm_hooks.phase == "backward" and self._outer.require_backward_grad_sync
 
     def _learn(self, parameter: nn.Parameter) -> None:
         if self._reduces():
@@ -186,7 +186,7 @@ class _LastGradient:
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         if WAITS.listener is not None and self._reduces():
-            WAITS.listener.enter(self._borders.reduction())  # the end of backward, a new phase, ends it
+            WAITS.listener.enter(self._comm_hooks.reduction())  # the end of backward, a new phase, ends it
 
 
 def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:

@@ -146,10 +146,10 @@ def sequence_share(
 
     inputs, labels = batch
     if count is not None:
-        whole, parts = count(labels), [count(share(labels, at)) for at in range(cp)]
-        if sum(parts) != whole:
+        full, parts = count(labels), [count(share(labels, at)) for at in range(cp)]
+        if sum(parts) != full:
             raise DataError(
-                f"{plan.strategy} gives each rank part of the labels: they count {whole} loss terms in full and "
+                f"{plan.strategy} gives each rank part of the labels: they count {full} loss terms in full and "
                 f"{' + '.join(map(str, parts))} in parts; use integer labels [samples, length], or a count=... for "
                 "session.steps that adds up, or a strategy without +cp"
             )

@@ -151,8 +151,8 @@ def _to_heads(parts: tuple[torch.Tensor, ...], exchange: Exchange) -> list[torch
     else:
         packed = torch.cat([row.flatten(3) for row in rows], dim=3)
     arrived: torch.Tensor = _AllToAll.apply(packed.reshape(degree * length, samples, -1), exchange.group, degree)
-    whole = arrived.split([heads * width for heads, width in sizes], dim=-1)
-    return [part.unflatten(-1, size).permute(1, 2, 0, 3) for part, size in zip(whole, sizes, strict=True)]
+    full = arrived.split([heads * width for heads, width in sizes], dim=-1)
+    return [part.unflatten(-1, size).permute(1, 2, 0, 3) for part, size in zip(full, sizes, strict=True)]
 
 
 def _to_tokens(found: torch.Tensor, exchange: Exchange) -> torch.Tensor:

@@ -96,9 +96,9 @@ def discard_gradients(outer: nn.Module) -> None:
         group = module._get_fsdp_state()._fsdp_param_group
         for held in group.fsdp_params if group is not None else ():
             held.unsharded_accumulated_grad = None
-            whole = getattr(held, "_unsharded_param", None)
-            if whole is not None:
-                whole.grad = None
+            full = getattr(held, "_unsharded_param", None)
+            if full is not None:
+                full.grad = None
     reshard(outer)
     for parameter in outer.parameters():
         parameter.grad = None

@@ -93,9 +93,9 @@ def units_of(root: nn.Module) -> list[FsdpUnit]:
 
 def has_gradient(p: Any) -> bool:
     """Return whether this rank has a gradient, reduced or not, for an FSDP2 parameter."""
-    whole = getattr(p, "_unsharded_param", None)
+    full = getattr(p, "_unsharded_param", None)
     kept = p.unsharded_accumulated_grad is not None or p.sharded_param.grad is not None
-    return kept or (whole is not None and whole.grad is not None)
+    return kept or (full is not None and full.grad is not None)
 
 
 def needs_gradient(output: Any) -> bool:

@@ -142,7 +142,7 @@ class UnitOrder:
         times = {id(held): unit.reductions for unit in self.units for held in unit.group.fsdp_params}
         return [held.sharded_param for held, number in self._filled.items() if number == times[id(held)]]
 
-    def before_fillers(self) -> None:
+    def before_padding(self) -> None:
         """Mark the start of padding micro batches; gradients from them alone count as missing."""
         if self._given is None:
             self._given = {p for p in self._held() if has_gradient(p)}
@@ -420,11 +420,11 @@ class UnitOrder:
         kept = any(p.unsharded_accumulated_grad is not None for p in params)
         for at, p in enumerate(params):
             if p.unsharded_accumulated_grad is None:
-                whole = p._unsharded_param
-                if whole.grad is None:
-                    if not whole.requires_grad or not p.sharded_param.requires_grad:
+                full = p._unsharded_param
+                if full.grad is None:
+                    if not full.requires_grad or not p.sharded_param.requires_grad:
                         continue
-                    whole.grad = torch.zeros_like(whole)
+                    full.grad = torch.zeros_like(full)
                     self._filled[p] += 1
                 if kept:  # from earlier micro batches: in the reduction dtype, and a collective takes one
                     p.to_accumulated_grad_if_needed()

@@ -82,7 +82,7 @@ def forget_groups() -> None:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-def check_ready(*, nvme: bool, nvme_path: str | None, say: Say) -> None:
+def check_ready(*, nvme: bool, nvme_path: str | None, log: Say) -> None:
     """Check that DeepSpeed can start here and, if needed, swap.
 
     Compile its swap library if missing.
@@ -96,7 +96,7 @@ def check_ready(*, nvme: bool, nvme_path: str | None, say: Say) -> None:
     problems = [*tool_problems(), *path_problems(nvme_path)]
     if problems:
         raise UserError(*problems)
-    build_ops(deepspeed, say)
+    build_ops(deepspeed, log)
 
 
 def tool_problems() -> list[str]:
@@ -127,7 +127,7 @@ def _links_libaio(compile_with: str) -> bool:
         return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
 
 
-def build_ops(deepspeed: Any, say: Say, quiet_s: float = _QUIET_S) -> None:
+def build_ops(deepspeed: Any, log: Say, quiet_s: float = _QUIET_S) -> None:
     """Compile the swap library, which is cached for later runs.
 
     Remove the stale lock of a killed build.
@@ -138,9 +138,9 @@ def build_ops(deepspeed: Any, say: Say, quiet_s: float = _QUIET_S) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     for name in _OPS:
-        free_lock(build_folder(name), say, quiet_s)
+        free_lock(build_folder(name), log, quiet_s)
     if not (build_folder("async_io") / "async_io.so").is_file():
-        say("compiling async_io for +nvme (a minute or two, once for this machine)")
+        log("compiling async_io for +nvme (a minute or two, once for this machine)")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             AsyncIOBuilder().load(verbose=False)
@@ -160,7 +160,7 @@ def build_folder(name: str) -> Path:
     return Path(_get_build_directory(name, verbose=False))
 
 
-def free_lock(folder: Path, say: Say, quiet_s: float = _QUIET_S, limit_s: float = 900.0) -> bool:
+def free_lock(folder: Path, log: Say, quiet_s: float = _QUIET_S, limit_s: float = 900.0) -> bool:
     """Wait for a build in ``folder``; remove the lock of a dead build and report it.
 
     PyTorch's own wait for a lock never ends. A build counts as dead if no compiler of this machine works in the folder
@@ -174,12 +174,12 @@ def free_lock(folder: Path, say: Say, quiet_s: float = _QUIET_S, limit_s: float 
         silent = time.time() - max((path.stat().st_mtime for path in _entries(folder)), default=0.0)
         if not _builds_in(folder) and silent > quiet_s:
             lock.unlink(missing_ok=True)
-            say(f"took away '{lock}', which a build that was killed {silent:.0f} s ago has left")
+            log(f"took away '{lock}', which a build that was killed {silent:.0f} s ago has left")
             return True
         if time.monotonic() > end:
             raise UserError(f"'{lock}' has been locked by another build for too long; remove it if there is none")
         if not told:
-            say(f"another process is compiling in '{folder}' (or was killed there, {silent:.0f} s ago): waiting")
+            log(f"another process is compiling in '{folder}' (or was killed there, {silent:.0f} s ago): waiting")
             told = True
         time.sleep(min(1.0, quiet_s / 4 + 0.01))
     return False

@@ -43,7 +43,7 @@ from shardwise.parallel.engines.deepspeed_nvme import SwapFolder
 from shardwise.parallel.engines.deepspeed_order import GradientOrder, SameModules
 from shardwise.parallel.engines.deepspeed_partitions import (
     all_states,
-    find_held,
+    find_local,
     link_states,
     make_states,
     own_range,
@@ -130,7 +130,7 @@ def _ready_to_swap(plan: Plan, ranks: Ranks) -> SwapFolder:
     machines = gather_text(platform.node() or "?", ranks)  # an adopted group may have no local ranks
     if machines.index(machines[ranks.rank]) == ranks.rank:
         try:
-            check_ready(nvme=True, nvme_path=plan.nvme_path, say=logging.getLogger("shardwise").warning)
+            check_ready(nvme=True, nvme_path=plan.nvme_path, log=logging.getLogger("shardwise").warning)
             swap = SwapFolder(plan.nvme_path or "", holds=True)
         except ShardwiseError as error:
             failure = str(error)
@@ -187,14 +187,14 @@ def _originals(module: nn.Module, plan: Plan) -> Weights:
 
 def _sent(original: torch.Tensor | None, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """Broadcast one of rank 0's weights to every rank."""
-    whole = (
+    full = (
         torch.empty(shape, device=device)
         if original is None
         else original.to(device).clone(memory_format=torch.contiguous_format)
     )
     if dist.get_world_size() > 1:
-        dist.broadcast(whole, src=0)
-    return whole
+        dist.broadcast(full, src=0)
+    return full
 
 
 def _partition(
@@ -369,10 +369,10 @@ class DeepSpeed:
     def set_weights(self, new: Callable[[str], torch.Tensor]) -> None:
         """See `Engine`."""
         for name, parameter in self._by_name.items():
-            whole = new(name)
+            full = new(name)
             if parameter.requires_grad:
-                set_local(self.zero, parameter, whole, None)
-            self._set_computing(parameter, whole)
+                set_local(self.zero, parameter, full, None)
+            self._set_computing(parameter, full)
         self._versions = self._seen_versions()
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
@@ -397,9 +397,9 @@ class DeepSpeed:
                 found[key] = value
         return found | self._still.apart.get(name, {})
 
-    def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
+    def set_state(self, name: str, key: str, full: torch.Tensor) -> None:
         """Write an unsharded tensor into a parameter's optimizer state."""
-        set_local(self.zero, self._by_name[name], whole, key)
+        set_local(self.zero, self._by_name[name], full, key)
 
     def make_states(
         self, groups: list[dict[str, torch.Tensor | None]], apart: dict[str, dict[str, torch.Tensor] | None]
@@ -420,7 +420,7 @@ class DeepSpeed:
 
     def held(self) -> EngineTensors:
         """See `Engine`."""
-        return find_held(self.zero, self.base, list(self._by_name.values()))
+        return find_local(self.zero, self.base, list(self._by_name.values()))
 
     def discard(self) -> None:
         """See `Engine`."""
@@ -478,17 +478,17 @@ class DeepSpeed:
         with zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
-    def _set_computing(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    def _set_computing(self, parameter: nn.Parameter, full: torch.Tensor) -> None:
         """Write the compute parameter.
 
         Otherwise DeepSpeed would change it only after the next update.
         """
         with torch.no_grad():
             if self.stage < 3:
-                parameter.copy_(whole)
+                parameter.copy_(full)
                 return
             from deepspeed import zero
 
             with zero.GatheredParameters([parameter], modifier_rank=0):
                 if dist.get_rank() == 0:
-                    parameter.copy_(whole)
+                    parameter.copy_(full)

@@ -38,18 +38,18 @@ def own_range(parameter: Any) -> tuple[int, int]:
     return int(where.start), int(where.start + where.numel)
 
 
-def set_local(zero: Any, parameter: nn.Parameter, whole: torch.Tensor, key: str | None) -> None:
-    """Write this rank's elements of ``whole`` into the fp32 weight, or its state ``key``."""
+def set_local(zero: Any, parameter: nn.Parameter, full: torch.Tensor, key: str | None) -> None:
+    """Write this rank's elements of ``full`` into the fp32 weight, or its state ``key``."""
     if hasattr(parameter, "ds_tensor"):
         share = int(parameter.ds_tensor.ds_numel)
         begin, end = own_range(parameter)
-        local = functional.pad(whole.detach().flatten()[begin:end], (0, share - (end - begin)))
+        local = functional.pad(full.detach().flatten()[begin:end], (0, share - (end - begin)))
         zero.set_local_hp_param(local, parameter, key)
         return
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
         begin, end = own_range(parameter)
-        mapping.get_hp_fragment(key).data.copy_(whole.detach().flatten()[begin:end])
+        mapping.get_hp_fragment(key).data.copy_(full.detach().flatten()[begin:end])
 
 
 def flat_of(zero: Any, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -149,10 +149,10 @@ def _fill_state(state: Any, flat: torch.Tensor, keys: dict[str, torch.Tensor | N
             there[key] = torch.zeros_like(flat)
 
 
-def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -> EngineTensors:
+def find_local(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -> EngineTensors:
     """Collect the live tensors of DeepSpeed's optimizer ``zero``, which updates with the user's."""
     if parameters and hasattr(parameters[0], "ds_tensor"):
-        return _held_of_stage_3(zero, optimizer, parameters)
+        return _local_of_stage_3(zero, optimizer, parameters)
     masters = getattr(zero, "single_partition_of_fp32_groups", None)
     gradients: list[torch.Tensor] = []
     if masters is None:  # ZeRO-1 in bf16
@@ -174,7 +174,7 @@ def find_held(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) -
     )
 
 
-def _held_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any]) -> EngineTensors:
+def _local_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any]) -> EngineTensors:
     shards = [parameter.ds_tensor for parameter in parameters]
     held = [shard for shard in shards if shard.status.name == "AVAILABLE"]
     padding = 0

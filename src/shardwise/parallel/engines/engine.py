@@ -65,7 +65,7 @@ class Engine(Protocol):
         ``apart`` has the scalars of the parameters that differ, ``None`` for parameters that were never updated.
         """
 
-    def set_state(self, name: str, key: str, whole: torch.Tensor) -> None:
+    def set_state(self, name: str, key: str, full: torch.Tensor) -> None:
         """Write an unsharded tensor into a parameter's optimizer state."""
 
     def begin_micro(self, *, last: bool) -> None:

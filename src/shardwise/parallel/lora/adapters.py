@@ -53,7 +53,7 @@ class Adapters:
         """Return the entries for a checkpoint's manifest."""
         return {"kind": self.kind, "options": self.options.model_dump(mode="json"), "targets": list(self.targets)}
 
-    def unpacked(self, spec: ModelSpec) -> int:
+    def dequantized(self, spec: ModelSpec) -> int:
         """Count the weights of the model of ``spec``; two quantized ones share one element."""
         names = {f"{name}.weight" for name in self.packed}
         return spec.num_parameters + sum(p.num_elements for p in spec.parameters if p.name in names)
@@ -175,11 +175,11 @@ def chosen(layers: Collection[str], wanted: Sequence[str], module: nn.Module) ->
                 f"linear layers of the blocks: {', '.join(ends)}"
             )
             continue
-        whole = next(((n, p) for n, p in module.named_parameters() if n == want or _ends(n, want)), None)
-        if whole is not None:
-            shape = " × ".join(map(str, whole[1].shape))
+        full = next(((n, p) for n, p in module.named_parameters() if n == want or _ends(n, want)), None)
+        if full is not None:
+            shape = " × ".join(map(str, full[1].shape))
             problems.append(
-                f"lora.targets: '{want}' is the parameter '{whole[0]}' of shape {shape}, and adapters are added to "
+                f"lora.targets: '{want}' is the parameter '{full[0]}' of shape {shape}, and adapters are added to "
                 f"linear layers: {', '.join(ends)}"
             )
             continue
@@ -314,14 +314,14 @@ def set_magnitudes(unit: nn.Module) -> None:
             continue
         weight = base.weight.detach()
         if getattr(base, "quant_state", None) is not None:
-            from shardwise.parallel.lora.quantize import unpacked
+            from shardwise.parallel.lora.quantize import dequantized
 
-            weight = unpacked(base)
+            weight = dequantized(base)
         with torch.no_grad():
             vector.copy_(torch.linalg.norm(weight.to(vector.dtype), dim=0 if layer.fan_in_fan_out else 1))
 
 
-def packed_spec(spec: ModelSpec, packed: Collection[str]) -> ModelSpec:
+def quantized_spec(spec: ModelSpec, packed: Collection[str]) -> ModelSpec:
     """Return ``spec`` with ``packed`` layers in stored form: two values per byte, one column."""
     names = {f"{name}.weight" for name in packed}
     return spec.model_copy(

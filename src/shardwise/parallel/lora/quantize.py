@@ -44,7 +44,7 @@ def bitsandbytes() -> Any:
 
 
 @functools.cache
-def packed_layer() -> Any:
+def quantized_layer() -> Any:
     """Return bitsandbytes' ``Linear4bit`` without in-place casts or changes of its weight.
 
     bitsandbytes' own forward casts ``bias.data`` to the dtype of its input, which is a shard under FSDP2 and would stay
@@ -54,7 +54,7 @@ def packed_layer() -> Any:
     package = bitsandbytes()
     kind: Any = package.nn.Linear4bit
 
-    class PackedLinear(kind):  # type: ignore[misc]
+    class QuantizedLinear(kind):  # type: ignore[misc]
         """Linear layer with a quantized weight; ``quant_state`` is ``None`` until it is quantized."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def packed_layer() -> Any:
             )
             return outputs.to(kind)
 
-    return PackedLinear
+    return QuantizedLinear
 
 
 def prepare_packing(
@@ -84,7 +84,7 @@ def prepare_packing(
 
     A layer with an adapter is replaced inside of it: peft's layer calls the one that it wraps, whatever that is.
     """
-    kind = packed_layer()
+    kind = quantized_layer()
     layer: Any
     for name, layer in layers.items():
         found = kind(
@@ -166,18 +166,18 @@ def packed(weight: torch.Tensor, nested: bool, kind: str) -> Any:
     for rows, place, _ in chunks:
         values[place], state = functional.quantize_4bit(rows, None, None, BLOCK, False, kind)
         scales.append(state.absmax)
-    whole = functional.QuantState(
+    full = functional.QuantState(
         torch.cat(scales), source.shape, functional.get_4bit_type(kind, source.device), BLOCK, kind, source.dtype
     )
-    used = whole.absmax
+    used = full.absmax
     if nested:
-        whole.offset = used.mean()
-        whole.absmax, whole.state2 = functional.quantize_blockwise(used - whole.offset, blocksize=256)
-        whole.nested = True
-        used = functional.dequantize_blockwise(whole.absmax, whole.state2) + whole.offset
+        full.offset = used.mean()
+        full.absmax, full.state2 = functional.quantize_blockwise(used - full.offset, blocksize=256)
+        full.nested = True
+        used = functional.dequantize_blockwise(full.absmax, full.state2) + full.offset
     slack = 0.1 * float(max(scale.max() for scale in scales)) if nested and scales else 0.0
     for rows, place, blocks in chunks:
-        state = functional.QuantState(used[blocks], rows.shape, whole.code, BLOCK, kind, source.dtype)
+        state = functional.QuantState(used[blocks], rows.shape, full.code, BLOCK, kind, source.dtype)
         wrong = _worst_step(rows, functional.dequantize_4bit(values[place], state), slack)
         if not wrong <= WIDEST[kind]:
             raise ModelError(
@@ -188,7 +188,7 @@ def packed(weight: torch.Tensor, nested: bool, kind: str) -> Any:
     return package.nn.Params4bit(
         values,
         requires_grad=False,
-        quant_state=whole,
+        quant_state=full,
         blocksize=BLOCK,
         compress_statistics=nested,
         quant_type=kind,
@@ -230,13 +230,13 @@ def _worst_step(source: torch.Tensor, found: torch.Tensor, slack: float) -> floa
     return float(((was - now).abs().amax(1) / largest).max()) if was.numel() else 0.0
 
 
-def unpacked(layer: Any) -> torch.Tensor:
+def dequantized(layer: Any) -> torch.Tensor:
     """Dequantize the weight of a quantized layer, [outputs, inputs], as it is used in compute."""
     found: torch.Tensor = bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.quant_state)
     return found
 
 
-def packed_bytes(module: nn.Module) -> int:
+def quantized_bytes(module: nn.Module) -> int:
     """Count the bytes of the quantized weights stored here."""
     from torch.distributed.tensor import DTensor
 

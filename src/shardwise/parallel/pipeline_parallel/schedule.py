@@ -48,14 +48,14 @@ class Stages:
 
     ``container`` is what the session trains: the model itself without pipeline parallel, else a module whose children
     ``_stage_K`` are the stages. ``own`` are the blocks of each of ``parts``, ``indices`` their numbers, ``receives``
-    the module where each receives its input. ``borrowed`` are tied parameters and buffers that are here and owned by
-    another stage, ``tied`` the names, in each, of parameters that the first and the last stage use.
+    the module where each receives its input. ``shared_from_stage`` are tied parameters and buffers that are here and
+    owned by another stage, ``tied`` the names, in each, of parameters that the first and the last stage use.
     """
 
     container: nn.Module
     parts: tuple[nn.Module, ...]
     own: tuple[frozenset[str], ...]
-    borrowed: frozenset[str] = frozenset()
+    shared_from_stage: frozenset[str] = frozenset()
     indices: tuple[int, ...] = (0,)
     number: int = 1
     receives: tuple[Receive | None, ...] = (None,)
@@ -164,7 +164,7 @@ def padded_count(plan: Plan, micro_batches: int) -> int:
     return micro_batches
 
 
-def cut_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan: Plan, pp_rank: int) -> Stages:
+def split_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan: Plan, pp_rank: int) -> Stages:
     """Build this rank's stages.
 
     Without pipeline parallel ``wiring`` is ``None`` and the model is one stage.
@@ -190,16 +190,16 @@ def cut_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan: 
         mine = range(starts[index], starts[index] + counts[index])
         receives.append(cut(part, spec.blocks, mine, wiring, dtype, device))
         own.append(frozenset(spec.blocks[at] for at in mine))
-    borrowed = set()
+    shared_from_stage = set()
     if 0 not in indices:
         canonical = {alias: p.name for p in spec.parameters for alias in (p.name, *p.aliases)}
-        borrowed |= _outer_buffers(parts[0], spec)
-        borrowed |= {canonical[after] for _, after in tied} if number - 1 in indices else set()
+        shared_from_stage |= _outer_buffers(parts[0], spec)
+        shared_from_stage |= {canonical[after] for _, after in tied} if number - 1 in indices else set()
     return Stages(
         container=StageContainer(dict(zip(indices, parts, strict=True))),
         parts=tuple(parts),
         own=tuple(own),
-        borrowed=frozenset(borrowed),
+        shared_from_stage=frozenset(shared_from_stage),
         indices=tuple(indices),
         number=number,
         receives=tuple(receives),
@@ -237,7 +237,7 @@ class _Sample:
 
     inputs: Any
     labels: Any
-    filler: bool = False
+    padding: bool = False
     num_tokens: int = 0
 
 
@@ -265,7 +265,7 @@ class Pipeline:
         the sum of the unweighted losses of micro batches that are not padding: on the last stage, zero elsewhere.
         """
         number = padded_count(self.plan, len(micros))
-        fill = _Sample(micros[-1].inputs, micros[-1].labels, filler=True)
+        fill = _Sample(micros[-1].inputs, micros[-1].labels, padding=True)
         work = self._begin([*micros, *[fill] * (number - len(micros))], loss_fn, weight, has_backward=True)
         schedule, nothing = self._schedule(number), [None] * number
         _TORCH_LOG.disabled = True  # it logs a table of the full schedule for an error in the user's code

@@ -74,7 +74,7 @@ class _Hidden:
         return torch.tensor([_DTYPES.index(self.dtype), int(self.requires_grad), len(self.shape), *sizes])
 
     @staticmethod
-    def unpacked(packed: torch.Tensor) -> _Hidden:
+    def dequantized(packed: torch.Tensor) -> _Hidden:
         dtype, requires_grad, dims, *sizes = packed.tolist()
         return _Hidden(tuple(sizes[:dims]), _DTYPES[dtype], bool(requires_grad))
 
@@ -178,7 +178,7 @@ class RunStage(_PipelineStageBase):
         if key not in self.known:
             packed = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
             dist.recv(packed, group=self.control, src=self._resolve_peer_global_rank(self.stage_index - 1))
-            self.known[key] = _Hidden.unpacked(packed)
+            self.known[key] = _Hidden.dequantized(packed)
         known = self.known[key]
         buffer = torch.empty(known.shape, dtype=known.dtype, device=self.device)
         self.taken[fwd_chunk_id] = buffer
@@ -285,7 +285,7 @@ class RunStage(_PipelineStageBase):
                 "step.run: the loss of loss_fn(outputs, labels) does not depend on the model's outputs (it requires no "
                 "gradient); compute it from the outputs, without detach() or torch.no_grad()"
             )
-        if not getattr(micro, "filler", False):
+        if not getattr(micro, "padding", False):
             work.loss_sum += loss.detach()
         return loss if work.weight is None else loss * work.weight(micro)
 

@@ -10,7 +10,7 @@ from shardwise.parallel.tensor_parallel.regions import Regions
 from shardwise.parallel.tensor_parallel.styles import starred
 from shardwise.parallel.tensor_parallel.tensor_layout import (
     GatheredArgument,
-    ModuleCut,
+    ModuleShard,
     ParameterView,
     Place,
     Slices,
@@ -35,7 +35,7 @@ class Findings:
 
     blocks: dict[str, Regions]
     head: VocabHead | None
-    lent: dict[str, tuple[str, ...]]
+    external_params: dict[str, tuple[str, ...]]
     hidden: Place
     notes: tuple[str, ...]
 
@@ -61,7 +61,7 @@ def build(flow: Flow, spec: ModelSpec, plan: Plan, findings: Findings) -> Tensor
             for block, found in findings.blocks.items()
             for name, changed in found.attributes.items()
         },
-        lent=findings.lent,
+        external_params=findings.external_params,
         first=blocks[0] if sequence else "",
         last=blocks[-1] if sequence else "",
         hidden=findings.hidden,
@@ -78,7 +78,7 @@ class _Maker:
         self.canonical = {alias: p.name for p in spec.parameters for alias in (p.name, *p.aliases)}
         self.shapes = {p.name: p.shape for p in spec.parameters}
         self.products = {product.name: product for product in flow.products.values()}
-        self.modules: dict[str, ModuleCut] = {}
+        self.modules: dict[str, ModuleShard] = {}
         self.entries: dict[str, tuple[GatheredArgument, ...]] = {}
 
     def block(self, block: str, found: Regions) -> None:
@@ -86,50 +86,50 @@ class _Maker:
         gathered = {group for _, group in found.entries.values()}
         for name, uses in found.columns.items():
             product = self.products[f"{block}.{name}"]
-            held = {"weight": self._columns(product.weight, uses, 0 if product.outputs_first else 1)}
+            local = {"weight": self._columns(product.weight, uses, 0 if product.outputs_first else 1)}
             if product.bias is not None:
-                held["bias"] = self._columns(product.bias, uses, 0)
+                local["bias"] = self._columns(product.bias, uses, 0)
             group = found.groups[name]
             way = "" if group in gathered else f"block:{block}:{group}"
-            self.modules[product.name] = ModuleCut("colwise", held, way)
+            self.modules[product.name] = ModuleShard("colwise", local, way)
         for name in found.rows:
             product = self.products[f"{block}.{name}"]
-            held = {"weight": ParameterView(dim=1 if product.outputs_first else 0)}
+            local = {"weight": ParameterView(dim=1 if product.outputs_first else 0)}
             if product.bias is not None:
-                held["bias"] = ParameterView(partial=self.sequence)
-            self.modules[product.name] = ModuleCut("rowwise", held)
+                local["bias"] = ParameterView(partial=self.sequence)
+            self.modules[product.name] = ModuleShard("rowwise", local)
         for name, cut in found.inside.items():
             parent, _, key = f"{block}.{name}".rpartition(".")
             one = ParameterView(partial=True) if cut is None else self._columns(f"{block}.{name}", cut[1], cut[0])
-            self.modules.setdefault(parent, ModuleCut("reads")).held[key] = one
+            self.modules.setdefault(parent, ModuleShard("reads")).local[key] = one
         for name, (place, group) in found.entries.items():
             self.entries[f"{block}.{name}"] = (GatheredArgument(place, f"block:{block}:{group}"),)
 
     def head(self, head: VocabHead) -> None:
         """Add the head and its embeddings, sharded over the vocabulary."""
         product = head.product
-        held = {"weight": ParameterView(dim=0 if product.outputs_first else 1)}
+        local = {"weight": ParameterView(dim=0 if product.outputs_first else 1)}
         if product.bias is not None:
-            held["bias"] = ParameterView(dim=0)
-        kind = ModuleCut("colwise_gather" if head.place is None else "colwise_loss", held, "head")
+            local["bias"] = ParameterView(dim=0)
+        kind = ModuleShard("colwise_gather" if head.place is None else "colwise_loss", local, "head")
         self.modules[product.name] = kind
         for name in head.lookups:
-            self.modules[name] = ModuleCut("embedding", {"weight": ParameterView(dim=0)})
+            self.modules[name] = ModuleShard("embedding", {"weight": ParameterView(dim=0)})
 
     def finish(self) -> dict[str, int]:
         """Add all other parameters; return the shard dims of those that are sharded."""
         dims = {
-            self.canonical[f"{name}.{key}"]: held.dim
+            self.canonical[f"{name}.{key}"]: local.dim
             for name, cut in self.modules.items()
-            for key, held in cut.held.items()
-            if held.dim is not None
+            for key, local in cut.local.items()
+            if local.dim is not None
         }
         for parameter in self.spec.parameters:
             partial = self.sequence and parameter.block is not None
             for name in (parameter.name, *parameter.aliases):
                 parent, _, key = name.rpartition(".")
-                cut = self.modules.setdefault(parent, ModuleCut("reads"))
-                cut.held.setdefault(key, ParameterView(dim=dims.get(parameter.name), partial=partial))
+                cut = self.modules.setdefault(parent, ModuleShard("reads"))
+                cut.local.setdefault(key, ParameterView(dim=dims.get(parameter.name), partial=partial))
         return dims
 
     def _columns(self, name: str, uses: tuple[Slices, ...], dim: int) -> ParameterView:
@@ -145,7 +145,7 @@ class _Maker:
         return ParameterView(dim=dim, uses=uses, uses_dim=dim)
 
 
-def _styles(modules: dict[str, ModuleCut], spec: ModelSpec) -> dict[str, str]:
+def _styles(modules: dict[str, ModuleShard], spec: ModelSpec) -> dict[str, str]:
     """Map module patterns to styles, for sharded modules."""
     words = {"colwise_gather": "colwise_gather_output"}
     blocks = spec.blocks

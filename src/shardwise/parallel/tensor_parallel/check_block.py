@@ -79,7 +79,7 @@ class BlockCheck:
             return f"its output has no tensor of the hidden states' shape {tuple(self.run.hidden.shape)}"
         try:
             shares = [self._share(found, rank) for rank in range(self.tp)]
-            self._compare(found, self._whole(found), shares)
+            self._compare(found, self._full(found), shares)
         except _Differs as error:
             return str(error)
         except Exception as error:
@@ -170,16 +170,16 @@ class BlockCheck:
         key: str,
         value: torch.Tensor,
         part: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        whole: torch.Tensor | None = None,
+        full: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return a random linear function of ``value``, or of a ``part`` of ``whole``.
+        """Return a random linear function of ``value``, or of a ``part`` of ``full``.
 
         Every gradient of it is distinct.
         """
-        weights = self.flow.numbers(key, (value if whole is None else whole).shape)
+        weights = self.flow.numbers(key, (value if full is None else full).shape)
         return (value * (weights if part is None else part(weights))).sum()
 
-    def _whole(self, found: Regions) -> dict[int, torch.Tensor | None]:
+    def _full(self, found: Regions) -> dict[int, torch.Tensor | None]:
         """Return the gradients of every leaf in the unsharded run."""
         total: Any = 0
         seen: set[int] = set()
@@ -225,8 +225,8 @@ class BlockCheck:
         shares = {}
         for name, cut in found.inside.items():
             if cut is not None:
-                whole = self.parameters[f"{self.prefix}{name}"].detach()
-                shares[f"{self.prefix}{name}"] = nn.Parameter(whole.index_select(cut[0], indices(cut[1][rank])))
+                full = self.parameters[f"{self.prefix}{name}"].detach()
+                shares[f"{self.prefix}{name}"] = nn.Parameter(full.index_select(cut[0], indices(cut[1][rank])))
         return shares
 
     @contextlib.contextmanager
@@ -243,7 +243,7 @@ class BlockCheck:
             for place, key, before in places:
                 place[key] = before
 
-    def _compare(self, found: Regions, whole: dict[int, Any], shares: list[dict[int, Any]]) -> None:
+    def _compare(self, found: Regions, full: dict[int, Any], shares: list[dict[int, Any]]) -> None:
         names = {id(self.run.hidden): "what goes in", **{id(p): n for n, p in self.parameters.items()}}
         columns = {}
         for call in self.run.calls:
@@ -252,7 +252,7 @@ class BlockCheck:
             if name in found.columns:
                 columns[id(call.leaf)] = found.columns[name]
         for leaf in self._leaves():
-            key, expected = id(leaf), whole[id(leaf)]
+            key, expected = id(leaf), full[id(leaf)]
             expected = torch.zeros_like(leaf) if expected is None else expected
             parts = [share.get(key) for share in shares]
             where = f"the gradient of {names[key]}"
@@ -327,7 +327,7 @@ class _Share:
             first, end = chunk(self.found.rows[name], self.check.tp, self.rank)
             _same(value, call.value[..., first:end], where)
             self.total = self.total + self.check.term(
-                f"{name}:{count}", value, lambda whole: whole[..., first:end], call.value
+                f"{name}:{count}", value, lambda full: full[..., first:end], call.value
             )
             given = self.part(given)
         else:

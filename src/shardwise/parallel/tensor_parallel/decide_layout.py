@@ -67,8 +67,12 @@ def _decided(
             problems += _logits_problems(flow, plan, args, kwargs, output, head)
         if problems:
             raise ModelError(*dict.fromkeys(problems))
-        lent = {name: tuple(sorted(o for r, o in flow.lent if r == name)) for name, _ in flow.lent}
-        findings = Findings(blocks, head, lent, next(iter(flow.runs.values())).place, _notes(module, spec, blocks))
+        external_params = {
+            name: tuple(sorted(o for r, o in flow.external_params if r == name)) for name, _ in flow.external_params
+        }
+        findings = Findings(
+            blocks, head, external_params, next(iter(flow.runs.values())).place, _notes(module, spec, blocks)
+        )
         return build(flow, spec, plan, findings)
 
 
@@ -166,7 +170,7 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
     cut = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
     problems += [
         f"{reader} computes with the parameters of {owner}, which tensor parallel shards; call {owner} instead"
-        for reader, owner in sorted(flow.lent)
+        for reader, owner in sorted(flow.external_params)
         if owner in cut
     ]
     return found, problems
@@ -184,9 +188,9 @@ def _add_entries(run: BlockRun, found: Regions) -> None:
         if group is not None:
             by_group.setdefault(group, []).append(call)
     for group, calls in by_group.items():
-        held = [name for name, _, value in run.arguments if value is calls[0].value]
+        local = [name for name, _, value in run.arguments if value is calls[0].value]
         for call in calls:
-            outer = [name for name in held if call.product.name.startswith(f"{name}.")]
+            outer = [name for name in local if call.product.name.startswith(f"{name}.")]
             shared = [name for name in outer if all(c.product.name.startswith(f"{name}.") for c in calls)]
             holder = (shared or outer)[-1] if outer else None
             if holder is not None:
@@ -251,15 +255,15 @@ def _head(
     canonical = {alias: p.name for p in spec.parameters for alias in (p.name, *p.aliases)}
     lookups = {call.product.name: call for call in flow.calls if call.product.is_lookup}
     tied = {n for n, c in lookups.items() if canonical[c.product.weight] == canonical[product.weight]}
-    lent = {owner for _, owner in flow.lent}
+    external_params = {owner for _, owner in flow.external_params}
     same = {n for n, c in lookups.items() if c.product.inputs == product.outputs and not _is_position(c)}
-    can = {n for n in tied | same if n not in lent and _is_plain_lookup(flow.submodule(n))}
+    can = {n for n in tied | same if n not in external_params and _is_plain_lookup(flow.submodule(n))}
     wanted = bool(same | tied) or product.outputs >= LARGE
     if styles is not None:
         wanted = styles.get(product.name) == "colwise"
         can = {n for n in can if styles.get(n) == "embedding" or n in tied}
     once = sum(call.product is product for call in linear) == 1
-    if not wanted or not once or not tied <= can or product.name in lent:
+    if not wanted or not once or not tied <= can or product.name in external_params:
         return refused
     return VocabHead(product, place if plan.loss_parallel else None, tuple(sorted(can))), []
 
@@ -303,8 +307,8 @@ def _logits_problems(
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             return [f"the model does not run on a part of the logits ({type(error).__name__}: {text}); {fix}"]
-        for place, whole, part in _pairs(output, found):
-            expected = whole[..., first:end] if place == head.place else whole
+        for place, full, part in _pairs(output, found):
+            expected = full[..., first:end] if place == head.place else full
             if part.shape != expected.shape or not torch.allclose(part, expected, rtol=1e-4, equal_nan=True):
                 what = (
                     "the logits are mixed over the vocabulary after the head"
@@ -315,11 +319,11 @@ def _logits_problems(
     return []
 
 
-def _pairs(whole: Any, part: Any) -> list[tuple[str | int, torch.Tensor, torch.Tensor]]:
-    if isinstance(whole, torch.Tensor):
-        return [("", whole, part)]
-    keys = list(whole.keys()) if isinstance(whole, Mapping) else list(range(len(whole)))
-    return [(key, whole[key], part[key]) for key in keys if isinstance(whole[key], torch.Tensor)]
+def _pairs(full: Any, part: Any) -> list[tuple[str | int, torch.Tensor, torch.Tensor]]:
+    if isinstance(full, torch.Tensor):
+        return [("", full, part)]
+    keys = list(full.keys()) if isinstance(full, Mapping) else list(range(len(full)))
+    return [(key, full[key], part[key]) for key in keys if isinstance(full[key], torch.Tensor)]
 
 
 def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tuple[str, ...]:
@@ -331,10 +335,10 @@ def _notes(module: nn.Module, spec: ModelSpec, blocks: dict[str, Regions]) -> tu
             f"dropout ({dropout[0]} {dropout[1]:g}): the ranks of a tensor-parallel group draw the same masks, so each "
             "repeats over their shares of the heads, of the columns and of the sequence"
         )
-    whole = sorted({starred(f"{block}.{name}", spec.blocks) for block, found in blocks.items() for name in found.whole})
-    if whole:
-        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-        notes.append(f"not sharded by tensor parallel: {', '.join(whole[:3])}{more}; every rank computes all of it")
+    full = sorted({starred(f"{block}.{name}", spec.blocks) for block, found in blocks.items() for name in found.full})
+    if full:
+        more = f" and {len(full) - 3} more" if len(full) > 3 else ""
+        notes.append(f"not sharded by tensor parallel: {', '.join(full[:3])}{more}; every rank computes all of it")
     large = sorted({starred(p.name, spec.blocks) for p in spec.parameters if p.block is not None and len(p.shape) > 2})
     if large:
         notes.append(f"not sharded by tensor parallel: {', '.join(large[:3])}; every rank stores all of it")

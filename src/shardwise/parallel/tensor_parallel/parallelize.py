@@ -39,15 +39,15 @@ def apply_tensor(stage: nn.Module, layout: TensorLayout, mesh: DeviceMesh, plan:
     TpForwards(stage, layout, mesh, sequence=plan.sequence_parallel).convert_all()
 
 
-def distribute(name: str, whole: torch.Tensor, layout: TensorLayout, mesh: DeviceMesh) -> torch.Tensor:
+def distribute(name: str, full: torch.Tensor, layout: TensorLayout, mesh: DeviceMesh) -> torch.Tensor:
     """Distribute a full parameter over ``mesh`` as a DTensor (also if it is not sharded).
 
     No collective.
     """
     dim = layout.shard_dim.get(name)
     if dim is None:
-        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-    first, end = chunk(whole.shape[dim], mesh.size(), mesh.get_local_rank())
-    local = whole.narrow(dim, first, end - first).clone(memory_format=torch.contiguous_format)
-    stride = torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=stride)
+        return DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+    first, end = chunk(full.shape[dim], mesh.size(), mesh.get_local_rank())
+    local = full.narrow(dim, first, end - first).clone(memory_format=torch.contiguous_format)
+    stride = torch.empty(full.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=stride)

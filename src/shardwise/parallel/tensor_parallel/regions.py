@@ -26,7 +26,7 @@ class Regions:
 
     columns: dict[str, tuple[Slices, ...]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     inside: dict[str, tuple[int, tuple[Slices, ...]] | None] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     entries: dict[str, tuple[tuple[str, int | str], int]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def find_regions(
         if call in columns:
             found.groups[names[id(call)]] = index
     found.rows = {names[id(c)]: c.product.inputs for c in rows}
-    found.whole = tuple(names[id(c)] for c in calls if c not in columns and c not in rows)
+    found.full = tuple(names[id(c)] for c in calls if c not in columns and c not in rows)
     cut = [names[id(c)] for c in (*columns, *rows)]
     found.problems += [f"{prefix}{n} runs more than once in one forward" for n in sorted(set(cut)) if cut.count(n) > 1]
     found.problems += _size_problems(run, rows, tp)

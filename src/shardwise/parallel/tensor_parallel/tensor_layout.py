@@ -31,14 +31,14 @@ class ParameterView:
 
 
 @dataclass(frozen=True)
-class ModuleCut:
+class ModuleShard:
     """Forward that a module is given.
 
     ``group`` names the input entry that it shares with others.
     """
 
     kind: Kind
-    held: dict[str, ParameterView] = field(default_factory=dict)
+    local: dict[str, ParameterView] = field(default_factory=dict)
     group: str = ""
 
 
@@ -58,16 +58,17 @@ class TensorLayout:
     ``last`` are the blocks where a full sequence is sharded and gathered (empty where it is not sharded), with the
     places of the hidden states in their arguments. ``logits`` is where the model's output has the vocabulary sharded
     over the ranks, as a key or an index (``None``: nowhere). ``attributes`` are integers among the attributes of
-    modules, with their values for one rank. ``lent``: for a module, those whose parameters its forward computes with.
+    modules, with their values for one rank. ``external_params``: for a module, those whose parameters its forward
+    computes with.
     """
 
     shard_dim: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     styles: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, ModuleCut] = field(default_factory=dict)
+    modules: dict[str, ModuleShard] = field(default_factory=dict)
     entries: dict[str, tuple[GatheredArgument, ...]] = field(default_factory=dict)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    lent: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    external_params: dict[str, tuple[str, ...]] = field(default_factory=dict)
     first: str = ""
     last: str = ""
     hidden: Place = ("args", 0)

@@ -19,7 +19,7 @@ from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.tensor_parallel.tensor_layout import (
     GatheredArgument,
-    ModuleCut,
+    ModuleShard,
     ParameterView,
     Place,
     Slices,
@@ -45,7 +45,7 @@ _READING = "_shardwise_reading"
 _KINDS: dict[Any, type] = {}
 
 
-class Way:
+class SharedInput:
     """Entry of a full or a sharded tensor into sharded work, once for all its readers.
 
     The last tensor that entered is kept until the last of its ``readers`` has it.
@@ -85,14 +85,14 @@ class Reader:
     ``size`` is that of the dim it is taken from.
     """
 
-    def __init__(self, held: ParameterView, group: TpGroup, device: str, size: int) -> None:
-        self.group, self.partial, self.dim = group, held.partial, held.uses_dim
+    def __init__(self, local: ParameterView, group: TpGroup, device: str, size: int) -> None:
+        self.group, self.partial, self.dim = group, local.partial, local.uses_dim
         self.rows: Rows | None = None
         self.index: torch.Tensor | None = None
-        if held.uses and held.dim is None:
-            self.index = _indices(held.uses[group.rank], device)
-        elif held.uses:
-            self.rows = _rows(held.uses, size, group, device)
+        if local.uses and local.dim is None:
+            self.index = _indices(local.uses[group.rank], device)
+        elif local.uses:
+            self.rows = _rows(local.uses, size, group, device)
 
     def __call__(self, parameter: Any) -> Any:
         """Return the part of ``parameter`` that this rank computes with."""
@@ -131,23 +131,23 @@ class TpForwards:
         self.layout, self.mesh, self.sequence = layout, mesh, sequence
         self.modules = {clean_name(path): part for path, part in stage.named_modules()}
         self.group = TpGroup(mesh.get_group())
-        self.ways: dict[str, Way] = {}
+        self.ways: dict[str, SharedInput] = {}
 
-    def way(self, name: str) -> Way:
+    def way(self, name: str) -> SharedInput:
         """Return the input entry of a group; readers are counted by each request."""
         inside = name.startswith("block:")
-        way = self.ways.setdefault(name, Way(self.group, 0, sequence=self.sequence and inside))
+        way = self.ways.setdefault(name, SharedInput(self.group, 0, sequence=self.sequence and inside))
         way.readers += 1
         return way
 
-    def readers(self, module: nn.Module, cut: ModuleCut) -> dict[str, Reader]:
+    def readers(self, module: nn.Module, cut: ModuleShard) -> dict[str, Reader]:
         """Return a reader for each of the module's parameters."""
         found = {}
-        for key, held in cut.held.items():
+        for key, local in cut.local.items():
             parameter = module._parameters.get(key)
             if parameter is not None:
-                size = parameter.shape[held.uses_dim] if parameter.ndim else 1
-                found[key] = Reader(held, self.group, self.mesh.device_type, size)
+                size = parameter.shape[local.uses_dim] if parameter.ndim else 1
+                found[key] = Reader(local, self.group, self.mesh.device_type, size)
         return found
 
     def convert_all(self) -> None:
@@ -163,14 +163,14 @@ class TpForwards:
         """Convert ``module`` to the forward that the layout has for its name."""
         set_numbers(module.__dict__, self.layout.attributes.get(name, {}))
         cut = self.layout.modules.get(name)
-        if cut is not None and any(module._parameters.get(key) is not None for key in cut.held):
+        if cut is not None and any(module._parameters.get(key) is not None for key in cut.local):
             if cut.kind in ("colwise", "rowwise", "colwise_gather", "colwise_loss"):
                 self.linear(module, cut)
             elif isinstance(module, nn.Embedding) and cut.kind == "embedding":
                 self.embedding(module, cut)
             else:
                 _read(module, self.readers(module, cut))
-        owners = [self.modules[owner] for owner in self.layout.lent.get(name, ()) if owner in self.modules]
+        owners = [self.modules[owner] for owner in self.layout.external_params.get(name, ()) if owner in self.modules]
         if owners:
             _read_besides(module, owners)
         for entry in self.layout.entries.get(name, ()):
@@ -180,7 +180,7 @@ class TpForwards:
         if name and name == self.layout.last:
             _around(module, after=lambda output: _on_hidden(output, lambda x: join_sequence(x, self.group)))
 
-    def linear(self, module: nn.Module, cut: ModuleCut) -> None:
+    def linear(self, module: nn.Module, cut: ModuleShard) -> None:
         """Convert a ``Linear`` (or transformers' ``Conv1D``) to local weights."""
         readers = self.readers(module, cut)
         weight, bias = readers["weight"], readers.get("bias")
@@ -204,7 +204,7 @@ class TpForwards:
 
         _subclass(module, {"forward": forward})
 
-    def embedding(self, module: nn.Embedding, cut: ModuleCut) -> None:
+    def embedding(self, module: nn.Embedding, cut: ModuleShard) -> None:
         """Look up in row-sharded weights: each rank returns its rows, and zeros elsewhere."""
         size, group = module.num_embeddings, self.group
         first, end = chunk(size, group.size, group.rank)
@@ -287,7 +287,7 @@ def _on_hidden(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return change(output)
 
 
-def _enter(module: nn.Module, entry: GatheredArgument, way: Way) -> None:
+def _enter(module: nn.Module, entry: GatheredArgument, way: SharedInput) -> None:
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return _put(entry.place, way.enter(_at(entry.place, args, kwargs)), args, kwargs)
 
@@ -314,8 +314,8 @@ def _read(module: nn.Module, readers: dict[str, Reader]) -> None:
 
     def reading(key: str, reader: Reader) -> property:
         def get(self: nn.Module) -> Any:
-            held = self._parameters[key]
-            return reader(held) if self.__dict__.get(_READING) else held
+            local = self._parameters[key]
+            return reader(local) if self.__dict__.get(_READING) else local
 
         return property(get)
 

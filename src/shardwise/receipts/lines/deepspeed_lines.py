@@ -19,7 +19,7 @@ from shardwise.plan.deepspeed_stages import Place, Swapped, optimizer_place, par
 from shardwise.receipts.lines.option_lines import compute_line
 from shardwise.receipts.lines.structure_lines import block_line
 from shardwise.receipts.receipt import Line
-from shardwise.receipts.recorder import StepWatch
+from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
@@ -39,20 +39,20 @@ class SeenGradients:
     @staticmethod
     def of(engine: Engine) -> SeenGradients:
         """Record the current gradients."""
-        held = engine.held()
-        return SeenGradients(state.local_elements(held.gradients), state.dtypes(held.gradients))
+        local = engine.held()
+        return SeenGradients(state.local_elements(local.gradients), state.dtypes(local.gradients))
 
 
-def engine_lines(session: Session, step: Step, watch: StepWatch, seen: SeenGradients | None) -> Iterator[Line]:
+def engine_lines(session: Session, step: Step, watch: StepRecorder, seen: SeenGradients | None) -> Iterator[Line]:
     """Yield every line that this rank can check alone; ``seen`` are the recorded gradients."""
     engine: Any = session.applied.engine
-    held = engine.held()
+    local = engine.held()
     plan = session.plan
     yield _same("engine", f"DeepSpeed, ZeRO-{zero_stage(plan)}", f"DeepSpeed, ZeRO-{engine.live_stage()}")
     yield from _batch_lines(session, step, engine)
-    yield from _dtype_lines(session, watch, held, seen)
-    yield from _share_lines(session, engine, held, seen)
-    yield from _place_lines(session, engine, held)
+    yield from _dtype_lines(session, watch, local, seen)
+    yield from _share_lines(session, engine, local, seen)
+    yield from _place_lines(session, engine, local)
     yield from _structure_lines(session, step, watch)
     yield from _traffic_lines(session, step, watch)
 
@@ -70,21 +70,23 @@ def _batch_lines(session: Session, step: Step, engine: Any) -> Iterator[Line]:
     yield _same("gradient clipping", asked, f"{clips:g}" if clips else "off")
 
 
-def _dtype_lines(session: Session, watch: StepWatch, held: EngineTensors, seen: SeenGradients | None) -> Iterator[Line]:
+def _dtype_lines(
+    session: Session, watch: StepRecorder, local: EngineTensors, seen: SeenGradients | None
+) -> Iterator[Line]:
     compute = _COMPUTE[session.plan.precision]
-    if held.parameters:
-        yield _same("parameter dtype", compute, state.dtypes(held.parameters))
+    if local.parameters:
+        yield _same("parameter dtype", compute, state.dtypes(local.parameters))
     if watch.recorder.matmul_dtypes:
         yield compute_line({compute}, watch.recorder, casts_weights=True)
-    if held.masters:
-        yield _same("fp32 weights' dtype", "float32", state.dtypes(held.masters))
+    if local.masters:
+        yield _same("fp32 weights' dtype", "float32", state.dtypes(local.masters))
     if seen is not None:
         yield _same("gradient dtype", "float32", seen.dtypes)
     reducing = {item.dtype for item in watch.recorder.collectives if _reduces(item)}
     if session.dp > 1:
         yield _same("reduction dtype", "float32", ", ".join(sorted(reducing)) or "none")
-    if held.states:
-        yield _same("optimizer state dtype", "float32", state.dtypes(held.states))
+    if local.states:
+        yield _same("optimizer state dtype", "float32", state.dtypes(local.states))
 
 
 @dataclass(frozen=True)
@@ -104,23 +106,23 @@ def planned_elements(session: Session, groups: tuple[tuple[str, ...], ...]) -> P
         shares = {p.name: math.ceil(p.num_elements / ranks) for p in spec.parameters}
         stepped = sum(math.ceil(sizes[name] / ranks) for group in groups for name in group if name in trained)
         return PlannedElements(sum(shares.values()), stepped)
-    whole = [sum(sizes[name] for name in group if name in trained) for group in groups]
-    return PlannedElements(spec.num_parameters, sum(2 * math.ceil(number / (2 * ranks)) for number in whole))
+    full = [sum(sizes[name] for name in group if name in trained) for group in groups]
+    return PlannedElements(spec.num_parameters, sum(2 * math.ceil(number / (2 * ranks)) for number in full))
 
 
-def _share_lines(session: Session, engine: Any, held: EngineTensors, seen: SeenGradients | None) -> Iterator[Line]:
+def _share_lines(session: Session, engine: Any, local: EngineTensors, seen: SeenGradients | None) -> Iterator[Line]:
     spec = session.spec
     planned, away = planned_elements(session, engine.groups), _planned_swap(session, engine)
     there = " in memory" if session.plan.parsed.nvme else ""
-    found = state.local_elements(held.parameters)
+    found = state.local_elements(local.parameters)
     yield _share(f"parameters held{there}", planned.parameters - away.parameters, found, spec.num_parameters)
     stepped = planned.stepped - away.stepped
-    yield _share(f"fp32 weights held{there}", stepped, state.local_elements(held.masters), spec.num_trainable)
+    yield _share(f"fp32 weights held{there}", stepped, state.local_elements(local.masters), spec.num_trainable)
     if seen is not None:
         yield _share("gradients held", planned.stepped, seen.elements, spec.num_trainable)
     states = workload_of(session.optimizer).optimizer_states
     if states is not None:
-        found = state.local_elements(held.states)
+        found = state.local_elements(local.states)
         yield _share(f"optimizer state held{there}", stepped * states, found, spec.num_trainable * states)
 
 
@@ -133,7 +135,7 @@ def _planned_swap(session: Session, engine: Any) -> Swapped:
     return swapped(session.plan, (p.num_elements for p in spec.parameters), groups)
 
 
-def _place_lines(session: Session, engine: Any, held: EngineTensors) -> Iterator[Line]:
+def _place_lines(session: Session, engine: Any, local: EngineTensors) -> Iterator[Line]:
     """Yield lines on the storage of state and parameters, by DeepSpeed's settings and by files."""
     plan = session.plan
     state_at, weights_at = engine.places()
@@ -142,16 +144,16 @@ def _place_lines(session: Session, engine: Any, held: EngineTensors) -> Iterator
         yield _same("parameters rest in", _WHERE[parameter_place(plan)], _WHERE[weights_at])
     if plan.device == "cuda" and optimizer_place(plan) != "nvme":
         home = "cpu" if plan.parsed.offload else "cuda"
-        yield _same("optimizer state's device", home, state.devices([*held.masters, *held.states]))
+        yield _same("optimizer state's device", home, state.devices([*local.masters, *local.states]))
     if plan.parsed.nvme:
-        yield _swap_line(session, engine, held)
+        yield _swap_line(session, engine, local)
 
 
-def _swap_line(session: Session, engine: Any, held: EngineTensors) -> Line:
+def _swap_line(session: Session, engine: Any, local: EngineTensors) -> Line:
     """Check that this rank's swap files contain at least the bytes to be swapped."""
     plan, states = session.plan, workload_of(session.optimizer).optimizer_states or 0
     expected = _planned_swap(session, engine).num_bytes(plan, states)
-    inside = [path for path in held.swapped if plan.nvme_path and path.is_relative_to(plan.nvme_path)]
+    inside = [path for path in local.swapped if plan.nvme_path and path.is_relative_to(plan.nvme_path)]
     found = sum(path.stat().st_size for path in inside if path.is_file())
     small = "" if expected else ": no part is large enough for DeepSpeed to swap (1 MiB on a rank)"
     return Line(
@@ -162,7 +164,7 @@ def _swap_line(session: Session, engine: Any, held: EngineTensors) -> Line:
     )
 
 
-def _structure_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+def _structure_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
     plan, spec, module = session.plan, session.spec, session.module
     if spec.blocks:
         yield block_line(spec, plan, len(step.micros), watch.forwards, plan.recompute)
@@ -177,7 +179,7 @@ def _reduces(item: Any) -> bool:
     return item.phase == "backward" and item.name != "all_gather" and item.name != "broadcast"
 
 
-def _traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+def _traffic_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
     """Yield lines on traffic: ZeRO-1 reduces once a step, ZeRO-2 and 3 after each micro batch."""
     if session.dp == 1:
         return
@@ -195,8 +197,8 @@ def _traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[L
     yield Line(name="all_gather per step", planned="DeepSpeed decides", found=bytes_text(gathered), ok=None)
 
 
-def _share(name: str, planned: int, found: int, whole: int) -> Line:
+def _share(name: str, planned: int, found: int, full: int) -> Line:
     def text(elements: int) -> str:
-        return f"{elements} of {whole} ({elements / whole:.1%})" if whole else str(elements)
+        return f"{elements} of {full} ({elements / full:.1%})" if full else str(elements)
 
     return Line(name=name, planned=text(planned), found=text(found), ok=planned == found)

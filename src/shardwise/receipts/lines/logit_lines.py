@@ -14,7 +14,7 @@ from shardwise.train.session import Session
 from shardwise.train.step import Step
 
 
-class LogitsWatch:
+class LogitsRecorder:
     """Inspect every tensor created from the head's forward to its backward.
 
     ``rows`` is the maximum.
@@ -67,7 +67,7 @@ class LogitsWatch:
         self._on = False
 
 
-def logits_line(session: Session, step: Step, watch: LogitsWatch) -> Line:
+def logits_line(session: Session, step: Step, watch: LogitsRecorder) -> Line:
     """Compare rows of logits in memory with the plan's chunks of the largest micro batch."""
     chunks, name = session.plan.loss_chunks, "logits at once"
     sizes = [micro.labels.numel() for micro in step.micros if isinstance(micro.labels, torch.Tensor)]

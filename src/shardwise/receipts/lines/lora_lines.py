@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.cost.memory.estimate_memory import held_elements
+from shardwise.cost.memory.estimate_memory import local_elements
 from shardwise.measure import state
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, dtype_name
@@ -45,12 +45,12 @@ def _planned_text(options: AdapterOptions, targets: tuple[str, ...]) -> str:
 def _found_text(layers: dict[str, nn.Module]) -> str:
     ranks, scales, dropouts, doras = set(), set(), set(), set()
     for layer in layers.values():
-        held: Any = layer
-        ranks |= {held.lora_A[NAME].weight.shape[0], held.lora_B[NAME].weight.shape[1]}
-        scales.add(held.scaling[NAME])
-        dropouts.add(getattr(held.lora_dropout[NAME], "p", 0.0))
-        doras.add(NAME in held.lora_magnitude_vector)
-    active = [held for held in layers.values() if not getattr(held, "disable_adapters", False)]
+        local: Any = layer
+        ranks |= {local.lora_A[NAME].weight.shape[0], local.lora_B[NAME].weight.shape[1]}
+        scales.add(local.scaling[NAME])
+        dropouts.add(getattr(local.lora_dropout[NAME], "p", 0.0))
+        doras.add(NAME in local.lora_magnitude_vector)
+    active = [local for local in layers.values() if not getattr(local, "disable_adapters", False)]
     return _text(len(active), ranks, scales, dropouts, doras)
 
 
@@ -81,9 +81,9 @@ def _packed_lines(session: Session, spec: ModelSpec, adapters: Adapters) -> Iter
     from shardwise.parallel.lora.quantize import packing_layers
 
     names = {f"{name}.weight" for name in adapters.packed}
-    whole = sum(p.num_elements for p in spec.parameters if p.name in names)
+    full = sum(p.num_elements for p in spec.parameters if p.name in names)
     rank = shard_rank(session)
-    planned = sum(held_elements(p, session.plan, rank) for p in spec.parameters if p.name in names)
+    planned = sum(local_elements(p, session.plan, rank) for p in spec.parameters if p.name in names)
     here, kinds = 0, set()
     for layer in packing_layers(session.module):
         weight = layer.weight
@@ -95,7 +95,7 @@ def _packed_lines(session: Session, spec: ModelSpec, adapters: Adapters) -> Iter
     kind = _packing_text(options.quant_type, options.double_quant)
 
     def text(number: int, kind: str) -> str:
-        return f"{number} bytes of {whole} ({number / max(1, whole):.1%}, {bytes_text(number)}), {kind}"
+        return f"{number} bytes of {full} ({number / max(1, full):.1%}, {bytes_text(number)}), {kind}"
 
     yield _same("packed weights held", text(planned, kind), text(here, "/".join(sorted(kinds))))
 

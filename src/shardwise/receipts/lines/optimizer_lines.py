@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.cost.memory.estimate_memory import held_shape, stepped_groups, zero1_shares
+from shardwise.cost.memory.estimate_memory import local_shape, stepped_groups, zero1_shares
 from shardwise.measure import state
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.read import clean_name, dtype_name
-from shardwise.parallel.ownership import home_of
+from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.optimizers import OptimizerSpec, ParameterShard
 from shardwise.plan.traffic import data_traffic
 from shardwise.plan.workload import Workload
@@ -24,7 +24,7 @@ from shardwise.train.session import Session
 from shardwise.units import bytes_text
 
 
-class OptimizerWatch:
+class OptimizerRecorder:
     """Recorder of an optimizer's step: parameters with a gradient, their devices, and phases."""
 
     def __init__(self, session: Session) -> None:
@@ -47,7 +47,7 @@ class OptimizerWatch:
                     self.gradient_dtypes.add(dtype_name(parameter.grad.dtype))
 
 
-def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
+def stepping_lines(session: Session, watch: OptimizerRecorder) -> Iterator[Line]:
     """Yield lines on the step's device and on parameters stepped before the backward ends."""
     plan = session.plan
     if plan.parsed.engine != "torch":  # its own optimizer steps
@@ -57,9 +57,9 @@ def stepping_lines(session: Session, watch: OptimizerWatch) -> Iterator[Line]:
     yield Line(name="optimizer steps on", planned=planned, found=found, ok=planned == found)
     early = sum(phase == "backward" for phase in watch.phases.values())
     if plan.optimizer_in_backward or early:
-        whole = sum(p.trainable for p in used_spec(session).parameters)
-        planned = f"{whole if plan.optimizer_in_backward else 0} of {whole} parameters"
-        found = f"{early} of {whole} parameters"
+        full = sum(p.trainable for p in used_spec(session).parameters)
+        planned = f"{full if plan.optimizer_in_backward else 0} of {full} parameters"
+        found = f"{early} of {full} parameters"
         yield Line(name="stepped during backward", planned=planned, found=found, ok=planned == found)
 
 
@@ -76,14 +76,14 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
         yield Line(name="optimizer state dtype", planned=planned, found=found, ok=planned == found)
     if workload.optimizer_states is None:
         return
-    held = {p.name: _held(session, p) for p in every}
+    local = {p.name: _held(session, p) for p in every}
     if custom is None:
         number = workload.optimizer_states
-        expected = sum(_product(held[p.name]) for p in mine) * number
-        seen, whole = state.local_elements(states), sum(p.num_elements for p in every) * number
-        texts = [f"{n} of {whole} ({n / whole:.1%})" if whole else str(n) for n in (expected, seen)]
+        expected = sum(_product(local[p.name]) for p in mine) * number
+        seen, full = state.local_elements(states), sum(p.num_elements for p in every) * number
+        texts = [f"{n} of {full} ({n / full:.1%})" if full else str(n) for n in (expected, seen)]
     else:
-        sizes = {p.name: _state_bytes(session, p, held[p.name], custom) for p in mine}
+        sizes = {p.name: _state_bytes(session, p, local[p.name], custom) for p in mine}
         expected, seen = sum(sizes.values()), state.local_bytes(states)
         texts = [f"{custom.name}: {bytes_text(n)}" for n in (expected, seen)]
     yield Line(name="optimizer state held", planned=texts[0], found=texts[1], ok=expected == seen)
@@ -91,10 +91,10 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
 
 def _with_state(session: Session, spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with parameters that already have state as trained; a step may skip them."""
-    inner, home = getattr(session.optimizer, "optim", session.optimizer), home_of(session.module)
+    inner, ownership = getattr(session.optimizer, "optim", session.optimizer), ownership_of(session.module)
     kept = {clean_name(name) for name, p in session.module.named_parameters() if inner.state.get(p)}
-    if home is not None:
-        kept |= {home.canonical(name) for name in kept}
+    if ownership is not None:
+        kept |= {ownership.canonical(name) for name in kept}
     trained = {p.name for p in session.spec.parameters if p.trainable}
     parameters = (
         p.model_copy(update={"trainable": p.trainable or (p.name in kept and p.name in trained)})
@@ -116,7 +116,7 @@ def _stepped(session: Session, spec: ModelSpec, workload: Workload) -> tuple[lis
 
 
 def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -> tuple[int, ...]:
-    return held_shape(
+    return local_shape(
         parameter,
         session.plan,
         shard_rank(session) if rank is None else rank,
@@ -125,8 +125,8 @@ def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -
     )
 
 
-def _state_bytes(session: Session, parameter: ParameterSpec, held: tuple[int, ...], spec: OptimizerSpec) -> int:
-    shard = ParameterShard(parameter.shape, held, _held(session, parameter, 0))
+def _state_bytes(session: Session, parameter: ParameterSpec, local: tuple[int, ...], spec: OptimizerSpec) -> int:
+    shard = ParameterShard(parameter.shape, local, _held(session, parameter, 0))
     return spec.state_bytes(shard, parameter.itemsize)
 
 

@@ -10,7 +10,7 @@ from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.receipts.expected_part import planned_stages, root_units, run_micros, tokens_of, used_spec
 from shardwise.receipts.lines.logit_lines import logits_line
 from shardwise.receipts.receipt import Line
-from shardwise.receipts.recorder import StepWatch
+from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 
@@ -23,7 +23,7 @@ _SCHEDULES = {
 }
 
 
-def option_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+def option_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
     """Yield the lines that this rank can check alone."""
     dims = session.plan.dims
     if dims.splits_model:
@@ -57,7 +57,7 @@ def _mesh_line(session: Session) -> Line:
     )
 
 
-def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
+def _schedule_line(session: Session, step: Step, watch: StepRecorder) -> Line:
     """Check the schedule by its class, and by the most micro batches in flight in a stage."""
     plan, pipeline = session.plan, session.applied.pipeline
     number, stages = len(run_micros(session, step)), plan.dims.pp * plan.virtual_stages
@@ -79,7 +79,7 @@ def _schedule_line(session: Session, step: Step, watch: StepWatch) -> Line:
     return _option("pipeline_schedule", planned, found)
 
 
-def _compile_line(session: Session, watch: StepWatch) -> Line:
+def _compile_line(session: Session, watch: StepRecorder) -> Line:
     """Check that every forward of a block was one compiled graph."""
     blocks = len(session.applied.blocks) if session.plan.compile else 0
     calls, runs = watch.compiled_calls
@@ -88,7 +88,7 @@ def _compile_line(session: Session, watch: StepWatch) -> Line:
     return _option("compile", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
 
 
-def _prefetch_line(session: Session, watch: StepWatch) -> Line:
+def _prefetch_line(session: Session, watch: StepRecorder) -> Line:
     """Compare FSDP2's prefetch depth with the units gathered when the first block ran."""
     depth, forward = session.plan.prefetch, gathered_ahead(session.module)[0]
     if session.plan.dims.pp > 1:  # stages run in turn
@@ -113,7 +113,7 @@ def _option(option: str, planned: str, found: str) -> Line:
     return _same(OPTION_SPECS[option].receipt, planned, found)
 
 
-def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+def _tensor_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
     plan, decision = session.plan, session.applied.decision
     layout = None if decision is None else decision.layout
     if layout is None:
@@ -121,10 +121,10 @@ def _tensor_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Li
     known = tokens_of(step.micros)
     if watch.lengths and known is not None:
         lengths = {length for _, length in known}
-        whole = watch.lengths <= lengths
-        cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not whole
+        full = watch.lengths <= lengths
+        cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not full
         found = (
-            "on" if cut else "off" if whole else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
+            "on" if cut else "off" if full else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
         )
         yield _option("sequence_parallel", "on" if plan.sequence_parallel else "off", found)
     if watch.logits and layout.vocab:

@@ -26,7 +26,7 @@ def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Ite
     sample; chunks without a label (padding) may be equal, and are left out.
     """
     dims = session.plan.dims
-    mine = [digest(micro) for micro in micros if not micro.filler and (dims.cp == 1 or micro.num_tokens)]
+    mine = [digest(micro) for micro in micros if not micro.padding and (dims.cp == 1 or micro.num_tokens)]
     repeats = any(row[0] for row in gather_ints([int(bool(before & set(mine)))], session.ranks))
     everyone = [text.split() for text in gather_text(" ".join(mine), session.ranks)]
     places = [dims.place(rank) for rank in range(len(everyone))]
@@ -42,7 +42,7 @@ def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Ite
         yield Line(name=SHARED, planned=f"the same on each {size} ranks", found=found, ok=not odd)
 
 
-def packed_line(*, mask_borders: bool) -> Line:
+def quantized_line(*, mask_borders: bool) -> Line:
     """Report that packing lets attention cross documents, whatever the labels at their borders."""
     borders = "first tokens without loss" if mask_borders else "first tokens with loss"
     return Line(name=PACKED, planned="packed", found=f"attend to each other, {borders}", ok=None)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 from shardwise.measure.collectives import OTHER, Collective
 from shardwise.receipts.expected import Traffic, expected_traffic
-from shardwise.receipts.expected_collectives import cut_traffic
+from shardwise.receipts.expected_collectives import model_parallel_traffic
 from shardwise.receipts.expected_part import part_of, run_micros, used_spec
 from shardwise.receipts.lines.optimizer_lines import with_optimizer_traffic
 from shardwise.receipts.receipt import Line
-from shardwise.receipts.recorder import StepWatch
+from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.units import bytes_text
@@ -19,11 +19,11 @@ from shardwise.units import bytes_text
 _OWN_AXES = ("tp", "cp", "pp")
 
 
-def traffic_lines(session: Session, step: Step, watch: StepWatch) -> Iterator[Line]:
+def traffic_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
     """Yield a line per expected or observed collective, and per axis if the model is split."""
     stepped, reduced = used_spec(session), part_of(session)  # parameters without a gradient are reduced as zeros
     if session.plan.dims.splits_model:
-        sent = cut_traffic(session, reduced, run_micros(session, step), watch)
+        sent = model_parallel_traffic(session, reduced, run_micros(session, step), watch)
         found = _cut_totals(session, watch.recorder.collectives)
     else:
         calls = watch.forwards.of_units(reduced.blocks)

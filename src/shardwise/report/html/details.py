@@ -101,8 +101,8 @@ def _part_row(part: str, timing: Timing) -> tuple[str, str, str, str, str]:
 
 def _timing_facts(timing: Timing) -> Iterable[str]:
     if timing.stopwatch_s is not None:
-        whole = timing.step_s + sum(timing.between_s.values())
-        both = f"{milliseconds(whole)}; by stopwatch {milliseconds(timing.stopwatch_s)}"
+        full = timing.step_s + sum(timing.between_s.values())
+        both = f"{milliseconds(full)}; by stopwatch {milliseconds(timing.stopwatch_s)}"
         yield f"Parts and the time between steps add up to {both}."
     if timing.warm_up:
         yield f"Left out are the first {timing.warm_up} steps, in which things warm up."

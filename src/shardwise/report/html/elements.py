@@ -33,17 +33,17 @@ SCALING_TEXT = (
 LINKS_TEXT = "Bus bandwidth of each collective over the size of a message."
 
 
-def write_report(folder: Path, say: Callable[[str], None]) -> Path | None:
+def write_report(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Write ``report.json`` and ``report.html`` after a run's last step; ``None`` on failure.
 
-    The report never fails a run: errors are reported through ``say``, and nothing is raised.
+    The report never fails a run: errors are reported through ``log``, and nothing is raised.
     """
     try:
         return make_report(folder, ended=True)
     except ShardwiseError as error:
-        say(f"no report: {error}")
+        log(f"no report: {error}")
     except Exception as error:  # a defect of the report must not change the run's exit code
-        say(f"no report: {type(error).__name__}: {error}; shardwise report '{folder}' makes it again")
+        log(f"no report: {type(error).__name__}: {error}; shardwise report '{folder}' makes it again")
     return None
 
 

@@ -143,13 +143,13 @@ def parts_figure(series: Series) -> Figure | None:
     The figure also has ``keys``, the meaning of its colours, and ``off_scale``, the steps beyond its axis.
     """
     sums = {part: sum(v or 0.0 for v in column) for part, column in series.parts_s.items()}
-    whole = sum(sums.values())
-    if not whole:
+    full = sum(sums.values())
+    if not full:
         return None
     heights = [sum(column[i] or 0.0 for column in series.parts_s.values()) for i in range(len(series.step))]
     top = _scale(heights)
     unit, name = _unit(top)
-    large = [part for part in ordered(sums) if sums[part] / whole >= SMALL]
+    large = [part for part in ordered(sums) if sums[part] / full >= SMALL]
     small = [part for part in sums if part not in large and sums[part] > 0]
     stacks = [(words(part), colour(part), series.parts_s[part]) for part in large]
     if small:

@@ -227,7 +227,7 @@ def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[SavedCheckpoint], 
     return Figures(
         steps=done,
         steps_planned=told.job.steps,
-        tokens=_whole(steps[-1].get("tokens")) if steps else summary.tokens,
+        tokens=_full(steps[-1].get("tokens")) if steps else summary.tokens,
         first_loss=_finite(steps[0]["loss"]) if steps else None,
         last_loss=_finite(steps[-1]["loss"]) if steps else summary.loss,
         heldout_bits_per_byte=summary.heldout_bits_per_byte,
@@ -298,7 +298,7 @@ def _finite(value: Any) -> float | None:
     return None
 
 
-def _whole(value: Any) -> int | None:
+def _full(value: Any) -> int | None:
     """Return an integer; ``None`` for anything else."""
     found = _finite(value)
     return None if found is None or found != int(found) else int(found)
@@ -329,7 +329,7 @@ def _metrics(files: _Files) -> list[dict[str, Any]]:
 def _save(line: dict[str, Any]) -> SavedCheckpoint:
     return SavedCheckpoint(
         step=line["step"],
-        num_bytes=_whole(line.get("checkpoint_bytes")),
+        num_bytes=_full(line.get("checkpoint_bytes")),
         stall_s=_finite(line.get("checkpoint_stall_s")),
         write_s=_finite(line.get("checkpoint_write_s")),
     )

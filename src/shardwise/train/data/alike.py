@@ -19,7 +19,7 @@ from shardwise.distributed.process_group import Ranks, broadcast_text
 from shardwise.train.rng import random_states, restore_random_states
 
 
-class SharedLuck:
+class SyncedRngState:
     """Context in which the global generators have rank 0's saved state. Collective to create."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -59,12 +59,12 @@ def read_alike(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
     if isinstance(loader, list | tuple):
         yield from loader
         return
-    luck = SharedLuck(ranks)
+    rng_state = SyncedRngState(ranks)
     _leap()
-    with luck:
+    with rng_state:
         iterator = iter(loader)
     while True:
-        with luck:
+        with rng_state:
             try:
                 item = next(iterator)
             except StopIteration:

@@ -90,13 +90,13 @@ class _Source:
         return [self.format, str(self.root.resolve()), facts]
 
 
-def prepare_corpus(table: DataTable, cache: Path, say: Callable[[str], None]) -> Corpus:
+def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) -> Corpus:
     """Tokenise the documents of ``table`` into a folder of ``cache``, or reuse an unchanged one.
 
     Documents are in the order of their relative paths, then of the rows in a file; empty ones are left out. The choice
     of held-out documents depends only on their content, so copies are always on the same side; if the fraction selects
     none (or all), the one with the smallest hash is held out (the largest trained on). The folder is created completely
-    or not at all. ``say`` gets one line at the start, one at the end and, while tokenising, at most one every two
+    or not at all. ``log`` gets one line at the start, one at the end and, while tokenising, at most one every two
     seconds.
 
     Raises:
@@ -114,13 +114,13 @@ def prepare_corpus(table: DataTable, cache: Path, say: Callable[[str], None]) ->
         try:
             return open_corpus(folder)
         except DataError:
-            say(f"the corpus in '{folder}' is damaged, preparing it again")
+            log(f"the corpus in '{folder}' is damaged, preparing it again")
     with _writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
         try:
             (work / "corpus").mkdir()
-            facts = _build(table, [source] + ([heldout] if heldout else []), work, say)
+            facts = _build(table, [source] + ([heldout] if heldout else []), work, log)
             (work / "corpus" / "corpus.json").write_text(json.dumps(facts | {"fingerprint": fingerprint}, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(work / "corpus", folder)
@@ -267,10 +267,10 @@ def _json_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[di
     """
     for path, name in zip(paths, source.files, strict=True):
         with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-            whole = file.read(4096).lstrip().startswith("[")
+            full = file.read(4096).lstrip().startswith("[")
             file.seek(0)
-            for number, text in enumerate([file.read()] if whole else file, 1):
-                at = f"file '{name}'" if whole else f"file '{name}', line {number}"
+            for number, text in enumerate([file.read()] if full else file, 1):
+                at = f"file '{name}'" if full else f"file '{name}', line {number}"
                 try:
                     rows = json.loads(text) if text.strip() else []
                 except json.JSONDecodeError as error:
@@ -398,11 +398,11 @@ class _Writer(ExitStack):
 # ---------------------------------------------------------------------------------------------------- build
 
 
-def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) -> dict[str, Any]:
+def _build(table: DataTable, sources: Sequence[_Source], work: Path, log: _Say) -> dict[str, Any]:
     """Write the sources (training documents, then held-out ones, if any) to ``work/corpus``."""
     tokenizer = _tokenizer(table.tokenizer)
     num_files = sum(len(source.files) for source in sources)
-    say(f"reading {num_files} file{'s' * (num_files != 1)}")
+    log(f"reading {num_files} file{'s' * (num_files != 1)}")
     loaded = [_load(source, table.text_field, work / "datasets") for source in sources]
     scan = _Scan()
     hashes = [scan.read(_batches(data, table.text_field)) for data in loaded]
@@ -410,25 +410,25 @@ def _build(table: DataTable, sources: Sequence[_Source], work: Path, say: _Say) 
         if not len(found):
             raise DataError(f"{source.where} has only empty documents; give some with text")
     if scan.replaced:
-        say(f"{scan.replaced} documents contain U+FFFD, the replacement of bytes that are not UTF-8")
+        log(f"{scan.replaced} documents contain U+FFFD, the replacement of bytes that are not UTF-8")
     held = [np.full(len(found), index == 1) for index, found in enumerate(hashes)]
     if len(sources) == 1:
         held = [_held_out(hashes[0], table.heldout_fraction)]
         if table.heldout_fraction and not held[0].any():
-            say("nothing is held out: there is only one document; give data.heldout_path")
+            log("nothing is held out: there is only one document; give data.heldout_path")
     elif leaked := int(np.isin(hashes[1], hashes[0]).sum()):
-        say(f"{leaked} of {len(hashes[1])} held-out documents are trained on too: they are in data.path")
+        log(f"{leaked} of {len(hashes[1])} held-out documents are trained on too: they are in data.path")
     pieces = (texts for data in loaded for texts in _batches(data, table.text_field))
     with ExitStack() as stack:
         files = [stack.enter_context(_Writer(work / "corpus", name, tokenizer)) for name in ("train", "heldout")]
-        _tokenise(pieces, np.concatenate(held), scan.num_bytes, files, say)
+        _tokenise(pieces, np.concatenate(held), scan.num_bytes, files, log)
         parts = {file.name: file.finish() for file in files if len(file.lengths) > 1}
     tokens, documents = count_text(sum(part["num_tokens"] for part in parts.values())), sum(map(len, held))
-    say(f"{bytes_text(scan.num_bytes)}, {tokens} tokens, {documents} documents, {sum(map(sum, held))} held out")
+    log(f"{bytes_text(scan.num_bytes)}, {tokens} tokens, {documents} documents, {sum(map(sum, held))} held out")
     return scan.entropies() | {"parts": parts, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator}
 
 
-def _tokenise(batches: Iterable[list[str]], held: NDArray[Any], total: int, writers: list[_Writer], say: _Say) -> None:
+def _tokenise(batches: Iterable[list[str]], held: NDArray[Any], total: int, writers: list[_Writer], log: _Say) -> None:
     """Write every document to its side; ``total`` is the bytes of all, for progress reports."""
     began = last = time.monotonic()
     at = 0
@@ -440,7 +440,7 @@ def _tokenise(batches: Iterable[list[str]], held: NDArray[Any], total: int, writ
         if now - last >= _REPORT_S and done < total:
             last, rate = now, done / (now - began)
             left = seconds_text((total - done) / rate)
-            say(f"tokenised {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s, {left} left")
+            log(f"tokenised {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s, {left} left")
 
 
 class _Scan:

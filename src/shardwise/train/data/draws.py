@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 from shardwise.distributed.process_group import Ranks, gather_ints, gather_text
 from shardwise.errors import DataError
-from shardwise.train.data.alike import SharedLuck
+from shardwise.train.data.alike import SyncedRngState
 from shardwise.train.data.data_sharding import draws_known
 from shardwise.train.data.items import from_text, to_text
 
@@ -38,8 +38,8 @@ def compared(inner: Iterable[Any], dataset: Any, ranks: Ranks) -> Iterator[Any]:
     total, drawn = length_of(dataset), _Drawn()
     if not draws_known(inner):
         drawn = _Drawn.of(inner, ranks)
-    whole = int(total > 0 and _samples(inner, drawn.head) >= _COVERS * total)
-    row = [total, mark_of(dataset, total), zlib.crc32(drawn.text.encode()), whole, int(drawn.failure is not None)]
+    full = int(total > 0 and _samples(inner, drawn.head) >= _COVERS * total)
+    row = [total, mark_of(dataset, total), zlib.crc32(drawn.text.encode()), full, int(drawn.failure is not None)]
     rows = gather_ints(row, ranks)
     odd = next((rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2]), None)
     if odd is not None:
@@ -70,9 +70,9 @@ class _Drawn:
 
     @classmethod
     def of(cls, inner: Iterable[Any], ranks: Ranks) -> _Drawn:
-        found, luck = cls(), SharedLuck(ranks)
+        found, rng_state = cls(), SyncedRngState(ranks)
         try:
-            with nullcontext() if ranks.is_main else luck:
+            with nullcontext() if ranks.is_main else rng_state:
                 found.rest = iter(inner)
                 found.head = list(itertools.islice(found.rest, HEAD))
             found.text = to_text(found.head)

@@ -54,12 +54,12 @@ class Stream:
     passes: int = 0
     batches: int = 0
     at_start: dict[str, torch.Tensor] = field(default_factory=dict)
-    watch: StreamWatch = field(init=False)
+    watch: StreamRecorder = field(init=False)
     dealer: str = ""  # name of the object in the loader that was taken to shard by rank
     _resume: tuple[DataPosition, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
 
     def __post_init__(self) -> None:
-        self.watch = StreamWatch(self.ranks, self.window)
+        self.watch = StreamRecorder(self.ranks, self.window)
 
     def place(self) -> DataPosition:
         """Return the loop's position; between two steps."""
@@ -154,7 +154,7 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
 
 
 @dataclass
-class StreamWatch:
+class StreamRecorder:
     """State of one session on this rank.
 
     A stream that each rank reads in full must be equal on all.
