@@ -41,10 +41,10 @@ def score(row: Row, *, told: bool = True) -> Scored:
     and torchtitan compiles its loss where it compiles at all, since 2025. litgpt wraps whole blocks in FSDP1, frozen
     and trained weights in one flat parameter, and takes its loss 128 tokens at a time without widening it. Unless
     ``told``, nothing is known but what
-    the command's options say, and whose program runs where an axis cuts the model (`Row.framework`).
+    the command's options say, and whose program runs where an axis cuts the model (`Row.cost_framework`).
     """
     if not told:
-        return _scored(row, estimate(row.profile, row.plan, row.workload, row.cluster, framework=row.framework))
+        return _scored(row, estimate(row.profile, row.plan, row.workload, row.cluster, framework=row.cost_framework))
     framework = row.framework.lower()
     titan, lit = "torchtitan" in framework, "litgpt" in framework
     recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
@@ -56,7 +56,7 @@ def score(row: Row, *, told: bool = True) -> Scored:
         expandable=titan,
         buckets_add=True,
         flat=lit and row.plan.parsed.shards_parameters,
-        framework=row.framework,
+        framework=row.cost_framework,
         fused_loss=lit
         or "chunks" in framework
         or "foundry" in framework

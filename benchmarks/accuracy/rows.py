@@ -76,7 +76,7 @@ class Row:
     oom: bool
 
     @property
-    def framework(self) -> Framework:
+    def cost_framework(self) -> Framework:
         """Whose program runs where an axis cuts the model: Megatron-LM's for whole weights, else PyTorch's parts."""
         return "torchtitan" if self.plan.parsed.shards_parameters else "megatron"
 

@@ -92,7 +92,7 @@ def speed_document() -> Document:
     groups: dict[tuple[object, ...], list[Document]] = defaultdict(list)
     for one, flops in zip(timed, work, strict=True):
         row, measured = one.row, one.measured_s
-        untold = step_time(row.profile, row.plan, row.workload, row.cluster, framework=row.framework)
+        untold = step_time(row.profile, row.plan, row.workload, row.cluster, framework=row.cost_framework)
         line = {
             "source": row.source,
             "framework": row.framework,

@@ -52,7 +52,7 @@ class Timed:
 
 def facts(row: Row) -> dict[str, Any]:
     """What is known about a published program beside its plan: options of `step_time`."""
-    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False, "framework": row.framework}
+    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False, "framework": row.cost_framework}
     if row.source in BEFORE_FLASH:
         program |= {"attention": "unfused", "padded": True}
         program["sequence_parallel"] = row.source == "korthikanti_2022" and row.plan.recompute == "selective"
@@ -74,7 +74,7 @@ def predict(rows: Iterable[Row], *, plain: bool = False) -> tuple[list[Timed], l
                 row.plan,
                 row.workload,
                 row.cluster,
-                **({"framework": row.framework} if plain else facts(row)),
+                **({"framework": row.cost_framework} if plain else facts(row)),
             )
         except PlanError as error:
             problems.append(f"{row.label}: {error}")

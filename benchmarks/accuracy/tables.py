@@ -294,7 +294,7 @@ CAVEATS = """
   stages, which attention kernels a stack had, whether it pads the vocabulary and overlaps tensor-parallel traffic, and
   that autocast's casts are not those of this package (`speed.py`, `predict`). “Untold” knows what the command's options
   say and no more, but for whose program runs where an axis cuts the model: Megatron-LM's for whole weights, PyTorch's
-  parts for sharded ones (`Row.framework`). `shardwise plan` says what this package's own program needs, which is
+  parts for sharded ones (`Row.cost_framework`). `shardwise plan` says what this package's own program needs, which is
   another. In both, stacks whose kernels are fused by hand count as compiled.
 - **Like with like.** `allocated` and `active` are compared with predicted live bytes, `reserved` with what the
   allocator holds, `device` with that and the context; `device` rows (what the driver shows) are not in the median of

@@ -44,9 +44,9 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ticks]:
 
 
 def lap_of(clocked: Any) -> dict[str, int]:
-    lap = clocked.take()
-    assert lap is not None
-    return {part: spent for part, spent in zip(COUNTED, lap, strict=True) if spent}
+    interval = clocked.take()
+    assert interval is not None
+    return {part: spent for part, spent in zip(COUNTED, interval, strict=True) if spent}
 
 
 def test_every_moment_is_one_part(ticks: Ticks):
@@ -62,7 +62,7 @@ def test_every_moment_is_one_part(ticks: Ticks):
     ticks.now += 17
     one.leave()
     ticks.now += 19
-    one.lap()
+    one.interval()
     assert lap_of(one) == {"data": 5, "forward": 7 + 19, "exposed_tp": 11 + 17, "exposed_dp": 13}
     assert one.take() is None
 
@@ -76,7 +76,7 @@ def test_a_new_phase_ends_what_was_left_open(ticks: Ticks):
     ticks.now += 4
     one.leave()  # too late: it ended with the phase
     ticks.now += 5
-    one.lap()
+    one.interval()
     assert lap_of(one) == {"exposed_dp": 3, "other": 9}
 
 
@@ -88,7 +88,7 @@ def test_between_steps_nothing_is_told_apart(ticks: Ticks):
     ticks.now += 3
     one.leave()
     ticks.now += 4
-    one.lap()
+    one.interval()
     assert lap_of(one) == {"evaluation": 9}
 
 
@@ -127,7 +127,7 @@ def test_a_devices_time_is_read_when_it_has_passed_and_events_are_used_again(mon
                 stream.device_ms += 0.5
                 one.leave()
             stream.device_ms += length
-        one.lap()
+        one.interval()
         assert one.take() is None, "the device is behind"
         stream.passed_ms = stream.device_ms
         laps.append(lap_of(one))
@@ -146,7 +146,7 @@ def test_a_border_on_a_slower_stream_is_waited_for(monkeypatch: pytest.MonkeyPat
     side.device_ms = 3.0
     one.phase("backward")
     main.device_ms = main.passed_ms = 5.0
-    one.lap()
+    one.interval()
     assert one.take() is None, "the other stream is behind"
     side.passed_ms = 3.0
     assert lap_of(one) == {"forward": 3_000_000, "backward": 2_000_000}
@@ -285,7 +285,7 @@ def test_a_kernel_that_keeps_no_account_of_cores_is_unknown(tmp_path: Path):
     for text in ("50 3 1", "60 7 2", "0 0 0"):
         (tmp_path / "schedstat").write_text(text)
         waiting._file = os.open(tmp_path / "schedstat", os.O_RDONLY)
-        found.append(waiting.lap())
+        found.append(waiting.interval())
         waiting.close()
     assert found[1:] == [4, -1]
 

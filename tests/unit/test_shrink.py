@@ -170,7 +170,7 @@ def test_every_weight_is_random_and_a_function_of_the_seed() -> None:
 def test_blocks_are_taken_out_of_a_factorys_model() -> None:
     shrunk = shrink(lambda: family("own", layers=9), NEED)
     assert shrunk.changes == ("2 of 9 blocks of 'blocks'",)
-    assert "widths stay" in shrunk.kept[0]
+    assert "widths are unchanged" in shrunk.kept[0]
     module = runs(lambda: family("own", layers=9), shrunk)
     assert [name for name, _ in module.blocks.named_children()] == ["0", "1"]
 

@@ -87,35 +87,35 @@ def test_nothing_of_the_model_changes(name: str, tp: int) -> None:
 def test_norms_between_columns_and_rows_have_parts_of_a_gradient() -> None:
     for sequence in (True, False):
         modules = layout(family("qwen3", layers=2), sequence_parallel=sequence).modules
-        assert modules["model.layers.0.self_attn.q_norm"].held["weight"].partial
-        assert modules["model.layers.0.self_attn.k_norm"].held["weight"].partial
-        assert modules["model.layers.0.input_layernorm"].held["weight"].partial is sequence
-        assert not modules["model.norm"].held["weight"].partial
+        assert modules["model.layers.0.self_attn.q_norm"].local["weight"].partial
+        assert modules["model.layers.0.self_attn.k_norm"].local["weight"].partial
+        assert modules["model.layers.0.input_layernorm"].local["weight"].partial is sequence
+        assert not modules["model.norm"].local["weight"].partial
 
 
 def test_key_value_heads_fewer_than_ranks_are_shared() -> None:
     found = layout(family("llama", layers=2), 4)
-    held = found.modules["model.layers.0.self_attn.k_proj"].held["weight"]
-    assert held.uses == (((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),))
-    assert not found.modules["model.layers.0.self_attn.q_proj"].held["weight"].uses
+    local = found.modules["model.layers.0.self_attn.k_proj"].local["weight"]
+    assert local.uses == (((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),))
+    assert not found.modules["model.layers.0.self_attn.q_proj"].local["weight"].uses
     assert found.attributes["model.layers.0.self_attn"] == {"num_key_value_groups": 1}
 
 
 def test_fused_projections_are_taken_apart() -> None:
     for name, module in (("transformer.h.0.attn.c_attn", "gpt2"), ("blocks.0.attention.qkv", "own")):
         found = layout(family(module, layers=2))
-        held = found.modules[name].held
-        assert held["weight"].uses == (((0, 16), (32, 48), (64, 80)), ((16, 32), (48, 64), (80, 96)))
-        assert held["bias"].uses == held["weight"].uses
+        local = found.modules[name].local
+        assert local["weight"].uses == (((0, 16), (32, 48), (64, 80)), ((16, 32), (48, 64), (80, 96)))
+        assert local["bias"].uses == local["weight"].uses
         assert found.shard_dim[f"{name}.weight"] == (1 if module == "gpt2" else 0)
     assert found.attributes["blocks.0.attention"] == {"n_head": 2, "width": 16}
 
 
 def test_a_fused_projection_with_heads_outermost_is_told_from_one_with_heads_innermost() -> None:
     neox = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL))
-    held = layout(neox).modules["gpt_neox.layers.0.attention.query_key_value"].held["weight"]
-    assert held.dim == 0
-    assert not held.uses  # the plain halves are whole heads, each with its query, key and value
+    local = layout(neox).modules["gpt_neox.layers.0.attention.query_key_value"].local["weight"]
+    assert local.dim == 0
+    assert not local.uses  # the plain halves are whole heads, each with its query, key and value
 
 
 def test_numbers_in_a_shared_configuration_are_changed_in_a_copy() -> None:

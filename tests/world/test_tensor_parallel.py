@@ -205,9 +205,9 @@ def other_heads(layout: TensorLayout) -> TensorLayout:
     modules = dict(layout.modules)
     for name, cut in layout.modules.items():
         if name.endswith("k_proj"):
-            held = cut.held["weight"]
-            turned = dataclasses.replace(held, uses=(*held.uses[2:], *held.uses[:2]))
-            modules[name] = dataclasses.replace(cut, held={**cut.held, "weight": turned})
+            local = cut.local["weight"]
+            turned = dataclasses.replace(local, uses=(*local.uses[2:], *local.uses[:2]))
+            modules[name] = dataclasses.replace(cut, local={**cut.local, "weight": turned})
     return dataclasses.replace(layout, modules=modules)
 
 
@@ -217,7 +217,7 @@ def forgotten_sum(layout: TensorLayout) -> TensorLayout:
     for name, cut in layout.modules.items():
         if name.endswith("q_norm"):
             modules[name] = dataclasses.replace(
-                cut, held={"weight": dataclasses.replace(cut.held["weight"], partial=False)}
+                cut, local={"weight": dataclasses.replace(cut.local["weight"], partial=False)}
             )
     return dataclasses.replace(layout, modules=modules)
 

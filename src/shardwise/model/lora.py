@@ -92,7 +92,7 @@ def with_adapters(
     chosen, wrong = _chosen(profile, facts.targets)
     ends = {_end(unit, i) for unit in profile.units if unit.kind == "block" for i in _linears(unit).values()}
     problems += [
-        f"LoRA target '{name}' is no linear layer of the blocks{did_you_mean(name, [*known, *sorted(ends), *ROLES])}"
+        f"LoRA target '{name}' is not a linear layer of the blocks{did_you_mean(name, [*known, *sorted(ends), *ROLES])}"
         for name in wrong
     ]
     if not known:

@@ -137,7 +137,7 @@ class OptimizerTable(Table):
         takes = set() if self.factory is not None else {"name", *OPTIMIZERS[self.name].hyperparameters}
         own = takes - set(type(self).model_fields)
         if self.kwargs and self.factory is None and not own:
-            raise ValueError("'kwargs' are the arguments of a factory, and there is none; take them out")
+            raise ValueError("'kwargs' are the arguments of a factory, and there is none; remove them")
         if self.factory is None and (unknown := sorted(set(self.kwargs) - own)):
             raise ValueError(f"'kwargs' of {self.name} are {_listed(sorted(own))}, not {_listed(unknown)}")
         kind = "a factory" if self.factory is not None else self.name

@@ -94,18 +94,18 @@ def outcome(trial: Trial, expected: dict[str, torch.Tensor]) -> str:
                 step.backward(case.loss(model, micro.inputs, micro.labels))
             step.update(optimizer)
             updates += 1
-            before = held(session.module)
+            before = local(session.module)
         found = verdict(session.module, expected, case.limit, probe, notes)
         return f"asked: {case.asks}" if case.asks and found == "right" else found
     except ShardwiseError as error:
-        kept = all(map(torch.equal, before, held(session.module))) if before else True
+        kept = all(map(torch.equal, before, local(session.module))) if before else True
         later = "stopped" if case.decides and kept else "LATE"
         return f"{later if updates else 'refused'}: {str(error).splitlines()[0]}"
     finally:
         session.close()
 
 
-def held(module: torch.nn.Module) -> list[torch.Tensor]:
+def local(module: torch.nn.Module) -> list[torch.Tensor]:
     """A copy of what this rank holds of the weights."""
     local = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
     return [p.detach().clone() for p in local]

@@ -139,15 +139,8 @@ def step_time(
     """
     machine = machine_of(cluster, plan.precision, rates, calibration)
     strategy = parse_strategy(plan.strategy)
-    split = _split(
-        plan,
-        workload,
-        strategy,
-        framework_of(strategy, framework),
-        sequence_parallel,
-        attention=attention,
-        padded=padded,
-    )
+    framework = framework_of(strategy, framework)
+    split = _split(plan, workload, framework, sequence_parallel, attention=attention, padded=padded)
     async_tp = plan.async_tp if async_tp is None else async_tp
     virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
     copies = _copies(plan, strategy, autocast, megatron=split.hides_reduction)
@@ -195,7 +188,6 @@ def _cuts(plan: Plan) -> bool:
 def _split(
     plan: Plan,
     workload: Workload,
-    strategy: Strategy,
     framework: Framework,
     sequence_parallel: bool | None,
     *,
@@ -203,7 +195,7 @@ def _split(
     padded: bool,
 ) -> WorkSplit:
     """What divides a unit's work in the program of ``framework``."""
-    megatron = _cuts(plan) and not strategy.shards_parameters and framework == "megatron"
+    megatron = _cuts(plan) and not plan.parsed.shards_parameters and framework == "megatron"
     return WorkSplit(
         tp=plan.dims.tp,
         cp=plan.dims.cp,
