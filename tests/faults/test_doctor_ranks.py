@@ -56,7 +56,7 @@ def test_a_rank_that_never_starts_is_named(monkeypatch):
 def test_a_rank_that_hangs_is_named(monkeypatch):
     found = sabotaged(monkeypatch, "1:join:late")
     assert found.silent == (1,) and found.stage == "join"
-    assert found.problem is not None and "does not go on" in found.problem
+    assert found.problem is not None and "makes no progress" in found.problem
 
 
 def test_all_are_stopped(monkeypatch):

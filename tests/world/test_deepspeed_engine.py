@@ -382,7 +382,7 @@ def one_step(kind: str, strategy: str) -> None:
     "kind, said",
     [
         ("bf16 weights", "keeps fp32 weights with the optimizer, and the model has parameters of bfloat16"),
-        ("adagrad", "Adagrad anew"),
+        ("adagrad", "rebuilds Adagrad"),
         ("not a number", "the loss is nan|the gradient norm is (nan|inf)"),
     ],
 )

@@ -253,7 +253,7 @@ def test_files_whose_ranks_are_swapped_are_found_out(copy_of):
     data = one.read_bytes()
     shutil.move(other, one)
     other.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"flat partition 0 has 65 in 'zero_pp_rank_0.*cut evenly"):
+    with pytest.raises(CheckpointError, match=r"flat partition 0 has 65 in 'zero_pp_rank_0.*split evenly"):
         DeepSpeedSource(folder)
 
 
@@ -310,9 +310,9 @@ def test_a_planted_payload_is_refused_by_name_and_does_not_run(copy_of, tmp_path
     "file, words",
     [
         ("zero", "universal checkpoint.*give the folder that it was made from"),
-        ("layer_00-model_00-model_states.pt", "pipeline.*layer_00-model_00-model_states.pt.*whole weights"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts.*layer_0_expert_1.*whole weights"),
-        ("mp_rank_01_model_states.pt", "tensor-parallel.*mp_rank_01.*whole weights"),
+        ("layer_00-model_00-model_states.pt", "pipeline.*layer_00-model_00-model_states.pt.*full weights"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts.*layer_0_expert_1.*full weights"),
+        ("mp_rank_01_model_states.pt", "tensor-parallel.*mp_rank_01.*full weights"),
         ("offloaded_tensors", "NVMe.*offload_optimizer.device 'cpu' and save again"),
     ],
 )
@@ -330,10 +330,10 @@ def test_kinds_that_are_not_read_are_named(copy_of, file, words):
     "name, words",
     [
         ("quantized", r"quantised.*'state1', torch.uint8.*zero_to_fp32.py"),
-        ("parallel", "tensor-parallel.*whole weights"),
-        ("mics", r"mics_shard_size 2\).*whole weights"),
+        ("parallel", "tensor-parallel.*full weights"),
+        ("mics", r"mics_shard_size 2\).*full weights"),
         ("nvme", "NVMe.*save again"),
-        ("experts", "experts.*whole weights"),
+        ("experts", "experts.*full weights"),
     ],
 )
 def test_layouts_that_are_not_read_are_named(written, name, words):

@@ -342,7 +342,7 @@ def test_adamw8bit_goes_anywhere_and_says_what_it_quantised_anew(strategy: str, 
             gap = 0.0142 if name.endswith("state1") else 0.0071  # the widest of the table, of the block's scale
             off = (before[name] - after[name]).abs().max()
             assert off <= gap / 2 * before[name].abs().max() * 1.01, name
-        said = [[text for text in row[3] if "quantised anew" in text] for row in loaded]
+        said = [[text for text in row[3] if "requantized" in text] for row in loaded]
         assert [len(texts) for texts in said] == [int(inexact and not rank) for rank in range(number)]
 
 
@@ -352,7 +352,7 @@ def test_adamw8bit_goes_anywhere_and_says_what_it_quantised_anew(strategy: str, 
 def refusals() -> None:
     for strategy, options, words in (
         ("ddp", {}, "buckets"),
-        ("zero1", {}, "whole parameters after the step"),
+        ("zero1", {}, "full parameters after the step"),
         ("fsdp", {"grad_accum": 2}, "set grad_accum to 1"),
         ("fsdp", {"precision": "fp16"}, "use precision bf16"),
     ):

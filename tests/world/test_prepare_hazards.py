@@ -409,7 +409,7 @@ def test_hooks_of_parameters(strategy: str) -> None:
     for found in run_world(hooks, 2, strategy):
         after = found["after"]
         if strategy in ("zero2", "fsdp"):
-            assert "register_post_accumulate_grad_hook, which is given the full parameter" in found.pop("after"), after
+            assert "register_post_accumulate_grad_hook, which expects the full parameter" in found.pop("after"), after
         assert set(found.values()) == {"right"}, found
 
 
