@@ -45,7 +45,7 @@ def task_for(folder: Path, *strategies: str, nproc: int, **tables: dict[str, Any
     task = made.task(nproc, folder / "rows.jsonl", folder / "references")
     task.references.mkdir()
     write_references(task.model, task.data, task.plans, task.references)
-    return task.to_json()
+    return task.model_dump_json(by_alias=True, exclude_unset=True)
 
 
 def rows_of(task: str) -> list[StrategyResult]:

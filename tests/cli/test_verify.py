@@ -145,8 +145,12 @@ def test_a_model_that_is_too_large_for_float64_here_is_refused() -> None:
     from shardwise.gradcheck.shrink import Recipe, Shrunk
     from shardwise.run.strategy_lineup import check_memory
 
-    large = Shrunk(recipe=Recipe(), num_parameters=10**13, was_parameters=10**13, changes=(), kept=("widths are unchanged",))
-    with pytest.raises(ModelError, match=r"for 4 copies of 10000000000000 parameters in float64.*: widths are unchanged"):
+    large = Shrunk(
+        recipe=Recipe(), num_parameters=10**13, was_parameters=10**13, changes=(), kept=("widths are unchanged",)
+    )
+    with pytest.raises(
+        ModelError, match=r"for 4 copies of 10000000000000 parameters in float64.*: widths are unchanged"
+    ):
         check_memory(large, 4)
 
 

@@ -361,7 +361,7 @@ def strict_on_every_rank() -> str:
     return "no alarm"
 
 
-def _begin_and_touch(self: Session, *, last: bool, filler: bool = False) -> None:
+def _begin_and_touch(self: Session, *, last: bool, padding: bool = False) -> None:
     for block in self.applied.blocks[:1]:
         block(torch.zeros(1, 1, 12))  # one more forward than planned
     session_module.set_gradient_sync(self.applied.outer, last)

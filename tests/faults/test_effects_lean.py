@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import shardwise.optim.adafactor as adafactor_module
 import shardwise.optim.adamw8bit as adamw8bit_module
 import shardwise.train.session as session_module
 from shardwise.distributed.local_tensor import local_of
@@ -124,7 +123,7 @@ def sums_are_of_one_rank() -> Any:
             full(self, parameter, *rest)
 
     full, Adafactor._step_whole = Adafactor._step_whole, step  # type: ignore[method-assign]
-    adafactor_module.sharing = lambda parameter: None
+    Adafactor.sharing = staticmethod(lambda parameter: None)  # type: ignore[method-assign]
     session_module.check_optimizer = lambda *_: None  # its trial would stop this before the first step
     return run(Adafactor)
 

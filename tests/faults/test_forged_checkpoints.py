@@ -111,7 +111,7 @@ def the_same_twice(document: dict[str, Any]) -> None:
 FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "overlap": (overlapping, "shards overlap"),
     "twice": (the_same_twice, "shards overlap"),
-    "hole": (lambda d: entry(d)["shards"].pop(), "hold 14 of 28 elements"),
+    "hole": (lambda d: entry(d)["shards"].pop(), "contain 14 of 28 elements"),
     "negative shape": (lambda d: entry(d).update(shape=[-7, -4]), "greater than or equal to 0"),
     "negative and empty": (lambda d: entry(d).update(shape=[-7, 0], shards=[]), "greater than or equal to 0"),
     "huge": (lambda d: entry(d).update(shape=[0, 1 << 70], shards=[]), "less than"),

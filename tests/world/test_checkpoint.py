@@ -351,7 +351,7 @@ def narrow_and_half(root: str) -> None:
     # all go on from what rank 0 sees, or none
     assert newest_of_all(Path(root) / "narrow") == Path(root) / "narrow" / "step-00000001"
     assert newest_of_all(Path(root) / "local") is None
-    with pytest.raises(CheckpointError, match=r"rank 1 does not see '.*local/step-00000001', which rank 0 goes"):
+    with pytest.raises(CheckpointError, match=r"rank 1 does not see '.*local/step-00000001', which rank 0 resumes"):
         newest_of_all(Path(root) / "narrow" if rank == 0 else Path(root) / "local")
 
 

@@ -145,7 +145,7 @@ def test_what_is_not_carried_over_is_said(written):
         assert any("class of the optimizer is not in the files" in note for note in source.notes)
     with DeepSpeedSource(written / BY_NUMBER) as source:
         assert source.optimizer is None
-        assert any("optimizer's state is kept by number" in note for note in source.notes)
+        assert any("stored by number, without parameter names" in note for note in source.notes)
 
 
 def test_a_folder_is_found_by_its_tag_by_latest_and_by_what_lies_in_it(written):
