@@ -1,4 +1,4 @@
-"""The plots of the benches; each function returns False where there is no matplotlib."""
+"""Plots of the benchmarks; each function returns False if matplotlib is not installed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AIM = 0.98
 
 
 def draw_checkpoints(document: dict[str, Any], file: Path) -> bool:
-    """Draw what the bench found into a PNG file; False where there is no matplotlib."""
+    """Draw the document of ``bench checkpoint`` into a PNG file; False without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -79,7 +79,7 @@ def _bars(axis: Any, rows: list[dict[str, Any]], key: str, title: str, form: str
 
 
 def draw_links(document: dict[str, Any], file: Path) -> bool:
-    """Draw the document of ``bench comm`` into a PNG file; False where there is no matplotlib."""
+    """Draw the document of ``bench comm`` into a PNG file; False without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -105,7 +105,7 @@ def draw_links(document: dict[str, Any], file: Path) -> bool:
 
 
 def _rates(axis: Any, items: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Bus bandwidth of the medians, and what the catalogue expects as a dotted line where it does."""
+    """Draw bus bandwidth of the medians, and the catalogue's value, if any, as a dotted line."""
     fastest = max(max(item["bus_bytes_per_s_by_size"]) for item in items)
     unit, name = (1e9, "GB/s") if fastest >= 1e9 else (1e6, "MB/s")
     for item in items:
@@ -122,7 +122,7 @@ def _rates(axis: Any, items: list[dict[str, Any]], expected: list[dict[str, Any]
 
 
 def _times(axis: Any, items: list[dict[str, Any]]) -> None:
-    """Medians with the fastest and slowest round, and the fit."""
+    """Draw medians with the fastest and slowest round, and the fit."""
     for item in items:
         colour, sizes = LINK_COLOURS[item["collective"]], item["sizes_bytes"]
         axis.plot(sizes, item["median_s"], ".-", color=colour, lw=1.2, ms=4)
@@ -138,7 +138,7 @@ def _times(axis: Any, items: list[dict[str, Any]]) -> None:
 
 
 def _sizes(axis: Any, items: list[dict[str, Any]]) -> None:
-    """A tick for every fourth power of two, in words."""
+    """Label every fourth power of two on the axis."""
     from shardwise.units import bytes_text
 
     axis.set_xscale("log", base=2)
@@ -149,9 +149,10 @@ def _sizes(axis: Any, items: list[dict[str, Any]]) -> None:
 
 
 def draw_scaling(document: dict[str, Any], file: Path) -> bool:
-    """Draw a document of ``bench scaling`` into a PNG file; False where there is no matplotlib.
+    """Draw a document of ``bench scaling`` into a PNG file; False without matplotlib.
 
-    Points are measured, bars at them 8 cases in 10 as the scatter of steps tells; lines and bands are predicted.
+    Points are measured, their bars cover 8 cases in 10 according to the scatter of steps; lines and bands are
+    predicted.
     """
     try:
         from matplotlib import rc_context
@@ -183,7 +184,7 @@ def draw_scaling(document: dict[str, Any], file: Path) -> bool:
 
 
 def _line(rows: list[Any], points: list[Any]) -> list[tuple[int, float, float, float]]:
-    """Devices, and efficiency with its interval: the last measured size without crowding, and what is predicted."""
+    """Devices, efficiency and its interval: the last uncrowded measured size, then predictions."""
     last = [row for row in rows if not row["crowded"]] or rows
     start = max(last, key=lambda row: int(row["devices"]))
     beyond = [p for p in points if p["step_s"] and p["devices"] > start["devices"]]
@@ -240,7 +241,7 @@ def _no_ticks() -> Any:
 
 
 def _losses(axis: Any, rows: list[Any]) -> None:
-    """A bar for each size: seconds of a step above the ideal by part; what is won is left of zero."""
+    """Draw a bar per size: seconds of a step above the ideal by part; gains are left of zero."""
     axis.set_title("ms of a step above the ideal, by part", fontsize=9)
     if not rows:
         axis.text(0.5, 0.5, "one size, or no parts measured", ha="center", va="center", transform=axis.transAxes)
@@ -266,7 +267,7 @@ def _losses(axis: Any, rows: list[Any]) -> None:
 
 
 def draw_steps(document: dict[str, Any], file: Path) -> bool:
-    """Draw what the bench found into a PNG file; False where there is no matplotlib."""
+    """Draw the document of ``bench step`` into a PNG file; False without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -290,7 +291,7 @@ def draw_steps(document: dict[str, Any], file: Path) -> bool:
 
 
 def _ratios(axis: Any, samples: list[dict[str, Any]]) -> None:
-    """Every turn's ratio as a dot, the quartiles as a bar, the median in words."""
+    """Draw each turn's ratio as a dot, the quartiles as a bar, the median as text."""
     names = [item["strategy"] for item in samples][::-1]
     for place, item in enumerate(samples[::-1]):
         ratios = [plain / ours for plain, ours in zip(item["plain_s"], item["shardwise_s"], strict=True)]
@@ -307,7 +308,7 @@ def _ratios(axis: Any, samples: list[dict[str, Any]]) -> None:
 
 
 def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
-    """Measured points with quartiles, and the formula as a line, over the number of micro batches."""
+    """Draw measured points with quartiles, and the formula as a line, by micro-batch count."""
     for schedule in dict.fromkeys(item["schedule"] for item in items):
         rows = sorted((i for i in items if i["schedule"] == schedule), key=lambda i: int(i["micro_batches"]))
         micros = [row["micro_batches"] for row in rows]
@@ -328,7 +329,7 @@ def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Of the values that there are, as the table has them."""
+    """Quartiles of the values, as in the table."""
     ordered = sorted(values)
     low, median, high = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.25, 0.5, 0.75))
     return low, median, high
