@@ -1,4 +1,7 @@
-"""``shardwise explain``: ask a plan file's question again, and show the arithmetic of its plan, or of another one."""
+"""Verb ``shardwise explain``: repeat a plan file's search, and show a plan's arithmetic.
+
+The plan is the file's, or another one.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ def run_explain(
     calibration: Calibration = None,
     as_json: Json = False,
 ) -> None:
-    """The verb. Without ``calibration`` the links are those that the plan was made with.
+    """Run ``shardwise explain``. Without ``calibration`` the links are the plan's.
 
     Raises:
-        UserError: the file is no plan, has no question or one that is not the plan's, or the strategy, the loss or the
-            calibration cannot be read.
+        UserError: the file is not a plan, has no question or one that does not belong to the plan, or the strategy, the
+            loss or the calibration cannot be read.
     """
     other, asked, plan = _read(plan_file, not_this, loss)
     console = answer_console(as_json)

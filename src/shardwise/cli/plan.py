@@ -1,4 +1,7 @@
-"""``shardwise plan``: read the question, search, show the answer, and end with 1 where nothing fits."""
+"""Verb ``shardwise plan``: read the request, search, print the answer; 1 if nothing fits.
+
+1 is the exit code.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ def run_plan(
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise plan``.
 
     Raises:
-        UserError: whatever of the question cannot be.
-        DoesNotFit: nothing fits, or what was pinned does not.
+        UserError: every invalid argument.
+        DoesNotFit: nothing fits, or the pinned plan does not.
     """
     if schema:
         print(json_schema())
@@ -87,7 +90,7 @@ def run_plan(
 
 
 def answer_console(as_json: bool) -> Console:
-    """As wide as the terminal; where the text goes into a file or a pipe, wide enough that nothing is cut."""
+    """Create a console with the terminal's width; in a file or a pipe, without truncation."""
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     return Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
