@@ -30,7 +30,7 @@ LOSS_COLOURS = {
     "exposed_cp": "tab:brown",
 }
 SHOWN = 6
-"""Losses of a size that have a colour of their own."""
+"""Losses of a size that have a separate colour."""
 SCHEDULE_COLOURS = {"gpipe": "tab:orange", "1f1b": "tab:blue", "interleaved-1f1b": "tab:green"}
 AIM = 0.98
 

@@ -30,7 +30,9 @@ def run_export(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file; default: stdout.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run ``shardwise export``. By default stdout is the configuration only.
+    """Run ``shardwise export``.
+
+    Without ``output`` and ``as_json`` stdout is the configuration and nothing else.
 
     Raises:
         UserError: the target is not supported by this version, the file has no plan or one without an equivalent there,

@@ -14,7 +14,7 @@ from shardwise.document import read_toml
 from shardwise.errors import UserError, did_you_mean
 
 HOURS_PER_MONTH = 8766 / 12  # a Julian year
-POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, on top of the GPU's own power
+POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, relative to the GPU's power
 DOLLARS_PER_KWH = 0.12
 
 

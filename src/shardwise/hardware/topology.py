@@ -19,7 +19,7 @@ MEANING = {
     "NODE": "through the host bridges of one NUMA node",
     "SYS": "across CPU sockets (NUMA nodes)",
 }
-"""What each of `PCIE_PATHS` crosses, after the legend that nvidia-smi prints."""
+"""Path of each of `PCIE_PATHS`, according to the legend of nvidia-smi."""
 TIMEOUT_S = 20.0
 
 

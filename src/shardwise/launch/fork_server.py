@@ -33,7 +33,7 @@ MODULES = (
     "shardwise.report.progress",
     "shardwise.train.loop",
 )
-"""What every rank of `train` imports; seconds for each of them."""
+"""Modules that every rank of `train` imports; seconds for each of them."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's driver, AMD's, and either under WSL

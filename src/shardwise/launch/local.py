@@ -25,13 +25,13 @@ from shardwise.launch.rank import RankReport, is_peer_symptom, spare
 from shardwise.units import bytes_text
 
 REPORT_S = 2.0
-"""After the first failure, how long the other ranks have to say what they saw."""
+"""Time for the other ranks to report their state after the first failure."""
 
 STOP_S = 60.0
 """After an interrupt, how long the ranks have to save and leave."""
 
 STILL_S = 30.0
-"""How long a rank's process may be stopped, or wait for a disk, before that is said."""
+"""Time that a rank's process may be stopped, or wait for a disk, before it is reported."""
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.02

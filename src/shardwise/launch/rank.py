@@ -23,7 +23,7 @@ from shardwise import environment, errors
 from shardwise.errors import Interrupted, ShardwiseError, UserError
 
 LAST_BARRIER_S = 10.0
-"""How long a rank that is done stays for its peers: what they may still need is in flight already."""
+"""Time that a finished rank waits for its peers; data for them is in flight already."""
 
 _PARENT_GONE = 3
 _PEER_SYMPTOMS = (

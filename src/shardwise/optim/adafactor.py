@@ -192,7 +192,7 @@ def start_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a parameter's state: row and column of its last two dims, or its own shape."""
+    """Shapes of a parameter's state: row and column of its last two dims, or its shape."""
     if len(shape) < 2:
         return {"variance": shape}
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}

@@ -1,4 +1,4 @@
-"""Step each parameter during the backward, as soon as its gradient is final, and free the gradient."""
+"""Step each parameter during backward once its gradient is final, and free the gradient."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ _SCALES = (1.0, 1e3, 1e-3)
 _LEAST = 1e-4
 """A difference below this share of the update is rounding."""
 _CUT = 37
-"""Percent of a flat row that one rank has on trial: within a parameter, and within one of its rows."""
+"""Percent of a flat row on one rank of a trial: within a parameter, and within a row of it."""
 _NOISE = 10.0
-"""So many times what gradients nudged by 1e-3 change is rounding: Muon computes in bfloat16, some draw at random."""
+"""Rounding limit, relative to the change by gradients nudged by 1e-3: Muon computes in bfloat16, some draw at random."""
 
 _optim = torch.optim
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -50,7 +50,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 _FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW)
 _OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
-"""DeepSpeed's own that treat each element alone; a copy of one would end the one that it was made of."""
+"""DeepSpeed's elementwise optimizers; a copy of one would break its original."""
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: Ranks) -> None:

@@ -45,16 +45,16 @@ from shardwise.model.profile import ModelProfile, Unit, Weight
 from shardwise.plan.plan import Plan
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-"""Of DistributedDataParallel: ``dist._DEFAULT_FIRST_BUCKET_BYTES`` and ``bucket_cap_mb`` of PyTorch 2.13."""
+"""DDP's ``dist._DEFAULT_FIRST_BUCKET_BYTES`` and ``bucket_cap_mb`` in PyTorch 2.13."""
 CONTROL_CALLS = {True: 3, False: 2}
-"""Small messages of a step: what ranks agree on, the loss, and over shards the norm of the gradient."""
+"""Small messages of a step: rank agreement, the loss, and over shards the gradient norm."""
 CONTROL_BYTES = 512.0
 HOST_COPY_BYTES_PER_S = 8e9
 """Of copies into and out of the flat buffers of sharded units on a CPU: 4 to 11 GB/s for 0.3 to 28 MB that were not in
 its caches, measured on one EPYC core. A GPU's are left out: they take a hundredth of that.
 """
 SHARD_COPIES = 1.5
-"""Bytes copied for each byte of a unit: its shard into a buffer and the whole out of one, or the other way round."""
+"""Bytes copied per byte of a unit: shard into a buffer and unsharded out of one, or reversed."""
 FIXED = ("clip", "optimizer")
 """Parts that do not shrink with a rank's samples, but with its shard of the weights."""
 TALK = ("exposed_dp", "control", "slowest_rank")

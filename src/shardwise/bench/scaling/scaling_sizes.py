@@ -382,7 +382,7 @@ def measure_size(
     """Time ``steps`` optimizer steps after a warm-up; ``None`` except on rank 0. Collective.
 
     ``feed`` yields this rank's micro batches of each step. All ranks and devices are synchronized before the first
-    timed step and after the last one; in between there is no synchronization beyond that of training.
+    timed step and after the last one; in between only training itself synchronizes.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     session = Session(ranks=ranks, planner=lambda model, optimizer: plan)

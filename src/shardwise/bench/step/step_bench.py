@@ -30,7 +30,7 @@ TrainStep = Callable[[Sequence[Batch]], float]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 CHECK_PEER, PEER_LOOP = "benchmarks.peers.plain:check_plain", "benchmarks.peers.plain_loop:plain_loop"
-"""The hand-written loops that Shardwise is measured against, in the benchmarks of its repository."""
+"""Hand-written loops for comparison with Shardwise, in the benchmarks of its repository."""
 WARM_UP = 5
 MICRO_BATCHES = 4  # of a pipeline, where the batch allows it
 

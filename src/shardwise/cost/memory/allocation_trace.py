@@ -37,7 +37,7 @@ class Program:
 class AllocationTrace:
     """Allocations and frees in order.
 
-    ``events`` holds (bytes, category, stream), or (-1 - handle, 0, 0) for a free.
+    ``events`` has (bytes, category, stream), or (-1 - handle, 0, 0) for a free.
     """
 
     def __init__(self) -> None:

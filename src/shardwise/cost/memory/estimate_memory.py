@@ -189,7 +189,7 @@ def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
 
 
 def unit_elements(spec: ModelSpec) -> dict[str | None, int]:
-    """Elements in each sharding unit: a block's name, or ``None`` for everything outside the blocks."""
+    """Elements in each sharding unit: a block's name, or ``None`` for all outside the blocks."""
     units: dict[str | None, int] = {}
     for parameter in spec.parameters:
         units[parameter.block] = units.get(parameter.block, 0) + parameter.num_elements

@@ -24,7 +24,7 @@ from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload
 
 FP32 = 4
-STATE_ITEMSIZE = FP32  # step counters, and what is factored or quantised is scaled in fp32
+STATE_ITEMSIZE = FP32  # step counters, and the scales of factored or quantized state, are fp32
 
 
 # Program that runs where an axis shards the model: this package's, Megatron-LM's (also what is planned for ``zero1``
@@ -111,7 +111,7 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Group of ``count`` equal consecutive units of a stage. A block is a separate sharding unit."""
+    """Group of ``count`` equal consecutive units of a stage; a block is a separate sharding unit."""
 
     unit: Unit
     count: int

@@ -1,4 +1,4 @@
-"""Allocation trace of two steps of a rank, with stream and category, for the allocator model.
+"""Allocation trace of two steps of a rank, by stream and category, for the allocator model.
 
 The order is that of this package's program: FSDP2 on each block and on the rest (root), DDP with gradients in its
 buckets, autocast for unsharded weights, one loss over fp32 logits. Of a long row of equal blocks the first two and the

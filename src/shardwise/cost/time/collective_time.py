@@ -53,7 +53,7 @@ FAST_PART = 0.15
 XGMI_START = (40e-6, 8e-6)
 PCIE_START = (20e-6, 5e-6)
 
-# Across nodes. Bandwidths are parts of what the group's network cards carry: 382 of 400 GB/s on 4 nodes of B200, and
+# Across nodes. Bandwidths are fractions of the group's network cards: 382 of 400 GB/s on 4 nodes of B200, and
 # nccl_h100_tuning.json (the model of NCCL 2.27) for the other algorithms. Latencies are that model's, in seconds, times
 # NETWORK_START: the one published sweep (EFA) starts four times slower than the model's InfiniBand.
 NETWORK_RING = 0.955

@@ -80,7 +80,7 @@ class _Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Seconds of a micro batch on a pipeline stage. ``sync_s`` is the last backward's extra time."""
+    """Seconds of a micro batch on a stage. ``sync_s`` is the last backward's extra time."""
 
     forward_s: float
     backward_s: float
@@ -491,7 +491,7 @@ def _traffic(
 
 
 def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
-    """Seconds of one transfer between neighbouring stages; stages are the outermost axis of the mesh."""
+    """Seconds of one transfer between neighbouring stages, the outermost axis of the mesh."""
     block = next((unit for unit in profile.units if unit.kind == "block"), None)
     if block is None:
         return 0.0

@@ -131,7 +131,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
 
 
 def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float, float]:
-    """Seconds of an op's forward and of its backward (input gradient, and weight gradient where it has one)."""
+    """Seconds of an op's forward and of its backward (input gradient, and weight gradient if any)."""
     tp, micro = split.tp, split.micro
     if op.kind in ("matmul", "conv"):
         rows, depth, columns = op.m * micro / split.cp, float(op.k), float(op.n)
@@ -255,7 +255,7 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
     message = unit.input_elements * split.micro * width / split.cp
     rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
     vocab = sum(1 for op in unit.ops if op.cut == "vocab" and op.kind in ("matmul", "embedding"))
-    if unit.kind == "embedding":  # what its lookup writes; it reads as much
+    if unit.kind == "embedding":  # bytes that its lookup writes; it reads as many
         message = sum(op.moved for op in unit.ops if op.cut == "vocab") / 2 * split.micro * width / split.cp
     skew = SKEW_S if machine.rates is None else 0.0
     gather = machine.tp_factor() * machine.collective_s("all_gather", message, tp, per_node) + skew
