@@ -65,15 +65,15 @@ def draw_checkpoints(document: dict[str, Any], file: Path) -> bool:
 
 
 def _bars(axis: Any, rows: list[dict[str, Any]], key: str, title: str, form: str) -> None:
-    """A bar for each contender's median, with its quartiles."""
+    """Draw a bar for each contender's median, with its quartiles."""
     medians = [row[key]["median"] for row in rows]
     below = [row[key]["median"] - row[key]["low"] for row in rows]
     above = [row[key]["high"] - row[key]["median"] for row in rows]
     names = [row["contender"] for row in rows]
     colours = [OURS if name.startswith("ours") else OTHERS for name in names]
     axis.barh(names, medians, color=colours, xerr=[below, above], error_kw={"lw": 1, "ecolor": "0.2"})
-    for place, (median, up) in enumerate(zip(medians, above, strict=True)):
-        axis.annotate(form.format(median), (median + up, place), (3, 0), textcoords="offset points", va="center")
+    for position, (median, up) in enumerate(zip(medians, above, strict=True)):
+        axis.annotate(form.format(median), (median + up, position), (3, 0), textcoords="offset points", va="center")
     axis.set_title(title, fontsize=9)
     axis.margins(x=0.18)
 
@@ -95,8 +95,8 @@ def draw_links(document: dict[str, Any], file: Path) -> bool:
             expected = [link for link in document["links"] if link["axis"] == axis]
             _rates(rates, items, expected)
             _times(times, items)
-            place = f"{items[0]['ranks']} ranks, " + ("one node" if items[0]["where"] == "node" else "across nodes")
-            rates.set_title(f"{axis} ({place}): bus bandwidth", fontsize=9)
+            scope = f"{items[0]['ranks']} ranks, " + ("one node" if items[0]["where"] == "node" else "across nodes")
+            rates.set_title(f"{axis} ({scope}): bus bandwidth", fontsize=9)
             times.set_title(f"{axis}: seconds of a call; dashed: latency + bus bytes / bandwidth", fontsize=9)
         facts = (document["device_name"], document["backend"], f"{document['ranks']} ranks", document["date"])
         figure.suptitle(", ".join(facts), fontsize=9)
@@ -213,10 +213,10 @@ def _efficiency(
     sizes, found = [row["devices"] for row in rows], [row["efficiency"] for row in rows]
     error = [[row["efficiency"] - row["low"] for row in rows], [row["high"] - row["efficiency"] for row in rows]]
     axis.errorbar(sizes, found, yerr=error, fmt="o", ms=5, color=colour, capsize=2)
-    place: dict[str, Any] = {"xytext": (7, 5)} if mode == "weak" else {"xytext": (-7, -13), "ha": "right"}
+    offset: dict[str, Any] = {"xytext": (7, 5)} if mode == "weak" else {"xytext": (-7, -13), "ha": "right"}
     for row in rows[1:]:
         text = f"{row['efficiency']:.0%}{' (shared cores)' if row['crowded'] else ''}"
-        axis.annotate(text, (row["devices"], row["efficiency"]), textcoords="offset points", color=colour, **place)
+        axis.annotate(text, (row["devices"], row["efficiency"]), textcoords="offset points", color=colour, **offset)
     if len(line) > 1:
         many = [size for size, *_ in line]
         axis.plot(many, [middle for _, middle, _, _ in line], color=colour, lw=1)
@@ -248,7 +248,7 @@ def _losses(axis: Any, rows: list[Any]) -> None:
         axis.set_axis_off()
         return
     labelled: set[str] = set()
-    for place, row in enumerate(rows[::-1]):
+    for position, row in enumerate(rows[::-1]):
         right = left = 0.0
         kept = sorted(row["losses"], key=lambda one: -abs(one["seconds"]))
         named = [one for one in kept[:SHOWN] if one["part"] != "untold"]
@@ -257,7 +257,7 @@ def _losses(axis: Any, rows: list[Any]) -> None:
             value, name = seconds * 1e3, PART_NAMES.get(part, "the rest")
             start = right if value >= 0 else left
             colour = LOSS_COLOURS.get(part, "0.6" if part == "rest" else "0.4")
-            axis.barh(place, value, left=start, color=colour, height=0.6, label=None if name in labelled else name)
+            axis.barh(position, value, left=start, color=colour, height=0.6, label=None if name in labelled else name)
             labelled.add(name)
             right, left = (right + value, left) if value >= 0 else (right, left + value)
     names = [f"{row['mode']}, {row['devices']}" for row in rows[::-1]]
@@ -293,13 +293,13 @@ def draw_steps(document: dict[str, Any], file: Path) -> bool:
 def _ratios(axis: Any, samples: list[dict[str, Any]]) -> None:
     """Draw each turn's ratio as a dot, the quartiles as a bar, the median as text."""
     names = [item["strategy"] for item in samples][::-1]
-    for place, item in enumerate(samples[::-1]):
+    for position, item in enumerate(samples[::-1]):
         ratios = [plain / ours for plain, ours in zip(item["plain_s"], item["shardwise_s"], strict=True)]
         low, median, high = _quartiles(ratios)
-        axis.plot(ratios, [place] * len(ratios), ".", color="0.7", ms=3)
-        axis.plot([low, high], [place, place], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
-        axis.plot([median], [place], "|", color="black", ms=12)
-        axis.annotate(f"{median:.3f}", (median, place), (0, 9), textcoords="offset points", ha="center")
+        axis.plot(ratios, [position] * len(ratios), ".", color="0.7", ms=3)
+        axis.plot([low, high], [position, position], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
+        axis.plot([median], [position], "|", color="black", ms=12)
+        axis.annotate(f"{median:.3f}", (median, position), (0, 9), textcoords="offset points", ha="center")
     axis.axvline(1.0, color="0.3", lw=1)
     axis.axvline(AIM, color="0.3", lw=1, ls=":")
     axis.set_yticks(range(len(names)), names)

@@ -154,13 +154,13 @@ def _cluster(device: str, local_ranks: int | None, nodes: int, described: str | 
         raise UserError(f"1 × {found.device_name} has no links to measure; it takes 2 ranks or more (--device cpu)")
     if described is None:
         return found
-    told = parse_cluster(described)
-    if (told.device, told.nodes, told.devices_per_node) != (found.device, nodes, found.devices_per_node):
+    spec = parse_cluster(described)
+    if (spec.device, spec.nodes, spec.devices_per_node) != (found.device, nodes, found.devices_per_node):
         raise PlanError(
-            f"--cluster '{described}' is {told.nodes} × {told.devices_per_node} × {told.device_name}, and what runs is "
+            f"--cluster '{described}' is {spec.nodes} × {spec.devices_per_node} × {spec.device_name}, and what runs is "
             f"{nodes} × {found.devices_per_node} × {found.device_name}; say what runs, or leave it out"
         )
-    return told
+    return spec
 
 
 def read_size(option: str, text: str) -> int:

@@ -46,15 +46,15 @@ def run_explain(
     other, asked, plan = _read(plan_file, not_this, loss)
     console = answer_console(as_json)
     if calibration is not None:
-        links, told = read_links(calibration, asked.cluster)
+        links, notes = read_links(calibration, asked.cluster)
         asked = asked.model_copy(update={"calibration": links})
-        for line in told:
+        for line in notes:
             console.print(line, markup=False)
     profile = load_profile(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
     pins = asked.pins.model_copy(update={"precision": plan.precision})
     costs = corrected_costs(asked.cluster, asked.calibration)
-    own = pins.model_copy(update={"strategy": plan.parsed})
-    question = ask(profile, with_plan(asked.workload, plan), asked.cluster, own, costs=costs)
+    pinned = pins.model_copy(update={"strategy": plan.parsed})
+    question = ask(profile, with_plan(asked.workload, plan), asked.cluster, pinned, costs=costs)
     best = cost_of(question, plan)
     print_facts(question.profile, asked.cluster, console)
     print_explanation(question.profile, asked.cluster, best, console)

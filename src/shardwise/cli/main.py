@@ -33,7 +33,7 @@ def _imported(words: str) -> TyperCommand:
     module, function, text = _VERBS[words]
     alone = _group(None)
     alone.command(words.split()[-1], help=text)(getattr(import_module(module), function))
-    return get_command(alone)  # one command is not a group
+    return get_command(alone)  # type: ignore[return-value]  # one command is not a group
 
 
 def _group(text: str | None, **more: Any) -> typer.Typer:

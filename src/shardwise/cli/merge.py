@@ -231,9 +231,11 @@ class AdapterMerge:
     def _say_rounding(self, selection: Selection) -> None:
         """Report how often a merged value is rounded in a low-precision dtype."""
         dtypes = [item.info.dtype for item in selection.items if item.name in self.merged.merged]
-        narrow = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4})
-        if narrow:
-            self.note(f"{len(dtypes)} merged weights are rounded once, to {', '.join(narrow)}; --dtype fp32 keeps more")
+        rounded = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4})
+        if rounded:
+            self.note(
+                f"{len(dtypes)} merged weights are rounded once, to {', '.join(rounded)}; --dtype fp32 keeps more"
+            )
 
 
 def check_merge_words(onto: str | None, dtype: str | None, max_shard_size: str | None) -> None:

@@ -1,6 +1,6 @@
-"""Verb ``shardwise plan``: read the request, search, print the answer; 1 if nothing fits.
+"""Verb ``shardwise plan``: read the request, search, print the answer.
 
-1 is the exit code.
+The exit code is 1 if nothing fits.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
-    asked, profile, prices, told = read_request(words, price=price, calibration=calibration, output=output)
+    asked, profile, prices, notes = read_request(words, price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
-    for line in told:
+    for line in notes:
         console.print(line, markup=False)
 
     def shorter(length: int) -> ModelProfile:
@@ -78,7 +78,7 @@ def run_plan(
 
         proof = prove_candidate(asked.model, asked, best, console)
     if as_json:
-        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=told)
+        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=notes)
         print(answer.model_dump_json(by_alias=True))
     if output is not None and result.recommended is None and asked.strategy is None:
         console.print(f"-o {output}: not written, because nothing fits", markup=False)

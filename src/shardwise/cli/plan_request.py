@@ -207,8 +207,8 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
         asked = {option.name: words.pop(option.name, option.default) for option in options}
         verb(asked, **words)
 
-    _, *own = inspect.signature(verb, eval_str=True).parameters.values()
-    signature = inspect.Signature([*options, *(parameter.replace(kind=alone) for parameter in own)])
+    _, *other = inspect.signature(verb, eval_str=True).parameters.values()
+    signature = inspect.Signature([*options, *(parameter.replace(kind=alone) for parameter in other)])
     command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
@@ -227,23 +227,23 @@ def read_request(
     strategy = _tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
     cluster = _tried(problems, lambda: find_cluster(words["cluster"]))
     prices = _tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
-    profile, told = _tried(problems, lambda: _profile(words)) or (None, [])
+    profile, notes = _tried(problems, lambda: _profile(words)) or (None, [])
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
     links = None
     if calibration is not None and cluster is not None:
         links, about = _tried(problems, partial(read_links, calibration, cluster)) or (None, [])
-        told += about
+        notes += about
     if problems or cluster is None or profile is None:
         raise UserError(*problems)
-    told += _left_out(words, profile, cluster, links)
+    notes += _left_out(words, profile, cluster, links)
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": hour})
     batch = words["global_batch"]
     if batch is None:
         batch = cluster.world_size * (words["micro_batch"] or 1)
-        told.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
+        notes.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
     asked = PlanRequest.model_validate(
         {
             **{name: value for name, value in words.items() if name in PlanRequest.model_fields},
@@ -260,7 +260,7 @@ def read_request(
             "calibration": links,
         }
     )
-    return asked, profile, prices, told
+    return asked, profile, prices, notes
 
 
 def _tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
@@ -307,31 +307,31 @@ def _left_out(
     words: Mapping[str, Any], profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None
 ) -> list[str]:
     """List arguments without an effect, or with an unknown one."""
-    told = []
+    notes = []
     adapters = {"--lora-rank": words["lora_rank"], "--lora-targets": words["lora_targets"]}
     if words["strategy"] is None or "lora" not in words["strategy"]:
         given_to = [f"{option} {value}" for option, value in adapters.items() if value is not None]
-        told += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
+        notes += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
     if profile.seq_len is None:
         given = {"--seq-len": words["seq_len"], "--tokens": words["tokens"]}
         unread = [f"{option} {value}" for option, value in given.items() if value is not None]
-        told += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
+        notes += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
     name = "a CPU" if cluster.gpu is None else cluster.gpu.name
     has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
     if words["precision"] == "fp8" and cluster.device == "cpu":
-        told.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
+        notes.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
     elif words["precision"] is not None and has and words["precision"] not in has:
         usual = ", ".join(one for one in get_args(Precision) if one in has)
-        told.append(
+        notes.append(
             f"--precision {words['precision']}: {name} has no units for it, so speed is unknown; it has {usual}"
         )
     measured = links is not None and covers(links, cluster)
     if cluster.device == "cuda" and not measured and (unknown := unknown_links(cluster)):
-        told.append(
+        notes.append(
             f"the speed of the {' and the '.join(unknown)} is unknown, and so is that of every plan; give it as in "
             f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
         )
-    return told
+    return notes
 
 
 def read_count(text: str) -> float:
@@ -390,10 +390,10 @@ def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
     longest = profile.max_seq_len
     if words["seq_len"] is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
         profile = load_profile(words["model"], seq_len=longest, compiled=words["compiled"])
-    told = []
+    notes = []
     if words["seq_len"] is None and profile.seq_len is not None:
-        told.append(f"--seq-len was not given: {profile.seq_len} tokens")
-    return profile, told
+        notes.append(f"--seq-len was not given: {profile.seq_len} tokens")
+    return profile, notes
 
 
 def _unwritable(path: Path | None) -> list[str]:

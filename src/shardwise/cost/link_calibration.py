@@ -125,25 +125,25 @@ def read_calibration(path: Path) -> CalibrationFile:
     Raises:
         ConfigError: the file cannot be read or is not a calibration file; every problem is listed.
     """
-    again = "; make it with: shardwise bench comm"
+    hint = "; make it with: shardwise bench comm"
     try:
         data: dict[str, Any] = read_toml(path)
     except OSError as error:
-        raise ConfigError(f"--calibration '{path}' cannot be read: {error.strerror}{again}") from None
+        raise ConfigError(f"--calibration '{path}' cannot be read: {error.strerror}{hint}") from None
     except ValueError as error:
-        raise ConfigError(f"--calibration '{path}' is no TOML: {error}{again}") from None
+        raise ConfigError(f"--calibration '{path}' is no TOML: {error}{hint}") from None
     try:
         file = CalibrationFile.model_validate(data)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors()]
-        raise ConfigError(*(f"--calibration '{path}': {line}{again}" for line in lines)) from None
+        raise ConfigError(*(f"--calibration '{path}': {line}{hint}" for line in lines)) from None
     problems = [
-        f"--calibration '{path}': measured.{place}: {wrong}{again}"
-        for place, link in enumerate(file.measured)
+        f"--calibration '{path}': measured.{index}: {wrong}{hint}"
+        for index, link in enumerate(file.measured)
         if (wrong := _wrong(link))
     ]
     if not file.measured:
-        problems.append(f"--calibration '{path}': measured: there is nothing{again}")
+        problems.append(f"--calibration '{path}': measured: there is nothing{hint}")
     if problems:
         raise ConfigError(*problems)
     return file
@@ -172,24 +172,26 @@ def check_calibration(file: CalibrationFile, cluster: ClusterSpec, *, processor:
     Raises:
         PlanError: the file was measured on another device or machine; every difference is listed.
     """
-    told = f"--calibration '{name}'" if name else "the calibration"
+    subject = f"--calibration '{name}'" if name else "the calibration"
     problems = []
     if file.device != cluster.device:
-        problems.append(f"{told} was measured on {_called(file.device)}, and the plan is for {_called(cluster.device)}")
+        problems.append(
+            f"{subject} was measured on {_called(file.device)}, and the plan is for {_called(cluster.device)}"
+        )
     elif file.device == "cuda" and not _same_gpu(file.device_name, cluster.device_name):
-        problems.append(f"{told} was measured on {file.device_name}, and the plan is for {cluster.device_name}")
+        problems.append(f"{subject} was measured on {file.device_name}, and the plan is for {cluster.device_name}")
     elif file.device == "cpu" and file.processor != processor:
-        problems.append(f"{told} was measured on a machine with '{file.processor}', and this one has '{processor}'")
+        problems.append(f"{subject} was measured on a machine with '{file.processor}', and this one has '{processor}'")
     elif file.device == "cpu" and file.cores_per_node != cluster.cores_per_node:
         problems.append(
-            f"{told} was measured on {file.cores_per_node} cores, and the ranks have {cluster.cores_per_node}"
+            f"{subject} was measured on {file.cores_per_node} cores, and the ranks have {cluster.cores_per_node}"
         )
     kind = cluster.link.kind if cluster.link is not None else None
     if not problems and file.link is not None and kind is not None and file.link != kind:
-        problems.append(f"{told} was measured over {file.link}, and devices of the cluster are joined by {kind}")
+        problems.append(f"{subject} was measured over {file.link}, and devices of the cluster are joined by {kind}")
     if problems:
         raise PlanError(*(f"{problem}; {FIX}" for problem in problems))
-    return _not_covered(file, cluster, told)
+    return _not_covered(file, cluster, subject)
 
 
 def _not_covered(file: CalibrationFile, cluster: ClusterSpec, told: str) -> list[str]:

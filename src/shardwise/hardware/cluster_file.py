@@ -102,16 +102,16 @@ def _gpu(path: Path, value: object, problems: list[str]) -> GpuSpec | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         problems.append(f"{where}: gpu must be a name of the hardware table, or a table with name and memory_bytes")
         return None
-    own = {key: field for key, field in value.items() if key != "like"}
+    fields = {key: field for key, field in value.items() if key != "like"}
     base = find_gpu(str(value.get("like", value["name"])))
     if base is None and "like" in value:
         problems.append(f"{where}: gpu.like: {unknown_gpu_message(str(value['like']))}")
-    if base is None and "memory_bytes" not in own:
+    if base is None and "memory_bytes" not in fields:
         problems.append(f"{where}: gpu '{value['name']}' is not in the hardware table, so it needs memory_bytes")
-    unknown = [key for key in own if key not in GpuSpec.model_fields]
+    unknown = [key for key in fields if key not in GpuSpec.model_fields]
     problems += [f"{where}: gpu has no field '{key}'{did_you_mean(key, GpuSpec.model_fields)}" for key in unknown]
     start = base.model_dump() if base else {"arch": "unknown", "memory_bytes": 0}
-    facts = start | {"source": str(path)} | {key: field for key, field in own.items() if key not in unknown}
+    facts = start | {"source": str(path)} | {key: field for key, field in fields.items() if key not in unknown}
     for key in ("memory_bytes", "devices_per_node"):  # 48e9 is a float in TOML
         facts[key] = _full(facts.get(key))
     return _validated(GpuSpec, f"{where}: gpu", facts, problems)

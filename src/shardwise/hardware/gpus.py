@@ -296,5 +296,5 @@ def generation_name(arch: str, chip: str) -> str | None:
     """Generation by the architecture's and the chip's name (``Ampere``, ``GA102``)."""
     words = f"{arch} {chip}".lower().split()
     fitting = {name: found for name, found in generations().items() if found.arch in words}
-    own = (name for name, found in fitting.items() if any(chip.lower() in words for chip in found.chips))
-    return next(own, None) or next((name for name, found in fitting.items() if not found.chips), None)
+    of_chip = (name for name, found in fitting.items() if any(chip.lower() in words for chip in found.chips))
+    return next(of_chip, None) or next((name for name, found in fitting.items() if not found.chips), None)

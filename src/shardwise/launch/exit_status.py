@@ -57,7 +57,7 @@ def _group_files() -> list[Path]:
             if not controllers:
                 files.append(_CGROUPS / path.lstrip("/") / "memory.events")
             elif "memory" in controllers.split(","):
-                files += [_CGROUPS / "memory" / place / "memory.oom_control" for place in (path.lstrip("/"), "")]
+                files += [_CGROUPS / "memory" / folder / "memory.oom_control" for folder in (path.lstrip("/"), "")]
     return files
 
 

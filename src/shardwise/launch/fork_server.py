@@ -176,10 +176,10 @@ def _fork(request: dict[str, Any], files: Sequence[int], connection: socket.sock
         os.write(writer, str(rank).encode())
         os._exit(0)
     os.close(writer)
-    told = os.read(reader, 20)
+    answer = os.read(reader, 20)
     os.close(reader)
     os.waitpid(between, 0)
-    return int(told) if told else None
+    return int(answer) if answer else None
 
 
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:

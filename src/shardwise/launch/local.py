@@ -28,7 +28,7 @@ REPORT_S = 2.0
 """Time for the other ranks to report their state after the first failure."""
 
 STOP_S = 60.0
-"""After an interrupt, how long the ranks have to save and leave."""
+"""Time for the ranks to save and exit after an interrupt."""
 
 STILL_S = 30.0
 """Time that a rank's process may be stopped, or wait for a disk, before it is reported."""
@@ -350,11 +350,11 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
     if isinstance(known, type) and issubclass(known, ShardwiseError):
         return _raised_again(known, blamed, who if len(world.ranks) > 1 else "")
     lines = blamed.rank.report.traceback.splitlines() if blamed.rank.report else []
-    early = [str(r.rank) for r in world.ranks if blamed.symptom and r.exit_code == 0]
+    finished = [str(r.rank) for r in world.ranks if blamed.symptom and r.exit_code == 0]
     return RankError(
         "\n".join(
             [f"{who} raised {_headline(blamed.message[-1])}"]
-            + [f"rank {', '.join(early)} had ended with success: did it take fewer steps?"] * bool(early)
+            + [f"rank {', '.join(finished)} had ended with success: did it take fewer steps?"] * bool(finished)
             + _indented(lines[-_TAIL_LINES:])
             + [f"the whole of it is in {blamed.rank.log}"]
         )

@@ -92,9 +92,9 @@ class RankReport:
     @classmethod
     def read(cls, path: Path) -> RankReport | None:
         """Read the report at ``path`` or at its `spare`; ``None`` if neither can be read."""
-        for place in (path, spare(path)):
+        for file in (path, spare(path)):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found = json.loads(place.read_text(encoding="utf-8"))
+                found = json.loads(file.read_text(encoding="utf-8"))
                 return cls(**{field.name: found[field.name] for field in fields(cls)})
         return None
 

@@ -130,8 +130,8 @@ class Adafactor(torch.optim.Adafactor):
                 gradient = -gradient if options["maximize"] else gradient
                 part = _Part(weight, gradient, parameter.shape, self.state[parameter], options, 0)
                 parts.setdefault((group, weight.dtype), []).append(part)
-        for (group, dtype), held in parts.items():
-            _step_parts(held, group, torch.promote_types(dtype, torch.float32))
+        for (group, dtype), members in parts.items():
+            _step_parts(members, group, torch.promote_types(dtype, torch.float32))
         return loss
 
     def _step_whole(self, parameter: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
@@ -171,15 +171,15 @@ class Adafactor(torch.optim.Adafactor):
         """
         if not isinstance(parameter, DTensor):
             return None
-        cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        if any(parameter.placements[axis] != Shard(0) for axis in cuts) or len(cuts) > 1:
+        sharded_axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        if any(parameter.placements[axis] != Shard(0) for axis in sharded_axes) or len(sharded_axes) > 1:
             raise ModelError(
                 f"adafactor: a parameter laid out as {parameter.placements} is cut along something else than its rows, "
                 "and its sums would be those of the part; use adamw, or a strategy without +tp"
             )
-        if not cuts or parameter.device_mesh.shape[cuts[0]] == 1:
+        if not sharded_axes or parameter.device_mesh.shape[sharded_axes[0]] == 1:
             return None
-        return parameter.device_mesh.get_group(cuts[0])
+        return parameter.device_mesh.get_group(sharded_axes[0])
 
 
 def start_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:

@@ -78,39 +78,39 @@ def blocks_of(parameter: torch.Tensor) -> Blocks:
         ModelError: the parameter is sharded along another dim than its rows.
     """
     numel = parameter.numel()
-    cut = _cut_axis(parameter)
-    if cut is None or not isinstance(parameter, DTensor):
+    axis = _cut_axis(parameter)
+    if axis is None or not isinstance(parameter, DTensor):
         return Blocks(numel, numel)
-    rows = math.ceil(parameter.shape[0] / parameter.device_mesh.shape[cut])
+    rows = math.ceil(parameter.shape[0] / parameter.device_mesh.shape[axis])
     return Blocks(numel, rows * (numel // parameter.shape[0]))
 
 
 def first_element(parameter: torch.Tensor) -> int:
     """Index of the first local element in the unsharded parameter."""
-    cut = _cut_axis(parameter)
-    if cut is None or not isinstance(parameter, DTensor):
+    axis = _cut_axis(parameter)
+    if axis is None or not isinstance(parameter, DTensor):
         return 0
     coordinate = parameter.device_mesh.get_coordinate() or [0] * parameter.device_mesh.ndim
-    return min(parameter.numel(), coordinate[cut] * blocks_of(parameter).chunk)
+    return min(parameter.numel(), coordinate[axis] * blocks_of(parameter).chunk)
 
 
 def _cut_axis(parameter: torch.Tensor) -> int | None:
     """Mesh axis that shards the rows of a parameter, if any."""
     if not isinstance(parameter, DTensor):
         return None
-    cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not cuts:
+    sharded_axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not sharded_axes:
         return None
     if (
-        len(cuts) > 1
-        or not isinstance(parameter.placements[cuts[0]], Shard)
-        or not parameter.placements[cuts[0]].is_shard(0)
+        len(sharded_axes) > 1
+        or not isinstance(parameter.placements[sharded_axes[0]], Shard)
+        or not parameter.placements[sharded_axes[0]].is_shard(0)
     ):
         raise ModelError(
             f"adamw8bit: a parameter laid out as {parameter.placements} is cut along something else than its rows, and "
             "blocks of 256 of such parts do not go together; use adamw, or a strategy without +tp"
         )
-    return cuts[0]
+    return sharded_axes[0]
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
@@ -179,14 +179,14 @@ class AdamW8bit(Optimizer):
 
     def _start(self, parameter: torch.Tensor) -> None:
         state = self.state[parameter]
-        narrow = is_quantized(parameter)
+        quantized = is_quantized(parameter)
         state["step"] = 0
-        if narrow:
+        if quantized:
             state["chunk"] = blocks_of(parameter).chunk
         for number, name in enumerate(MOMENTS, 1):
-            kind = torch.uint8 if narrow else torch.float32
+            kind = torch.uint8 if quantized else torch.float32
             state[name] = torch.zeros_like(parameter, dtype=kind, memory_format=torch.contiguous_format)
-            if narrow:
+            if quantized:
                 state[f"absmax{number}"] = empty_scales(parameter).zero_()
 
     def _step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
@@ -300,14 +300,14 @@ class Regrouping:
             for start in range(0, codes.numel(), _SLAB):
                 part = codes[start : start + _SLAB]
                 elements = torch.arange(begin + start, begin + start + part.numel(), device=codes.device)
-                place = start // BLOCK
+                index = start // BLOCK
                 if self.is_exact:
-                    own = saved[self.old.scale_of(elements[::BLOCK])]
+                    block_scales = saved[self.old.scale_of(elements[::BLOCK])]
                 else:
                     meant = dequantised(part, saved[self.old.scale_of(elements)], table)
-                    made, own = quantised(meant, table)
+                    made, block_scales = quantised(meant, table)
                     part.copy_(made)
-                scales[place : place + own.numel()] = own
+                scales[index : index + block_scales.numel()] = block_scales
 
 
 @contextmanager
@@ -326,10 +326,10 @@ def empty_scales(parameter: torch.Tensor) -> torch.Tensor:
     """Allocate the scales of one moment, fp32, sharded as the parameter, equally many per shard."""
     blocks = blocks_of(parameter)
     here = torch.empty(blocks.each, dtype=torch.float32, device=local_of(parameter).device)
-    cut = _cut_axis(parameter)
+    axis = _cut_axis(parameter)
     if not isinstance(parameter, DTensor):
         return here
-    ranks = 1 if cut is None else parameter.device_mesh.shape[cut]
+    ranks = 1 if axis is None else parameter.device_mesh.shape[axis]
     return DTensor.from_local(
         here,
         parameter.device_mesh,

@@ -41,7 +41,10 @@ _LEAST = 1e-4
 _CUT = 37
 """Percent of a flat row on one rank of a trial: within a parameter, and within a row of it."""
 _NOISE = 10.0
-"""Rounding limit, relative to the change by gradients nudged by 1e-3: Muon computes in bfloat16, some draw at random."""
+"""Rounding limit, in changes by gradients nudged by 1e-3.
+
+Muon computes in bfloat16, and some optimizers draw random numbers.
+"""
 
 _optim = torch.optim
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -68,12 +71,12 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
     if _is_elementwise(inner) and not _special(inner):
         return
     apart = _apart(plan)
-    cut = (plan.parsed.shards_parameters or plan.dims.tp > 1) and plan.dims.world_size > 1
-    if not cut and not apart:
+    shards = (plan.parsed.shards_parameters or plan.dims.tp > 1) and plan.dims.world_size > 1
+    if not shards and not apart:
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, value in vars(inner).items():
-        if key not in ("param_groups", "state") and any(id(p) not in held for p in _parameters(value)):
+        if key not in ("param_groups", "state") and any(id(p) not in known for p in _parameters(value)):
             raise _keeps(f"{name}.{key}", plan)
     _refuse_any(_tried(inner, optimizer.param_groups, plan, apart), ranks)
 
@@ -146,8 +149,8 @@ def _check_sparse(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
     """Reject sparse gradients where they cannot be reduced, and their optimizer elsewhere."""
     tables = {name: part for name, part in module.named_modules() if getattr(part, "sparse", False) is True}
     learns = {clean_name(name): part.weight for name, part in tables.items() if part.weight.requires_grad}
-    cuts = plan.parsed.shards_parameters or plan.dims.splits_model or plan.parsed.engine == "deepspeed"
-    if learns and cuts:
+    shards = plan.parsed.shards_parameters or plan.dims.splits_model or plan.parsed.engine == "deepspeed"
+    if learns and shards:
         raise ModelError(
             f"'{next(iter(learns))}' is an embedding with sparse=True, and {plan.strategy} cannot reduce sparse "
             "gradients over its ranks; build it with sparse=False, or use ddp"
@@ -217,14 +220,14 @@ def _kinds(groups: Sequence[dict[str, Any]]) -> dict[_Kind, list[int]]:
 
 def _tiny(parameter: torch.Tensor, dim: int) -> int:
     """Small size for a dimension: as even, uneven or too short over its ranks as the original."""
-    cuts = 1
+    shards = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
-            cuts *= parameter.device_mesh.size(axis) if getattr(placement, "dim", None) == dim else 1
+            shards *= parameter.device_mesh.size(axis) if getattr(placement, "dim", None) == dim else 1
     length = parameter.shape[dim]
-    if cuts == 1:
+    if shards == 1:
         return 4
-    return 3 * cuts if length % cuts == 0 else 1 if length < cuts else 3 * cuts - 1
+    return 3 * shards if length % shards == 0 else 1 if length < shards else 3 * shards - 1
 
 
 class _Trial:
@@ -274,8 +277,8 @@ class _Trial:
             if not mine:
                 continue
             row = torch.cat([self.starts[number].flatten() for number in mine])
-            place = _CUT * len(row) // 100 if cut else 0
-            ends = [(0, place), (place, len(row))] if place else [(0, len(row))]
+            split = _CUT * len(row) // 100 if cut else 0
+            ends = [(0, split), (split, len(row))] if split else [(0, len(row))]
             row = torch.cat([self._stepped_row(group, mine, begin, end) for begin, end in ends])
             for number, part in zip(mine, row.split([self.starts[n].numel() for n in mine]), strict=True):
                 found[number] = part.view(self.starts[number].shape)

@@ -55,7 +55,7 @@ _WARM_UP = 3
 
 
 class Turn(BaseModel):
-    """One save and the steps after it; seconds of the slowest rank.
+    """Save and the steps after it; seconds of the slowest rank.
 
     ``seconds`` is until the save was durable, ``stall_s`` how long it blocked the loop, ``loop_s`` from the call of the
     save to the end of the last of ``steps_s``, and ``late_s`` how long the save continued after that.
@@ -118,7 +118,7 @@ def _seconds(turn: Turn) -> float:
 
 
 class SaveTurns(BaseModel):
-    """All turns under one strategy, and the model that was trained meanwhile."""
+    """Turns of all contenders under one strategy, and the model that was trained meanwhile."""
 
     model_config = ConfigDict(frozen=True)
 

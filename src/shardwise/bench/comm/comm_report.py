@@ -63,8 +63,8 @@ def conclude(
     console.print(f"raw samples: {samples}", markup=False)
     console.print(f"calibration: {calibration} (shardwise plan MODEL --calibration {calibration})", markup=False)
     plot = samples.with_suffix(".png")
-    told = f"plot: {plot}" if draw_links(document, plot) else "no plot: matplotlib is not installed"
-    console.print(told, markup=False)
+    plot_note = f"plot: {plot}" if draw_links(document, plot) else "no plot: matplotlib is not installed"
+    console.print(plot_note, markup=False)
     return document
 
 

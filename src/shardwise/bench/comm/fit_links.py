@@ -23,7 +23,7 @@ MOST_SMALL = 5
 RESAMPLES = 400
 SEED = 20
 STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
-"""Half of a 95 % interval in standard errors, by degrees of freedom (Student; 1.96 for many)."""
+"""Half a 95 % interval in standard errors, by degrees of freedom (Student; 1.96 for many)."""
 
 Floats = npt.NDArray[np.float64]
 

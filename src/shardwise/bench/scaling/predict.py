@@ -50,24 +50,27 @@ CONTROL_CALLS = {True: 3, False: 2}
 """Small messages of a step: rank agreement, the loss, and over shards the gradient norm."""
 CONTROL_BYTES = 512.0
 HOST_COPY_BYTES_PER_S = 8e9
-"""Of copies into and out of the flat buffers of sharded units on a CPU: 4 to 11 GB/s for 0.3 to 28 MB that were not in
-its caches, measured on one EPYC core. A GPU's are left out: they take a hundredth of that.
+"""Rate of copies into and out of the flat buffers of sharded units on a CPU.
+
+Measured were 4 to 11 GB/s for 0.3 to 28 MB that were not in its caches, on one EPYC core. A GPU's copies are not
+modelled: they take a hundredth of that.
 """
 SHARD_COPIES = 1.5
-"""Bytes copied per byte of a unit: shard into a buffer and unsharded out of one, or reversed."""
+"""Bytes copied per byte of a unit: a shard into a buffer, unsharded out of one, or reversed."""
 FIXED = ("clip", "optimizer")
 """Parts that do not shrink with a rank's samples, but with its shard of the weights."""
 TALK = ("exposed_dp", "control", "slowest_rank")
 """Parts that more than one data-parallel rank has, and that are modelled."""
 LINK_SPREAD = {"measured": (0.95, 1.05), "catalogue": (0.85, 1.5), "cpu": (0.5, 2.0)}
-"""Seconds of a collective over those predicted, in 8 of 10 cases: a fit on this very link, the catalogue's GPU links
-(benchmarks/accuracy: 16 % at the 90th percentile inside a node, worse across nodes), and two CPU ranks of elsewhere;
-the first and the last are estimates.
+"""Ratio of measured to predicted collective seconds, in 8 of 10 cases.
+
+The cases are a fit on the same link, the catalogue's GPU links (benchmarks/accuracy: 16 % at the 90th percentile inside
+a node, worse across nodes), and two CPU ranks on another machine; the first and the last are estimates.
 """
 
 
 class Point(BaseModel):
-    """One size of the curve.
+    """Size on the scaling curve.
 
     ``model_s`` is the formulas' result, the sum of a rank's local time (``own_s``) and its waits for links and for the
     slowest rank; ``step_s`` goes through the measurements, within ``low_s`` and ``high_s`` in 8 of 10 cases. ``reason``
@@ -186,14 +189,14 @@ def predict(base: Sample, units: Sequence[UnitTraffic], plan: Plan, links: Links
     if base.timing is None or not units:
         raise PlanError("where the smallest size's time goes is not known" if units else "the model cannot be traced")
     work = plan_share(plan) / base.share
-    own = {
+    local = {
         part: spread.mean_s * _factor(part, base, plan, work) for part, spread in base.timing.parts.items() if spread
     }
     scale = base.step_s / base.timing.step_s if base.timing.step_s else 1.0
-    own = {part: seconds * scale for part, seconds in own.items()}
-    own_s = sum(own.values())
-    backward = (own.get("backward", 0.0) + own.get("recompute", 0.0)) / plan.grad_accum
-    forward = own.get("forward", 0.0) / plan.grad_accum
+    local = {part: seconds * scale for part, seconds in local.items()}
+    local_s = sum(local.values())
+    backward = (local.get("backward", 0.0) + local.get("recompute", 0.0)) / plan.grad_accum
+    forward = local.get("forward", 0.0) / plan.grad_accum
     exposed = 0.0
     if plan.dims.dp * plan.dims.cp > 1:
         exposed = _exposed_s(units, plan, links, forward, backward, busy=busy)
@@ -202,9 +205,9 @@ def predict(base: Sample, units: Sequence[UnitTraffic], plan: Plan, links: Links
     if not math.isfinite(exposed):
         raise PlanError("the bandwidth between the ranks is not known: give --calibration, measured by bench comm")
     nodes = max(1, links.cluster.nodes)
-    exposed += JITTER * math.log2(nodes) * own_s
-    late = slowest_of(base.steps_s, plan.dims.world_size // base.devices) * own_s
-    return Answer(own_s=own_s, links_s=exposed, slowest_s=late)
+    exposed += JITTER * math.log2(nodes) * local_s
+    late = slowest_of(base.steps_s, plan.dims.world_size // base.devices) * local_s
+    return Answer(own_s=local_s, links_s=exposed, slowest_s=late)
 
 
 def plan_share(plan: Plan) -> int:
@@ -323,10 +326,10 @@ def _by_units(
             reduce = links.reduce_unit(unit.reduce_bytes) + copied * unit.reduce_bytes
         else:
             reduce = links.seconds("all_reduce", unit.reduce_bytes)
-        again = gather if regathers and unit.block else 0.0
+        regather = gather if regathers and unit.block else 0.0
         ahead.append(UnitRun(count, unit.share * forward_s, gather))
-        back.append(UnitRun(count, unit.share * backward_s, again, reduce if plan.syncs_every_micro_batch else 0.0))
-        last.append(UnitRun(count, unit.share * backward_s, again, reduce))
+        back.append(UnitRun(count, unit.share * backward_s, regather, reduce if plan.syncs_every_micro_batch else 0.0))
+        last.append(UnitRun(count, unit.share * backward_s, regather, reduce))
     passes = [(plan.grad_accum, ahead), (plan.grad_accum - 1, back[::-1]), (1, last[::-1])]
     added = 0.0
     for times, runs in passes:
@@ -396,11 +399,11 @@ def curve_of(
     if anchor is not None:
         points = [_no_better(point, base, anchor) if point.devices > anchor.devices else point for point in points]
     points += [Point(mode=mode, devices=size, reason=why) for size, why in reasons.items()]
-    told = [*assumptions, _link_text(calibration, base)]
+    notes = [*assumptions, _link_text(calibration, base)]
     return ScalingCurve(
         mode=mode,
         points=tuple(sorted(points, key=lambda one: one.devices)),
-        assumptions=tuple(told),
+        assumptions=tuple(notes),
         measured_over_model=ratio,
         anchor=None if anchor is None else anchor.devices,
     )
@@ -427,13 +430,13 @@ def _no_better(point: Point, base: Sample, anchor: Sample) -> Point:
     best = each * (1 + error)
     if point.high <= best:
         return point
-    held: dict[str, float] = {"high": best, "low_s": point.low_s * point.high / best}
+    limited: dict[str, float] = {"high": best, "low_s": point.low_s * point.high / best}
     if point.efficiency > best and point.low is not None and point.tokens_per_s is not None:
         ideal, low = point.efficiency * point.step_s, min(point.low, each * (1 - error))
         tokens = point.tokens_per_s * best / point.efficiency
-        held = {"high": best, "efficiency": best, "low": low, "tokens_per_s": tokens}
-        held |= {"low_s": ideal / best, "step_s": ideal / best, "high_s": ideal / low}
-    return point.model_copy(update=held)
+        limited = {"high": best, "efficiency": best, "low": low, "tokens_per_s": tokens}
+        limited |= {"low_s": ideal / best, "step_s": ideal / best, "high_s": ideal / low}
+    return point.model_copy(update=limited)
 
 
 def _busy(base: Sample, cluster: ClusterSpec) -> bool:

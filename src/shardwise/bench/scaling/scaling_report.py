@@ -70,10 +70,10 @@ def loss_lines(rows: Sequence[ScalingRow], scaling: Scaling) -> list[str]:
             continue
         large = [one for one in row.losses if abs(one.share) >= SHOWN_LOSS]
         rest = sum(one.seconds for one in row.losses if abs(one.share) < SHOWN_LOSS)
-        told = [_loss(one) for one in large]
-        told += [f"the rest {_signed(rest)}"] if large and abs(rest) > 5e-5 else []
+        parts = [_loss(one) for one in large]
+        parts += [f"the rest {_signed(rest)}"] if large and abs(rest) > 5e-5 else []
         what = f"loses {_ms(row.lost_s)} of a step" if row.lost_s >= 0 else f"wins {_ms(-row.lost_s)} of a step"
-        found.append(f"  {row.devices} devices: {what}: {', '.join(told) or 'nothing above 0.5 %'}")
+        found.append(f"  {row.devices} devices: {what}: {', '.join(parts) or 'nothing above 0.5 %'}")
         timing = timings[row.mode, row.devices]
         late = None if timing is None else timing.late_rank
         if timing is not None and late is not None and (timing.late_share or 0) > 0.5:

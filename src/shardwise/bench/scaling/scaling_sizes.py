@@ -129,8 +129,8 @@ def measure_here(config: Config, request: ScalingRequest, console: Console) -> d
     samples: list[Sample] = []
     for size in sorted({size for _, size in plans}):
         mine = {mode: plan for (mode, at), plan in plans.items() if at == size}
-        told = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
-        console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {told}")
+        batches = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
+        console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {batches}")
         try:
             samples += _started(prepared.job, mine, size, threads, request.steps)
         except MachineError as error:

@@ -124,12 +124,12 @@ def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recom
     entry = unit.input_elements * (FP32 if autocasts else width) / (cuts.cp * cuts.of_entry(unit))
     saved = sum(op.saved for op in ops)
     kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]
-    again = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
+    repeated = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
     return UnitBytes(
         ops=tuple(ops),
         input=entry,
         kept=kept,
-        again=again,
+        again=repeated,
         forward=_forward_peak(ops, keeps=mode == "none"),
         logits=logits,
         loss_copies=_loss_copies(cuts, divided=divided) if logits else 0,

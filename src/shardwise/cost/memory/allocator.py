@@ -108,9 +108,9 @@ class CachingAllocator:
         pool = self._pools.get((stream, is_small))
         if pool is None:
             pool = self._pools[stream, is_small] = _Pool(is_small)
-        place = bisect_left(pool.keys, (size, -1))
-        if place < len(pool.keys):
-            block = self._best(pool, place) if self.expandable else pool.blocks.pop(pool.keys.pop(place)[1])
+        index = bisect_left(pool.keys, (size, -1))
+        if index < len(pool.keys):
+            block = self._best(pool, index) if self.expandable else pool.blocks.pop(pool.keys.pop(index)[1])
         else:
             block = self._grow(pool, size) if self.expandable else self._new_segment(pool, size)
         remaining = block.size - size
@@ -238,11 +238,11 @@ class CachingAllocator:
             self._release()
             hole, pages = self._hole(pool, size, page)
         self._take(pages)
-        place = pool.unmapped.index(hole)
+        index = pool.unmapped.index(hole)
         if hole.size > pages:
-            pool.unmapped[place] = self._cut(hole, pages)
+            pool.unmapped[index] = self._cut(hole, pages)
         else:
-            del pool.unmapped[place]
+            del pool.unmapped[index]
         hole.mapped = True
         self._join(hole)
         return hole

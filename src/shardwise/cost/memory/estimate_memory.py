@@ -296,8 +296,8 @@ def _squeezed(
     ):
         return None
     limit = memory - context
-    again = fullest([replay(trace, cuda=True, expandable=expandable, limit_bytes=limit) for trace in tapes])
-    return again if again.fits else None
+    retried = fullest([replay(trace, cuda=True, expandable=expandable, limit_bytes=limit) for trace in tapes])
+    return retried if retried.fits else None
 
 
 def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec, offloaded: int) -> int:

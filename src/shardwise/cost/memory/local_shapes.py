@@ -111,7 +111,7 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Group of ``count`` equal consecutive units of a stage; a block is a separate sharding unit."""
+    """Group of ``count`` equal consecutive units of a stage; each block is a sharding unit."""
 
     unit: Unit
     count: int
@@ -195,11 +195,11 @@ def stage_pieces(profile: ModelProfile, layout: ShardLayout, rank: int) -> tuple
         return tuple(LayerGroup(unit, unit.count) for unit in profile.units)
     counts = stage_counts(profile, layout)
     number = len(counts)
-    own = [stage for stage in range(number) if rank_of(layout, stage) == rank]
+    local_stages = [stage for stage in range(number) if rank_of(layout, stage) == rank]
     pieces: list[LayerGroup] = []
-    for stage in own:
+    for stage in local_stages:
         pieces += _stage_pieces(profile, sum(counts[:stage]), sum(counts[: stage + 1]), stage == 0, stage == number - 1)
-    if own[-1] == number - 1 and own[0] != 0:
+    if local_stages[-1] == number - 1 and local_stages[0] != 0:
         pieces += [LayerGroup(unit, unit.count) for unit in _tied_copies(profile)]
     return tuple(pieces)
 
@@ -231,9 +231,9 @@ def _stage_counts(same: SameProfile, stages: int) -> tuple[int, ...]:
     units = same.profile.units
     if stages > same.profile.num_blocks:
         return blocks_per_stage(same.profile.num_blocks, stages)
-    place = next(i for i, unit in enumerate(units) if unit.kind == "block")
-    before = sum(_products(unit) * unit.count for unit in units[:place])
-    after = sum(_products(unit) * unit.count for unit in units[place:] if unit.kind != "block")
+    index = next(i for i, unit in enumerate(units) if unit.kind == "block")
+    before = sum(_products(unit) * unit.count for unit in units[:index])
+    after = sum(_products(unit) * unit.count for unit in units[index:] if unit.kind != "block")
     blocks = [_products(unit) for unit in units if unit.kind == "block" for _ in range(unit.count)]
     if len(set(blocks)) == 1:
         return even_stages(len(blocks), blocks[0] or 1.0, before, after, stages)
@@ -393,8 +393,8 @@ def exchanged_elements(unit: Unit, tp: int) -> int:
             if len(columns) == 1 and columns[0].n > op.k:
                 found += columns[0].k * math.ceil(columns[0].n / tp)
             elif few and attention is not None:
-                narrow = [one for one in columns if one.n == attention.kv_heads * attention.head_dim < op.k]
-                found += sum(one.k * attention.head_dim * max(1, attention.kv_heads // tp) for one in narrow)
+                key_value = [one for one in columns if one.n == attention.kv_heads * attention.head_dim < op.k]
+                found += sum(one.k * attention.head_dim * max(1, attention.kv_heads // tp) for one in key_value)
             columns = []
     return found
 

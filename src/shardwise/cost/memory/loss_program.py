@@ -25,19 +25,19 @@ class LossWriter:
         """Trace low-precision logits, fp32 copy and log-probabilities; in backward both gradients."""
         trace = self.trace
         widens = self.s.layout.width < FP32 and not self.s.program.fused_loss
-        wide = trace.alloc(elements * FP32, LOGITS) if widens else narrow
+        upcast = trace.alloc(elements * FP32, LOGITS) if widens else narrow
         trace.free(self.last_gather)  # ``FSDPState._post_forward`` keeps it while it casts the output to fp32
         self.last_gather = -1
         if self.s.program.fused_loss:
             self.log_probabilities = narrow
             return
-        if wide != narrow:
+        if upcast != narrow:
             trace.free(narrow)
         if self.s.layout.masters:  # its softmax in place
-            self.log_probabilities = wide
+            self.log_probabilities = upcast
             return
         self.log_probabilities = trace.alloc(elements * FP32, LOGITS)
-        trace.free(wide)
+        trace.free(upcast)
 
     def chunked_loss(self, elements: float) -> None:
         """Trace a chunk's fp32 logits, their low-precision gradient and part of the head's gradient.
@@ -49,10 +49,10 @@ class LossWriter:
         self.last_gather, self.late = -1, []
         hidden, weight = self._head_elements()
         self.log_probabilities = trace.alloc((hidden + weight) * FP32, LOGITS)
-        wide = trace.alloc(elements / chunks * FP32, LOGITS)
+        upcast = trace.alloc(elements / chunks * FP32, LOGITS)
         if width < FP32:
             trace.free(trace.alloc((elements + weight) / chunks * width, LOGITS))
-        trace.free(wide)
+        trace.free(upcast)
 
     def _head_elements(self) -> tuple[float, float]:
         """Elements of the hidden states that enter the head, and of its weight; 0 if it is frozen."""

@@ -97,9 +97,9 @@ def _lines(key: _Key) -> tuple[BytesLine, ...]:
     layout = layout_of(plan)
     lines: list[BytesLine] = []
     for stage in heavy_stages(key.profile, layout):
-        held = micro_batches_in_flight(layout, stage, plan.grad_accum)
+        in_flight = micro_batches_in_flight(layout, stage, plan.grad_accum)
         pieces = stage_pieces(key.profile, layout, stage)
-        lines += _stage_lines(pieces, layout, workload, plan, held)
+        lines += _stage_lines(pieces, layout, workload, plan, in_flight)
     return tuple(lines)
 
 
@@ -133,21 +133,21 @@ def _stage_lines(
         full = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
         here = 0 if layout.offloads or layout.masters else gradients
         waits = sum(w.waiting * p.count for p, w, _ in rows) if full else here
-    wide = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
+    loss_bytes = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
     if plan.loss_chunks > 1:
         each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
-        wide = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
-    logits = max(wide, default=0.0)
-    again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
-    own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
-    own = own if layout.shards and not layout.keeps_weights else 0
+        loss_bytes = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
+    logits = max(loss_bytes, default=0.0)
+    recompute_bytes = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
+    gathered = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
+    gathered = gathered if layout.shards and not layout.keeps_weights else 0
     lines = [] if layout.offloads else [BytesLine(parameters + gradients + state + temporaries)]
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if workload.fused_loss else FP32)
     for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else max(1, held - 1))):
         each = kept * crowd + lost * (crowd - 1)
         lines.append(BytesLine(base + fixed + copies * crowd, each + logits))
-        lines.append(BytesLine(base + fixed + copies * crowd + own, each + again))
-    if own and grad_accum == 1:
+        lines.append(BytesLine(base + fixed + copies * crowd + gathered, each + recompute_bytes))
+    if gathered and grad_accum == 1:
         lines += _reducing(rows, base, kept)
     return lines
 

@@ -148,20 +148,20 @@ class _Writer(LossWriter):
         The first one, at the maximum in flight; in a pipeline the same with gradients that wait for reduction, which
         1F1B reaches after one backward and one more forward; and the last one, alone.
         """
-        number, held = self.s.program.grad_accum, self.s.held
+        number, in_flight = self.s.program.grad_accum, self.s.held
         if number == 1:
             return (0,)
-        if held == 1 or number == 2:
-            return (held - 1, 0)
-        return (held - 1, held - 1 if number > held else held - 2, 0)
+        if in_flight == 1 or number == 2:
+            return (in_flight - 1, 0)
+        return (in_flight - 1, in_flight - 1 if number > in_flight else in_flight - 2, 0)
 
     def _kept(self) -> float:
         """Bytes that one micro batch saves on this stage."""
         rows = zip(self.s.bytes, self.s.weights, self.s.pieces, strict=True)
         copies = self.s.layout.autocasts and self.s.program.recompute == "none"
         exchanged = self.s.program.recompute == "none"
-        held = [(w.copies if copies else 0) + (w.exchanged if exchanged else 0) for w in self.s.weights]
-        kept = sum(p.count * (b.kept * self.s.micro + extra) for (b, _, p), extra in zip(rows, held, strict=True))
+        extras = [(w.copies if copies else 0) + (w.exchanged if exchanged else 0) for w in self.s.weights]
+        kept = sum(p.count * (b.kept * self.s.micro + extra) for (b, _, p), extra in zip(rows, extras, strict=True))
         return kept + self.s.sent * self.s.micro
 
     def _kept_logits(self) -> float:
@@ -289,12 +289,12 @@ class _Writer(LossWriter):
             if not s.layout.shards:
                 self._own_gradients(visit)
             return incoming, []
-        again: list[int] = []
+        recomputed: list[int] = []
         if mode != "none":
             trace.free(visit.copies)
             visit.copies = trace.alloc(weights.copies, BUFFERS) if s.layout.autocasts else -1
             visit.exchanged = trace.alloc(weights.exchanged, BUFFERS)
-            again = self._remake(unit)
+            recomputed = self._remake(unit)
         done, dequantized = 0, trace.alloc(weights.widened, BUFFERS)
         joins = s.layout.width == FP32 and self._key(visit) in self.waiting
         for index in range(len(unit.ops) - 1, -1, -1):
@@ -308,7 +308,7 @@ class _Writer(LossWriter):
             if outgoing >= 0:
                 trace.free(incoming)
                 incoming = outgoing
-            trace.free(*(visit.saved[index] if mode == "none" else [again[index]]))
+            trace.free(*(visit.saved[index] if mode == "none" else [recomputed[index]]))
         if mode != "none":
             trace.free(*visit.saved[0])
         total = weights.full_gradients
@@ -338,10 +338,10 @@ class _Writer(LossWriter):
         """
         if self.s.layout.shards and not joins:
             return [self.trace.alloc(gradient, BUFFERS)]
-        narrow = self.trace.alloc(gradient, BUFFERS)
+        unreduced = self.trace.alloc(gradient, BUFFERS)
         if self.s.layout.width < FP32:
             self.trace.free(self.trace.alloc(op.weight_gradient * FP32, BUFFERS))
-        self.trace.free(narrow)
+        self.trace.free(unreduced)
         return []
 
     def _own_gradients(self, visit: _Visit) -> None:
@@ -389,11 +389,11 @@ class _Writer(LossWriter):
             return -1
         weights = [self.s.weights[i] for i in group]
         moved = [trace.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
-        narrow = trace.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
+        cast = trace.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
         output = trace.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
         if not layout.is_cuda:
             trace.free(trace.alloc(sum(w.sent for w in weights), BUFFERS))  # gloo gathers into a separate buffer
-        trace.free(narrow, *moved)
+        trace.free(cast, *moved)
         return output
 
     def _take_fetched(self, visit: _Visit) -> list[int]:
@@ -435,9 +435,9 @@ class _Writer(LossWriter):
         self.last_reduce = trace.alloc(size, BUFFERS)
         trace.free(*self.root_gradients, self.waiting.pop(key, -1))
         self.root_gradients = []
-        held = trace.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
+        referenced = trace.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
         self._reduced(sum(w.reduce_out for w in weights), size)
-        trace.free(held)
+        trace.free(referenced)
         trace.free(self.last_reduce)
         self.last_reduce = -1
 
@@ -462,9 +462,9 @@ class _Writer(LossWriter):
             trace.free(self.last_reduce)
             self.last_reduce = trace.alloc(weights.reduce_in, BUFFERS)
         trace.free(*full)
-        held = trace.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still references it
+        referenced = trace.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still references it
         self._reduced(weights.reduce_out * number, weights.reduce_in, number)
-        trace.free(held)
+        trace.free(referenced)
 
     def _reduced(self, size: int, sent: int, number: int = 1) -> None:
         """Trace this rank's reduced gradient: stored, accumulated, or copied to the host.

@@ -113,15 +113,15 @@ class Measured:
         Below the smallest size its seconds are returned; beyond the largest the fit's rate per byte applies, without a
         fit the rate of the largest.
         """
-        place = bisect.bisect_left(self.curve, (message_bytes, -math.inf))
-        if place == 0:
+        index = bisect.bisect_left(self.curve, (message_bytes, -math.inf))
+        if index == 0:
             return self.curve[0][1]
-        small, small_s = self.curve[place - 1]
-        if place == len(self.curve):
+        small, small_s = self.curve[index - 1]
+        if index == len(self.curve):
             if self.fit is None:
                 return small_s * message_bytes / small
             return small_s + (message_bytes - small) * _share(self.kind, self.ranks) / self.fit.bus_bytes_per_s
-        large, large_s = self.curve[place]
+        large, large_s = self.curve[index]
         return small_s + (large_s - small_s) * (message_bytes - small) / (large - small)
 
 
@@ -346,9 +346,9 @@ def _node_fits(kind: CollectiveKind, ranks: int, links: _Links) -> tuple[LinkFit
 
 def _cards(per_node: int, sharing: int, links: _Links) -> float:
     """Bytes/s, one direction, that a group with ``per_node`` ranks in a node gets of its cards."""
-    own = links.network or 0.0
-    full = own * links.devices
-    reached = own * per_node if own >= OWN_CARD_BYTES_PER_S else full
+    per_device = links.network or 0.0
+    full = per_device * links.devices
+    reached = per_device * per_node if per_device >= OWN_CARD_BYTES_PER_S else full
     return min(reached, full / sharing)
 
 

@@ -149,8 +149,8 @@ def step_time(
     times = _unit_times(key, where, rates, calibration, split)
     stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
     send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
-    own = MICRO_HOST_S if rates is None else 0.0
-    timed = {id(s): _with_host(s, plan, own) if workload.framework_overhead else _alone(s) for s in stages}
+    host_s = MICRO_HOST_S if rates is None else 0.0
+    timed = {id(s): _with_host(s, plan, host_s) if workload.framework_overhead else _alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]
     parts = _micro_batches(plan, stages, hosted, send, virtual)
     optimizer, after, offload = update_s(
@@ -341,13 +341,13 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
     back: list[UnitRun] = []
     last: list[UnitRun] = []
     root_gather = root_reduce = 0.0
-    compute = again = tp = cp = host_forward = host_backward = 0.0
+    compute = recompute = tp = cp = host_forward = host_backward = 0.0
     for count, index in units:
         time, wire, block = pieces.times[index], pieces.traffic[index], pieces.blocks[index]
         forward = time.forward_s + wire.copy_forward_s
         backward = time.backward_s + wire.copy_backward_s
         compute += count * (forward + backward)
-        again += count * time.recompute_s
+        recompute += count * time.recompute_s
         tp_forward = pieces.tp_share * time.tp_forward_s
         tp_backward = pieces.tp_share * (time.tp_backward_s + time.tp_recompute_s)
         cp_backward = time.cp_backward_s + time.cp_recompute_s
@@ -382,7 +382,7 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
         backward_s=backward_s,
         sync_s=elapsed_s(reversed(last), contention=contention) - backward_s + sync_gather,
         compute_s=compute,
-        recompute_s=again,
+        recompute_s=recompute,
         tp_s=tp,
         cp_s=cp,
         host_forward_s=host_forward,
@@ -452,20 +452,20 @@ def _traffic(
     """Collectives and copies of one unit: gathered in the compute type, reduced in fp32."""
     width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
     inner = max(1, per_node // dims.tp)
-    narrow = width < MASTER_BYTES
+    low_precision = width < MASTER_BYTES
     if base in ("ddp", "zero1"):
         ranks = dims.dp * dims.cp
         kind: CollectiveKind = "reduce_scatter" if base == "zero1" and split.hides_reduction else "all_reduce"
         reduce = machine.collective_s(kind, MASTER_BYTES * time.trainable, ranks, inner)
         add = 8.0 if accumulates else 0.0
         if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
-            unit = (MASTER_BYTES + width if narrow else 0.0) + 2.0 * width
+            unit = (MASTER_BYTES + width if low_precision else 0.0) + 2.0 * width
             return _Traffic(
                 reduce_s=reduce,
                 copy_forward_s=machine.memory_s(unit * time.elements),
                 copy_backward_s=machine.memory_s(unit * time.elements + (width + 12.0 + add) * time.trainable),
             )
-        casts = 6.0 if narrow and copies == "autocast" else 0.0
+        casts = 6.0 if low_precision and copies == "autocast" else 0.0
         twice = 2.0 if split.recompute != "none" else 1.0
         return _Traffic(
             reduce_s=reduce,
@@ -520,7 +520,7 @@ def _calibration_text(machine: Machine) -> str:
 
 
 def _generation(machine: Machine) -> str:
-    """The GPU's generation; empty where rates were measured instead."""
+    """Generation of the GPU; empty where rates were measured instead."""
     if machine.gpu is None or machine.rates is not None:
         return ""
     return generation_name(machine.gpu.arch, machine.gpu.name) or ""

@@ -158,14 +158,14 @@ def _machine_of(
 ) -> _Machine:
     found = generations()[generation]
     best = min(peak, measured) if measured else peak * found.best
-    held = best
+    sustained = best
     if found.held_flops is not None and precision != "fp32":
         power = (watts / found.watts) ** POWER_EXPONENT if watts else 1.0
-        held = min(best, found.held_flops * power * (2.0 if precision == "fp8" else 1.0))
+        sustained = min(best, found.held_flops * power * (2.0 if precision == "fp8" else 1.0))
     return _Machine(
         found=found,
         burst=min(peak, best * found.burst),
-        held=held,
+        held=sustained,
         peak=peak,
         memory=bandwidth,
         itemsize=ITEMSIZE[precision],
@@ -187,13 +187,14 @@ def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate:
             ramp = found.ramp * (1 if parts == 1 else 2)  # and the parts are added up
             shortest = min(shortest, waves * area * (k / parts + ramp))
     shape = 2 * shortest * cores / machine.burst
-    held = 2.0 * m * k * n * batch / machine.held
+    sustained = 2.0 * m * k * n * batch / machine.held
     if accumulate:
-        shape, held = shape * ACCUMULATE_COST, held * ACCUMULATE_COST
+        shape, sustained = shape * ACCUMULATE_COST, sustained * ACCUMULATE_COST
     result = 8 if accumulate else max(machine.itemsize, 2)
     moved = batch * ((m * k + k * n) * machine.itemsize + m * n * result) / (machine.memory * operand)
-    longest = max(shape, held, moved)
-    rounded = ((shape / longest) ** 8 + (held / longest) ** 8 + (moved / longest) ** 8) ** 0.125  # a maximum's corner
+    longest = max(shape, sustained, moved)
+    # a maximum with a rounded corner
+    rounded = ((shape / longest) ** 8 + (sustained / longest) ** 8 + (moved / longest) ** 8) ** 0.125
     return found.fixed_s + longest * float(rounded)
 
 

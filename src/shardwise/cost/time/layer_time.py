@@ -65,7 +65,7 @@ class WorkSplit:
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """Seconds of one of a unit's ``count``, for one micro batch. ``again`` is recompute."""
+    """Seconds of one of a unit's ``count``, for one micro batch."""
 
     forward_s: float
     backward_s: float
@@ -85,22 +85,22 @@ class UnitTime:
 
 def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     """Seconds of ``unit`` under ``split``, without communication of the data-parallel axes."""
-    forward = backward = again = 0.0
-    cp_forward = cp_backward = cp_again = 0.0
-    launches = again_launches = 0.0
+    forward = backward = recompute = 0.0
+    cp_forward = cp_backward = cp_recompute = 0.0
+    launches = recompute_launches = 0.0
     for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
         ahead, back = op_s(machine, unit, op, split)
         forward += ahead
         backward += back
         launches += op.launches
         if repeated:
-            again += ahead
-            again_launches += op.launches
+            recompute += ahead
+            recompute_launches += op.launches
         if split.cp > 1 and op.kind == "attention":
             there, home = ring_s(machine, op, split, ahead, back) if split.ring else exchange_s(machine, op, split)
             cp_forward, cp_backward = cp_forward + there, cp_backward + home
-            cp_again += there if repeated else 0.0
-    tp_forward, tp_backward, tp_again = tensor_parallel_s(machine, unit, split)
+            cp_recompute += there if repeated else 0.0
+    tp_forward, tp_backward, tp_recompute = tensor_parallel_s(machine, unit, split)
     weights = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
     trainable = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.trainable)
     at_rest = sum(w.num_elements * w.itemsize / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
@@ -108,22 +108,23 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     if packed:  # 4-bit weights are dequantized to the compute type before each use
         unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
         forward, backward = forward + unpack, backward + unpack
-        again += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
+        recompute += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
     each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
     host = machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
     return UnitTime(
         forward_s=forward,
         backward_s=backward,
-        recompute_s=again,
+        recompute_s=recompute,
         tp_forward_s=tp_forward,
         tp_backward_s=tp_backward,
-        tp_recompute_s=tp_again,
+        tp_recompute_s=tp_recompute,
         cp_forward_s=cp_forward,
         cp_backward_s=cp_backward,
-        cp_recompute_s=cp_again,
+        cp_recompute_s=cp_recompute,
         host_forward_s=host * launches + calls,
-        host_backward_s=host * (launches * BACKWARD_LAUNCHES + again_launches) + calls * (2.0 if again else 1.0),
+        host_backward_s=host * (launches * BACKWARD_LAUNCHES + recompute_launches)
+        + calls * (2.0 if recompute else 1.0),
         elements=weights,
         trainable=trainable,
         at_rest_bytes=at_rest,
@@ -131,7 +132,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
 
 
 def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float, float]:
-    """Seconds of an op's forward and of its backward (input gradient, and weight gradient if any)."""
+    """Seconds of an op's forward and backward (input gradient, and weight gradient if any)."""
     tp, micro = split.tp, split.micro
     if op.kind in ("matmul", "conv"):
         rows, depth, columns = op.m * micro / split.cp, float(op.k), float(op.n)
@@ -148,9 +149,9 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
             weights = depth * columns if split.casts_weights else 0.0
             ahead += machine.cast_s(rows * depth + weights)
             back += machine.cast_s(rows * columns + weights + (rows * (depth + columns) if op.weight else 0.0))
-            wide, wide_back = _products_s(machine, op, rows, depth, columns, "bf16")
-            if wide + wide_back < ahead + back:
-                ahead, back = wide, wide_back
+            bf16_ahead, bf16_back = _products_s(machine, op, rows, depth, columns, "bf16")
+            if bf16_ahead + bf16_back < ahead + back:
+                ahead, back = bf16_ahead, bf16_back
         extra = _moved_s(machine, unit, op, split) if op.moved or op.moved_fp32 else 0.0
         return (ahead + extra, back + extra) if op.kind == "conv" else (ahead, back)
     if op.kind == "attention":
@@ -266,11 +267,11 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
     if rows:
         forward = rows * (gather + scatter)
         last = scatter if split.sequence_parallel else 0.0  # Megatron-LM's checkpoints repeat the last reduction
-        again = forward - last if unit.kind == "block" and split.recompute != "none" else 0.0
+        recompute = forward - last if unit.kind == "block" and split.recompute != "none" else 0.0
         hidden = (
             min(rows * (scatter - skew), _weight_gradients_s(machine, unit, split)) if split.hides_reduction else 0.0
         )
-        return forward, forward - hidden, again
+        return forward, forward - hidden, recompute
     if not vocab:
         return 0.0, 0.0, 0.0
     if split.sequence_parallel and not split.cuts_ends:
@@ -289,8 +290,8 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
 def _weight_gradients_s(machine: Machine, unit: Unit, split: WorkSplit) -> float:
     """Seconds of the products for the gradients of a unit's column-parallel weights."""
     rows, precision = split.micro / split.cp, split.precision
-    cut = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
-    return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in cut)
+    column_parallel = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
+    return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in column_parallel)
 
 
 def collectives_of(unit: Unit, split: WorkSplit) -> int:

@@ -163,7 +163,7 @@ def lasting_flops(gpu: GpuSpec) -> float | None:
 
 
 def larger(one_s: float, other_s: float) -> float:
-    """The larger of two seconds, with a rounded corner where they meet."""
+    """Smooth maximum of two seconds, with a rounded corner where they meet."""
     longest = max(one_s, other_s)
     return float(longest * ((one_s / longest) ** 8 + (other_s / longest) ** 8) ** 0.125)
 
