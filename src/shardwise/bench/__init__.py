@@ -1,1 +1,1 @@
-"""Benchmarks that users run on their own machine, with raw samples kept."""
+"""Benchmarks for the user's machine; raw samples are saved."""

@@ -1,4 +1,4 @@
-"""The plots of the benches; each function returns False where there is no matplotlib."""
+"""Plots of the benchmarks; each function returns False if matplotlib is not installed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LOSS_COLOURS = {
     "exposed_cp": "tab:brown",
 }
 SHOWN = 6
-"""Losses of a size that have a colour of their own."""
+"""Losses of a size that have a separate colour."""
 SCHEDULE_COLOURS = {"gpipe": "tab:orange", "1f1b": "tab:blue", "interleaved-1f1b": "tab:green"}
 AIM = 0.98
 
 
 def draw_checkpoints(document: dict[str, Any], file: Path) -> bool:
-    """Draw what the bench found into a PNG file; False where there is no matplotlib."""
+    """Draw the document of ``bench checkpoint`` into a PNG file; False without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -65,21 +65,21 @@ def draw_checkpoints(document: dict[str, Any], file: Path) -> bool:
 
 
 def _bars(axis: Any, rows: list[dict[str, Any]], key: str, title: str, form: str) -> None:
-    """A bar for each contender's median, with its quartiles."""
+    """Draw a bar for each contender's median, with its quartiles."""
     medians = [row[key]["median"] for row in rows]
     below = [row[key]["median"] - row[key]["low"] for row in rows]
     above = [row[key]["high"] - row[key]["median"] for row in rows]
     names = [row["contender"] for row in rows]
     colours = [OURS if name.startswith("ours") else OTHERS for name in names]
     axis.barh(names, medians, color=colours, xerr=[below, above], error_kw={"lw": 1, "ecolor": "0.2"})
-    for place, (median, up) in enumerate(zip(medians, above, strict=True)):
-        axis.annotate(form.format(median), (median + up, place), (3, 0), textcoords="offset points", va="center")
+    for position, (median, up) in enumerate(zip(medians, above, strict=True)):
+        axis.annotate(form.format(median), (median + up, position), (3, 0), textcoords="offset points", va="center")
     axis.set_title(title, fontsize=9)
     axis.margins(x=0.18)
 
 
 def draw_links(document: dict[str, Any], file: Path) -> bool:
-    """Draw the document of ``bench comm`` into a PNG file; False where there is no matplotlib."""
+    """Draw the document of ``bench comm`` into a PNG file; False without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -95,8 +95,8 @@ def draw_links(document: dict[str, Any], file: Path) -> bool:
             expected = [link for link in document["links"] if link["axis"] == axis]
             _rates(rates, items, expected)
             _times(times, items)
-            place = f"{items[0]['ranks']} ranks, " + ("one node" if items[0]["where"] == "node" else "across nodes")
-            rates.set_title(f"{axis} ({place}): bus bandwidth", fontsize=9)
+            scope = f"{items[0]['ranks']} ranks, " + ("one node" if items[0]["where"] == "node" else "across nodes")
+            rates.set_title(f"{axis} ({scope}): bus bandwidth", fontsize=9)
             times.set_title(f"{axis}: seconds of a call; dashed: latency + bus bytes / bandwidth", fontsize=9)
         facts = (document["device_name"], document["backend"], f"{document['ranks']} ranks", document["date"])
         figure.suptitle(", ".join(facts), fontsize=9)
@@ -105,7 +105,7 @@ def draw_links(document: dict[str, Any], file: Path) -> bool:
 
 
 def _rates(axis: Any, items: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Bus bandwidth of the medians, and what the catalogue expects as a dotted line where it does."""
+    """Draw bus bandwidth of the medians, and the catalogue's value, if any, as a dotted line."""
     fastest = max(max(item["bus_bytes_per_s_by_size"]) for item in items)
     unit, name = (1e9, "GB/s") if fastest >= 1e9 else (1e6, "MB/s")
     for item in items:
@@ -122,7 +122,7 @@ def _rates(axis: Any, items: list[dict[str, Any]], expected: list[dict[str, Any]
 
 
 def _times(axis: Any, items: list[dict[str, Any]]) -> None:
-    """Medians with the fastest and slowest round, and the fit."""
+    """Draw medians with the fastest and slowest round, and the fit."""
     for item in items:
         colour, sizes = LINK_COLOURS[item["collective"]], item["sizes_bytes"]
         axis.plot(sizes, item["median_s"], ".-", color=colour, lw=1.2, ms=4)
@@ -138,7 +138,7 @@ def _times(axis: Any, items: list[dict[str, Any]]) -> None:
 
 
 def _sizes(axis: Any, items: list[dict[str, Any]]) -> None:
-    """A tick for every fourth power of two, in words."""
+    """Label every fourth power of two on the axis."""
     from shardwise.units import bytes_text
 
     axis.set_xscale("log", base=2)
@@ -149,9 +149,10 @@ def _sizes(axis: Any, items: list[dict[str, Any]]) -> None:
 
 
 def draw_scaling(document: dict[str, Any], file: Path) -> bool:
-    """Draw a document of ``bench scaling`` into a PNG file; False where there is no matplotlib.
+    """Draw a document of ``bench scaling`` into a PNG file; False without matplotlib.
 
-    Points are measured, bars at them 8 cases in 10 as the scatter of steps tells; lines and bands are predicted.
+    Points are measured, their bars cover 8 cases in 10 according to the scatter of steps; lines and bands are
+    predicted.
     """
     try:
         from matplotlib import rc_context
@@ -183,7 +184,7 @@ def draw_scaling(document: dict[str, Any], file: Path) -> bool:
 
 
 def _line(rows: list[Any], points: list[Any]) -> list[tuple[int, float, float, float]]:
-    """Devices, and efficiency with its interval: the last measured size without crowding, and what is predicted."""
+    """Devices, efficiency and its interval: the last uncrowded measured size, then predictions."""
     last = [row for row in rows if not row["crowded"]] or rows
     start = max(last, key=lambda row: int(row["devices"]))
     beyond = [p for p in points if p["step_s"] and p["devices"] > start["devices"]]
@@ -212,10 +213,10 @@ def _efficiency(
     sizes, found = [row["devices"] for row in rows], [row["efficiency"] for row in rows]
     error = [[row["efficiency"] - row["low"] for row in rows], [row["high"] - row["efficiency"] for row in rows]]
     axis.errorbar(sizes, found, yerr=error, fmt="o", ms=5, color=colour, capsize=2)
-    place: dict[str, Any] = {"xytext": (7, 5)} if mode == "weak" else {"xytext": (-7, -13), "ha": "right"}
+    offset: dict[str, Any] = {"xytext": (7, 5)} if mode == "weak" else {"xytext": (-7, -13), "ha": "right"}
     for row in rows[1:]:
         text = f"{row['efficiency']:.0%}{' (shared cores)' if row['crowded'] else ''}"
-        axis.annotate(text, (row["devices"], row["efficiency"]), textcoords="offset points", color=colour, **place)
+        axis.annotate(text, (row["devices"], row["efficiency"]), textcoords="offset points", color=colour, **offset)
     if len(line) > 1:
         many = [size for size, *_ in line]
         axis.plot(many, [middle for _, middle, _, _ in line], color=colour, lw=1)
@@ -240,14 +241,14 @@ def _no_ticks() -> Any:
 
 
 def _losses(axis: Any, rows: list[Any]) -> None:
-    """A bar for each size: seconds of a step above the ideal by part; what is won is left of zero."""
+    """Draw a bar per size: seconds of a step above the ideal by part; gains are left of zero."""
     axis.set_title("ms of a step above the ideal, by part", fontsize=9)
     if not rows:
         axis.text(0.5, 0.5, "one size, or no parts measured", ha="center", va="center", transform=axis.transAxes)
         axis.set_axis_off()
         return
     labelled: set[str] = set()
-    for place, row in enumerate(rows[::-1]):
+    for position, row in enumerate(rows[::-1]):
         right = left = 0.0
         kept = sorted(row["losses"], key=lambda one: -abs(one["seconds"]))
         named = [one for one in kept[:SHOWN] if one["part"] != "untold"]
@@ -256,7 +257,7 @@ def _losses(axis: Any, rows: list[Any]) -> None:
             value, name = seconds * 1e3, PART_NAMES.get(part, "the rest")
             start = right if value >= 0 else left
             colour = LOSS_COLOURS.get(part, "0.6" if part == "rest" else "0.4")
-            axis.barh(place, value, left=start, color=colour, height=0.6, label=None if name in labelled else name)
+            axis.barh(position, value, left=start, color=colour, height=0.6, label=None if name in labelled else name)
             labelled.add(name)
             right, left = (right + value, left) if value >= 0 else (right, left + value)
     names = [f"{row['mode']}, {row['devices']}" for row in rows[::-1]]
@@ -266,7 +267,7 @@ def _losses(axis: Any, rows: list[Any]) -> None:
 
 
 def draw_steps(document: dict[str, Any], file: Path) -> bool:
-    """Draw what the bench found into a PNG file; False where there is no matplotlib."""
+    """Draw the document of ``bench step`` into a PNG file; False without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -290,15 +291,15 @@ def draw_steps(document: dict[str, Any], file: Path) -> bool:
 
 
 def _ratios(axis: Any, samples: list[dict[str, Any]]) -> None:
-    """Every turn's ratio as a dot, the quartiles as a bar, the median in words."""
+    """Draw each turn's ratio as a dot, the quartiles as a bar, the median as text."""
     names = [item["strategy"] for item in samples][::-1]
-    for place, item in enumerate(samples[::-1]):
+    for position, item in enumerate(samples[::-1]):
         ratios = [plain / ours for plain, ours in zip(item["plain_s"], item["shardwise_s"], strict=True)]
         low, median, high = _quartiles(ratios)
-        axis.plot(ratios, [place] * len(ratios), ".", color="0.7", ms=3)
-        axis.plot([low, high], [place, place], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
-        axis.plot([median], [place], "|", color="black", ms=12)
-        axis.annotate(f"{median:.3f}", (median, place), (0, 9), textcoords="offset points", ha="center")
+        axis.plot(ratios, [position] * len(ratios), ".", color="0.7", ms=3)
+        axis.plot([low, high], [position, position], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
+        axis.plot([median], [position], "|", color="black", ms=12)
+        axis.annotate(f"{median:.3f}", (median, position), (0, 9), textcoords="offset points", ha="center")
     axis.axvline(1.0, color="0.3", lw=1)
     axis.axvline(AIM, color="0.3", lw=1, ls=":")
     axis.set_yticks(range(len(names)), names)
@@ -307,7 +308,7 @@ def _ratios(axis: Any, samples: list[dict[str, Any]]) -> None:
 
 
 def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
-    """Measured points with quartiles, and the formula as a line, over the number of micro batches."""
+    """Draw measured points with quartiles, and the formula as a line, by micro-batch count."""
     for schedule in dict.fromkeys(item["schedule"] for item in items):
         rows = sorted((i for i in items if i["schedule"] == schedule), key=lambda i: int(i["micro_batches"]))
         micros = [row["micro_batches"] for row in rows]
@@ -328,7 +329,7 @@ def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Of the values that there are, as the table has them."""
+    """Quartiles of the values, as in the table."""
     ordered = sorted(values)
     low, median, high = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.25, 0.5, 0.75))
     return low, median, high

@@ -1,1 +1,1 @@
-"""The verbs of the command line: one thin function each."""
+"""Verbs of the command line: one thin function each."""

@@ -1,4 +1,4 @@
-"""``shardwise bench step``, ``scaling`` and ``choice``: prepare, measure on ranks, show, keep the raw samples."""
+"""Verbs ``shardwise bench step``, ``scaling``, ``choice``: measure, print, save samples."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def run_bench_step(
     output: SamplesFolder = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise bench step``.
 
     Raises:
-        UserError: the config or a strategy is none that there is a hand-written loop for.
+        UserError: the config or a strategy is not one that has a hand-written loop.
     """
     from shardwise.bench.step.bubble import BubbleSamples
     from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples
@@ -104,17 +104,17 @@ def run_bench_choice(
     output: Annotated[Path, typer.Option(help="Folder for raw samples.")] = Path("benchmarks/choice"),
     as_json: Json = False,
 ) -> None:
-    """The verb, which the benchmarks of this repository hold.
+    """Run ``shardwise bench choice``, whose code is in the benchmarks of this repository.
 
     Raises:
-        UserError: they are not here, or a configuration or the folder for the samples cannot be.
+        UserError: the benchmarks are missing, or a configuration or the folder for the samples is invalid.
     """
     measure = load_object("benchmarks.choice.run:run_bench_choice", "bench choice")
     measure(configs, [], worlds=worlds or [2], steps=steps, output=output, as_json=as_json)
 
 
 def ratio_table(samples: list[StepSamples]) -> Table:
-    """Plain over Shardwise, for each strategy."""
+    """Build the table of plain over Shardwise, for each strategy."""
     table = Table(title="plain step time ÷ Shardwise step time (1.00 = no overhead)", title_justify="left")
     for column in ("strategy", "median", "quartiles", "plain median", "Shardwise median", "steps"):
         table.add_column(column, justify="right")
@@ -132,7 +132,7 @@ def ratio_table(samples: list[StepSamples]) -> Table:
 
 
 def bubble_table(bubbles: list[BubbleSamples]) -> Table:
-    """The idle share of a step, measured and by the formula, for each schedule and number of micro batches."""
+    """Build the table of measured and expected idle shares, by schedule and micro-batch count."""
     table = Table(title="pipeline bubble: share of a step in which a stage computes nothing", title_justify="left")
     for column in ("strategy", "schedule", "micro batches", "measured", "quartiles", "(p-1)/(v·m+p-1)"):
         table.add_column(column, justify="right", no_wrap=column != "micro batches")
@@ -189,10 +189,12 @@ def run_bench_scaling(
     output: SamplesFolder = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
-    """The verb. Under torchrun this process is a rank, and its world is the size that is measured.
+    """Run ``shardwise bench scaling``.
+
+    Under torchrun this process is a rank, and its world is the measured size.
 
     Raises:
-        UserError: whatever of the config and the options cannot be.
+        UserError: the config or an option is invalid.
     """
     from shardwise.bench.scaling.scaling_sizes import ScalingRequest, measure_here, measure_under_launcher
     from shardwise.cost.link_calibration import read_calibration
@@ -215,7 +217,7 @@ def run_bench_scaling(
         output=output,
     )
     if calibration is not None:
-        read_calibration(calibration)  # said before anything is measured
+        read_calibration(calibration)  # errors are raised before the measurement
     console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
     check_output(output)
     if launched:

@@ -1,4 +1,4 @@
-"""``shardwise bench checkpoint``: start the ranks, show what each way to save costs, keep the samples and a plot."""
+"""Verb ``shardwise bench checkpoint``: start ranks, print the costs, save samples and plot."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ NOTES = (
     "ten after ÷ one without a save. lost: how much longer the save and these ten steps took than ten without one."
 )
 DEFAULT_GIB = 1.0
-WIDTH = 140  # of a page that is no terminal
-_MEMORY = 4  # whole states that a rank holds at most: its own, gradients, copies for the background, what is read back
-_ROOM = 1.5  # of the state, on the disk
+WIDTH = 140  # of output that is not a terminal
+_MEMORY = 4  # maximum full states on a rank: the live one, gradients, copies for the background, the one read back
+_ROOM = 1.5  # of the state, free on the disk
 
 
 def run_bench_checkpoint(
@@ -56,10 +56,10 @@ def run_bench_checkpoint(
     folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure; default: --output.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise bench checkpoint``.
 
     Raises:
-        UserError: something of what was asked for cannot be; said before anything is measured.
+        UserError: an argument is invalid; raised before the measurement.
     """
     from shardwise.bench.checkpoint.checkpoint_ranks import CheckpointBenchRequest
 
@@ -139,7 +139,7 @@ def _check(place: Path, output: Path, world: int, state_bytes: int) -> None:
 
 
 def _document(found: dict[str, Any], place: Path, config_file: Path | None) -> dict[str, Any]:
-    """What is kept: where and when it was measured, the medians, and every sample."""
+    """Build the document: place and date of the measurement, the medians, and every sample."""
     import psutil
 
     mounts = [part for part in psutil.disk_partitions(all=True) if place.absolute().is_relative_to(part.mountpoint)]
@@ -186,7 +186,7 @@ def _title(document: dict[str, Any], case: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Medians, and the quartiles under them."""
+    """Format medians, with the quartiles below them."""
 
     def text(key: str, form: str, scale: float = 1.0) -> str:
         item = row[key]

@@ -1,4 +1,7 @@
-"""``shardwise bench comm``: start the ranks, or be one under torchrun; show the links; keep samples, file and plot."""
+"""Verb ``shardwise bench comm``: start ranks, or be one; print links; save samples and plot.
+
+It is a rank under torchrun. It also writes the calibration file.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ WIDTH = 150
 
 
 class CommRequest(BaseModel):
-    """What is to be measured; what ranks are told."""
+    """Request of the measurement, as sent to the ranks."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -59,10 +62,10 @@ def run_bench_comm(
     output: Annotated[Path, typer.Option(help="Folder for raw samples, calibration and plot.")] = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
-    """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself.
+    """Run ``shardwise bench comm``. Under torchrun this process is a rank; else it starts ranks.
 
     Raises:
-        UserError: every word that cannot be.
+        UserError: every invalid argument.
     """
     place = rendezvous()
     if place is not None and nproc is not None:
@@ -99,10 +102,10 @@ def read_request(
     as_json: bool,
     described: str | None,
 ) -> CommRequest:
-    """Check all words.
+    """Check all arguments.
 
     Raises:
-        UserError: every word that cannot be, at once.
+        UserError: every invalid argument, at once.
     """
     problems: list[str] = []
     cluster, dims = None, None
@@ -136,10 +139,10 @@ def read_request(
 
 
 def _cluster(device: str, local_ranks: int | None, nodes: int, described: str | None) -> ClusterSpec:
-    """This machine with so many ranks, or what is said of it.
+    """Cluster of this machine with ``local_ranks`` ranks, or the described one.
 
     Raises:
-        UserError: fewer than two ranks, a device that is none, or what is said is not what runs.
+        UserError: fewer than two ranks, an unknown device, or a description that differs from the running ranks.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device '{device}' must be one of auto, cpu, cuda")
@@ -151,20 +154,20 @@ def _cluster(device: str, local_ranks: int | None, nodes: int, described: str | 
         raise UserError(f"1 × {found.device_name} has no links to measure; it takes 2 ranks or more (--device cpu)")
     if described is None:
         return found
-    told = parse_cluster(described)
-    if (told.device, told.nodes, told.devices_per_node) != (found.device, nodes, found.devices_per_node):
+    spec = parse_cluster(described)
+    if (spec.device, spec.nodes, spec.devices_per_node) != (found.device, nodes, found.devices_per_node):
         raise PlanError(
-            f"--cluster '{described}' is {told.nodes} × {told.devices_per_node} × {told.device_name}, and what runs is "
+            f"--cluster '{described}' is {spec.nodes} × {spec.devices_per_node} × {spec.device_name}, and what runs is "
             f"{nodes} × {found.devices_per_node} × {found.device_name}; say what runs, or leave it out"
         )
-    return told
+    return spec
 
 
 def read_size(option: str, text: str) -> int:
-    """``64MiB``, ``1e6`` or ``512kB`` in bytes.
+    """Parse ``64MiB``, ``1e6`` or ``512kB`` to bytes.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a size.
     """
     found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
     try:
@@ -186,7 +189,7 @@ def _unwritable(folder: Path) -> list[str]:
 
 
 def measure_links(request: CommRequest, ranks: Ranks) -> None:
-    """Time the collectives; rank 0 shows and keeps what was found. Collective."""
+    """Time the collectives; rank 0 prints and saves the results. Collective."""
     from shardwise.bench.comm.time_collectives import bench_comm
     from shardwise.measure.comm_facts import ladder
 
@@ -210,7 +213,7 @@ def _tty(request: CommRequest) -> bool:
 
 
 def facts(request: CommRequest, ranks: Ranks) -> dict[str, Any]:
-    """What was measured, on what, where and when: all of `CalibrationFile` but the figures."""
+    """Facts of the measurement: all of `CalibrationFile` except the measured values."""
     import datetime
 
     import torch

@@ -1,4 +1,7 @@
-"""``shardwise checkpoint``: inspect, verify (both end with 3 where something is damaged), convert and merge-lora."""
+"""Verbs ``shardwise checkpoint``: inspect, verify, convert and merge-lora.
+
+The first two end with 3 if something is damaged.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,11 @@ def run_inspect(
     everything: Annotated[bool, typer.Option("--all", help="Print one row per tensor.")] = False,
     as_json: Json = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise checkpoint inspect``.
 
     Raises:
-        UserError: there is no checkpoint that is known.
-        CheckpointError: files are missing or have another size than they need, or the manifest is damaged.
+        UserError: there is no checkpoint in a known format.
+        CheckpointError: files are missing or have a wrong size, or the manifest is damaged.
     """
     try:
         found = inspect_checkpoint(place)
@@ -54,11 +57,11 @@ def run_inspect(
 
 
 def run_verify_checkpoint(place: Place, as_json: Json = False) -> None:
-    """The verb.
+    """Run ``shardwise checkpoint verify``.
 
     Raises:
-        UserError: there is no checkpoint that is known.
-        CheckpointError: bytes are not those that were saved, or something is missing.
+        UserError: there is no checkpoint in a known format.
+        CheckpointError: bytes differ from the saved ones, or something is missing.
     """
     from shardwise.checkpoint.integrity import verify_checkpoint
 
@@ -89,12 +92,12 @@ def run_convert(
     optimizer: Annotated[bool, typer.Option(help="Convert optimizer state if the target supports it.")] = True,
     as_json: Json = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise checkpoint convert``.
 
     Raises:
-        UserError: the question cannot be, or names and shapes are not the model's.
-        CheckpointError: the source is damaged or asks for code to be run, or the target cannot be written.
-        NotTheSame: the target does not give what the source gives; it was removed.
+        UserError: an argument is invalid, or names and shapes are not the model's.
+        CheckpointError: the source is damaged or requires running code, or the target cannot be written.
+        NotTheSame: the target's content differs from the source's; it was removed.
     """
     from shardwise.checkpoint.convert.check_outputs import NotTheSame
     from shardwise.checkpoint.convert.conversion import refuse_taken
@@ -149,12 +152,12 @@ def run_merge(
     check: Annotated[bool, typer.Option(help="Compare outputs with base plus adapters, and all tensors.")] = True,
     as_json: Json = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise checkpoint merge-lora``.
 
     Raises:
-        UserError: there are no adapters, the base is not the run's, the model is not known, or the target is taken.
-        CheckpointError: something is damaged, or the target cannot be written.
-        NotMerged: the target does not give what base and adapters give; it was removed.
+        UserError: there are no adapters, the base is not the run's, the model is unknown, or the target exists.
+        CheckpointError: a file is damaged, or the target cannot be written.
+        NotMerged: the target's output differs from that of base and adapters; it was removed.
     """
     from shardwise.checkpoint.convert.check_merged import NotMerged
     from shardwise.checkpoint.convert.conversion import refuse_taken
@@ -196,7 +199,7 @@ def run_merge(
 
 
 def _console(as_json: bool) -> Console:
-    """As wide as the terminal; where the text goes into a file or a pipe, wide enough for names."""
+    """Create a console with the terminal's width; in a file or a pipe, enough for names."""
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     return Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)

@@ -1,4 +1,4 @@
-"""``shardwise checkpoint convert``: read any tool's checkpoint, write another, and show that it is the same."""
+"""Conversion of ``shardwise checkpoint convert``: read any tool's checkpoint, write, verify."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALLEST_SHARD = 1024
 _MMAP_THRESHOLD, _KEPT = -3, 1 << 20  # M_MMAP_THRESHOLD of glibc's malloc.h, and bytes
 TARGET_NAMES = {"hf": "Hugging Face folder", "shardwise": "Shardwise checkpoint", "peft": "PEFT folder"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-# what lies beside the weights of a Hugging Face model and is data; code is never copied
+# data files beside the weights of a Hugging Face model; code is never copied
 _BESIDE = (
     "generation_config.json",
     "special_tokens_map.json",
@@ -61,7 +61,7 @@ _TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """The question, checked."""
+    """Checked conversion request."""
 
     to: To
     dtype: torch.dtype | None
@@ -72,7 +72,7 @@ class ConversionRequest:
 
 
 class ConversionAnswer:
-    """What is said and what becomes JSON."""
+    """Answer of a conversion, as text and as JSON."""
 
     def __init__(self, source: Source, asked: ConversionRequest, target: Folder, console: Console) -> None:
         self.source = source
@@ -83,16 +83,16 @@ class ConversionAnswer:
         self.selection: Selection | None = None
 
     def note(self, text: str) -> None:
-        """Say it, and keep it for the document."""
+        """Print a note, and store it for the document."""
         self.notes.append(text)
         self.log(f"note: {text}")
 
     def log(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self.console.print(text, markup=False)
 
     def document(self, written: Written | None, verdict: OutputVerdict, seconds: float) -> dict[str, Any]:
-        """The answer as JSON; see docs/checkpoint-format.md."""
+        """Build the answer as JSON; see docs/checkpoint-format.md."""
         items = self.selection.items if self.selection else ()
         return {
             "schema": SCHEMA,
@@ -113,7 +113,7 @@ class ConversionAnswer:
 def run_conversion(
     source: Source, asked: ConversionRequest, target: Folder, answer: ConversionAnswer
 ) -> tuple[Written, OutputVerdict]:
-    """Write the target of one conversion, and check it."""
+    """Write the target of one conversion, and verify it."""
     for note in source.notes:
         answer.note(note)
     known = find_model(asked.model, source)
@@ -164,7 +164,7 @@ def run_conversion(
 def _run_peft(
     source: Source, asked: ConversionRequest, target: Folder, known: KnownModel | str, answer: ConversionAnswer
 ) -> tuple[Written, OutputVerdict]:
-    """Adapters as peft has them; the base is no part of it."""
+    """Write adapters in peft's format, without the base."""
     from shardwise.checkpoint.convert.peft import check_peft_folder, peft_config, peft_selection
     from shardwise.parallel.lora.adapters import linear_layers
 
@@ -207,7 +207,7 @@ def _run_peft(
 
 
 def refuse_adapters(to: str | None, source: Source) -> None:
-    """Adapters are no model: they become peft's folder, or are merged."""
+    """Reject adapters as a model: they are converted to peft's folder, or merged."""
     if to == "peft":
         saved_adapters(source)
     elif holds_adapters(source):
@@ -218,7 +218,7 @@ def refuse_adapters(to: str | None, source: Source) -> None:
 
 
 def _has_file_names(source: Source, expected: Expected) -> bool:
-    """Whether the source has names of a model's files that its modules do not have."""
+    """Return whether the source has names of a model's files that its modules do not have."""
     names = {name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)}
     published = isinstance(source, HuggingFaceSource) or bool(names & expected.names)
     return published and bool(names - expected.names - expected.transient)
@@ -227,7 +227,7 @@ def _has_file_names(source: Source, expected: Expected) -> bool:
 def _extras(
     source: Source, asked: ConversionRequest, known: KnownModel | str, selection: Selection, answer: ConversionAnswer
 ) -> Extras:
-    """The configuration and the files beside the weights; what is not there is said."""
+    """Collect the configuration and the files beside the weights; missing ones are reported."""
     entry = known.entry if isinstance(known, KnownModel) else None
     if asked.to == "shardwise":
         if entry is None and isinstance(source, OwnSource):
@@ -245,7 +245,7 @@ def _extras(
 def hugging_face_extras(
     config: Mapping[str, Any] | None, folder: Folder | None, selection: Selection, note: Callable[[str], None]
 ) -> Extras:
-    """``config.json`` with the dtype of what is written, and the files of the tokenizer in ``folder``."""
+    """Build ``config.json`` with the written dtype, and the tokenizer's files in ``folder``."""
     if config is None:
         note(f"no {CONFIG} is written, as no configuration is known; give --model FOLDER for one")
         return Extras()
@@ -262,7 +262,7 @@ def hugging_face_extras(
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The configuration with the dtype that is stored, also in those inside it, so that loading rounds nothing."""
+    """Set the stored dtype, also in nested configurations, so that loading rounds nothing."""
     inner = {k: _inner_dtype(v, dtype) for k, v in config.items() if k not in ("torch_dtype", "_name_or_path")}
     return {**inner, "dtype": dtype}
 
@@ -274,7 +274,7 @@ def _inner_dtype(value: Any, dtype: str) -> Any:
 
 
 def _beside(folder: Folder) -> list[Folder]:
-    """Files of the tokenizer and of generation."""
+    """Folders with files of the tokenizer and of generation."""
     found: list[Folder] = []
     there: list[Folder] = [*folder.iterdir()]
     for path in sorted(there, key=lambda path: path.name):
@@ -285,7 +285,7 @@ def _beside(folder: Folder) -> list[Folder]:
 
 
 def direction_of(to: str | None, source: Source) -> To:
-    """Return what the target is to be, where ``to`` does not say it."""
+    """Return the target format, from the source if ``to`` is not given."""
     if to == "peft":
         return "peft"
     if to == "hf" or (to is None and isinstance(source, OwnSource)):
@@ -294,7 +294,7 @@ def direction_of(to: str | None, source: Source) -> To:
 
 
 def check_conversion_words(to: str | None, dtype: str | None, max_shard_size: str | None) -> None:
-    """All problems of the options at once."""
+    """Check the options; raises all problems at once."""
     problems = []
     if to is not None and to not in get_args(To):
         problems.append(f"--to {to}: give hf, shardwise or peft{did_you_mean(to, get_args(To))}")
@@ -307,7 +307,7 @@ def check_conversion_words(to: str | None, dtype: str | None, max_shard_size: st
 
 
 def folder_problems(dtype: str | None, max_shard_size: str | None) -> list[str]:
-    """What is wrong with the dtype and the size of files that a folder is to be written in."""
+    """List problems of the dtype and the file size of a folder to write."""
     problems: list[str] = []
     if dtype is not None and dtype not in DTYPES:
         problems.append(f"--dtype {dtype}: give bf16, fp16 or fp32{did_you_mean(dtype, DTYPES)}")
@@ -322,17 +322,18 @@ def folder_problems(dtype: str | None, max_shard_size: str | None) -> list[str]:
 def give_memory_back() -> None:
     """Let glibc return every freed block to the system at once.
 
-    By itself it keeps what threads have freed for later, after a while hundreds of MiB; no other C library needs this.
+    By default it keeps memory freed by threads for later use, after a while hundreds of MiB; no other C library needs
+    this.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _KEPT)
 
 
 def read_size(text: str) -> int:
-    """Bytes of ``5GB`` (thousands), ``500MiB`` (1024s) or ``1000000``.
+    """Parse ``5GB`` (thousands), ``500MiB`` (1024s) or ``1000000`` to bytes.
 
     Raises:
-        UserError: it is none, or less than 1 KiB.
+        UserError: it is not a size, or less than 1 KiB.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -352,7 +353,7 @@ def content_of(source: Source) -> str:
 
 
 class Bar:
-    """Progress with rate and time left on a terminal; nothing elsewhere."""
+    """Progress bar with rate and remaining time on a terminal; no output elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._task: TaskID | None = None

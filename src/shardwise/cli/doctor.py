@@ -1,4 +1,4 @@
-"""``shardwise doctor``: look at this machine, or at every machine of a launcher's world, and say what is wrong."""
+"""Verb ``shardwise doctor``: check this machine, or every host of a launcher's world."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def run_doctor(
     ] = 60.0,
     as_json: Json = False,
 ) -> None:
-    """The verb. Under torchrun or the like it looks at all hosts, and its ranks are the ones that are tested.
+    """Run ``shardwise doctor``. Under a launcher it checks all hosts and tests its ranks.
 
     Raises:
-        UserError: ``folder`` is a file; more ranks than GPUs are asked for; ranks are asked for under a launcher.
+        UserError: ``folder`` is a file; more ranks than GPUs are requested; ranks are requested under a launcher.
         AnswerIsNo: a check is an error.
     """
     place = rendezvous()
@@ -60,7 +60,7 @@ def run_doctor(
 
 
 def run_under_launcher(place: Rendezvous, folder: Path, timeout_s: float, as_json: bool) -> int:
-    """This process is a rank: the first of each host looks at it, all are tested, the first that answers speaks."""
+    """Run as a rank: the first of each host checks it, all are tested, the first answer prints."""
     from shardwise.doctor.check import Check
     from shardwise.doctor.checks.ranks import check_ranks_test
     from shardwise.doctor.machine_facts import look_at_host
@@ -73,7 +73,7 @@ def run_under_launcher(place: Rendezvous, folder: Path, timeout_s: float, as_jso
         facts = look_at_host(place.local_world_size, folder)
         note = json.dumps([check.model_dump(mode="json") for check in examine(facts)])
     told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())  # the launcher ends the world: say first what was seen
+    signal.signal(signal.SIGTERM, lambda *_: told.set())  # the launcher ends the world: report the results first
     test = self_test(place, "cuda" if _cuda() else "cpu", timeout_s, note=note, told=told)
     checks = [
         Check.model_validate(found).model_copy(update={"host": answer.host})

@@ -1,4 +1,4 @@
-"""``shardwise export`` and ``import``: a plan as another tool's configuration, and the way back."""
+"""Verbs ``shardwise export`` and ``import``: a plan to and from another tool's config."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def run_export(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file; default: stdout.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The verb. Without ``output`` and ``as_json`` stdout is the configuration and nothing else.
+    """Run ``shardwise export``.
+
+    Without ``output`` and ``as_json`` stdout is the configuration and nothing else.
 
     Raises:
-        UserError: the target is not written by this version, the file holds no plan or one without a twin there, or
-            the output cannot be written.
+        UserError: the target is not supported by this version, the file has no plan or one without an equivalent there,
+            or the output cannot be written.
     """
     problems = _target_problems(to)
     try:
@@ -72,10 +74,10 @@ def run_import(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the plan.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise import``.
 
     Raises:
-        UserError: everything of the words and of the file that cannot be.
+        UserError: every invalid argument and every error in the file.
     """
     problems = choice_problems(
         [("--engine", engine, get_args(Engine)), ("--recompute", recompute, get_args(Recompute))]
@@ -86,7 +88,7 @@ def run_import(
     try:
         found = None if cluster is None else find_cluster(cluster)
     except UserError as error:
-        raise UserError(*problems, *error.problems) from None  # without the ranks, the file cannot be judged
+        raise UserError(*problems, *error.problems) from None  # without the ranks, the file cannot be checked
     given = {"seq_len": seq_len, "recompute": recompute if recompute in get_args(Recompute) else None}
     try:
         result = import_deepspeed(
@@ -111,7 +113,7 @@ def run_import(
 
 
 def print_import(result: Imported, plan: Plan, stream: Any) -> None:
-    """Every key of the file under what became of it, the keys for a config file, and the plan in one line."""
+    """Print every key of the file by its result, the keys for a config file, and the plan."""
 
     def section(title: str, rows: Sequence[FileKey]) -> None:
         if rows:
@@ -132,7 +134,7 @@ def print_import(result: Imported, plan: Plan, stream: Any) -> None:
 
 
 def config_lines(keys: dict[str, Any]) -> list[str]:
-    """``table.key`` → value as the lines of a TOML file."""
+    """Format ``table.key`` → value as the lines of a TOML file."""
     tables = dict.fromkeys(key.partition(".")[0] for key in keys)
     lines = []
     for table in tables:
@@ -142,7 +144,7 @@ def config_lines(keys: dict[str, Any]) -> list[str]:
 
 
 def import_json(result: Imported, plan: Plan) -> dict[str, Any]:
-    """The document of ``--json``."""
+    """Build the document of ``--json``."""
     kinds = ("taken", "same", "not_taken", "no_effect", "open")
     return {
         "schema": 1,

@@ -1,4 +1,7 @@
-"""``shardwise explain``: ask a plan file's question again, and show the arithmetic of its plan, or of another one."""
+"""Verb ``shardwise explain``: repeat a plan file's search, and show a plan's arithmetic.
+
+The plan is the file's, or another one.
+"""
 
 from __future__ import annotations
 
@@ -34,24 +37,24 @@ def run_explain(
     calibration: Calibration = None,
     as_json: Json = False,
 ) -> None:
-    """The verb. Without ``calibration`` the links are those that the plan was made with.
+    """Run ``shardwise explain``. Without ``calibration`` the links are the plan's.
 
     Raises:
-        UserError: the file is no plan, has no question or one that is not the plan's, or the strategy, the loss or the
-            calibration cannot be read.
+        UserError: the file is not a plan, has no question or one that does not belong to the plan, or the strategy, the
+            loss or the calibration cannot be read.
     """
     other, asked, plan = _read(plan_file, not_this, loss)
     console = answer_console(as_json)
     if calibration is not None:
-        links, told = read_links(calibration, asked.cluster)
+        links, notes = read_links(calibration, asked.cluster)
         asked = asked.model_copy(update={"calibration": links})
-        for line in told:
+        for line in notes:
             console.print(line, markup=False)
     profile = load_profile(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
     pins = asked.pins.model_copy(update={"precision": plan.precision})
     costs = corrected_costs(asked.cluster, asked.calibration)
-    own = pins.model_copy(update={"strategy": plan.parsed})
-    question = ask(profile, with_plan(asked.workload, plan), asked.cluster, own, costs=costs)
+    pinned = pins.model_copy(update={"strategy": plan.parsed})
+    question = ask(profile, with_plan(asked.workload, plan), asked.cluster, pinned, costs=costs)
     best = cost_of(question, plan)
     print_facts(question.profile, asked.cluster, console)
     print_explanation(question.profile, asked.cluster, best, console)

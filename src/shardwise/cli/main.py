@@ -1,4 +1,7 @@
-"""The command line: its verbs by name. A verb's module holds its options and is imported when the verb is called."""
+"""Command line: its verbs by name; a verb's module is imported when the verb is called.
+
+The module has the options of the verb.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {}
 
 
 class _VerbGroup(TyperGroup):
-    """A group whose help lists verbs without importing them."""
+    """Command group whose help lists verbs without importing them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the verb that ``args`` name, with the options of its module."""
@@ -30,7 +33,7 @@ def _imported(words: str) -> TyperCommand:
     module, function, text = _VERBS[words]
     alone = _group(None)
     alone.command(words.split()[-1], help=text)(getattr(import_module(module), function))
-    return get_command(alone)  # type: ignore[return-value]  # one command is no group
+    return get_command(alone)  # type: ignore[return-value]  # one command is not a group
 
 
 def _group(text: str | None, **more: Any) -> typer.Typer:
@@ -39,7 +42,7 @@ def _group(text: str | None, **more: Any) -> typer.Typer:
 
 
 def _verb(words: str, target: str, text: str) -> None:
-    """Register ``words``, whose function is ``module:function`` of this package, under its help."""
+    """Register ``words`` with its help; its function is ``module:function`` of this package."""
     module, _, function = target.partition(":")
     _VERBS[words] = (f"shardwise.cli.{module}", function, text)
     group, _, name = words.rpartition(" ")
@@ -169,7 +172,7 @@ _verb(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one message, never a traceback."""
+    """Run the command line; a user's error is one message, never a traceback."""
     try:
         app(prog_name="shardwise")
     except ShardwiseError as error:
@@ -181,7 +184,7 @@ def main() -> None:
 
 
 def print_error(error: ShardwiseError) -> None:
-    """``shardwise: message``, or a list where there are several problems."""
+    """Print ``shardwise: message``, or a list if there are several problems."""
     problems = error.problems if isinstance(error, UserError) else [str(error)]
     if len(problems) == 1:
         print(f"shardwise: {problems[0]}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``shardwise checkpoint merge-lora``: the adapters of a run into the weights of their base, and show that it is so."""
+"""Merge of ``shardwise checkpoint merge-lora``: adapters into base weights, verified."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ONTO = ("unpacked", "original")
 
 @dataclass(frozen=True)
 class _Base:
-    """Where the base is, and what the model takes of it."""
+    """Path of the base, and the model's view of it."""
 
     source: Source
     taken: Selection
@@ -45,7 +45,7 @@ class _Base:
 
 
 class AdapterMerge:
-    """One merge: all that can be refused is refused when it is made, before anything is written."""
+    """LoRA merge; every check is done when it is created, before anything is written."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class AdapterMerge:
         stack.enter_context(self.merged)
 
     def note(self, text: str) -> None:
-        """Say it, and keep it for the document."""
+        """Print a note, and store it for the document."""
         self.notes.append(text)
         self.console.print(f"note: {text}", markup=False)
 
     def say_what(self) -> None:
-        """The head: adapters, base, and what is done with them."""
+        """Print the head: adapters, base, and the operation."""
         saved, options = self.saved, self.saved.options
         step = self.adapters.manifest.step
         kind = f"{saved.kind}{', DoRA' if options.dora else ''}"
@@ -114,7 +114,7 @@ class AdapterMerge:
             self.note("merged onto the original weights: outputs are not those of what was trained, the packed ones")
 
     def write(self, place: Folder, limit: int, *, check: bool) -> tuple[Written, MergeVerdict]:
-        """Write the folder, and check it."""
+        """Write the folder, and verify it."""
         selection = select(self.merged, self.known.expected(), dtype=self.dtype, weights_only=True, reason="")
         for note in selection.notes:
             self.note(note)
@@ -150,7 +150,7 @@ class AdapterMerge:
     def document(
         self, target: Folder, written: Written | None, verdict: MergeVerdict, seconds: float
     ) -> dict[str, Any]:
-        """The answer as JSON."""
+        """Build the answer as JSON."""
         saved = self.saved
         return {
             "schema": SCHEMA,
@@ -178,7 +178,7 @@ class AdapterMerge:
         }
 
     def _opened(self, place: str | None, stack: ExitStack) -> _Base:
-        """The base, which must be the one that was trained on."""
+        """Open the base, which must be the one of the training."""
         saved = self.saved
         if saved.base is None and saved.seed is None and place is None:
             raise UserError(
@@ -221,7 +221,7 @@ class AdapterMerge:
         return _Base(source, select(source, known.expected(), dtype=None, weights_only=True, reason=""), None)
 
     def _say_drawn(self, seed: int) -> None:
-        """A drawn base has no digest: what decides it is said."""
+        """Report the seed and version of a randomly initialized base, which has no digest."""
         self.note(f"the base was drawn from seed {seed}, not read; it is drawn again, and is in memory as a whole")
         then, now = self.adapters.manifest.versions, versions()
         others = [f"{name} {then[name]} then, {now.get(name)} now" for name in then if then[name] != now.get(name)]
@@ -229,15 +229,17 @@ class AdapterMerge:
             self.note(f"other versions may draw other weights: {'; '.join(others)}")
 
     def _say_rounding(self, selection: Selection) -> None:
-        """How often a merged value is rounded, where the dtype is narrow."""
+        """Report how often a merged value is rounded in a low-precision dtype."""
         dtypes = [item.info.dtype for item in selection.items if item.name in self.merged.merged]
-        narrow = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4})
-        if narrow:
-            self.note(f"{len(dtypes)} merged weights are rounded once, to {', '.join(narrow)}; --dtype fp32 keeps more")
+        rounded = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4})
+        if rounded:
+            self.note(
+                f"{len(dtypes)} merged weights are rounded once, to {', '.join(rounded)}; --dtype fp32 keeps more"
+            )
 
 
 def check_merge_words(onto: str | None, dtype: str | None, max_shard_size: str | None) -> None:
-    """All problems of the options at once."""
+    """Check the options; raises all problems at once."""
     problems = folder_problems(dtype, max_shard_size)
     if onto is not None and onto not in ONTO:
         problems.insert(0, f"--onto {onto}: give unpacked or original{did_you_mean(onto, ONTO)}")

@@ -1,4 +1,7 @@
-"""``shardwise plan``: read the question, search, show the answer, and end with 1 where nothing fits."""
+"""Verb ``shardwise plan``: read the request, search, print the answer.
+
+The exit code is 1 if nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +36,20 @@ def run_plan(
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise plan``.
 
     Raises:
-        UserError: whatever of the question cannot be.
-        DoesNotFit: nothing fits, or what was pinned does not.
+        UserError: every invalid argument.
+        DoesNotFit: nothing fits, or the pinned plan does not.
     """
     if schema:
         print(json_schema())
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
-    asked, profile, prices, told = read_request(words, price=price, calibration=calibration, output=output)
+    asked, profile, prices, notes = read_request(words, price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
-    for line in told:
+    for line in notes:
         console.print(line, markup=False)
 
     def shorter(length: int) -> ModelProfile:
@@ -75,7 +78,7 @@ def run_plan(
 
         proof = prove_candidate(asked.model, asked, best, console)
     if as_json:
-        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=told)
+        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=notes)
         print(answer.model_dump_json(by_alias=True))
     if output is not None and result.recommended is None and asked.strategy is None:
         console.print(f"-o {output}: not written, because nothing fits", markup=False)
@@ -87,7 +90,7 @@ def run_plan(
 
 
 def answer_console(as_json: bool) -> Console:
-    """As wide as the terminal; where the text goes into a file or a pipe, wide enough that nothing is cut."""
+    """Create a console with the terminal's width; in a file or a pipe, without truncation."""
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     return Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)

@@ -1,4 +1,4 @@
-"""The request of ``shardwise plan``: its options, checked at once, and kept beside its plan."""
+"""Request of ``shardwise plan``: its options, checked at once, and stored beside its plan."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ DEFAULT_RANK = 16
 
 @dataclass(frozen=True)
 class Word:
-    """How a field of `PlanRequest` is written on the command line: ``kind`` is what Typer reads, ``usual`` its default.
+    """Command-line form of a field of `PlanRequest`.
 
-    ``name`` is the parameter's where the field has another one; ``write`` gives the option's value for a field's.
+    ``kind`` is the type that Typer reads, ``usual`` its default. ``name`` is the parameter's where the field has
+    another one; ``write`` converts a field's value to the option's.
     """
 
     kind: Any = str | None
@@ -53,7 +54,7 @@ class Word:
 
 
 class PlanRequest(BaseModel):
-    """What is asked, with every default filled in: the options of the command and the table ``[question]`` of a plan.
+    """Request with every default filled in: options, and the table ``[question]`` of a plan.
 
     A field with a `Word` is an option; its value is None, False or the field's default where the option is left out.
     """
@@ -128,7 +129,7 @@ class PlanRequest(BaseModel):
 
     @property
     def workload(self) -> Workload:
-        """For the costs."""
+        """Build the workload for the cost model."""
         return Workload(
             optimizer=self.optimizer,
             lora_rank=self.lora_rank,
@@ -143,7 +144,7 @@ class PlanRequest(BaseModel):
 
     @property
     def pins(self) -> Pins:
-        """What was fixed by hand."""
+        """Build the pins: choices that the user fixed."""
         return Pins(
             strategy=None if self.strategy is None else parse_strategy(self.strategy),
             micro_batch=self.micro_batch,
@@ -158,7 +159,10 @@ class PlanRequest(BaseModel):
         return chunks | ({"optimizer_in_backward": True} if self.optimizer_in_backward else {})
 
     def command(self, changes: Mapping[str, str | None]) -> str:
-        """The command line that asks this with ``changes``: options and their values, ``None`` for a flag."""
+        """Build the command line of this request with ``changes``.
+
+        These are options and their values, ``None`` for a flag.
+        """
         words, flags = [], []
         for name, field in type(self).model_fields.items():
             word, info = _word(field), _info(field)
@@ -187,7 +191,10 @@ def _flag(name: str, info: Any) -> str:
 
 
 def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give ``verb`` an option for each `Word` of `PlanRequest`, before those of its own; it gets them as a mapping."""
+    """Give ``verb`` an option for each `Word` of `PlanRequest`, before its other ones.
+
+    The verb receives them as a mapping.
+    """
     alone = inspect.Parameter.KEYWORD_ONLY
     options = []
     for name, field in PlanRequest.model_fields.items():
@@ -200,8 +207,8 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
         asked = {option.name: words.pop(option.name, option.default) for option in options}
         verb(asked, **words)
 
-    _, *own = inspect.signature(verb, eval_str=True).parameters.values()
-    signature = inspect.Signature([*options, *(parameter.replace(kind=alone) for parameter in own)])
+    _, *other = inspect.signature(verb, eval_str=True).parameters.values()
+    signature = inspect.Signature([*options, *(parameter.replace(kind=alone) for parameter in other)])
     command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
@@ -209,10 +216,10 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
 def read_request(
     words: Mapping[str, Any], *, price: Path | None, calibration: Path | None, output: Path | None
 ) -> tuple[PlanRequest, ModelProfile, Prices, list[str]]:
-    """Check all words, look the model and the cluster up; also what was filled in, in words.
+    """Check all arguments, find model and cluster; also return notes on filled-in values.
 
     Raises:
-        UserError: every word that cannot be, at once.
+        UserError: every invalid argument, at once.
     """
     problems = _bad_choices(words) + _unwritable(output)
     tokens = _tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
@@ -220,23 +227,23 @@ def read_request(
     strategy = _tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
     cluster = _tried(problems, lambda: find_cluster(words["cluster"]))
     prices = _tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
-    profile, told = _tried(problems, lambda: _profile(words)) or (None, [])
+    profile, notes = _tried(problems, lambda: _profile(words)) or (None, [])
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
     links = None
     if calibration is not None and cluster is not None:
         links, about = _tried(problems, partial(read_links, calibration, cluster)) or (None, [])
-        told += about
+        notes += about
     if problems or cluster is None or profile is None:
         raise UserError(*problems)
-    told += _left_out(words, profile, cluster, links)
+    notes += _left_out(words, profile, cluster, links)
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": hour})
     batch = words["global_batch"]
     if batch is None:
         batch = cluster.world_size * (words["micro_batch"] or 1)
-        told.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
+        notes.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
     asked = PlanRequest.model_validate(
         {
             **{name: value for name, value in words.items() if name in PlanRequest.model_fields},
@@ -253,11 +260,11 @@ def read_request(
             "calibration": links,
         }
     )
-    return asked, profile, prices, told
+    return asked, profile, prices, notes
 
 
 def _tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
-    """What ``read`` returns; ``None`` where it raises, whose problems are added to ``problems``."""
+    """Return the result of ``read``; ``None`` if it raises, with its problems appended."""
     try:
         return read()
     except UserError as error:
@@ -266,7 +273,7 @@ def _tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
 
 
 def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, ...]) -> list[str]:
-    """What is wrong with the adapters that were asked for."""
+    """List problems of the requested adapters."""
     from shardwise.model.lora import with_adapters
 
     try:
@@ -288,7 +295,7 @@ def _bad_choices(words: Mapping[str, Any]) -> list[str]:
 
 
 def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> list[str]:
-    """A line for each option, value and known values where the value is given and not known."""
+    """List each option whose given value is unknown, with the known values."""
     return [
         f"{option} '{value}' must be one of {', '.join(known)}{did_you_mean(value, known)}"
         for option, value, known in choices
@@ -299,39 +306,39 @@ def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> l
 def _left_out(
     words: Mapping[str, Any], profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None
 ) -> list[str]:
-    """What was given and has no effect, or whose effect is not known."""
-    told = []
+    """List arguments without an effect, or with an unknown one."""
+    notes = []
     adapters = {"--lora-rank": words["lora_rank"], "--lora-targets": words["lora_targets"]}
     if words["strategy"] is None or "lora" not in words["strategy"]:
         given_to = [f"{option} {value}" for option, value in adapters.items() if value is not None]
-        told += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
+        notes += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
     if profile.seq_len is None:
         given = {"--seq-len": words["seq_len"], "--tokens": words["tokens"]}
         unread = [f"{option} {value}" for option, value in given.items() if value is not None]
-        told += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
+        notes += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
     name = "a CPU" if cluster.gpu is None else cluster.gpu.name
     has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
     if words["precision"] == "fp8" and cluster.device == "cpu":
-        told.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
+        notes.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
     elif words["precision"] is not None and has and words["precision"] not in has:
         usual = ", ".join(one for one in get_args(Precision) if one in has)
-        told.append(
+        notes.append(
             f"--precision {words['precision']}: {name} has no units for it, so speed is unknown; it has {usual}"
         )
     measured = links is not None and covers(links, cluster)
     if cluster.device == "cuda" and not measured and (unknown := unknown_links(cluster)):
-        told.append(
+        notes.append(
             f"the speed of the {' and the '.join(unknown)} is unknown, and so is that of every plan; give it as in "
             f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
         )
-    return told
+    return notes
 
 
 def read_count(text: str) -> float:
-    """``1e12``, ``300B`` or ``1.5T`` as a number.
+    """Parse ``1e12``, ``300B`` or ``1.5T`` to a number.
 
     Raises:
-        UserError: it is none, or not above 0.
+        UserError: it is not a number, or not above 0.
     """
     units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
     digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1.0)
@@ -345,7 +352,7 @@ def read_count(text: str) -> float:
 
 
 def find_cluster(text: str | None) -> ClusterSpec:
-    """The cluster of a ``--cluster`` text or file; this machine without one."""
+    """Find the cluster of a ``--cluster`` text or file; by default this machine."""
     if text is not None:
         from shardwise.hardware.parse_cluster import parse_cluster
 
@@ -363,7 +370,10 @@ def _prices(path: Path) -> Prices:
 
 
 def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
-    """The model's profile; where no length is given, the usual one or the longest that it can take, and it is said."""
+    """Build the model's profile; also notes.
+
+    Without a given length, the usual or the longest supported one is used, and noted.
+    """
     from shardwise.model.load_model import load_profile
 
     lengths = [words["seq_len"]] if words["seq_len"] is not None else [USUAL_LENGTH, *SHORTER]
@@ -373,21 +383,21 @@ def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
             profile = load_profile(words["model"], seq_len=length, compiled=words["compiled"])
         except UserError as error:
             if length == lengths[-1] or list(error.problems) == before:
-                raise  # a mistake that has nothing to do with the length is not made five times
+                raise  # an error unrelated to the length is not repeated five times
             before = list(error.problems)
             continue
         break
     longest = profile.max_seq_len
     if words["seq_len"] is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
         profile = load_profile(words["model"], seq_len=longest, compiled=words["compiled"])
-    told = []
+    notes = []
     if words["seq_len"] is None and profile.seq_len is not None:
-        told.append(f"--seq-len was not given: {profile.seq_len} tokens")
-    return profile, told
+        notes.append(f"--seq-len was not given: {profile.seq_len} tokens")
+    return profile, notes
 
 
 def _unwritable(path: Path | None) -> list[str]:
-    """Why a file cannot be written; looked at before the search is made for it."""
+    """Reason why a file cannot be written, checked before the search."""
     why = ""
     if path is None:
         return []
@@ -404,7 +414,7 @@ def _unwritable(path: Path | None) -> list[str]:
 
 
 def write_plan_file(path: Path, plan_toml: str, asked: PlanRequest) -> None:
-    """The plan, and the question in a table ``[question]`` of the same file, which `read_plan` passes over.
+    """Write the plan, and its request as a table ``[question]``, which `read_plan` ignores.
 
     Raises:
         UserError: the file cannot be written.
@@ -419,10 +429,10 @@ def write_plan_file(path: Path, plan_toml: str, asked: PlanRequest) -> None:
 
 
 def read_question(path: Path, plan: Plan) -> PlanRequest:
-    """The question of a plan file, ``plan`` being the file's plan.
+    """Read the request of a plan file; ``plan`` is the file's plan.
 
     Raises:
-        UserError: the file has none, it is damaged, or the plan is no answer to it.
+        UserError: the file has no request, it is damaged, or the plan is not an answer to it.
     """
     data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
     if "question" not in data:

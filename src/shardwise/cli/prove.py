@@ -1,4 +1,7 @@
-"""``shardwise plan --prove``: the recommended plan's own program, the whole model, under fake tensors, in a child."""
+"""Dry run of ``shardwise plan --prove``: the plan's program with the full model.
+
+It runs under fake tensors, in a child process.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def prove_candidate(model: str, asked: PlanRequest, candidate: Candidate, console: Console) -> dict[str, Any]:
-    """Run the dry run of every rank that holds something else, print it beside the estimate, and return it.
+    """Dry-run every distinct rank, print the result beside the estimate, and return it.
 
     Raises:
-        UserError: this version does not run what was asked, or the model cannot be built from what was given.
+        UserError: this version does not run the plan, or the model cannot be built from the arguments.
     """
     from shardwise.dryrun.dry_run import prove
 
@@ -58,10 +61,10 @@ def prove_candidate(model: str, asked: PlanRequest, candidate: Candidate, consol
 
 
 def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
-    """How a child process builds the model that a MODEL argument names.
+    """Select how a child process builds the model of a MODEL argument.
 
     Raises:
-        UserError: it cannot be built, only counted.
+        UserError: the model cannot be built, only counted.
     """
     from shardwise.dryrun.dry_run import ModelSource
 
@@ -82,7 +85,9 @@ def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
 
 
 def _check_is_that_model(source: ModelSource, architecture: Architecture) -> None:
-    """A family whose configuration has other keys would be built in its default shape: another model.
+    """Check that the built model is the catalogue's.
+
+    A family whose configuration has other keys would be built in its default shape: another model.
 
     Raises:
         UserError: the built model has other parameters than the catalogue counts, or cannot be built.
@@ -96,7 +101,7 @@ def _check_is_that_model(source: ModelSource, architecture: Architecture) -> Non
     try:
         with torch.device("meta"):
             found = sum(parameter.numel() for parameter in source.builder()().parameters())
-    except Exception as error:  # whatever transformers raises for what it does not build
+    except Exception as error:  # transformers raises any type for unsupported models
         why = str(error).partition("\n")[0]
         raise UserError(f"--prove cannot build '{name}' from its shape alone: {why}; {fix}") from None
     if found != expected:
@@ -115,7 +120,7 @@ def _function(file: Path, name: str) -> Callable[[], nn.Module]:
 
 
 def configuration(a: Architecture) -> dict[str, Any]:
-    """The Hugging Face configuration of a catalogue's architecture, as far as its shape goes."""
+    """Build the Hugging Face configuration of a catalogue's architecture, as far as its shape."""
     if a.family == "gpt2":
         shape = {"n_embd": a.hidden, "n_layer": a.layers, "n_head": a.heads, "n_inner": a.ffn}
         shape |= {"n_positions": a.max_seq_len or 1024}
@@ -153,7 +158,7 @@ def _print(found: tuple[DryRun, ...], candidate: Candidate, console: Console) ->
 
 
 def difference(measured: int, estimated: int | None) -> float | None:
-    """How far the estimate is above the program, as a share; ``None`` where it is not known."""
+    """Relative error of the estimate, positive if it is too high; ``None`` if it is unknown."""
     return None if estimated is None or not measured else estimated / measured - 1
 
 

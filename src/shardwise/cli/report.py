@@ -1,4 +1,4 @@
-"""``shardwise report``: one HTML file about a run, and the same numbers as JSON."""
+"""Verb ``shardwise report``: one HTML file about a run, and the same numbers as JSON."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run_report(
     links: Annotated[Path | None, typer.Option(help="Also show this calibration file of bench comm.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The verb. The last line of stdout under ``--json`` is the content of ``report.json``.
+    """Run ``shardwise report``. With ``--json`` the last line of stdout is ``report.json``.
 
     Raises:
-        UserError: the folder holds no run, or samples are not what they should be; all that is wrong.
+        UserError: the folder has no run, or invalid samples; every problem.
         MachineError: the files cannot be written.
     """
     from shardwise.report.html.elements import make_report

@@ -1,4 +1,4 @@
-"""``shardwise train``: prepare the job once, start the ranks, and speak for them if they fail."""
+"""Verb ``shardwise train``: prepare the job once, start the ranks, report their failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_train(
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a config file and exit.")] = False,
 ) -> None:
-    """The verb. Under torchrun this process is a rank already; otherwise it starts the ranks itself."""
+    """Run ``shardwise train``. Under torchrun this process is a rank; else it starts the ranks."""
     if schema:
         from shardwise.train.config import json_schema
 
@@ -87,7 +87,7 @@ def run_train(
 
 
 def _is_finished(config: Config, console: Console, *, as_json: bool) -> bool:
-    """Whether this very run has done all its steps, which is said; under a launcher its ranks say so."""
+    """Return whether this run has done all its steps, and print it, except under a launcher."""
     from shardwise.run.run_summary import finished, loss_text
 
     done = finished(config)
@@ -104,13 +104,13 @@ def _is_finished(config: Config, console: Console, *, as_json: bool) -> bool:
 
 
 def chosen(overrides: list[str] | None, **parallel: object) -> list[str]:
-    """``overrides`` with the options that stand for keys of the table ``[parallel]``, where they are given."""
+    """Append the options that set keys of the table ``[parallel]`` to ``overrides``, if given."""
     given = [f"parallel.{key}={value}" for key, value in parallel.items() if value is not None]
     return [*(overrides or []), *given]
 
 
 def foresee(config: Config) -> None:
-    """Have the code of a Hugging Face model imported for the ranks, too; whatever is wrong is said later."""
+    """Preload the code of a Hugging Face model for the ranks, too; errors are reported later."""
     from shardwise.model.configuration import read_configuration
 
     server = fork_server.running()
@@ -124,10 +124,10 @@ def foresee(config: Config) -> None:
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold the run folder for this run; the lock goes with the process, however it ends.
+    """Lock the run folder for this run; the lock ends with the process.
 
     Raises:
-        ConfigError: another run has it.
+        ConfigError: another run has the lock.
     """
     with (folder / ".lock").open("w") as lock:
         try:
@@ -159,6 +159,6 @@ def launch(job: Job, master_port: int) -> None:
 
 
 def threads(job: Job) -> int:
-    """CPU threads of a rank: as configured, or the cores divided by the ranks."""
+    """Return the CPU threads of a rank: as configured, or the cores divided by the ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return job.config.parallel.threads or max(1, cores // job.plan.dims.world_size)

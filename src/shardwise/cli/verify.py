@@ -1,4 +1,4 @@
-"""``shardwise verify``: line the strategies up, shrink the model, start the ranks, and show what they found."""
+"""Verb ``shardwise verify``: select strategies, shrink the model, start ranks, report."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def run_verify(
     nproc: Annotated[int | None, typer.Option(help="Number of CPU ranks; default: 2 and 4.", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """The verb.
+    """Run ``shardwise verify``.
 
     Raises:
-        UserError: whatever of the config cannot be, or no strategy could be verified at all.
-        AnswerIsNo: one does not verify.
-        RankError: a rank failed; what was found before is shown.
+        UserError: the config is invalid, or no strategy could be verified.
+        AnswerIsNo: a strategy does not verify.
+        RankError: a rank failed; earlier results are printed.
     """
     if rendezvous() is not None:
         raise UserError("shardwise verify starts ranks of its own, on CPU; run it as it is, without torchrun or srun")
-    fork_server.start()  # it imports torch for the ranks of each world, while this process looks at the model
+    fork_server.start()  # it imports torch for the ranks of each world, while this process inspects the model
     from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
     from shardwise.run.strategy_lineup import MICRO_BATCH, asked_for, prepare_verify
     from shardwise.train.config import read_config
@@ -81,7 +81,7 @@ def run_verify(
 
 
 def run_worlds(prepared: VerifyJob) -> tuple[list[StrategyResult], ShardwiseError | None]:
-    """Start the ranks of each world once; the rows that they found, and what ended them early."""
+    """Start the ranks of each world once; return the results, and the error that ended them."""
     rows: list[StrategyResult] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as references:
         for world, plans in sorted(prepared.lineup.plans.items()):
@@ -100,7 +100,7 @@ def _run_world(
 
     results = references / f"{world}-rows.jsonl"
     task = prepared.task(world, results, references)
-    write_references(task.model, task.data, task.plans, references)  # here, where there is no group
+    write_references(task.model, task.data, task.plans, references)  # here, where there is no process group
     failure: ShardwiseError | None = None
     try:
         on_ranks(f"{__name__}:verify_world", task, world, device="cpu", timeout_s=TIMEOUT_S)
@@ -115,14 +115,17 @@ def _run_world(
 
 
 def _during(failure: ShardwiseError, what: str) -> ShardwiseError:
-    """The failure of a rank, with what it was doing; always one of ranks, as what a user did wrong is a row."""
+    """Add the current task to a failure, as a `RankError`, `MachineError` or `Interrupted`.
+
+    A user's error would be a row instead.
+    """
     if isinstance(failure, MachineError | Interrupted):
         return type(failure)(f"{what}: {failure}")
     return RankError(f"{what}: {failure}")
 
 
 def _tell(row: StrategyResult) -> None:
-    """A line for who waits at a terminal."""
+    """Print a progress line to stderr."""
     print(f"{row.strategy} on {row.ranks} ranks: {row.status}", file=sys.stderr, flush=True)
 
 
@@ -132,5 +135,5 @@ def verify_world(task: VerifyTask, ranks: Ranks) -> None:
 
     from shardwise.gradcheck.run import verify_all
 
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to be fast is no news
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # performance hints
     verify_all(task, ranks, _tell if sys.stderr.isatty() else None)

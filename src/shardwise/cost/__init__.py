@@ -1,1 +1,1 @@
-"""Predicted memory, time and price of a plan, by formula. Nothing here runs a model."""
+"""Predicted memory, time and price of a plan, by formula, without running a model."""

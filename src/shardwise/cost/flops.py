@@ -1,8 +1,8 @@
-"""Floating-point operations of a step, and the utilisation made from them.
+"""Floating-point operations of a step, and MFU computed from them.
 
 `palm_flops` is the numerator of MFU in the PaLM paper (arXiv 2204.02311, appendix B): 6 for each parameter and token,
-plus 12 · layers · hidden · length for the whole attention square, causal or not; recompute is not counted. A frozen
-weight, which the paper does not have, counts 4: it has no gradient of its own.
+plus 12 · layers · hidden · length for the full attention square, causal or not; recompute is not counted. A frozen
+weight, which the paper does not have, counts 4, because its gradient is not computed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 
 
 def attention_square_flops(op: Op) -> float:
-    """Forward FLOPs of an attention op on one sample with the whole square counted: 4 · rows² · heads · head dim."""
+    """Forward FLOPs of an attention op on one sample: 4 · rows² · heads · head dim.
+
+    The full square is counted, causal or not.
+    """
     return 4.0 * op.m * op.m * op.heads * op.head_dim
 
 
 def palm_flops(profile: ModelProfile, samples: float = 1.0) -> float:
     """FLOPs of one step over ``samples`` in the PaLM convention.
 
-    A model whose samples are no sequences has no such convention; three times its forward is taken.
+    The convention does not cover models whose samples are not sequences; for them three times the forward is returned.
     """
     if profile.seq_len is None:
         return 3.0 * profile.flops * samples
@@ -34,10 +37,10 @@ def palm_flops(profile: ModelProfile, samples: float = 1.0) -> float:
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> tuple[bool, ...]:
-    """For each op of ``unit`` whether ``recompute`` executes it a second time. Only repeated blocks are recomputed.
+    """Flag each op of ``unit`` that ``recompute`` executes a second time. Only blocks do.
 
-    PyTorch's checkpoint stops once everything that backward needs is there again: a block's last product needs only
-    its input, so neither it nor what follows it is executed (``set_checkpoint_early_stop``, on by default).
+    PyTorch's checkpoint stops as soon as everything that backward needs exists: a block's last product needs only its
+    input, so neither it nor what follows it is executed (``set_checkpoint_early_stop``, on by default).
     """
     if unit.kind != "block" or recompute == "none":
         return (False,) * len(unit.ops)
@@ -48,9 +51,9 @@ def recomputed(unit: Unit, recompute: Recompute) -> tuple[bool, ...]:
 
 
 def mfu(profile: ModelProfile, gpu: GpuSpec | None, precision: str, samples_per_s_per_device: float) -> float | None:
-    """Model FLOPs utilisation by `palm_flops`; ``None`` where the peak is not known.
+    """Model FLOPs utilization by `palm_flops`; ``None`` where the peak is unknown.
 
-    fp8 is held against the bf16 peak, as its publishers mostly do: the figure can exceed what bf16 reaches.
+    fp8 is compared with the bf16 peak, as most publications do, so the value can exceed what bf16 reaches.
     """
     peak = gpu.peak_flops.get(PEAK_OF.get(precision, precision)) if gpu is not None else None
     return None if not peak else palm_flops(profile) * samples_per_s_per_device / peak

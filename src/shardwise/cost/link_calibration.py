@@ -1,8 +1,9 @@
-"""The file of ``bench comm`` that ``plan`` reads: what was measured of the links, on what, and whether it may be used.
+"""Calibration file of ``bench comm`` for ``plan``: link measurements, and where they apply.
 
-Two machines are told apart by what is planned with: the kind of device and its name, what joins the devices of a node,
-and of CPUs, whose cores do the sending, processor and number of cores. Host names are not: they change with every
-container. What is not told apart: driver and NCCL of another version, a cable that has been replaced since.
+Two machines are distinguished by what the planner uses: the device type and name, the interconnect of a node's devices,
+and for CPUs, whose cores do the sending, the processor and its number of cores. Host names are not compared: they
+change with every container. Not distinguished: driver and NCCL versions, and a cable that was replaced since the
+measurement.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ FIX = "measure this one with: shardwise bench comm"
 
 
 class MeasuredLink(BaseModel):
-    """One collective on one axis: the median seconds of each message size, and the fit of them.
+    """Measured collective on one axis: median seconds of each message size, and their fit.
 
-    ``latency_s`` and ``bus_bytes_per_s`` are None where the sizes did not show them. Intervals are 95 % of a bootstrap.
+    ``latency_s`` and ``bus_bytes_per_s`` are None where the sizes did not determine them. Intervals are 95 % of a
+    bootstrap.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,7 +49,7 @@ class MeasuredLink(BaseModel):
 
 
 class CalibrationFile(BaseModel):
-    """A calibration, and on what, by what and when it was measured. ``link`` is what joins the devices of a node."""
+    """Calibration with its device, software and date. ``link`` is the interconnect of a node."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -68,13 +70,16 @@ class CalibrationFile(BaseModel):
     measured: tuple[MeasuredLink, ...]
 
     def to_toml(self) -> str:
-        """As it is kept."""
+        """Format as TOML."""
         import tomli_w
 
         return tomli_w.dumps(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     def calibration(self) -> Calibration:
-        """For the cost model. Of two axes with groups of one shape the slower stands for both: costs know no axis."""
+        """Convert to the cost model's `Calibration`.
+
+        Of two axes with groups of the same shape the slower one is used: costs do not distinguish axes.
+        """
         found: dict[tuple[str, int, int], Measured] = {}
         for link in self.measured:
             one = _entry(link, self.devices_per_node)
@@ -85,7 +90,7 @@ class CalibrationFile(BaseModel):
         return Calibration(measured=tuple(found.values()))
 
     def rates(self) -> dict[str, tuple[float, str]]:
-        """Bus bytes/s by axis (``dp``, ``tp``, ``cp``, ``pp``), of the collective that got most, and where from."""
+        """Best bus bytes/s of a collective by axis (``dp``, ``tp``, ``cp``, ``pp``), and its source."""
         found: dict[str, tuple[float, str]] = {}
         for link in self.measured:
             axis = "dp" if link.axis.startswith("dp") else link.axis
@@ -95,13 +100,13 @@ class CalibrationFile(BaseModel):
         return found
 
     def says(self) -> str:
-        """Where costs come from, in few words: ``links measured 2026-11-21 with gloo (2 ranks)``."""
+        """Source of the link costs: ``links measured 2026-11-21 with gloo (2 ranks)``."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"links measured {self.date} with {self.backend} ({self.ranks} ranks{nodes})"
 
 
 def _entry(link: MeasuredLink, devices_per_node: int) -> Measured:
-    """Seconds never fall as messages grow: what noise lowers is raised to what a smaller one took."""
+    """Convert one link; seconds are made non-decreasing with message size, against noise."""
     across = link.where == "network"
     curve: list[tuple[float, float]] = []
     for size, seconds in sorted(zip(link.sizes_bytes, link.median_s, strict=True)):
@@ -118,27 +123,27 @@ def read_calibration(path: Path) -> CalibrationFile:
     """Read a file of ``bench comm``.
 
     Raises:
-        ConfigError: it cannot be read or is none; every problem.
+        ConfigError: the file cannot be read or is not a calibration file; every problem is listed.
     """
-    again = "; make it with: shardwise bench comm"
+    hint = "; make it with: shardwise bench comm"
     try:
         data: dict[str, Any] = read_toml(path)
     except OSError as error:
-        raise ConfigError(f"--calibration '{path}' cannot be read: {error.strerror}{again}") from None
+        raise ConfigError(f"--calibration '{path}' cannot be read: {error.strerror}{hint}") from None
     except ValueError as error:
-        raise ConfigError(f"--calibration '{path}' is no TOML: {error}{again}") from None
+        raise ConfigError(f"--calibration '{path}' is no TOML: {error}{hint}") from None
     try:
         file = CalibrationFile.model_validate(data)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors()]
-        raise ConfigError(*(f"--calibration '{path}': {line}{again}" for line in lines)) from None
+        raise ConfigError(*(f"--calibration '{path}': {line}{hint}" for line in lines)) from None
     problems = [
-        f"--calibration '{path}': measured.{place}: {wrong}{again}"
-        for place, link in enumerate(file.measured)
+        f"--calibration '{path}': measured.{index}: {wrong}{hint}"
+        for index, link in enumerate(file.measured)
         if (wrong := _wrong(link))
     ]
     if not file.measured:
-        problems.append(f"--calibration '{path}': measured: there is nothing{again}")
+        problems.append(f"--calibration '{path}': measured: there is nothing{hint}")
     if problems:
         raise ConfigError(*problems)
     return file
@@ -159,31 +164,34 @@ def _wrong(link: MeasuredLink) -> str:
 
 
 def check_calibration(file: CalibrationFile, cluster: ClusterSpec, *, processor: str, name: str = "") -> list[str]:
-    """What of ``cluster`` the file does not cover, in words, for the catalogue stands in for it.
+    """List what the file does not cover of ``cluster``; the catalogue fills these gaps.
 
-    ``processor`` is that of this machine, where a cluster of CPUs always is. ``name`` is the file's, for messages.
+    ``processor`` is that of this machine, since a cluster of CPUs is always this machine. ``name`` is the file's, for
+    messages.
 
     Raises:
-        PlanError: it was measured on another device or machine; all that differs.
+        PlanError: the file was measured on another device or machine; every difference is listed.
     """
-    told = f"--calibration '{name}'" if name else "the calibration"
+    subject = f"--calibration '{name}'" if name else "the calibration"
     problems = []
     if file.device != cluster.device:
-        problems.append(f"{told} was measured on {_called(file.device)}, and the plan is for {_called(cluster.device)}")
+        problems.append(
+            f"{subject} was measured on {_called(file.device)}, and the plan is for {_called(cluster.device)}"
+        )
     elif file.device == "cuda" and not _same_gpu(file.device_name, cluster.device_name):
-        problems.append(f"{told} was measured on {file.device_name}, and the plan is for {cluster.device_name}")
+        problems.append(f"{subject} was measured on {file.device_name}, and the plan is for {cluster.device_name}")
     elif file.device == "cpu" and file.processor != processor:
-        problems.append(f"{told} was measured on a machine with '{file.processor}', and this one has '{processor}'")
+        problems.append(f"{subject} was measured on a machine with '{file.processor}', and this one has '{processor}'")
     elif file.device == "cpu" and file.cores_per_node != cluster.cores_per_node:
         problems.append(
-            f"{told} was measured on {file.cores_per_node} cores, and the ranks have {cluster.cores_per_node}"
+            f"{subject} was measured on {file.cores_per_node} cores, and the ranks have {cluster.cores_per_node}"
         )
     kind = cluster.link.kind if cluster.link is not None else None
     if not problems and file.link is not None and kind is not None and file.link != kind:
-        problems.append(f"{told} was measured over {file.link}, and devices of the cluster are joined by {kind}")
+        problems.append(f"{subject} was measured over {file.link}, and devices of the cluster are joined by {kind}")
     if problems:
         raise PlanError(*(f"{problem}; {FIX}" for problem in problems))
-    return _not_covered(file, cluster, told)
+    return _not_covered(file, cluster, subject)
 
 
 def _not_covered(file: CalibrationFile, cluster: ClusterSpec, told: str) -> list[str]:
@@ -206,7 +214,10 @@ def _not_covered(file: CalibrationFile, cluster: ClusterSpec, told: str) -> list
 
 
 def covers(file: CalibrationFile, cluster: ClusterSpec) -> bool:
-    """Whether every collective was measured wherever the cluster has links, so that the catalogue is not asked."""
+    """Return whether every collective was measured on every kind of link that the cluster has.
+
+    If so, the catalogue is not used.
+    """
     return not _not_covered(file, cluster, "")
 
 

@@ -1,6 +1,6 @@
-"""Hours and money of a training run. Prices are US dollars; nothing is guessed where a price is not known.
+"""Hours and money of a training run. Prices are US dollars; unknown prices are not guessed.
 
-Counted: the time of optimizer steps. Left out: start-up, evaluation, checkpoints, failures and restarts, storage,
+Counted: the time of optimizer steps. Not counted: start-up, evaluation, checkpoints, failures and restarts, storage,
 traffic out of the cloud, people.
 """
 
@@ -14,12 +14,12 @@ from shardwise.document import read_toml
 from shardwise.errors import UserError, did_you_mean
 
 HOURS_PER_MONTH = 8766 / 12  # a Julian year
-POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, on top of the GPU's own power
+POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, relative to the GPU's power
 DOLLARS_PER_KWH = 0.12
 
 
 class Prices(BaseModel):
-    """Dollars by GPU name: of one GPU's hour, and of buying one with its share of the server."""
+    """Dollars by GPU name: for one GPU-hour, and for one GPU with its share of the server."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -29,7 +29,7 @@ class Prices(BaseModel):
 
 
 def training_hours(tokens: float | None, tokens_per_step: float | None, step_s: float | None) -> float | None:
-    """Hours until ``tokens`` tokens are trained; ``None`` where a part is not known."""
+    """Hours to train ``tokens`` tokens; ``None`` where an input is unknown."""
     if tokens is None or not tokens_per_step or step_s is None:
         return None
     return tokens / tokens_per_step * step_s / 3600
@@ -57,10 +57,10 @@ def break_even_months(
     per_kwh: float = DOLLARS_PER_KWH,
     used_share: float = 1.0,
 ) -> float | None:
-    """Months of use after which a bought device has cost less than a rented one; ``None`` if never, or not known.
+    """Months until a bought device costs less than a rented one; ``None`` if never or unknown.
 
-    ``used_share`` is the part of the time it is used: rent is paid for that part only, and so is power. Left out:
-    housing, network, staff, what the device can be sold for, and the interest on its price.
+    ``used_share`` is the fraction of the time it is used: rent and power are paid for that fraction only. Not counted:
+    housing, network, staff, resale value, and interest on the purchase price.
     """
     if purchase_price is None or price_per_hour is None or power_w is None:
         return None
@@ -69,10 +69,10 @@ def break_even_months(
 
 
 def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
-    """A TOML file of dollars: ``A100-80GB = 1.89`` is an hour; tables ``[buy]`` and key ``per_kwh`` are optional.
+    """Read dollars from TOML: ``A100-80GB = 1.89`` per hour, optional ``[buy]`` and ``per_kwh``.
 
     Raises:
-        UserError: the file is missing, is not TOML, or holds something that is no price; all problems at once.
+        UserError: the file is missing, is not TOML, or contains a value that is not a price; all problems at once.
     """
     try:
         data = read_toml(path)
@@ -113,7 +113,7 @@ def _same(name: str, known: tuple[str, ...]) -> bool:
 
 
 def price_of(table: dict[str, float], gpu_name: str) -> float | None:
-    """The price in ``table`` of a GPU by any of its names."""
+    """Price in ``table`` of a GPU, by any of its names."""
     from shardwise.hardware.gpus import find_gpu
 
     for name, price in table.items():

@@ -1,1 +1,1 @@
-"""GPUs, links and clusters: what there is to run on. No torch here; models and plans live elsewhere."""
+"""GPUs, links and clusters, without torch, models or plans."""

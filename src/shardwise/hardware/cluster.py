@@ -1,4 +1,4 @@
-"""`ClusterSpec`: what there is to run on. Unknown is ``None``, never a guess."""
+"""`ClusterSpec`: devices, links and memory of a cluster. Unknown values are ``None``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardwise.hardware.topology import link_of, read_topology
 
 
 class ClusterSpec(BaseModel):
-    """Nodes of equal devices. Memory is in bytes, for each device; ``host_memory_bytes`` is for each node.
+    """Nodes of equal devices.
 
-    ``gpu`` is the device's row of the hardware table, ``None`` where it has none. ``link`` joins the devices of a node,
-    ``network`` the nodes: bytes per second for each device, one direction. ``nvme_bytes_per_s`` is what the drives of a
-    node read or write together, for all its devices. A price is US dollars for an hour of one
-    device.
+    Memory is in bytes, for each device; ``host_memory_bytes`` is for each node. ``gpu`` is the device's row of the
+    hardware table, ``None`` where it has none. ``link`` joins the devices of a node, ``network`` the nodes: bytes per
+    second for each device, one direction. ``nvme_bytes_per_s`` is the rate of a node's drives, read or write, shared by
+    all its devices. A price is US dollars for an hour of one device.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,7 +48,7 @@ class ClusterSpec(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.nodes * self.devices_per_node
 
 
@@ -68,11 +68,12 @@ def gpu_cluster(
     link_text: str | None = None,
     network_text: str | None = None,
 ) -> ClusterSpec:
-    """The cluster of ``numbers`` (devices, or nodes and devices of each) of a GPU in the table; ``text`` is for
-    messages.
+    """Build a cluster of ``numbers`` (devices, or nodes and devices of each) of a known GPU.
+
+    ``text`` is for messages.
 
     Raises:
-        PlanError: everything that cannot be, at once.
+        PlanError: every invalid value, at once.
     """
     problems: list[str] = []
     gpu = find_gpu(name)
@@ -99,7 +100,7 @@ def gpu_cluster(
 
 
 def split_nodes(text: str, gpu: GpuSpec | None, numbers: Sequence[int], problems: list[str]) -> tuple[int, int]:
-    """Nodes and devices of each; a single number is spread over nodes of the table's size."""
+    """Return nodes and devices of each; a single number is split into nodes of the table's size."""
     if len(numbers) == 2:
         return numbers[0], numbers[1]
     total, most = numbers[0], gpu.devices_per_node if gpu else None
@@ -115,12 +116,12 @@ def split_nodes(text: str, gpu: GpuSpec | None, numbers: Sequence[int], problems
 
 
 def default_link(gpu: GpuSpec | None, devices: int) -> Link | None:
-    """NVLink or xGMI where the table has it, else the PCIe slot; ``None`` for one device."""
+    """NVLink or xGMI if the table has it, else the PCIe slot; ``None`` for one device."""
     return None if gpu is None or devices < 2 else gpu.nvlink or gpu.pcie
 
 
 def parse_link(text: str, word: str, gpu: GpuSpec | None, devices: int, problems: list[str]) -> Link | None:
-    """What ``@nvlink``, ``@nvlink3``, ``@pcie4``, ``@pcie4x8``, ``@xgmi`` means; notes what is wrong with it."""
+    """Parse ``@nvlink``, ``@nvlink3``, ``@pcie4``, ``@pcie4x8``, ``@xgmi``; append ``problems``."""
     plain = word.strip().lower()
     if found := re.fullmatch(r"pcie(\d?)(?:x(\d{1,3}))?", plain):
         generation, lanes = int(found.group(1) or 0), int(found.group(2) or 16)
@@ -147,7 +148,7 @@ def parse_link(text: str, word: str, gpu: GpuSpec | None, devices: int, problems
 
 
 def parse_network(text: str, word: str, devices: int, problems: list[str]) -> Link | None:
-    """What ``/ib400`` (Gbit/s for each device) or ``/1600g`` (for each node) means; notes what is wrong with it."""
+    """Parse ``/ib400`` (Gbit/s per device) or ``/1600g`` (per node); append ``problems``."""
     plain = word.strip().lower()
     per_device = re.fullmatch(r"(?:ib|infiniband|roce|efa|eth|ethernet)(\d{1,9})g?", plain)
     per_node = re.fullmatch(r"(\d{1,9})(?:g|gbit|gbps)", plain)
@@ -165,16 +166,15 @@ def parse_network(text: str, word: str, devices: int, problems: list[str]) -> Li
 
 
 def detect(device: str = "auto", num_ranks: int | None = None, *, visible: Sequence[str] | None = None) -> ClusterSpec:
-    """Look at this machine.
+    """Detect this machine's devices and links.
 
-    GPUs are asked through NVML, so no CUDA context is made; ``visible`` is CUDA_VISIBLE_DEVICES as a list, if set.
-    What joins them is read from ``nvidia-smi topo -m``; where that says nothing, it is what the hardware table has for
-    the first GPU, whose row is taken for all; what an hour of this machine costs is not known. Without a GPU, the
-    ranks share the host's memory evenly and a core each is assumed (``num_ranks`` defaults to one rank a core, two at
-    most).
+    GPUs are queried through NVML, so no CUDA context is created; ``visible`` is CUDA_VISIBLE_DEVICES as a list, if set.
+    Their link is read from ``nvidia-smi topo -m``; otherwise it is that of the hardware table for the first GPU, whose
+    row is used for all; the price of this machine is unknown. Without a GPU, the ranks share the host's memory evenly
+    and one core each is assumed (``num_ranks`` defaults to one rank per core, at most two).
 
     Raises:
-        PlanError: GPUs are asked for and there are none, or fewer than ranks.
+        PlanError: GPUs are requested and there are none, or fewer than ranks.
     """
     import psutil
 
@@ -199,7 +199,7 @@ def detect(device: str = "auto", num_ranks: int | None = None, *, visible: Seque
             device="cuda",
             device_name=name,
             devices_per_node=devices,
-            device_memory_bytes=min(memory, gpu.memory_bytes) if gpu else memory,  # NVML counts what CUDA keeps back
+            device_memory_bytes=min(memory, gpu.memory_bytes) if gpu else memory,  # NVML includes CUDA's reserve
             host_memory_bytes=host_bytes,
             cores_per_node=cores,
             gpu=gpu,
@@ -217,7 +217,7 @@ def detect(device: str = "auto", num_ranks: int | None = None, *, visible: Seque
 
 
 def _link_here(gpu: GpuSpec | None, devices: int, numbers: Sequence[int] | None) -> Link | None:
-    """What joins the GPUs with these numbers; without a readable matrix, what the table has."""
+    """Link of the GPUs with these numbers; without a readable matrix, the table's."""
     if devices < 2:
         return None
     topology = read_topology() if numbers is not None else None

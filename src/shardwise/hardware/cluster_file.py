@@ -1,4 +1,4 @@
-"""A cluster described in a TOML or JSON file: own GPUs, own links, own prices.
+"""Cluster described in a TOML or JSON file: custom GPUs, links and prices.
 
 ::
 
@@ -11,8 +11,8 @@
     nvme_bytes_per_s = 6e9         # of each node's drives, all of them together
     price_per_device_hour = 2.2    # US dollars
 
-A GPU that the table does not have is a table of its own: ``[gpu]`` with ``name`` and ``memory_bytes``, and any other
-field of `GpuSpec` that is known; ``like = "A100-80GB"`` takes over what is not given.
+A GPU that the table does not have is a separate table: ``[gpu]`` with ``name`` and ``memory_bytes``, and any other
+field of `GpuSpec` that is known; ``like = "A100-80GB"`` supplies the fields that are not given.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ Facts = TypeVar("Facts", bound=BaseModel)
 
 
 def read_cluster(path: Path) -> ClusterSpec:
-    """The cluster that a file describes.
+    """Read the cluster that a file describes.
 
     Raises:
-        PlanError: the file is missing or unreadable, or everything in it that is wrong, at once.
+        PlanError: the file is missing or unreadable, or every error in it, at once.
     """
     try:
         data = read_json(path) if path.suffix.lower() == ".json" else read_toml(path)
@@ -93,7 +93,7 @@ def read_cluster(path: Path) -> ClusterSpec:
 
 
 def _gpu(path: Path, value: object, problems: list[str]) -> GpuSpec | None:
-    """The GPU of the file: a name, or a table over the row that it is like."""
+    """Read the GPU of the file: a name, or a table over the row that ``like`` names."""
     where = f"cluster file '{path}'"
     if isinstance(value, str):
         gpu = find_gpu(value)
@@ -102,16 +102,16 @@ def _gpu(path: Path, value: object, problems: list[str]) -> GpuSpec | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         problems.append(f"{where}: gpu must be a name of the hardware table, or a table with name and memory_bytes")
         return None
-    own = {key: field for key, field in value.items() if key != "like"}
+    fields = {key: field for key, field in value.items() if key != "like"}
     base = find_gpu(str(value.get("like", value["name"])))
     if base is None and "like" in value:
         problems.append(f"{where}: gpu.like: {unknown_gpu_message(str(value['like']))}")
-    if base is None and "memory_bytes" not in own:
+    if base is None and "memory_bytes" not in fields:
         problems.append(f"{where}: gpu '{value['name']}' is not in the hardware table, so it needs memory_bytes")
-    unknown = [key for key in own if key not in GpuSpec.model_fields]
+    unknown = [key for key in fields if key not in GpuSpec.model_fields]
     problems += [f"{where}: gpu has no field '{key}'{did_you_mean(key, GpuSpec.model_fields)}" for key in unknown]
     start = base.model_dump() if base else {"arch": "unknown", "memory_bytes": 0}
-    facts = start | {"source": str(path)} | {key: field for key, field in own.items() if key not in unknown}
+    facts = start | {"source": str(path)} | {key: field for key, field in fields.items() if key not in unknown}
     for key in ("memory_bytes", "devices_per_node"):  # 48e9 is a float in TOML
         facts[key] = _full(facts.get(key))
     return _validated(GpuSpec, f"{where}: gpu", facts, problems)

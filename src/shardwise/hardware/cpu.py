@@ -1,4 +1,4 @@
-"""What a CPU is called: enough to tell that a measurement comes from another machine."""
+"""Processor name and cores, to recognize measurements from another machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def processor_name() -> str:
-    """The processor's own name; of other systems than Linux what Python knows, which may be its architecture alone."""
+    """Processor name; on systems other than Linux Python's, which may be only the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

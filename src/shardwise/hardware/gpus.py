@@ -1,6 +1,6 @@
-"""Facts about GPUs and links. One table, each number with its source; what no source says is ``None``.
+"""Facts about GPUs and links. One table, each number with its source; ``None`` without one.
 
-The table is ``gpus.toml`` beside this file, which says what its keys are; it is read when it is first needed.
+The table is ``gpus.toml`` beside this file, which documents its keys; it is read when it is first needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NVLINK_BYTES_PER_S = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9}
 
 
 class Link(BaseModel):
-    """What joins two devices: bytes per second in one direction, for each device, as the data sheet has it."""
+    """Link of two devices: bytes per second in one direction per device, from the data sheet."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,17 +37,19 @@ class Link(BaseModel):
 
 
 class GpuSpec(BaseModel):
-    """One GPU model. Peaks are dense FLOP/s by precision (``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8``): of the
-    matrix units with fp32 accumulation, and of the ordinary units for ``fp32``. A precision that the GPU has no units
-    for, or that no source gives, is missing.
+    """GPU model.
 
-    ``memory_bytes`` is the total that PyTorch reports (``torch.cuda.mem_get_info``), which is less than the name says:
-    79.15 GiB on an "80 GB" A100. It varies by a few tenths of a GiB with driver and ECC; the lower of what was seen is
-    kept. ``memory_source`` says where it is from, or that the data sheet's GB stand in for it.
-    ``measured_flops`` is the best matmul rate that a published sweep has reached. ``nvlink`` joins all the devices of a
-    node (NVLink, or AMD's xGMI); ``bridge`` joins pairs of cards and is bought apart. ``pcie`` is the way to the host's
-    memory, 16 lanes. ``network`` is that of ``network.source``'s typical node, for each device. ``devices_per_node``
-    is how many a node holds at most. Prices are US dollars: for an hour of one GPU, or for buying one at its launch.
+    Peaks are dense FLOP/s by precision (``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8``): of the matrix units with fp32
+    accumulation, and of the ordinary units for ``fp32``. A precision that the GPU has no units for, or without a
+    source, is missing.
+
+    ``memory_bytes`` is the total that PyTorch reports (``torch.cuda.mem_get_info``), which is less than the name
+    suggests: 79.15 GiB on an "80 GB" A100. It varies by a few tenths of a GiB with driver and ECC; the lowest observed
+    value is used. ``memory_source`` names its source, or states that the data sheet's GB are used instead.
+    ``measured_flops`` is the best matmul rate of a published sweep. ``nvlink`` joins all the devices of a node (NVLink,
+    or AMD's xGMI); ``bridge`` joins pairs of cards and is sold separately. ``pcie`` is the link to the host's memory,
+    16 lanes. ``network`` is that of ``network.source``'s typical node, for each device. ``devices_per_node`` is the
+    maximum per node. Prices are US dollars: for an hour of one GPU, or for buying one at its launch.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -76,31 +78,31 @@ class GpuSpec(BaseModel):
 
 
 def pcie_bytes_per_s(generation: int, lanes: int = 16) -> float:
-    """Bytes/s of a PCIe slot in one direction, packet headers not taken off.
+    """Bytes/s of a PCIe slot in one direction, including packet headers.
 
     Raises:
-        KeyError: a generation that is not in `PCIE_TRANSFERS_PER_S`.
+        KeyError: the generation is not in `PCIE_TRANSFERS_PER_S`.
     """
     return PCIE_TRANSFERS_PER_S[generation] * lanes * 128 / 130 / 8
 
 
 def find_gpu(name: str) -> GpuSpec | None:
-    """The GPU that ``name`` means (``A100-80GB``, ``NVIDIA H100 80GB HBM3``, ``h100-sxm``); ``None`` if it is unknown.
+    """Find a GPU by name (``A100-80GB``, ``NVIDIA H100 80GB HBM3``, ``h100-sxm``), or ``None``.
 
-    A name that fits several (``A100``) is the one most used for training; what was taken is in the result's ``name``.
-    Case, spaces, dashes, vendor words and what stands in brackets do not matter. A form (``PCIe``) or memory size that
-    the table does not have for the model makes it unknown: no other card is taken instead.
+    A name that fits several (``A100``) is the one most used for training; the result's ``name`` shows the choice. Case,
+    spaces, dashes, vendor words and text in brackets do not matter. A form (``PCIe``) or memory size that the table
+    does not have for the model makes it unknown: no other card is used instead.
     """
     return _find(name)
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The names of the table, for messages and completion."""
+    """Names of the table, for messages and completion."""
     return tuple(gpu.name for _, _, _, gpu in _table())
 
 
 def unknown_gpu_message(name: str) -> str:
-    """What to tell a user whose GPU the table does not have: the nearest name, all names, and the way out."""
+    """Message for a GPU that the table does not have: the nearest name, all names, and the fix."""
     names = gpu_names()
     same_model = [known for known in names if (model := _split(name)) and model[0] in _keys_of(known)]
     hint = f" (known are {', '.join(same_model)})" if same_model else _nearest(name, names)
@@ -111,7 +113,7 @@ def unknown_gpu_message(name: str) -> str:
 
 
 def _nearest(name: str, names: tuple[str, ...]) -> str:
-    """``did_you_mean`` over the names and what people type for them, blind to case and dashes."""
+    """Nearest name by ``did_you_mean`` over names and aliases, ignoring case and dashes."""
     spelled: dict[str, str] = {}
     for known in names:
         for key in (*_keys_of(known), known):
@@ -121,7 +123,7 @@ def _nearest(name: str, names: tuple[str, ...]) -> str:
 
 
 _NOISE = re.compile(r"\(.*?\)|\b(nvidia|amd|tesla|geforce|instinct|dgx|hgx|gpu|gcd|generation|ac)\b|[^a-z0-9]")
-# what may follow a model's name: form, memory, memory type, power limit; a form's digit leaves a whole memory size
+# possible suffixes of a model: form, memory, memory type, power limit; a form's digit leaves the memory size intact
 _WORD = (
     r"(?:sxm[2-6]?|pcie[3-6]?)(?=\d{2,3}(?:g|$)|\D|$)|nvl(?:72|36|[24])?|oam|\d+g(?:i?b)?|\d+w|hbm\d?e?|gddr\dx?|\d+"
 )
@@ -139,13 +141,13 @@ def _words(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Each model key, the longest first, and what it looks like with spaces anywhere."""
+    """Pattern of each model key, the longest first, with optional spaces anywhere."""
     keys = sorted({key for row in _table() for key in row[0]}, key=len, reverse=True)
     return tuple((key, re.compile(r"\s*".join(key))) for key in keys)
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
-    """Model key, form and memory in GB that ``name`` says, the latter two empty where it does not say."""
+    """Split ``name`` into model key, form and memory in GB, the latter two possibly empty."""
     text = _words(name)
     for key, pattern in _patterns():
         if (model := pattern.match(text)) and _REST.fullmatch(rest := text[model.end() :]):
@@ -180,7 +182,7 @@ def _document() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[tuple[tuple[str, ...], str, tuple[str, ...], GpuSpec], ...]:
-    """Model keys, form, memory sizes in GB and facts of each GPU; of one model, the GPU to prefer comes first."""
+    """Load model keys, form, memory sizes in GB and facts of each GPU; defaults come first."""
     return tuple(
         (tuple(row["keys"]), row.get("form", ""), tuple(map(str, row["sizes"])), _gpu(name, row))
         for name, row in _document()["gpus"].items()
@@ -212,7 +214,7 @@ def _gpu(name: str, row: dict[str, Any]) -> GpuSpec:
 
 
 def multiprocessors(name: str) -> int | None:
-    """Those of a GPU of the table that has other than its generation's number; ``None`` for all the rest."""
+    """Multiprocessors of a GPU that differs from its generation's number; else ``None``."""
     found: int | None = _document()["gpus"].get(name, {}).get("multiprocessors")
     return found
 
@@ -225,17 +227,18 @@ def nvlink_link_bytes_per_s(arch: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What is fitted for one generation of GPUs. Rates are parts of a rate, ``ramp`` is in columns of the contraction.
+    """Fitted constants of one generation of GPUs.
 
-    ``best``: of the peak, what the best product reaches where no sweep gave ``GpuSpec.measured_flops``. ``burst``: of
-    that, a product without ramp and empty slots at full clocks. ``held_flops``: 16-bit FLOP/s that a long run holds at
-    ``watts`` (twice that in fp8), None where power is not the limit.
-    ``wave``: weight of wave quantisation (0 none, 1 full). ``halving``: extra cost of a tile for each halving of its
-    area. ``operand``: of the data sheet's bandwidth, what a product's operands get. ``flash``, ``flash_backward``: of
-    the peak, large causal attention with heads of 128. ``idle``: empty slots at the end of an attention, in longest
-    blocks. ``stream``: of the data sheet's bandwidth, what a streaming kernel gets. ``fixed_s``: start and end of a
-    kernel on the device. ``launch_s``: the host's time for one kernel in eager PyTorch. ``cudnn``: as ``flash`` and
-    ``flash_backward``, of cuDNN's attention where it is faster. ``gpus.toml`` says what the rest is.
+    Rates are fractions of a rate, ``ramp`` is in columns of the contraction. ``best``: of the peak, the rate of the
+    best product where no sweep gave ``GpuSpec.measured_flops``. ``burst``: of that, a product without ramp and empty
+    slots at full clocks. ``held_flops``: sustained 16-bit FLOP/s of a long run at ``watts`` (twice that in fp8), None
+    where power is not the limit. ``wave``: weight of wave quantization (0 none, 1 full). ``halving``: extra cost of a
+    tile for each halving of its area. ``operand``: of the data sheet's bandwidth, the rate of a product's operands.
+    ``flash``, ``flash_backward``: of the peak, large causal attention with heads of 128. ``idle``: empty slots at the
+    end of an attention, in longest blocks. ``stream``: of the data sheet's bandwidth, the rate of a streaming kernel.
+    ``fixed_s``: start and end of a kernel on the device. ``launch_s``: the host's time for one kernel in eager PyTorch.
+    ``cudnn``: as ``flash`` and ``flash_backward``, of cuDNN's attention where it is faster. ``gpus.toml`` documents the
+    rest.
     """
 
     arch: str
@@ -271,7 +274,7 @@ class Generation:
 
 @lru_cache(maxsize=1)
 def generations() -> dict[str, Generation]:
-    """The generations of the table; the dict is the package's own, so that a fit may put other constants into it."""
+    """Generations of the table; the shared dict, so that a fit can replace constants in it."""
     rows: dict[str, dict[str, Any]] = _document()["generations"]
     for row in rows.values():
         row |= {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
@@ -279,19 +282,19 @@ def generations() -> dict[str, Generation]:
 
 
 def generation_of(gpu: GpuSpec) -> str | None:
-    """The key of `generations` that holds for ``gpu``; None where there is none (Pascal, other vendors)."""
+    """Key of `generations` for ``gpu``; None where there is none (Pascal, other vendors)."""
     return generation_name(gpu.arch, gpu.chip or gpu.name)
 
 
 def constants_of(gpu: GpuSpec) -> Generation | None:
-    """What is fitted for the generation of ``gpu``."""
+    """Fitted constants of the generation of ``gpu``."""
     return generations().get(generation_of(gpu) or "")
 
 
 @lru_cache(maxsize=64)
 def generation_name(arch: str, chip: str) -> str | None:
-    """As `generation_of`, from the architecture's name and the chip's (``Ampere``, ``GA102``)."""
+    """Generation by the architecture's and the chip's name (``Ampere``, ``GA102``)."""
     words = f"{arch} {chip}".lower().split()
     fitting = {name: found for name, found in generations().items() if found.arch in words}
-    own = (name for name, found in fitting.items() if any(chip.lower() in words for chip in found.chips))
-    return next(own, None) or next((name for name, found in fitting.items() if not found.chips), None)
+    of_chip = (name for name, found in fitting.items() if any(chip.lower() in words for chip in found.chips))
+    return next(of_chip, None) or next((name for name, found in fitting.items() if not found.chips), None)

@@ -1,4 +1,4 @@
-"""``2x8xH100-SXM@nvlink/ib400``, a cluster file, or this machine: what the command line calls a cluster."""
+"""Parse the command line's cluster: ``2x8xH100-SXM@nvlink/ib400``, a file, or this machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SPEC = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?([^@/]+?)\s*(?:
 
 
 def parse_cluster(text: str) -> ClusterSpec:
-    """What ``2x8xH100-SXM``, ``4xRTX4090@pcie4``, ``cpu``, ``2xcpu``, ``auto`` (this machine) or a file describes.
+    """Parse ``2x8xH100-SXM``, ``4xRTX4090@pcie4``, ``cpu``, ``2xcpu``, ``auto`` or a file.
 
-    Two numbers are nodes and devices of each; one number is devices, split over nodes of the size that the hardware
-    table gives where it is more than one node holds (``64xH100`` is ``8x8xH100``). After ``@`` stands what joins the
-    devices of a node, after ``/`` what joins the nodes. Without them NVLink (or xGMI) is taken where the table has it,
+    ``auto`` is this machine. Two numbers are nodes and devices of each; one number is devices, split over nodes of the
+    size that the hardware table gives if it exceeds one node (``64xH100`` is ``8x8xH100``). ``@`` precedes the link of
+    a node's devices, ``/`` the network between nodes. Without them NVLink (or xGMI) is used where the table has it,
     else PCIe, and between nodes the network of the table's typical node, unknown where there is none. A path that ends
     in .toml or .json is read by `shardwise.hardware.cluster_file`.
 
     Raises:
-        PlanError: everything that cannot be understood or cannot be, at once.
+        PlanError: every invalid or unknown part, at once.
     """
     text = text.strip()
     if text.lower().endswith((".toml", ".json")):

@@ -1,4 +1,4 @@
-"""What joins the GPUs of this machine, read from the matrix that ``nvidia-smi topo -m`` prints."""
+"""Links of this machine's GPUs, read from the matrix that ``nvidia-smi topo -m`` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.hardware.gpus import GpuSpec, Link, nvlink_link_bytes_per_s
 
-# How far two devices are apart, nearest first: one PCIe switch, several, the host bridge, a NUMA node, two sockets
+# Distance of two devices, nearest first: one PCIe switch, several, the host bridge, a NUMA node, two sockets
 # (the legend that nvidia-smi prints below the matrix).
 PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 MEANING = {
@@ -19,13 +19,16 @@ MEANING = {
     "NODE": "through the host bridges of one NUMA node",
     "SYS": "across CPU sockets (NUMA nodes)",
 }
-"""What each of `PCIE_PATHS` crosses, after the legend that nvidia-smi prints."""
+"""Path of each of `PCIE_PATHS`, according to the legend of nvidia-smi."""
 TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network card: ``paths[i]`` is what lies between it and GPU i; ``device`` is its name in the system, if told."""
+    """Network card.
+
+    ``paths[i]`` is the path between it and GPU i; ``device`` is its name in the system, if reported.
+    """
 
     name: str
     paths: tuple[str, ...]
@@ -34,10 +37,10 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``paths[i][j]`` is what lies between GPU i and j: ``NV12`` (that many NVLinks), one of `PCIE_PATHS`, or ``X``.
+    """Paths between GPUs: ``paths[i][j]`` is ``NV12`` (12 links), one of `PCIE_PATHS`, or ``X``.
 
-    ``cores[i]`` are the CPU cores near GPU i as the matrix has them (``0-47``), ``numa[i]`` its NUMA node; ``None``
-    where it does not say, empty where the matrix has no such column.
+    ``cores[i]`` are the CPU cores near GPU i as the matrix has them (``0-47``), ``numa[i]`` its NUMA node; ``None`` for
+    a missing value, empty where the matrix has no such column.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -46,7 +49,7 @@ class Topology:
     numa: tuple[str | None, ...] = ()
 
     def subset(self, indices: Sequence[int]) -> Topology | None:
-        """The matrix of these GPUs only; ``None`` where one is not in it."""
+        """Matrix of these GPUs only; ``None`` if one is not in it."""
         if any(i not in range(len(self.paths)) for i in indices):
             return None
         return Topology(
@@ -57,19 +60,21 @@ class Topology:
         )
 
     def nvlinks(self, i: int, j: int) -> int:
-        """NVLinks between two GPUs, through a switch or not; 0 where their path is PCIe."""
+        """Number of NVLinks between two GPUs, through a switch or not; 0 where their path is PCIe."""
         return int(self.paths[i][j][2:]) if self.paths[i][j].startswith("NV") else 0
 
     @property
     def farthest(self) -> str | None:
-        """The longest PCIe path between two GPUs; ``None`` where all are joined by NVLink, or there is one."""
+        """Longest PCIe path between two GPUs; ``None`` if NVLink joins all, or for one GPU."""
         found = [path for row in self.paths for path in row if path in PCIE_PATHS]
         return max(found, key=PCIE_PATHS.index) if found else None
 
     @property
     def nvlink_ring(self) -> bool:
-        """Whether a ring over NVLink alone is to be expected: each GPU has two such neighbours (one, of two GPUs) and
-        all are connected. That a ring exists is not proved by it, but holds for the boards that are built.
+        """Return whether a ring over NVLink alone is expected.
+
+        Each GPU must have two such neighbours (one, of two GPUs) and all must be connected. This does not prove that a
+        ring exists, but it is true for existing boards.
         """
         size = len(self.paths)
         near = [{j for j in range(size) if self.nvlinks(i, j)} for i in range(size)]
@@ -82,10 +87,10 @@ class Topology:
 
 
 def explain_path(path: str) -> str:
-    """``NV12`` or ``PHB`` in words.
+    """Explain ``NV12`` or ``PHB`` in words.
 
     Raises:
-        KeyError: a path that is none.
+        KeyError: the path is unknown.
     """
     if path.startswith("NV"):
         return f"{path[2:]} NVLink{'s' * (path != 'NV1')}"
@@ -93,7 +98,7 @@ def explain_path(path: str) -> str:
 
 
 def explain_topology(topology: Topology) -> list[str]:
-    """The matrix in sentences: the pairs of GPUs by path, nearest first, then the nearest network card of each GPU."""
+    """Describe the matrix: pairs of GPUs by path, nearest first, then each GPU's nearest card."""
     size = len(topology.paths)
     pairs: dict[str, list[tuple[int, int]]] = {}
     for i in range(size):
@@ -116,12 +121,12 @@ def explain_topology(topology: Topology) -> list[str]:
 
 
 def nearest_nic(topology: Topology, gpu: int) -> Nic | None:
-    """The network card with the shortest path to a GPU, the first of equals; ``None`` where there is none."""
+    """Network card with the shortest path to a GPU, the first of equals; ``None`` without one."""
     return min(topology.nics, key=lambda nic: _distance(nic.paths[gpu]), default=None)
 
 
 def parse_cores(text: str | None) -> set[int] | None:
-    """The numbers in ``0-23,48-71``; ``None`` where it is no such list."""
+    """Parse the numbers in ``0-23,48-71``; ``None`` for any other text."""
     if text is None or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         return None
     spans = [part.partition("-") for part in text.split(",")]
@@ -129,14 +134,14 @@ def parse_cores(text: str | None) -> set[int] | None:
 
 
 def _distance(path: str) -> tuple[int, int]:
-    """Nearest first: more NVLinks before fewer, all before PCIe."""
+    """Sort key, nearest first: more NVLinks before fewer, all before PCIe."""
     if path.startswith("NV"):
         return 0, -int(path[2:])
     return 1, PCIE_PATHS.index(path)
 
 
 def parse_topology(text: str) -> Topology | None:
-    """Read what ``nvidia-smi topo -m`` prints; ``None`` where it is not such a matrix or has a cell not known here."""
+    """Parse the output of ``nvidia-smi topo -m``; ``None`` if it has an unknown format or cell."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
     header = next((line for line in lines if line[:1] == ["GPU0"] and "X" not in line), None)
     if header is None:
@@ -162,7 +167,10 @@ def parse_topology(text: str) -> Topology | None:
 
 
 def _nics(lines: Sequence[Sequence[str]], names: Sequence[str], gpus: int, known: re.Pattern[str]) -> tuple[Nic, ...]:
-    """The rows of network cards; ``NIC0: mlx5_0`` of the legend names the device, older matrices name it themselves."""
+    """Parse the rows of network cards.
+
+    ``NIC0: mlx5_0`` of the legend names the device; older matrices name it in the row.
+    """
     legend = {line[0][:-1]: line[1] for line in lines if len(line) == 2 and line[0].endswith(":")}
     found = []
     for line in lines:
@@ -177,7 +185,7 @@ def _told(cells: Sequence[str], index: int) -> str | None:
 
 
 def read_topology() -> Topology | None:
-    """Ask ``nvidia-smi``; ``None`` where there is none, it fails, takes too long, or prints what is not understood."""
+    """Query ``nvidia-smi``; ``None`` if it is missing, fails, times out, or cannot be parsed."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -188,10 +196,10 @@ def read_topology() -> Topology | None:
 
 
 def link_of(topology: Topology, gpu: GpuSpec | None) -> Link | None:
-    """What joins these GPUs when all talk at once (a ring): the slowest part of it.
+    """Link of these GPUs when all communicate at once (a ring): its slowest part.
 
     NVLink's bytes/s are those of the device's links by generation, never more than the table's; unknown for a GPU that
-    the table does not have. Across PCIe, the slot's rate is taken whatever the path; ``source`` names the longest path,
+    the table does not have. Across PCIe, the slot's rate is used whatever the path; ``source`` names the longest path,
     as the host bridges and socket links that ``PHB``, ``NODE`` and ``SYS`` cross have no sourced rate.
     """
     size = len(topology.paths)

@@ -1,1 +1,1 @@
-"""Start ranks, watch them, and name the one that failed first."""
+"""Start ranks, monitor them, and report the one that failed first."""

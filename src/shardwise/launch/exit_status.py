@@ -1,4 +1,4 @@
-"""A rank's process as the system sees it: killed by the kernel for want of memory, stopped, or waiting for a disk."""
+"""System state of a rank's process: killed by the OOM killer, stopped, or in disk wait."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _STATES = {
 
 @dataclass(frozen=True)
 class OomKills:
-    """How many processes the kernel has killed for want of memory; ``None`` where it does not say.
+    """Counters of processes that the kernel's OOM killer has killed; ``None`` if not available.
 
-    ``group`` counts those of this process's control group, which ranks share; ``machine`` all that it runs.
+    ``group`` counts those of this process's control group, which ranks share; ``machine`` all of the machine.
     """
 
     group: int | None
@@ -28,12 +28,12 @@ class OomKills:
 
     @classmethod
     def now(cls) -> OomKills:
-        """As of now."""
+        """Read the current counters."""
         found = [_counter(file) for file in _group_files()]
         return cls(next((n for n in found if n is not None), None), _counter(_PROC / "vmstat"))
 
     def why(self, before: OomKills) -> str:
-        """Why a rank was killed by SIGKILL, these being the counters after it and ``before`` those of the start."""
+        """Explain a rank's SIGKILL from the counters after it and ``before`` it, at the start."""
         if self.group is not None and before.group is not None:
             if self.group > before.group:
                 return "out of memory: the kernel killed it, as this machine or container had none left"
@@ -46,7 +46,10 @@ class OomKills:
 
 
 def _group_files() -> list[Path]:
-    """Where this process's control group counts: version 2, then version 1, as seen from here or from a container."""
+    """Files with the counters of this process's control group: version 2, then version 1.
+
+    Of version 1, the path outside and inside a container.
+    """
     files = []
     with contextlib.suppress(OSError):
         for line in (_PROC / "self" / "cgroup").read_text().splitlines():
@@ -54,7 +57,7 @@ def _group_files() -> list[Path]:
             if not controllers:
                 files.append(_CGROUPS / path.lstrip("/") / "memory.events")
             elif "memory" in controllers.split(","):
-                files += [_CGROUPS / "memory" / place / "memory.oom_control" for place in (path.lstrip("/"), "")]
+                files += [_CGROUPS / "memory" / folder / "memory.oom_control" for folder in (path.lstrip("/"), "")]
     return files
 
 
@@ -67,7 +70,7 @@ def _counter(file: Path) -> int | None:
 
 @dataclass
 class StallMonitor:
-    """Looks at the states of ranks once a second, and says once of each that it has been held for ``after_s``."""
+    """Monitor of rank states, once a second; reports each rank stalled for ``after_s`` once."""
 
     after_s: float
     _next: float = 0.0
@@ -75,7 +78,7 @@ class StallMonitor:
     _told: set[int] = field(default_factory=set)
 
     def look(self, pids: Iterable[tuple[int, int]]) -> list[str]:
-        """Lines about ranks, given with their processes, that are held for so long and were not told of yet."""
+        """Return lines about newly stalled ranks among ``pids`` (rank, process)."""
         now = time.monotonic()
         if now < self._next:
             return []
@@ -98,9 +101,9 @@ class StallMonitor:
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """The letter of ``/proc/PID/stat`` and the processor time so far, in ticks; empty and 0 where there is none.
+    """State letter of ``/proc/PID/stat`` and processor time in ticks; ("", 0) if there is none.
 
-    A process that writes much is seen waiting each time one looks; the time tells it from one that waits for ever.
+    A process that writes much may appear waiting at every check; the time distinguishes it from a stalled one.
     """
     try:
         words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

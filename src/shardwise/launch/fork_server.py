@@ -1,7 +1,7 @@
-"""A process that imports what ranks need while the command plans, and forks each rank in milliseconds (Linux).
+"""Server process that imports the ranks' modules during planning and forks ranks (Linux).
 
-A rank is forked twice, so that it becomes a child of the command and not of this server: whoever waits for it, signals
-it or asks how much memory it had sees what it would see of a process of its own.
+A fork takes milliseconds. A rank is forked twice, so that it becomes a child of the command and not of this server:
+waiting for it, signals and queries of its peak memory work as for a directly started process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODULES = (
     "shardwise.report.progress",
     "shardwise.train.loop",
 )
-"""What every rank of `train` imports; seconds for each of them."""
+"""Modules that every rank of `train` imports; seconds for each of them."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's driver, AMD's, and either under WSL
@@ -42,15 +42,16 @@ _servers: list[ForkServer] = []
 
 
 def running() -> ForkServer | None:
-    """The server of this process, if `start` has made one."""
+    """Server of this process, if `start` has created one."""
     return _servers[0] if _servers else None
 
 
 def start(modules: Sequence[str] = MODULES) -> ForkServer | None:
-    """Start the server, unless it runs; it imports ``modules`` meanwhile. ``None`` where ranks cannot be forked.
+    """Start the server, unless it runs; it imports ``modules`` in the background.
 
-    That is elsewhere than on Linux, in a process that is a rank itself, and on a machine with GPUs: CUDA does not
-    outlive a fork, and an import that only asks for the number of devices can be enough.
+    Returns ``None`` where ranks cannot be forked: on systems other than Linux, in a process that is a rank itself, and
+    on a machine with GPUs: CUDA does not survive a fork, and an import that only queries the number of devices can be
+    enough.
     """
     if _servers:
         return _servers[0]
@@ -66,18 +67,21 @@ def start(modules: Sequence[str] = MODULES) -> ForkServer | None:
 
 
 def adopt_orphans(on: bool) -> bool:
-    """Have orphans below this process become its children, as ranks must that it waits for; ``False``: it cannot."""
+    """Set whether orphaned descendants become this process's children, which it can wait for.
+
+    Returns ``False`` if the system does not support it.
+    """
     return sys.platform == "linux" and bool(ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0) == 0)
 
 
 def stop() -> None:
-    """End the server, if there is one; ranks go on."""
+    """Stop the server, if there is one; ranks continue."""
     while _servers:
         _servers.pop().close()
 
 
 class ForkServer:
-    """The command's end of the server."""
+    """Client of the server, in the command's process."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._environment = environment.snapshot()
@@ -90,26 +94,27 @@ class ForkServer:
                 env=environment.one_thread(self._environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the command, which tells the ranks
+                start_new_session=True,  # Ctrl-C is for the command, which signals the ranks
             )
         self.preload(modules)
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
+        """Process id of the server."""
         return self._process.pid
 
     def preload(self, modules: Sequence[str]) -> None:
-        """Import these, too, before the next rank; one that cannot be imported is left to the rank that needs it."""
+        """Import more modules before the next rank; failing imports are left to the rank."""
         with contextlib.suppress(OSError):
             self._socket.sendmsg([json.dumps({"import": list(modules)}).encode()])
 
     def spawn(self, command: Sequence[str], env: dict[str, str], output: int | None, parent_fd: int) -> int | None:
-        """The process id of a new rank that runs ``python -m module words…``; ``None`` where it has to be started anew.
+        """Fork a rank that runs ``python -m module words…``; returns its process id, or ``None``.
 
-        ``output`` is where its stdout and stderr go (``None``: to ours), ``parent_fd`` the pipe that ends with us.
-        Modules are imported under the environment that the server was started with: where ``env`` has more than the
-        rank's own variables that are different, or the command is another program, the answer is ``None``.
+        ``output`` is the target of its stdout and stderr (``None``: this process's), ``parent_fd`` the pipe that ends
+        with this process. Modules are imported under the environment in which the server was started: if ``env``
+        differs in more than the rank's variables, or the command is another program, the result is ``None``, and the
+        rank must be started as a new process.
         """
         if list(command[:2]) != [sys.executable, "-m"] or not environment.same_but_for_rank(env, self._environment):
             return None
@@ -124,14 +129,14 @@ class ForkServer:
         return answer if isinstance(answer, int) else None
 
     def close(self) -> None:
-        """End the server at once; it may be in the middle of an import."""
+        """Stop the server at once; it may be in the middle of an import."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
 def _serve(connection: socket.socket) -> None:
-    """Import and fork as asked, until the command is gone."""
+    """Import and fork on request, until the command ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, files, _, _ = socket.recv_fds(connection, _LARGEST, 3)
@@ -143,7 +148,7 @@ def _serve(connection: socket.socket) -> None:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
             gc.collect()
-            gc.freeze()  # what is there is shared with the ranks as long as nobody writes to it
+            gc.freeze()  # objects are shared with the ranks until one of them writes to them
             continue
         pid = _fork(request, files, connection) if len(os.listdir("/proc/self/task")) == 1 else None
         for file in files:
@@ -152,7 +157,10 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _fork(request: dict[str, Any], files: Sequence[int], connection: socket.socket) -> int | None:
-    """Fork a process that forks the rank and ends: returns the rank's id, once it is a child of the command."""
+    """Fork a process that forks the rank and ends; returns the rank's id.
+
+    It returns once the rank is a child of the command.
+    """
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
@@ -168,14 +176,14 @@ def _fork(request: dict[str, Any], files: Sequence[int], connection: socket.sock
         os.write(writer, str(rank).encode())
         os._exit(0)
     os.close(writer)
-    told = os.read(reader, 20)
+    answer = os.read(reader, 20)
     os.close(reader)
     os.waitpid(between, 0)
-    return int(told) if told else None
+    return int(answer) if answer else None
 
 
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:
-    """From here on this process is a rank: run its module as ``python -m`` would, and never return."""
+    """Turn this process into a rank: run its module as ``python -m`` would, and never return."""
     code = 1
     try:
         os.setsid()
@@ -192,7 +200,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         import torch
 
         torch.set_num_threads(environment.threads())  # the library has read the variable already
-        torch.default_generator.seed()  # by chance, as in a process of its own; Python's random does so itself
+        torch.default_generator.seed()  # random, as in a new process; Python's random does so itself
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         sys.modules.pop(request["module"], None)

@@ -1,4 +1,4 @@
-"""`run_local`: one process per rank on this machine, watched, ended together, and the first failure named."""
+"""`run_local`: one monitored process per rank on this machine; reports the first failure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from shardwise.launch.rank import RankReport, is_peer_symptom, spare
 from shardwise.units import bytes_text
 
 REPORT_S = 2.0
-"""After the first failure, how long the other ranks have to say what they saw."""
+"""Time for the other ranks to report their state after the first failure."""
 
 STOP_S = 60.0
-"""After an interrupt, how long the ranks have to save and leave."""
+"""Time for the ranks to save and exit after an interrupt."""
 
 STILL_S = 30.0
-"""How long a rank's process may be stopped, or wait for a disk, before that is said."""
+"""Time that a rank's process may be stopped, or wait for a disk, before it is reported."""
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.02
@@ -57,17 +57,17 @@ def run_local(
     master_port: int = 0,
     grace_s: float = 5.0,
 ) -> int:
-    """Run ``command`` as ``world_size`` ranks and return 0 when every one of them has ended with 0.
+    """Run ``command`` as ``world_size`` ranks and return 0 once all of them have ended with 0.
 
     The ranks find each other with ``dist.init_process_group(init_method="env://")``; the store is hosted here, at
-    ``master_port`` (0: one that is free). Rank 0 has this process's stdout and stderr, rank N has ``logs/rank-N.log``.
+    ``master_port`` (0: a free one). Rank 0 has this process's stdout and stderr, rank N has ``logs/rank-N.log``.
     OMP_NUM_THREADS is ``threads`` unless the user has set it.
 
-    On the first failure the others have `REPORT_S` to report, then SIGTERM and ``grace_s``, then SIGKILL; what is
-    raised is the failure that came first, not what it did to the others. An interrupt (SIGINT or SIGTERM) is passed
-    on to the ranks once, as SIGINT, and they have `STOP_S` to leave; a second SIGINT kills them at once. When this
-    returns or raises, every process of the ranks' process groups has ended; when this process is killed, ranks that
-    run under `shardwise.launch.rank.guarded` end too.
+    On the first failure the others have `REPORT_S` to report, then SIGTERM and ``grace_s``, then SIGKILL; the raised
+    error is the failure that came first, not its consequences on other ranks. An interrupt (SIGINT or SIGTERM) is
+    forwarded to the ranks once, as SIGINT, and they have `STOP_S` to exit; a second SIGINT kills them at once. When
+    this returns or raises, every process of the ranks' process groups has ended; when this process is killed, ranks
+    that run under `shardwise.launch.rank.guarded` end too.
     """
     if world_size < 1:
         raise UserError(f"there must be 1 rank or more, not {world_size}")
@@ -76,7 +76,7 @@ def run_local(
         killed: list[int] = []
         try:
             world.start(command, world_size, threads, logs, listener.getsockname()[1])
-            store = _host_store(listener)  # the ranks are loading torch meanwhile
+            store = _host_store(listener)  # the ranks are importing torch meanwhile
             _wait(world, stops)
             killed = [r.rank for r in world.running()]
             world.read_reports()  # before anything is killed: killing a rank makes its peers fail
@@ -90,7 +90,10 @@ def run_local(
 
 @dataclass
 class _Rank:
-    """One rank. ``exit_code`` is negative for a signal and ``None`` while it runs; ``shot``: the SIGKILL was ours."""
+    """Process of one rank.
+
+    ``exit_code`` is negative for a signal and ``None`` while it runs; ``shot``: the SIGKILL was sent by this process.
+    """
 
     rank: int
     pid: int
@@ -103,7 +106,7 @@ class _Rank:
     peak_bytes: int | None = None
 
     def poll(self) -> None:
-        """Look whether it has ended, but leave it unreaped: so its process group's number stays its own."""
+        """Check whether it has ended; not reaped, so that its process group's number stays valid."""
         if self.exit_code is not None:
             return
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -117,17 +120,17 @@ class _Rank:
             os.killpg(self.pid, number)
 
     def reap(self) -> None:
-        """Take the ended process off the system's table."""
+        """Reap the ended process."""
         _, _, usage = os.wait4(self.pid, 0)
         deadline = time.monotonic() + _ORPHANS_S
-        with contextlib.suppress(ChildProcessError):  # what it left, killed with it, which a fork server makes ours
+        with contextlib.suppress(ChildProcessError):  # its orphans, killed with it, which a fork server makes ours
             while os.waitpid(-self.pid, os.WNOHANG)[0] or time.monotonic() < deadline:
                 time.sleep(0.001)
         self.peak_bytes = usage.ru_maxrss * 1024
 
 
 class _World:
-    """The ranks that this process started, and nothing else."""
+    """Ranks that this process started."""
 
     def __init__(self, oom_kills: OomKills) -> None:
         self.oom_kills = oom_kills  # before any rank was there
@@ -135,8 +138,8 @@ class _World:
         self._lifeline: int | None = None
 
     def start(self, command: Sequence[str], world_size: int, threads: int, logs: Path, port: int) -> None:
-        """Start every rank, each in a session of its own."""
-        ranks_end, self._lifeline = os.pipe()  # only this process holds the lifeline: when it dies, the pipe ends
+        """Start every rank, each in a new session."""
+        ranks_end, self._lifeline = os.pipe()  # only this process has the lifeline open: when it dies, the pipe ends
         try:
             logs.mkdir(parents=True, exist_ok=True)
             for rank in range(world_size):
@@ -156,18 +159,18 @@ class _World:
             os.close(ranks_end)
 
     def running(self) -> list[_Rank]:
-        """The ranks that have not ended."""
+        """Ranks that have not ended."""
         for rank in self.ranks:
             rank.poll()
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def read_reports(self) -> None:
-        """Read what the ranks have said so far."""
+        """Read the ranks' reports so far."""
         for rank in self.ranks:
             rank.report = RankReport.read(rank.error_file)
 
     def end(self, grace_s: float) -> None:
-        """End every rank and all that it started: SIGTERM, ``grace_s`` (if any), SIGKILL."""
+        """End every rank and its child processes: SIGTERM, ``grace_s`` (if any), SIGKILL."""
         if grace_s > 0:
             for rank in self.running():
                 rank.signal_group(signal.SIGTERM)
@@ -193,7 +196,7 @@ class _World:
 
 
 def _start(command: Sequence[str], env: dict[str, str], output: IO[bytes] | None, parent_fd: int) -> int:
-    """A process of its own session for a rank: forked by the server where there is one, else started anew."""
+    """Start a rank's process in a new session, by the fork server if there is one."""
     server = fork_server.running()
     if server is not None:
         pid = server.spawn(command, env, None if output is None else output.fileno(), parent_fd)
@@ -208,12 +211,12 @@ def _start(command: Sequence[str], env: dict[str, str], output: IO[bytes] | None
         pass_fds=(parent_fd,),
         start_new_session=True,
     )
-    process.returncode = 0  # it is waited for by its number, as a forked one is; Popen is not to look after it
+    process.returncode = 0  # reaped by its number, like a forked one, so Popen must not wait for it
     return process.pid
 
 
 class _Stops:
-    """Counts the requests to stop, in place of the handlers that were there; does nothing outside the main thread."""
+    """Counts stop requests in place of the earlier handlers; inactive outside the main thread."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -236,7 +239,10 @@ class _Stops:
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket at ``port`` of the loopback only; the system picks the port if it is 0, so nobody can take it first."""
+    """Open a socket at ``port`` of the loopback only.
+
+    For port 0 the system picks a free one, and the open socket reserves it.
+    """
     if not 0 <= port <= 65535:
         raise UserError(f"the port is {port}: it must be from 1 to 65535, or 0 for any free one")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -254,14 +260,14 @@ def _listen(port: int) -> socket.socket:
 
 
 def _host_store(listener: socket.socket) -> Any:
-    """Serve the ranks' store on ``listener``, for as long as what is returned is kept."""
-    dist = importlib.import_module("torch.distributed")  # torch says nothing of the types of its stores
+    """Serve the ranks' store on ``listener``, for as long as the returned object is referenced."""
+    dist = importlib.import_module("torch.distributed")  # torch has no types for its stores
     port = listener.getsockname()[1]
     return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _wait(world: _World, stops: _Stops) -> None:
-    """Until every rank has ended, or those that still run must be ended."""
+    """Wait until every rank has ended, or the running ones must be ended."""
     stop_by = fail_by = float("inf")
     forwarded = False
     still = StallMonitor(STILL_S)
@@ -272,7 +278,7 @@ def _wait(world: _World, stops: _Stops) -> None:
         ended = [r.exit_code for r in world.ranks if r.exit_code]
         if stops.asked and not forwarded:
             forwarded = True
-            for rank in running:  # not its group: its data workers have to go on until it has saved
+            for rank in running:  # not its group: its data workers must continue until it has saved
                 os.kill(rank.pid, signal.SIGINT)
         if stops.asked or any(code in _INTERRUPTED for code in ended):
             stop_by = min(stop_by, now + STOP_S)
@@ -285,7 +291,10 @@ def _wait(world: _World, stops: _Stops) -> None:
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why one rank did not end with 0. ``kind`` is as in `RankReport`, or ``signal`` or ``exit``."""
+    """Reason why one rank did not end with 0.
+
+    ``kind`` is as in `RankReport`, or ``signal`` or ``exit``.
+    """
 
     rank: _Rank
     kind: str
@@ -295,8 +304,10 @@ class _Fault:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The least of all is to blame, whatever came first in time, as a rank that is killed lets go of its peers
-        before it is seen to have ended. An abort is dated like an error: a victim may end so.
+        """Sort key: the smallest is the cause, in whatever order the ranks were seen to end.
+
+        A killed rank closes its connections before it is seen to have ended. An abort is dated like an error: a victim
+        may end so.
         """
         if self.symptom:
             return 3, self.at_ns
@@ -311,7 +322,7 @@ def _faults(world: _World, killed: Sequence[int], stopped: bool) -> Iterator[_Fa
             message = r.report
             yield _Fault(r, message.kind, tuple(message.message), message.peer_symptom, message.at_ns)
         elif not r.exit_code or (r.rank in killed and (r.shot or r.exit_code != -signal.SIGKILL)):
-            continue  # but a rank that somebody else killed may take a while to end
+            continue  # but a rank that was killed from outside may take a while to end
         elif r.exit_code in _INTERRUPTED or (stopped and r.exit_code == -signal.SIGTERM):
             yield _Fault(r, Interrupted.__name__, ("interrupted",), False, r.ended_ns)
         elif r.exit_code < 0:
@@ -321,7 +332,7 @@ def _faults(world: _World, killed: Sequence[int], stopped: bool) -> Iterator[_Fa
 
 
 def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseError:
-    """The one exception that says what happened."""
+    """Build the exception that describes the failure."""
     _keep_tracebacks(world)
     faults = sorted(_faults(world, killed, stops.asked), key=lambda fault: fault.order)
     blamed = faults[0] if faults else None
@@ -339,11 +350,11 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
     if isinstance(known, type) and issubclass(known, ShardwiseError):
         return _raised_again(known, blamed, who if len(world.ranks) > 1 else "")
     lines = blamed.rank.report.traceback.splitlines() if blamed.rank.report else []
-    early = [str(r.rank) for r in world.ranks if blamed.symptom and r.exit_code == 0]
+    finished = [str(r.rank) for r in world.ranks if blamed.symptom and r.exit_code == 0]
     return RankError(
         "\n".join(
             [f"{who} raised {_headline(blamed.message[-1])}"]
-            + [f"rank {', '.join(early)} had ended with success: did it take fewer steps?"] * bool(early)
+            + [f"rank {', '.join(finished)} had ended with success: did it take fewer steps?"] * bool(finished)
             + _indented(lines[-_TAIL_LINES:])
             + [f"the whole of it is in {blamed.rank.log}"]
         )
@@ -361,7 +372,7 @@ def _raised_again(known: type[ShardwiseError], fault: _Fault, who: str) -> Shard
 
 
 def _death(fault: _Fault, who: str, before: OomKills) -> str:
-    """A rank ended without a word: say how, and show the end of its log."""
+    """Describe a rank that ended without a report: its exit, and the end of its log."""
     rank, code = fault.rank, int(fault.message[0])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -383,12 +394,12 @@ def _memory(rank: _Rank) -> str:
 
 
 def _headline(message: str) -> str:
-    """The line of an exception's text that names it: a syntax error quotes the code first, others add notes."""
+    """Line of an exception's text that names it: syntax errors quote code first, some add notes."""
     return next((line for line in message.splitlines() if line[:1].strip()), message)
 
 
 def _keep_tracebacks(world: _World) -> None:
-    """Add what each rank reported to its log, as the ranks print nothing themselves."""
+    """Append each rank's report to its log, as the ranks print no tracebacks."""
     for rank in world.ranks:
         if rank.report is not None:
             with contextlib.suppress(OSError), open(rank.log, "a", encoding="utf-8") as log:
@@ -407,7 +418,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def _who(ranks: Sequence[int], world: _World) -> str:
-    """``rank 2``, ``ranks 0, 2`` or ``all ranks``."""
+    """Format ``rank 2``, ``ranks 0, 2`` or ``all ranks``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return "all ranks" if len(ranks) == len(world.ranks) else f"ranks {', '.join(str(r) for r in sorted(ranks))}"

@@ -1,4 +1,4 @@
-"""`on_ranks`: call one function on every rank of a new world on this machine, and return what each of them returned."""
+"""`on_ranks`: call one function on every rank of a new local world, and return all results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REQUEST = "request.json"
 
 
 class _Request(BaseModel):
-    """One call, as the ranks read it."""
+    """Serialized call, as the ranks read it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,12 +49,12 @@ def on_ranks(
     grace_s: float = 5.0,
     folder: Path | None = None,
 ) -> list[Any]:
-    """Call ``work``, a ``package.module:function``, as ``work(payload, ranks)`` on ``world_size`` ranks started here.
+    """Call ``work`` (a ``package.module:function``) as ``work(payload, ranks)`` on local ranks.
 
-    Returns what each rank returned, which JSON can say, rank 0's first. The payload travels without the fields that
-    were left out: a config says when a key that is given does nothing. Ranks that have no ``device`` join no process
-    group and get ``None`` for ``ranks``. ``threads`` are CPU threads of a rank, by default its share of the cores.
-    The request, the results and the logs are in ``folder``, or in a temporary one, which stays where a rank failed.
+    Returns the results of the ``world_size`` ranks, which must be JSON, rank 0's first. The payload is sent without
+    unset fields: a config reports keys that are given without effect. Ranks without a ``device`` join no process group
+    and get ``None`` for ``ranks``. ``threads`` are CPU threads of a rank, by default its share of the cores. The
+    request, the results and the logs are in ``folder``, or in a temporary one, which is kept if a rank failed.
 
     Raises:
         ShardwiseError: the first failure of a rank; see `shardwise.launch.local.run_local`.
@@ -80,7 +80,7 @@ def on_ranks(
         run_local(command, world_size, threads=threads, logs=place / "logs", grace_s=grace_s)
         return [json.loads(_result(place, rank).read_text()) for rank in range(world_size)]
     except RankError:
-        keep = True  # the message says where the logs are
+        keep = True  # the message names the folder of the logs
         raise
     finally:
         if not keep:
@@ -88,7 +88,7 @@ def on_ranks(
 
 
 def as_rank(work: Callable[[PayloadT, Ranks], object], payload: PayloadT, device: str) -> NoReturn:
-    """Call ``work(payload, ranks)`` in this process, a rank that torchrun or the like has started, and leave."""
+    """Call ``work(payload, ranks)`` in this process, a rank of torchrun or the like, and exit."""
 
     def main() -> int:
         _joined(work, payload, device)
@@ -113,7 +113,7 @@ def _result(folder: Path, rank: int) -> Path:
 
 
 def _main() -> int:
-    """Be one rank that `on_ranks` has started."""
+    """Run as one rank that `on_ranks` has started."""
     import pydantic_core
 
     file = Path(sys.argv[1])

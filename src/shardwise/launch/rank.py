@@ -1,4 +1,4 @@
-"""What runs inside a rank: `guarded` watches the parent, runs the work and reports a failure before it leaves."""
+"""Entry point of a rank: `guarded` watches the parent, runs the work and reports a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise import environment, errors
 from shardwise.errors import Interrupted, ShardwiseError, UserError
 
 LAST_BARRIER_S = 10.0
-"""How long a rank that is done stays for its peers: what they may still need is in flight already."""
+"""Time that a finished rank waits for its peers; data for them is in flight already."""
 
 _PARENT_GONE = 3
 _PEER_SYMPTOMS = (
@@ -40,17 +40,17 @@ _PEER_SYMPTOMS = (
 
 
 def is_peer_symptom(text: str) -> bool:
-    """Does this say that a peer went away, and so not what went wrong?"""
+    """Return whether the text only reports that a peer disconnected, and not the cause."""
     lowered = text.lower()
     return any(symptom in lowered for symptom in _PEER_SYMPTOMS)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """How a rank failed, in its own words. The parent reads it from the rank's error file.
+    """Failure report of a rank; the parent reads it from the rank's error file.
 
-    ``kind`` is the name of a class of `shardwise.errors`, or that of any other exception. ``message`` has one entry
-    for each problem. ``at_ns`` is the monotonic clock, which is the same for every process of the machine.
+    ``kind`` is the name of a class of `shardwise.errors`, or that of any other exception. ``message`` has one entry for
+    each problem. ``at_ns`` is the monotonic clock, which is the same for every process of the machine.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class RankReport:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> RankReport:
-        """The report of ``error``, as it is being handled."""
+        """Build the report of ``error`` while it is being handled."""
         at_ns = time.monotonic_ns()
         if isinstance(error, ShardwiseError):
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
@@ -82,7 +82,7 @@ class RankReport:
         )
 
     def write(self, path: Path) -> None:
-        """Write the whole of it, or nothing; where ``path`` cannot be written (a full disk), to `spare` instead."""
+        """Write the report atomically; to `spare` if ``path`` cannot be written (a full disk)."""
         text = json.dumps(asdict(self), indent=1)
         try:
             _write_whole(path, text)
@@ -91,16 +91,16 @@ class RankReport:
 
     @classmethod
     def read(cls, path: Path) -> RankReport | None:
-        """The report at ``path`` or at its `spare`; ``None`` if there is none, or none that can be read."""
-        for place in (path, spare(path)):
+        """Read the report at ``path`` or at its `spare`; ``None`` if neither can be read."""
+        for file in (path, spare(path)):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found = json.loads(place.read_text(encoding="utf-8"))
+                found = json.loads(file.read_text(encoding="utf-8"))
                 return cls(**{field.name: found[field.name] for field in fields(cls)})
         return None
 
 
 def spare(path: Path) -> Path:
-    """Where a report goes whose own folder is full: the system's temporary folder, under a name of its own."""
+    """Alternative path of a report if its folder is full: a unique name in the temporary folder."""
     name = hashlib.blake2b(str(path).encode(), digest_size=12).hexdigest()
     return Path(tempfile.gettempdir()) / f"shardwise-{name}.error.json"
 
@@ -112,23 +112,23 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def guarded(main: Callable[[], int]) -> NoReturn:
-    """Run ``main`` as a rank, and leave with the exit code it returns. Call it first of all; import torch in ``main``.
+    """Run ``main`` as a rank, and exit with its return value. Call it first; import torch in it.
 
-    If ``main`` raises, the rank leaves with the exception's exit code, after it has reported the exception: in the
-    error file that the parent named, and then it prints nothing, as the parent speaks for all ranks; else on stderr.
-    It leaves without the interpreter's own finalisation, which races with the threads of the process group.
+    If ``main`` raises, the rank exits with the exception's exit code, after it has reported the exception: in the error
+    file that the parent named, without printing, as the parent reports for all ranks; else on stderr. It exits without
+    the interpreter's finalization, which races with the threads of the process group.
     """
     error_file = environment.take_error_file()
     _watch_parent(environment.take_parent_fd())
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or is no file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or is not a file
         faulthandler.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed leaves a whole log
+        sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed leaves a complete log
     try:
         code = _run(main, error_file)
         if code == 0:
             _leave_together()
-    except BaseException:  # a second interrupt, say
+    except BaseException:  # such as a second interrupt
         code = ShardwiseError.exit_code
         traceback.print_exc()
     finally:
@@ -155,7 +155,7 @@ def _run(main: Callable[[], int], error_file: Path | None) -> int:
 
 
 def _report(error: BaseException, error_file: Path | None) -> int:
-    """Say what happened, where the parent or the user looks for it, and return the exit code."""
+    """Report the failure to the parent or the user, and return the exit code."""
     code = error.exit_code if isinstance(error, ShardwiseError) else ShardwiseError.exit_code
     if error_file is not None:
         try:
@@ -172,9 +172,9 @@ def _report(error: BaseException, error_file: Path | None) -> int:
 
 
 def _leave_together() -> None:
-    """A rank that is gone looks to its peers like one that died, so wait for the last of them, for a while.
+    """Wait a while for all ranks: to its peers, a rank that has exited looks like a dead one.
 
-    A failure here is no news: this rank's work is done, and a peer that failed reports itself.
+    A failure here is ignored: this rank's work is done, and a peer that failed reports itself.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -185,7 +185,7 @@ def _leave_together() -> None:
 
 
 def _watch_parent(fd: int | None) -> None:
-    """End this rank when the parent ends, however it ends: nobody ever writes to the pipe that it holds."""
+    """End this rank when the parent ends for any reason: its pipe, never written to, closes."""
     if fd is None:
         return
 
@@ -202,7 +202,7 @@ def _watch_parent(fd: int | None) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, what it was raised from and what was being handled when it was raised."""
+    """Yield the exception, its causes and its contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,1 +1,1 @@
-"""Optimizers that PyTorch lacks, steps during the backward, and the trial that a sharded optimizer must pass."""
+"""Additional optimizers, steps during the backward, and the check of a sharded optimizer."""

@@ -1,9 +1,9 @@
-"""Adafactor on sharded parameters: its sums over rows are over all ranks that hold some of them.
+"""Adafactor on sharded parameters, with sums over rows reduced over a parameter's ranks.
 
-`torch.optim.Adafactor` is right where a parameter is whole on a rank, and is used there as it is. Of a part it would
-take norms and column means of the part alone. Here each rank adds up what it has, two all-reduces for all parameters
-together (one of column sums and norms, one of the updates' norms), and then steps its own rows. A row's own mean is
-here already. The update is worked out twice, once for its norm, so that no second one is kept.
+`torch.optim.Adafactor` is correct where a parameter is unsharded, and is used there unchanged. On a shard it would take
+norms and column means of the shard alone. Here each rank sums its local rows, two all-reduces serve all parameters
+together (one of column sums and norms, one of the updates' norms), and then each rank steps its local rows. A row's
+mean is local already. The update is computed twice, once for its norm, so that no second copy is stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.errors import ModelError
 
 @dataclass
 class _Part:
-    """The rows of one parameter that are here, on their way through a step; ``group`` are who have the others."""
+    """Local rows of one parameter during a step; ``group`` are the ranks with the other rows."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -45,7 +45,7 @@ class _Part:
         return torch.finfo(self.weight.dtype).eps if given is None else float(given)
 
     def begin(self) -> list[torch.Tensor]:
-        """Take the step's own row means, and say what must be added up over ranks: scalars, then columns."""
+        """Compute local row means; return the values to all-reduce: scalars, then columns."""
         self.state["step"] += 1
         self.number = int(self.state["step"].item())
         share = self.number ** self.options["beta2_decay"]
@@ -62,7 +62,7 @@ class _Part:
         return [*sums, row.sum(), self.gradient.square().sum(dim=-2)]
 
     def take(self, sums: list[float], columns: torch.Tensor | None) -> None:
-        """The same of all ranks."""
+        """Store the all-reduced values."""
         elements = math.prod(self.full)
         options = self.options
         slowed = min(float(options["lr"]), 1 / math.sqrt(self.number))
@@ -75,7 +75,7 @@ class _Part:
                 column.lerp_(mean, self.number ** options["beta2_decay"])
 
     def update(self) -> torch.Tensor:
-        """What the rows change by, but for the rate; as `torch.optim.Adafactor` has it."""
+        """Compute the update of the rows without the learning rate, as `torch.optim.Adafactor` does."""
         if len(self.full) < 2:
             variance = local_of(self.state["variance"]).clone()
         elif not self.weight.numel():
@@ -90,7 +90,7 @@ class _Part:
         return variance.clamp_(min=self.eps**2).rsqrt_().mul_(self.gradient)
 
     def apply(self, squares: float) -> None:
-        """Change the rows, by no more than a root mean square of ``d``."""
+        """Apply the update, limited to a root mean square of ``d``."""
         decay = self.options["weight_decay"]
         if decay:
             self.weight.mul_(1 - float(self.options["lr"]) * decay)
@@ -99,13 +99,13 @@ class _Part:
 
 
 class Adafactor(torch.optim.Adafactor):
-    """`torch.optim.Adafactor` that also steps FSDP2's parts as one process would step the whole.
+    """`torch.optim.Adafactor` that also steps FSDP2 shards, with the results of one process.
 
     A matrix keeps one number for each row and one for each column (``row_var``, ``col_var``), a vector one for each
-    element (``variance``). Rows are cut over ranks as the parameter's are; columns are on every rank.
+    element (``variance``). Rows are sharded as the parameter's are; columns are replicated.
 
     Raises:
-        ModelError: in the first step, where a parameter is cut along something else than its rows.
+        ModelError: in the first step, if a parameter is sharded along another dim than its rows.
     """
 
     @torch.no_grad()
@@ -130,8 +130,8 @@ class Adafactor(torch.optim.Adafactor):
                 gradient = -gradient if options["maximize"] else gradient
                 part = _Part(weight, gradient, parameter.shape, self.state[parameter], options, 0)
                 parts.setdefault((group, weight.dtype), []).append(part)
-        for (group, dtype), held in parts.items():
-            _step_parts(held, group, torch.promote_types(dtype, torch.float32))
+        for (group, dtype), members in parts.items():
+            _step_parts(members, group, torch.promote_types(dtype, torch.float32))
         return loss
 
     def _step_whole(self, parameter: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
@@ -159,31 +159,31 @@ class Adafactor(torch.optim.Adafactor):
 
     @staticmethod
     def summed_elements(shape: tuple[int, ...]) -> tuple[int, int]:
-        """Elements that a sharded parameter of ``shape`` adds to the first and to the second all-reduce of a step."""
+        """Elements of a sharded parameter of ``shape`` in a step's first and second all-reduce."""
         return (2 + shape[1] if len(shape) == 2 else 1), 1
 
     @staticmethod
     def sharing(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-        """The ranks that each hold some rows of a parameter; ``None`` where this rank has all.
+        """Process group that shares a parameter's rows; ``None`` where this rank has all rows.
 
         Raises:
-            ModelError: it is cut along something else than its rows.
+            ModelError: the parameter is sharded along another dim than its rows.
         """
         if not isinstance(parameter, DTensor):
             return None
-        cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        if any(parameter.placements[axis] != Shard(0) for axis in cuts) or len(cuts) > 1:
+        sharded_axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        if any(parameter.placements[axis] != Shard(0) for axis in sharded_axes) or len(sharded_axes) > 1:
             raise ModelError(
                 f"adafactor: a parameter laid out as {parameter.placements} is cut along something else than its rows, "
                 "and its sums would be those of the part; use adamw, or a strategy without +tp"
             )
-        if not cuts or parameter.device_mesh.shape[cuts[0]] == 1:
+        if not sharded_axes or parameter.device_mesh.shape[sharded_axes[0]] == 1:
             return None
-        return parameter.device_mesh.get_group(cuts[0])
+        return parameter.device_mesh.get_group(sharded_axes[0])
 
 
 def start_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Fill ``state`` with the zeros that a parameter begins with."""
+    """Fill ``state`` with a parameter's initial zeros."""
     state["step"] = torch.tensor(0.0)
     for name, shape in state_shapes(tuple(parameter.shape)).items():
         room = empty_beside(parameter, shape, parameter.dtype)
@@ -192,7 +192,7 @@ def start_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a parameter of ``shape`` keeps: of its last two dimensions a row's and a column's, or itself."""
+    """Shapes of a parameter's state: row and column of its last two dims, or its shape."""
     if len(shape) < 2:
         return {"variance": shape}
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}

@@ -1,9 +1,9 @@
-"""AdamW whose two moments take a byte an element: bitsandbytes' blockwise kernels on each rank's own part.
+"""AdamW with 8-bit moments: bitsandbytes' blockwise kernels on each rank's local shard.
 
-Each run of 256 elements of a rank's part is a block: one fp32 scale (the largest magnitude) and a code of eight bits an
+Each run of 256 elements of a shard is a block: one fp32 scale (the largest magnitude) and a code of eight bits per
 element, from a table of 256 values that are dense near zero (Dettmers et al. 2021, arXiv 2110.02861). A moment is then
-good to about 1 % of its block's largest value, far better for small ones. Blocks follow the part: where it does not
-begin at a multiple of 256 elements, they are others than those of one process.
+accurate to about 1 % of its block's largest value, far better for small ones. Blocks follow the shard: where it does
+not begin at a multiple of 256 elements, they differ from those of one process.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from shardwise.plan.optimizers import QUANTISED_BLOCK, QUANTISED_FROM
 BLOCK = QUANTISED_BLOCK
 MOMENTS = ("state1", "state2")  # bitsandbytes' names: the mean of gradients, and of their squares
 _SCALES = ("absmax1", "absmax2")
-_SLAB = 4096 * BLOCK  # elements that are worked on at once
+_SLAB = 4096 * BLOCK  # elements that are processed at once
 _KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def silence_bitsandbytes() -> None:
-    """Keep bitsandbytes from warning at each import, in each rank, that it has no faster kernel for CPUs."""
+    """Suppress bitsandbytes' warning at import, in each rank, about its CPU kernels."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the elements of a parameter fall into blocks.
+    """Division of a parameter's elements into blocks.
 
-    A part is ``chunk`` elements, the last may have less; there are ``parts`` of them, each with room for ``each``
-    scales, of which a shorter part leaves some unused.
+    A shard has ``chunk`` elements, the last may have fewer; there are ``parts`` of them, each with space for ``each``
+    scales, of which a shorter shard leaves some unused.
     """
 
     numel: int
@@ -49,16 +49,16 @@ class Blocks:
 
     @property
     def parts(self) -> int:
-        """Parts that hold something."""
+        """Number of shards that are not empty."""
         return math.ceil(self.numel / self.chunk)
 
     @property
     def each(self) -> int:
-        """Scales that a whole part has."""
+        """Number of scales of a full shard."""
         return math.ceil(self.chunk / BLOCK)
 
     def same_as(self, other: Blocks) -> bool:
-        """Whether both have the same blocks, so that codes and scales of one are those of the other."""
+        """Return whether both have the same blocks, so that codes and scales are interchangeable."""
         return self.chunk == other.chunk or (self._on_grid and other._on_grid)
 
     @property
@@ -66,63 +66,63 @@ class Blocks:
         return self.chunk >= self.numel or self.chunk % BLOCK == 0
 
     def scale_of(self, elements: torch.Tensor) -> torch.Tensor:
-        """Where the scale of each element (its number in the whole parameter) is among those of all parts."""
+        """Index of the scale of each element, given its index in the unsharded parameter."""
         part = elements // self.chunk
         return part * self.each + (elements - part * self.chunk) // BLOCK
 
 
 def blocks_of(parameter: torch.Tensor) -> Blocks:
-    """The blocks of a parameter as it lies on the ranks.
+    """Blocks of a parameter in its current layout.
 
     Raises:
-        ModelError: it is cut along something else than its rows.
+        ModelError: the parameter is sharded along another dim than its rows.
     """
     numel = parameter.numel()
-    cut = _cut_axis(parameter)
-    if cut is None or not isinstance(parameter, DTensor):
+    axis = _cut_axis(parameter)
+    if axis is None or not isinstance(parameter, DTensor):
         return Blocks(numel, numel)
-    rows = math.ceil(parameter.shape[0] / parameter.device_mesh.shape[cut])
+    rows = math.ceil(parameter.shape[0] / parameter.device_mesh.shape[axis])
     return Blocks(numel, rows * (numel // parameter.shape[0]))
 
 
 def first_element(parameter: torch.Tensor) -> int:
-    """The number, in the whole parameter, of the first element that is here."""
-    cut = _cut_axis(parameter)
-    if cut is None or not isinstance(parameter, DTensor):
+    """Index of the first local element in the unsharded parameter."""
+    axis = _cut_axis(parameter)
+    if axis is None or not isinstance(parameter, DTensor):
         return 0
     coordinate = parameter.device_mesh.get_coordinate() or [0] * parameter.device_mesh.ndim
-    return min(parameter.numel(), coordinate[cut] * blocks_of(parameter).chunk)
+    return min(parameter.numel(), coordinate[axis] * blocks_of(parameter).chunk)
 
 
 def _cut_axis(parameter: torch.Tensor) -> int | None:
-    """The axis of the mesh that cuts the rows of a parameter, if one does."""
+    """Mesh axis that shards the rows of a parameter, if any."""
     if not isinstance(parameter, DTensor):
         return None
-    cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not cuts:
+    sharded_axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not sharded_axes:
         return None
     if (
-        len(cuts) > 1
-        or not isinstance(parameter.placements[cuts[0]], Shard)
-        or not parameter.placements[cuts[0]].is_shard(0)
+        len(sharded_axes) > 1
+        or not isinstance(parameter.placements[sharded_axes[0]], Shard)
+        or not parameter.placements[sharded_axes[0]].is_shard(0)
     ):
         raise ModelError(
             f"adamw8bit: a parameter laid out as {parameter.placements} is cut along something else than its rows, and "
             "blocks of 256 of such parts do not go together; use adamw, or a strategy without +tp"
         )
-    return cuts[0]
+    return sharded_axes[0]
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Whether its state is in 8 bits: where the whole parameter has 4096 elements, whatever part of it is here.
+    """Return whether the state is in 8 bits: from 4096 elements of the unsharded parameter on.
 
-    bitsandbytes has the same number; that the whole counts makes all ranks, and all world sizes, agree.
+    bitsandbytes uses the same threshold; counting the unsharded parameter makes all ranks, and all world sizes, agree.
     """
     return parameter.numel() >= QUANTISED_FROM
 
 
 def require_bitsandbytes(what: str = "optimizer.name 'adamw8bit'") -> None:
-    """Said before anything is read or built.
+    """Check that bitsandbytes is installed, before anything is read or built.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -133,11 +133,11 @@ def require_bitsandbytes(what: str = "optimizer.name 'adamw8bit'") -> None:
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with moments in 8 bits, of whole parameters and of FSDP2's parts alike.
+    """AdamW with moments in 8 bits, for unsharded parameters and FSDP2 shards.
 
     ``state1`` and ``state2`` are laid out as the parameter: codes (uint8) with the scales of their blocks in
-    ``absmax1`` and ``absmax2`` (fp32), or plain fp32 where the whole parameter has less than 4096 elements. ``step`` is
-    a number. Arithmetic is fp32 inside of the kernel, whatever the parameter's dtype.
+    ``absmax1`` and ``absmax2`` (fp32), or plain fp32 where the unsharded parameter has less than 4096 elements.
+    ``step`` is a number. Arithmetic is fp32 inside the kernel, whatever the parameter's dtype.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -169,7 +169,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The 256 values that codes of the first and of the second moment stand for, fp32, ascending."""
+        """Dequantization tables of the first and second moment: 256 values each, fp32, ascending."""
         if device not in self._tables:
             from bitsandbytes.functional import create_dynamic_map
 
@@ -179,14 +179,14 @@ class AdamW8bit(Optimizer):
 
     def _start(self, parameter: torch.Tensor) -> None:
         state = self.state[parameter]
-        narrow = is_quantized(parameter)
+        quantized = is_quantized(parameter)
         state["step"] = 0
-        if narrow:
+        if quantized:
             state["chunk"] = blocks_of(parameter).chunk
         for number, name in enumerate(MOMENTS, 1):
-            kind = torch.uint8 if narrow else torch.float32
+            kind = torch.uint8 if quantized else torch.float32
             state[name] = torch.zeros_like(parameter, dtype=kind, memory_format=torch.contiguous_format)
-            if narrow:
+            if quantized:
                 state[f"absmax{number}"] = empty_scales(parameter).zero_()
 
     def _step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
@@ -242,19 +242,19 @@ class AdamW8bit(Optimizer):
         )
 
     def empty_state(self, parameter: torch.Tensor, key: str) -> torch.Tensor | None:
-        """Room for the scales of 8-bit state; ``None`` for whatever else ``key`` is."""
+        """Allocate the scales of 8-bit state; ``None`` for any other ``key``."""
         return empty_scales(parameter) if key in _SCALES and is_quantized(parameter) else None
 
     def relayout(
         self, parameter: torch.Tensor, saved: Mapping[str, tuple[int, ...]], values: dict[str, Any]
     ) -> Regrouping | None:
-        """What to do where the saved blocks of a parameter are laid out in another way than those here; else ``None``.
+        """Plan the conversion of saved state with other blocks than the local ones; else ``None``.
 
-        ``saved`` are the shapes of saved tensors, ``values`` the saved numbers; ``chunk`` among them becomes that of
-        the parameter here.
+        ``saved`` are the shapes of saved tensors, ``values`` the saved numbers; ``chunk`` among them is set to the
+        local parameter's.
 
         Raises:
-            ValueError: what was saved is no such state.
+            ValueError: the saved values are not such a state.
         """
         if not is_quantized(parameter) or not saved:
             return None
@@ -273,7 +273,7 @@ class AdamW8bit(Optimizer):
 
 @dataclass
 class Regrouping:
-    """The state of one parameter whose blocks were saved under another layout.
+    """State of one parameter whose blocks were saved under another layout.
 
     ``saved`` are the scales of all its blocks, by their name; they are filled before `finish` is called.
     """
@@ -287,11 +287,11 @@ class Regrouping:
 
     @property
     def is_exact(self) -> bool:
-        """Whether codes stay as they are: parts begin at multiples of 256 elements then and now."""
+        """Return whether codes stay unchanged: in both layouts shards begin at multiples of 256."""
         return self.old.same_as(self.new)
 
     def finish(self) -> None:
-        """Put scales in their new places; where blocks are others, make codes and scales anew from what they mean."""
+        """Move scales to the new layout; if the blocks differ, dequantize and quantize once more."""
         begin = first_element(self.parameter)
         for number, (moment, table) in enumerate(zip(MOMENTS, self.tables, strict=True), 1):
             codes = local_of(self.values[moment]).view(-1)
@@ -300,19 +300,19 @@ class Regrouping:
             for start in range(0, codes.numel(), _SLAB):
                 part = codes[start : start + _SLAB]
                 elements = torch.arange(begin + start, begin + start + part.numel(), device=codes.device)
-                place = start // BLOCK
+                index = start // BLOCK
                 if self.is_exact:
-                    own = saved[self.old.scale_of(elements[::BLOCK])]
+                    block_scales = saved[self.old.scale_of(elements[::BLOCK])]
                 else:
                     meant = dequantised(part, saved[self.old.scale_of(elements)], table)
-                    made, own = quantised(meant, table)
+                    made, block_scales = quantised(meant, table)
                     part.copy_(made)
-                scales[place : place + own.numel()] = own
+                scales[index : index + block_scales.numel()] = block_scales
 
 
 @contextmanager
 def _default_stream(tensor: torch.Tensor) -> Iterator[None]:
-    """bitsandbytes 0.50 launches its optimizers on the device's default stream, whatever the current one is."""
+    """Use the default stream, on which bitsandbytes 0.50 always launches its optimizers."""
     if not tensor.is_cuda:
         yield
         return
@@ -323,13 +323,13 @@ def _default_stream(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def empty_scales(parameter: torch.Tensor) -> torch.Tensor:
-    """Room for the scales of one moment, fp32: laid out over the ranks as the parts are, each with as many."""
+    """Allocate the scales of one moment, fp32, sharded as the parameter, equally many per shard."""
     blocks = blocks_of(parameter)
     here = torch.empty(blocks.each, dtype=torch.float32, device=local_of(parameter).device)
-    cut = _cut_axis(parameter)
+    axis = _cut_axis(parameter)
     if not isinstance(parameter, DTensor):
         return here
-    ranks = 1 if cut is None else parameter.device_mesh.shape[cut]
+    ranks = 1 if axis is None else parameter.device_mesh.shape[axis]
     return DTensor.from_local(
         here,
         parameter.device_mesh,
@@ -341,14 +341,14 @@ def empty_scales(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def dequantised(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """What flat ``codes`` stand for, fp32; ``scales`` has one for each element."""
+    """Dequantize flat ``codes`` to fp32; ``scales`` has one value for each element."""
     return table[codes.long()] * scales
 
 
 def quantised(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (uint8) and block scales (fp32) of flat fp32 ``values``: to the nearest of the table.
+    """Quantize flat fp32 ``values`` to codes (uint8) and block scales (fp32), to nearest.
 
-    Off by at most half the gap between two values of the table, times the block's scale.
+    The error is at most half the gap between two values of the table, times the block's scale.
     """
     number = math.ceil(values.numel() / BLOCK)
     padded = torch.nn.functional.pad(values, (0, number * BLOCK - values.numel())).view(number, BLOCK)

@@ -1,4 +1,4 @@
-"""Step each parameter during the backward, as soon as its gradient is final, and free the gradient."""
+"""Step each parameter during backward once its gradient is final, and free the gradient."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 class InBackward:
     """Hooks that step one parameter at a time with an ordinary optimizer.
 
-    FSDP2 calls them on the sharded parameter after its reduction, autograd on a whole one after it has added up all of
-    its uses. While one is stepped, the optimizer sees that parameter alone, in its own group: options that were
-    changed since the last step count. Outside of `running` gradients are left alone.
+    FSDP2 calls them on the sharded parameter after its reduction, autograd on an unsharded one after it has accumulated
+    all of its uses. During a step the optimizer sees only that parameter, in its parameter group: options that were
+    changed since the last step apply. Outside of `running` gradients are not touched.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -31,7 +31,7 @@ class InBackward:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the one backward of a step."""
+        """Enable the hooks for the only backward of a step."""
         self.stepped = set()
         self._running = True
         try:
@@ -40,7 +40,7 @@ class InBackward:
             self._running = False
 
     def remove(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks and release the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,10 +1,10 @@
-"""Whether an optimizer steps what a plan leaves on a rank as it would step the whole model: tried before training.
+"""Check before training that an optimizer steps a plan's shards like the unsharded model.
 
-Most optimizers treat each element alone. LARS, LAMB, Muon, Adafactor, D-Adaptation and Prodigy do not: they reduce over
-a parameter, or over all of them. On DTensors such a reduction is over the whole, unless the optimizer reads it off with
-``.item()`` or looks at the local part. DeepSpeed gives an optimizer the parameters of a group as one flat row, cut
-anywhere: there no such reduction is right, and no shape. No type says which does what, so a copy of the optimizer steps
-a few tiny parameters, laid out as the model's are, and the same ones whole.
+Most optimizers treat each element separately. LARS, LAMB, Muon, Adafactor, D-Adaptation and Prodigy do not: they reduce
+over a parameter, or over all of them. On DTensors such a reduction covers the full tensor, unless the optimizer reads
+it with ``.item()`` or uses the local tensor. DeepSpeed gives an optimizer the parameters of a group as one flat row,
+split anywhere: there no such reduction is correct, and no shape. No type declares its behaviour, so a copy of the
+optimizer steps a few tiny parameters, laid out as the model's are, and the same ones unsharded.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ _SCALES = (1.0, 1e3, 1e-3)
 _LEAST = 1e-4
 """A difference below this share of the update is rounding."""
 _CUT = 37
-"""Percent of a flat row that one rank has on trial: within a parameter, and within one of its rows."""
+"""Percent of a flat row on one rank of a trial: within a parameter, and within a row of it."""
 _NOISE = 10.0
-"""So many times what gradients nudged by 1e-3 change is rounding: Muon computes in bfloat16, some draw at random."""
+"""Rounding limit, in changes by gradients nudged by 1e-3.
+
+Muon computes in bfloat16, and some optimizers draw random numbers.
+"""
 
 _optim = torch.optim
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -50,16 +53,17 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 _FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW)
 _OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
-"""DeepSpeed's own that treat each element alone; a copy of one would end the one that it was made of."""
+"""DeepSpeed's elementwise optimizers; a copy of one would break its original."""
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: Ranks) -> None:
-    """Refuse an optimizer that would step parts of the model otherwise than the whole. Collective.
+    """Reject an optimizer that would step shards unlike the unsharded model. Collective.
 
-    ``optimizer`` holds the parameters as they will be trained. Nothing of it, of them or of the random numbers changes.
+    ``optimizer`` has the parameters as they will be trained. Neither it, nor the parameters, nor the random state
+    changes.
 
     Raises:
-        ModelError: on all ranks, with the optimizer's class and what would be right.
+        ModelError: on all ranks, with the optimizer's class and a valid alternative.
     """
     inner: Optimizer = getattr(optimizer, "optim", optimizer)
     name = type(inner).__name__
@@ -67,21 +71,21 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
     if _is_elementwise(inner) and not _special(inner):
         return
     apart = _apart(plan)
-    cut = (plan.parsed.shards_parameters or plan.dims.tp > 1) and plan.dims.world_size > 1
-    if not cut and not apart:
+    shards = (plan.parsed.shards_parameters or plan.dims.tp > 1) and plan.dims.world_size > 1
+    if not shards and not apart:
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, value in vars(inner).items():
-        if key not in ("param_groups", "state") and any(id(p) not in held for p in _parameters(value)):
+        if key not in ("param_groups", "state") and any(id(p) not in known for p in _parameters(value)):
             raise _keeps(f"{name}.{key}", plan)
     _refuse_any(_tried(inner, optimizer.param_groups, plan, apart), ranks)
 
 
 def check_flattened(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: Ranks) -> None:
-    """`check_optimizer` for DeepSpeed, before it flattens the parameters of each group and cuts them. Collective.
+    """Run `check_optimizer` for DeepSpeed, before it partitions flat parameters. Collective.
 
     Raises:
-        ModelError: on all ranks, with the optimizer's class and what would be right.
+        ModelError: on all ranks, with the optimizer's class and a valid alternative.
     """
     kind = type(optimizer)
     _check_options(optimizer, module, plan)
@@ -106,14 +110,14 @@ def check_flattened(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is known to treat each element alone; a subclass may do otherwise."""
+    """Return whether it is known to be elementwise; a subclass may not be."""
     spec = declared(optimizer)
     named = spec is not None and spec.elementwise and type(optimizer) is loaded_class(spec.factory)
     return named or type(optimizer) in _ELEMENTWISE
 
 
 def _check_options(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
-    """Refuse what the step of a session cannot give, whatever the layout."""
+    """Reject options that a session's step does not support, in any layout."""
     inner: Optimizer = getattr(optimizer, "optim", optimizer)
     name = type(inner).__name__
     closure = inspect.signature(type(inner).step).parameters.get("closure")
@@ -135,18 +139,18 @@ def _keeps(where: str, plan: Plan) -> ModelError:
 
 
 def _refuse_any(found: str, ranks: Ranks) -> None:
-    """Raise on all ranks what any of them has found."""
+    """Raise on all ranks the error of any rank."""
     message = next((text for text in gather_text(found, ranks) if text), "")
     if message:
         raise ModelError(message)
 
 
 def _check_sparse(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
-    """Refuse gradients that come as sparse tensors where they cannot be reduced, and their optimizer elsewhere."""
+    """Reject sparse gradients where they cannot be reduced, and their optimizer elsewhere."""
     tables = {name: part for name, part in module.named_modules() if getattr(part, "sparse", False) is True}
     learns = {clean_name(name): part.weight for name, part in tables.items() if part.weight.requires_grad}
-    cuts = plan.parsed.shards_parameters or plan.dims.splits_model or plan.parsed.engine == "deepspeed"
-    if learns and cuts:
+    shards = plan.parsed.shards_parameters or plan.dims.splits_model or plan.parsed.engine == "deepspeed"
+    if learns and shards:
         raise ModelError(
             f"'{next(iter(learns))}' is an embedding with sparse=True, and {plan.strategy} cannot reduce sparse "
             "gradients over its ranks; build it with sparse=False, or use ddp"
@@ -161,7 +165,7 @@ def _check_sparse(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
 
 
 def _parameters(value: Any, depth: int = 3) -> Iterator[nn.Parameter]:
-    """The trained parameters in an optimizer's attribute, also in lists and dicts."""
+    """Yield the trained parameters in an optimizer's attribute, also in lists and dicts."""
     if isinstance(value, nn.Parameter) and value.requires_grad:
         yield value
     elif depth and isinstance(value, list | tuple | set | dict):
@@ -170,13 +174,13 @@ def _parameters(value: Any, depth: int = 3) -> Iterator[nn.Parameter]:
 
 
 def _special(optimizer: Optimizer) -> bool:
-    """Whether it asks for a kernel that not every layout has."""
+    """Return whether it requests a kernel that does not support every layout."""
     fused = any(group.get("fused") for group in optimizer.param_groups) and type(optimizer) not in _FUSED_ON_SHARDS
     return fused or any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def _apart(plan: Plan) -> str:
-    """Why parameters are not stepped together; empty where they are."""
+    """Reason why parameters are not stepped together; empty where they are."""
     if plan.optimizer_in_backward:
         return "optimizer_in_backward steps each parameter alone"
     if plan.dims.pp > 1:
@@ -188,7 +192,7 @@ def _apart(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Parameters of one group that are laid out alike, and the tiny shape that stands for them."""
+    """Parameters of one group with the same layout, and the tiny shape that represents them."""
 
     group: int
     shape: tuple[int, ...]
@@ -196,14 +200,14 @@ class _Kind:
     placements: tuple[Placement, ...]
 
     def place(self, full: torch.Tensor) -> torch.Tensor:
-        """``full`` cut as the parameters are; nothing is sent."""
+        """Shard ``full`` as the parameters are, without communication."""
         if self.mesh is None:
             return full.clone()
         return distribute_tensor(full.clone(), self.mesh, self.placements, src_data_rank=None)
 
 
 def _kinds(groups: Sequence[dict[str, Any]]) -> dict[_Kind, list[int]]:
-    """The kinds of parameters that are trained, each with the ids of its own."""
+    """Kinds of trained parameters, with the ids of each kind."""
     found: dict[_Kind, list[int]] = {}
     for number, group in enumerate(groups):
         for p in group["params"]:
@@ -215,19 +219,19 @@ def _kinds(groups: Sequence[dict[str, Any]]) -> dict[_Kind, list[int]]:
 
 
 def _tiny(parameter: torch.Tensor, dim: int) -> int:
-    """A small size for a dimension: as even or uneven over the ranks that cut it as it is, or too short for them."""
-    cuts = 1
+    """Small size for a dimension: as even, uneven or too short over its ranks as the original."""
+    shards = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
-            cuts *= parameter.device_mesh.size(axis) if getattr(placement, "dim", None) == dim else 1
+            shards *= parameter.device_mesh.size(axis) if getattr(placement, "dim", None) == dim else 1
     length = parameter.shape[dim]
-    if cuts == 1:
+    if shards == 1:
         return 4
-    return 3 * cuts if length % cuts == 0 else 1 if length < cuts else 3 * cuts - 1
+    return 3 * shards if length % shards == 0 else 1 if length < shards else 3 * shards - 1
 
 
 class _Trial:
-    """Copies of one optimizer over stand-ins: two for each kind, so that a sum over parameters shows, too."""
+    """Copies of one optimizer over stand-ins: two of each kind, to expose sums over parameters."""
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
         self.optimizer, self.groups = optimizer, groups
@@ -238,7 +242,7 @@ class _Trial:
         draw = torch.Generator().manual_seed(0)
         self.starts, self.gradients, self.nudges = [], [], []
         for number, kind in enumerate(self.kinds):
-            slope = torch.ones(kind.shape, dtype=torch.float64)  # parts are unlike each other, and so are parameters
+            slope = torch.ones(kind.shape, dtype=torch.float64)  # shards differ from each other, and so do parameters
             for dim, size in enumerate(kind.shape):
                 ramp = torch.arange(1.0, size + 1, dtype=torch.float64)
                 slope *= ramp.view(-1, *[1] * (len(kind.shape) - dim - 1))
@@ -249,7 +253,7 @@ class _Trial:
             self.nudges.append(1 + _NUDGE * drawn[_STEPS + 1 :])
 
     def run(self, *, cut: bool = False, nudged: bool = False, only: int | None = None) -> list[torch.Tensor]:
-        """Where some steps lead the stand-ins: those of this rank, if they are ``cut``; one ``only``, or all."""
+        """Step the stand-ins and return them: local shards if ``cut``; one ``only``, or all."""
         chosen = [number for number in range(len(self.kinds)) if only in (None, number)]
         made: dict[int, nn.Parameter] = {}
         for number in chosen:
@@ -266,22 +270,22 @@ class _Trial:
         return [local_of(parameter) for parameter in made.values()]
 
     def run_flat(self, *, cut: bool) -> list[torch.Tensor]:
-        """Where they are led as rows: one of all stand-ins of a group, ``cut`` somewhere, and each group by itself."""
+        """Step the stand-ins as flat rows: one row per group, ``cut`` somewhere, group by group."""
         found = [start.clone() for start in self.starts]
         for group in self._places:
             mine = [number for number, kind in enumerate(self.kinds) if kind.group == group]
             if not mine:
                 continue
             row = torch.cat([self.starts[number].flatten() for number in mine])
-            place = _CUT * len(row) // 100 if cut else 0
-            ends = [(0, place), (place, len(row))] if place else [(0, len(row))]
+            split = _CUT * len(row) // 100 if cut else 0
+            ends = [(0, split), (split, len(row))] if split else [(0, len(row))]
             row = torch.cat([self._stepped_row(group, mine, begin, end) for begin, end in ends])
             for number, part in zip(mine, row.split([self.starts[n].numel() for n in mine]), strict=True):
                 found[number] = part.view(self.starts[number].shape)
         return found
 
     def _stepped_row(self, group: int, mine: list[int], begin: int, end: int) -> torch.Tensor:
-        """The elements of a row from ``begin`` to ``end``, as one rank has them."""
+        """Step the elements of a row from ``begin`` to ``end``, as on one rank."""
         row = nn.Parameter(torch.cat([self.starts[number].flatten() for number in mine])[begin:end].clone())
         copied = self._copy([[row] if at == group else [] for at in self._places], {})
         copied.param_groups = [copied.param_groups[group]]
@@ -292,14 +296,14 @@ class _Trial:
         return row.detach()
 
     def _copy(self, members: Sequence[list[nn.Parameter]], memo: dict[int, Any]) -> Optimizer:
-        """The optimizer with stand-ins for parameters (``members`` of its groups), also in its own attributes."""
+        """Copy the optimizer with stand-ins for ``members`` of its groups, also in its attributes."""
         copied: Optimizer = object.__new__(type(self.optimizer))
         for name, value in self.optimizer.__dict__.items():
             if name.endswith("_hooks"):
                 copied.__dict__[name] = OrderedDict()
             elif name == "state":
                 copied.__dict__[name] = defaultdict(dict)
-            elif name not in ("param_groups", "step"):  # a scheduler puts its own step around it
+            elif name not in ("param_groups", "step"):  # a scheduler wraps the step
                 copied.__dict__[name] = copy.deepcopy(value, memo)
         copied.param_groups = []
         for at, group in enumerate(self.groups):
@@ -312,7 +316,7 @@ class _Trial:
         return copied
 
     def error(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, cut: bool = False) -> float:
-        """The largest difference, as a share of the update of its parameter."""
+        """Largest difference, relative to the update of its parameter."""
         worst = 0.0
         for kind, start, one, other in zip(self.kinds, self.starts, found, expected, strict=True):
             update = float((other - start).abs().max())
@@ -325,7 +329,7 @@ class _Trial:
 
 @contextmanager
 def _quiet(seed: int) -> Iterator[None]:
-    """The same random numbers for each run on trial, and none of the loop's; no warnings."""
+    """Fix the random state for a trial, restore the loop's state afterwards, suppress warnings."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
@@ -335,9 +339,10 @@ def _quiet(seed: int) -> Iterator[None]:
 def _tried_whole(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan
 ) -> tuple[_Trial, list[torch.Tensor], float, bool] | str:
-    """A trial, where whole parameters are led in it, what is rounding, and whether each is stepped alone.
+    """Run a trial unsharded; return it, its results, the rounding error, and independence.
 
-    A sentence where it fails as it would in one process, which is empty where that is not known.
+    Independence is whether each kind of parameters, stepped alone, gives the same results. If the trial fails as it
+    would in one process, a sentence is returned instead; it is empty if that is not known.
     """
     name = type(optimizer).__name__
     try:
@@ -359,7 +364,7 @@ def _tried_whole(
 
 
 def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, apart: str) -> str:
-    """Why the plan is wrong for the optimizer, as one sentence; empty where it is right."""
+    """Reason why the plan is wrong for the optimizer, as one sentence; empty if it is right."""
     name, begun = type(optimizer).__name__, _tried_whole(optimizer, groups, plan)
     if isinstance(begun, str):
         return begun
@@ -376,7 +381,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, a
         return str(error)
     except Exception as error:
         why = f" ({_brief(error)})"
-        if type(optimizer).__module__.startswith("torch.optim"):  # its words are about PyTorch's own insides
+        if type(optimizer).__module__.startswith("torch.optim"):  # its message is about PyTorch's internals
             fused = "(fused=True)" if _special(optimizer) else ""
             why = f": PyTorch's {name}{fused} does not compute with a weight of which each rank holds a part"
         return f"{name} cannot step the sharded parameters of {plan.strategy}{why}; use {use}, or AdamW"
@@ -390,7 +395,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, a
 
 
 def _tried_flat(optimizer: Optimizer, plan: Plan) -> str:
-    """Why DeepSpeed's flat rows are wrong for the optimizer, as one sentence; empty where they are right."""
+    """Reason why DeepSpeed's flat rows are wrong for the optimizer, as one sentence; else empty."""
     name, begun = type(optimizer).__name__, _tried_whole(optimizer, optimizer.param_groups, plan)
     if isinstance(begun, str):
         return begun
@@ -411,6 +416,6 @@ def _tried_flat(optimizer: Optimizer, plan: Plan) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """An error on one short line."""
+    """Shorten an error to one line."""
     line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {line[:160]}" if line else type(error).__name__

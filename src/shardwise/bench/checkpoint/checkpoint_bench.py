@@ -1,4 +1,4 @@
-"""What saving a checkpoint costs a training that goes on: several ways to save, in turns, beside real steps.
+"""Benchmark checkpoint saving beside a running training: several contenders, in turns.
 
 One model trains under one strategy, and every contender saves its live state. A turn of a contender is one save and the
 steps after it; in every round each has one turn, in random order, and one more turn has no save at all.
@@ -55,10 +55,10 @@ _WARM_UP = 3
 
 
 class Turn(BaseModel):
-    """One save and the steps after it; seconds of the slowest rank.
+    """Save and the steps after it; seconds of the slowest rank.
 
-    ``seconds`` is until the save was durable, ``stall_s`` how long the loop stood still for it, ``loop_s`` from the
-    call of the save to the end of the last of ``steps_s``, and ``late_s`` how long the save went on after that.
+    ``seconds`` is until the save was durable, ``stall_s`` how long it blocked the loop, ``loop_s`` from the call of the
+    save to the end of the last of ``steps_s``, and ``late_s`` how long the save continued after that.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -85,17 +85,17 @@ class Quartiles(BaseModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Of one value or more."""
+        """Compute quartiles of at least one value."""
         low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3
         return cls(low=low, median=median, high=high)
 
 
 class ContenderRow(BaseModel):
-    """What one contender needed; ratios are of the two turns of a round.
+    """Measurements of one contender; ratios are of the two turns of a round.
 
-    ``of_raw`` is the raw write's time over its own, ``of_direct`` that of the one past the page cache, ``over_ours``
-    its time over that of our save of the same kind, ``stall_of_sync`` its stall over that of our save in the
-    foreground. For ``dip`` and ``lost_s`` see `SaveTurns`.
+    ``of_raw`` is the raw write's time over the contender's, ``of_direct`` that of the write past the page cache,
+    ``over_ours`` its time over that of our save of the same kind, ``stall_of_sync`` its stall over that of our save in
+    the foreground. For ``dip`` and ``lost_s`` see `SaveTurns`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -118,7 +118,7 @@ def _seconds(turn: Turn) -> float:
 
 
 class SaveTurns(BaseModel):
-    """All the turns under one strategy, and what was trained meanwhile."""
+    """Turns of all contenders under one strategy, and the model that was trained meanwhile."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -130,28 +130,28 @@ class SaveTurns(BaseModel):
 
     @property
     def contenders(self) -> list[str]:
-        """Those who saved, in the order in which they were made."""
+        """Names of the contenders, in order of their creation."""
         return list(self.checked)
 
     def of(self, contender: str) -> list[Turn]:
-        """The turns of one contender, by round."""
+        """Turns of one contender, by round."""
         return sorted((turn for turn in self.turns if turn.contender == contender), key=lambda turn: turn.round)
 
     def paired(self, one: str, other: str, value: Callable[[Turn], float]) -> list[float]:
-        """``value`` of ``one`` over that of ``other``, round by round."""
+        """Ratio of ``value`` of ``one`` to that of ``other``, by round."""
         pairs = zip(self.of(one), self.of(other), strict=True)
         return [value(a) / value(b) if value(b) else math.nan for a, b in pairs]
 
     def dips(self, contender: str) -> list[float]:
-        """Median step after a save over the median step of the round's turn without one; 1 is no difference."""
+        """Ratio of the median step after a save to that of the turn without one; 1 is no dip."""
         return self.paired(contender, NO_SAVE, lambda turn: statistics.median(turn.steps_s))
 
     def lost(self, contender: str) -> list[float]:
-        """Seconds by which a save and the steps after it took longer than as many steps without a save."""
+        """Additional seconds of a save and the steps after it, over as many steps without a save."""
         return [a.loop_s - b.loop_s for a, b in zip(self.of(contender), self.of(NO_SAVE), strict=True)]
 
     def summary(self) -> list[ContenderRow]:
-        """One row for each contender."""
+        """Build one row for each contender."""
         return [self._row(contender) for contender in self.contenders]
 
     def _row(self, name: str) -> ContenderRow:
@@ -173,7 +173,7 @@ class SaveTurns(BaseModel):
 
 
 class Decoder(nn.Module):
-    """A small decoder of a size that is asked for; made up, as only its bytes and its time matter."""
+    """Small decoder of a requested size; synthetic, as only its bytes and its time matter."""
 
     def __init__(self, width: int, layers: int = LAYERS) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [samples, tokens, vocabulary]."""
+        """Return logits [samples, tokens, vocabulary]."""
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -205,7 +205,7 @@ class _Layer(nn.Module):
 
 
 def decoder_of(state_bytes: int) -> Callable[[], nn.Module]:
-    """A factory of the `Decoder` whose fp32 weights and AdamW state take about ``state_bytes``."""
+    """Build a factory of `Decoder`: fp32 weights and AdamW state take about ``state_bytes``."""
     weights = state_bytes / (4 * STATE_COPIES)
     width = max(16, round(math.sqrt(weights / (_PER_LAYER * LAYERS)) / 16) * 16)
     layers = max(1, round((weights - 2 * VOCABULARY * width) / (_PER_LAYER * width * width)))
@@ -213,7 +213,7 @@ def decoder_of(state_bytes: int) -> Callable[[], nn.Module]:
 
 
 class OngoingTraining:
-    """A training that goes on: one step at a time, and before the weights change somebody is asked."""
+    """Running training: one step at a time, with a callback before the weights change."""
 
     def __init__(
         self, factory: Callable[[], nn.Module], table: OptimizerTable, plan: Plan, ranks: Ranks, seed: int
@@ -229,7 +229,10 @@ class OngoingTraining:
         self._steps = self._session.run_windows(self._feed())
 
     def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """One step on this rank's micro batch: its seconds without those that ``before_update`` took, and these."""
+        """Run one step on this rank's micro batch.
+
+        Returns its seconds without those of ``before_update``, and the latter.
+        """
         begin = time.perf_counter()
         self._waiting.append([batch])
         current = next(self._steps)
@@ -249,7 +252,7 @@ class OngoingTraining:
 
 
 def random_batches(samples: int, ranks: Ranks) -> Iterator[Batch]:
-    """Random tokens, [samples, SEQ_LEN], for the `Decoder`."""
+    """Yield random tokens, [samples, SEQ_LEN], for the `Decoder`."""
     generator = torch.Generator().manual_seed(ranks.rank)
     while True:
         tokens = torch.randint(VOCABULARY, (samples, SEQ_LEN + 1), generator=generator).to(ranks.device)
@@ -257,7 +260,7 @@ def random_batches(samples: int, ranks: Ranks) -> Iterator[Batch]:
 
 
 def samples_for_step(training: OngoingTraining, step_s: float) -> int:
-    """Samples of a micro batch with which a step takes ``step_s`` at least, up to the double."""
+    """Number of samples of a micro batch so that a step takes from ``step_s`` to its double."""
     samples = 1
     while True:
         batches = random_batches(samples, training.ranks)
@@ -279,13 +282,13 @@ def bench_checkpoints(
 ) -> SaveTurns:
     """Let every contender save ``rounds`` times beside the training; collective.
 
-    Before that each one saves once, and what it wrote is read back and compared bit for bit. Nothing is left in
-    ``folder``, which all ranks see. ``tick`` is told how many rounds are done.
+    Before that each contender saves once, and its files are read back and compared bit for bit. ``folder``, which all
+    ranks see, is empty afterwards. ``tick`` is called with the number of finished rounds.
 
     Raises:
-        CheckpointError: a contender did not write what it was to write.
+        CheckpointError: a contender's files differ from the state.
     """
-    training.step(next(batches))  # an optimizer has no state before
+    training.step(next(batches))  # the optimizer's state is created in its first step
     contenders = list(_contenders(training, batches, folder))
     try:
         order = random.Random(seed)
@@ -309,7 +312,7 @@ def bench_checkpoints(
 
 
 def _contenders(training: OngoingTraining, batches: Iterator[Batch], folder: Path) -> Iterator[Contender]:
-    """Each one, after it has shown that what it writes can be read back."""
+    """Yield each contender, after its files have been read back correctly."""
     state = (training.model, training.optimizer)
 
     def room(name: str) -> Path:
@@ -334,7 +337,7 @@ def _contenders(training: OngoingTraining, batches: Iterator[Batch], folder: Pat
 
 
 def _check(training: OngoingTraining, batches: Iterator[Batch], contender: Contender) -> None:
-    """Save, go on training meanwhile, read back, and compare with what the state was when `save` was called."""
+    """Save, train meanwhile, read back, and compare with the state at the call of `save`."""
     expected = contender.written() if isinstance(contender, Raw) else live_digests(training.model, training.optimizer)
     contender.save(0)
     training.step(next(batches), contender.before_update)
@@ -350,7 +353,7 @@ def _check(training: OngoingTraining, batches: Iterator[Batch], contender: Conte
 
 
 def _turn(training: OngoingTraining, batches: Iterator[Batch], contender: Contender | None, number: int) -> Turn:
-    """One save and the steps after it, from a disk that has nothing left to do."""
+    """Run one save and the steps after it, starting with an idle disk."""
     training.step(next(batches))
     os.sync()
     dist.barrier()
@@ -361,7 +364,7 @@ def _turn(training: OngoingTraining, batches: Iterator[Batch], contender: Conten
         contender.save(number + 1)
         stall = time.perf_counter() - begin
     for _ in range(STEPS):
-        dist.barrier()  # so that none is charged for another's wait
+        dist.barrier()  # so that no rank is charged for another's wait
         took, waited = training.step(next(batches), contender.before_update if contender else lambda: None)
         steps.append(took)
         stall += waited
@@ -392,7 +395,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what was saved; a run's lock stays."""
+    """Remove the saved files, except a run's lock."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in folder.iterdir():
@@ -404,7 +407,7 @@ def _clear(folder: Path) -> None:
 
 
 def _slowest(values: Sequence[float]) -> list[float]:
-    """Each value's largest over the ranks."""
+    """Maximum of each value over the ranks."""
     wire = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(wire, op=dist.ReduceOp.MAX)
     return list(wire.tolist())

@@ -31,7 +31,7 @@ STRATEGIES = ("ddp", "fsdp")
 
 
 class CheckpointBenchRequest(BaseModel):
-    """What the ranks are to do; ``job`` where it is a config's model, else ``state_bytes``."""
+    """Task of the ranks; ``job`` for a config's model, else ``state_bytes``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,8 +45,8 @@ class CheckpointBenchRequest(BaseModel):
 
 
 def time_checkpoints(request: CheckpointBenchRequest, ranks: Ranks) -> dict[str, Any] | None:
-    """Every strategy in turn; what was found, on rank 0. Collective."""
-    warnings.filterwarnings("ignore", module=r"torch\.")  # a peer's warnings are no news of ours
+    """Measure each strategy in turn; the results are returned on rank 0. Collective."""
+    warnings.filterwarnings("ignore", module=r"torch\.")  # a peer's warnings are not relevant here
     cases = []
     for strategy in STRATEGIES:
         cases.append(_case(request, strategy, ranks))
@@ -64,7 +64,7 @@ def time_checkpoints(request: CheckpointBenchRequest, ranks: Ranks) -> dict[str,
 
 
 def _case(request: CheckpointBenchRequest, strategy: str, ranks: Ranks) -> dict[str, Any]:
-    """One strategy, measured."""
+    """Measure one strategy."""
     console = Console(stderr=request.as_json, highlight=False, soft_wrap=True, quiet=not ranks.is_main)
     dims = dims_for(parse_strategy(strategy), ranks.world_size)
     job = request.job
@@ -103,7 +103,7 @@ def _case(request: CheckpointBenchRequest, strategy: str, ranks: Ranks) -> dict[
 
 
 def _corpus_batches(job: Job, ranks: Ranks) -> tuple[int, Any]:
-    """The size of the vocabulary, and this rank's micro batches of the config's data."""
+    """Return the size of the vocabulary, and this rank's micro batches of the config's data."""
     corpus = open_corpus(job.corpus)
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)

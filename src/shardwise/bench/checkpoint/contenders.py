@@ -1,6 +1,6 @@
-"""Ways to save a training state that are measured against each other: the raw disk, and ours.
+"""Contenders of ``bench checkpoint``: ways to save a training state, raw writes and ours.
 
-Each writes the same model and optimizer under the same strategy, durably, and can read back what it wrote.
+Each writes the same model and optimizer under the same strategy, durably, and can read back its files.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.plan import Plan
 
 RAW, RAW_DIRECT, OURS, OURS_ASYNC = "raw write", "raw direct", "ours", "ours async"
-KEPT = 1_000_000  # nothing is pruned while it is timed: the bench removes what was written, of every contender alike
+KEPT = 1_000_000  # nothing is pruned during the timing: the bench removes the files of every contender alike
 
 Digests = dict[str, str]
 
 
 class Contender(Protocol):
-    """One way to save. All methods are collective.
+    """Way to save a training state. All methods are collective.
 
     Attributes:
-        folder: where it writes; others remove what is in there between two saves.
+        folder: its output folder; the bench empties it between two saves.
         seconds: from the call of `save` until the last one was durable, on this rank; known after `finish`.
     """
 
@@ -45,25 +45,25 @@ class Contender(Protocol):
     seconds: float
 
     def save(self, number: int) -> None:
-        """Save into `folder`, for the ``number``-th time; returns when the training may go on."""
+        """Save into `folder`, for the ``number``-th time; returns when the training may continue."""
 
     def before_update(self) -> None:
-        """Called before the optimizer changes the weights."""
+        """Handle the moment before the optimizer changes the weights."""
 
     def finish(self) -> None:
         """Wait until the last save is durable."""
 
     def restored(self) -> Digests:
-        """What `folder` holds of this rank's part of the state: a digest for each tensor."""
+        """Digests of this rank's tensors, read back from `folder`."""
 
     def close(self) -> None:
-        """Give back what was taken."""
+        """Release all resources."""
 
 
 class Raw:
-    """What the disk takes: one file for each rank, from a buffer that is there already, then fsync.
+    """Raw disk write: one file for each rank, from an existing buffer, then fsync.
 
-    As any program writes, through the system's page cache, or ``direct``, past it.
+    It goes through the system's page cache, as any program's writes, or past it if ``direct``.
     """
 
     def __init__(self, folder: Path, num_bytes: int, *, direct: bool) -> None:
@@ -89,22 +89,22 @@ class Raw:
         self.seconds = time.perf_counter() - begin
 
     def before_update(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no write is in progress."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no write is in progress."""
 
     def restored(self) -> Digests:
-        """Of the file; what was to be written is `written`."""
+        """Digest of the file; `written` is the expected one."""
         with RangeReader(self._file) as reader:
             return {"raw": tensor_digest(torch.frombuffer(bytearray(reader.read(0, reader.size)), dtype=torch.uint8))}
 
     def written(self) -> Digests:
-        """Of the buffer."""
+        """Digest of the buffer."""
         return {"raw": tensor_digest(torch.from_numpy(self._buffer))}
 
     def close(self) -> None:
-        """The buffer goes with the object."""
+        """Do nothing: the buffer is freed with the object."""
 
     @property
     def _file(self) -> Path:
@@ -112,7 +112,7 @@ class Raw:
 
 
 class Ours:
-    """`Saver`, as ``shardwise train`` uses it."""
+    """`Saver`, with the settings of ``shardwise train``."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, *, background: bool) -> None:
         self.name = OURS_ASYNC if background else OURS
@@ -142,7 +142,7 @@ class Ours:
         self.seconds = self._called_s + (report.write_s if report.background else 0.0)
 
     def restored(self) -> Digests:
-        """See `Contender`; the live state is what was saved afterwards."""
+        """See `Contender`; the live state was saved afterwards."""
         model, optimizer, _ = self._state
         path = newest(self.folder)
         if path is None:
@@ -156,12 +156,12 @@ class Ours:
 
 
 def live_digests(model: nn.Module, optimizer: Optimizer) -> Digests:
-    """Of every tensor of the model and the optimizer, as far as this rank holds it."""
+    """Digests of every local tensor of the model and the optimizer."""
     return tensor_digests(live_tensors(model, optimizer))
 
 
 def live_tensors(model: nn.Module, optimizer: Optimizer) -> Iterable[tuple[str, torch.Tensor]]:
-    """Name every tensor of the model and the optimizer that this rank holds."""
+    """Yield name and tensor of the model's and the optimizer's local tensors."""
     slots = slots_of(model)
     names = {id(slot.tensor): slot.name for slot in slots}
     for slot in slots:
@@ -172,12 +172,12 @@ def live_tensors(model: nn.Module, optimizer: Optimizer) -> Iterable[tuple[str, 
 
 
 def tensor_digests(tensors: Iterable[tuple[str, Any]]) -> Digests:
-    """Hash what this rank holds of each tensor."""
+    """Hash the local part of each tensor."""
     return {name: tensor_digest(local_of(tensor)) for name, tensor in tensors if isinstance(tensor, torch.Tensor)}
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """The dtype, the shape and a hash of the bytes."""
+    """Digest of a tensor: dtype, shape and a hash of the bytes."""
     made = hasher()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     made.update(flat.view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""What ``bench comm`` found: the table, the verdicts, and the three files it leaves."""
+"""Report of ``bench comm``: the table, the verdicts, and its three output files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.measure.comm_facts import CommFit, CommSamples
 from shardwise.units import bytes_text
 
-BENT = 0.5  # of a median, by which latency and bandwidth may miss it before it is said
+BENT = 0.5  # of a median: minimum error of latency and bandwidth that is reported
 
 
 def conclude(
     cluster: ClusterSpec, facts: dict[str, Any], found: Sequence[CommSamples], output: Path, console: Console
 ) -> dict[str, Any]:
-    """Fit, compare, print, and write samples, calibration and plot into ``output``; the document of ``--json``.
+    """Fit, compare, print, write the files into ``output``; returns the document of ``--json``.
+
+    The files are the samples, the calibration and the plot.
 
     Raises:
         MachineError: a file cannot be written.
@@ -61,13 +63,13 @@ def conclude(
     console.print(f"raw samples: {samples}", markup=False)
     console.print(f"calibration: {calibration} (shardwise plan MODEL --calibration {calibration})", markup=False)
     plot = samples.with_suffix(".png")
-    told = f"plot: {plot}" if draw_links(document, plot) else "no plot: matplotlib is not installed"
-    console.print(told, markup=False)
+    plot_note = f"plot: {plot}" if draw_links(document, plot) else "no plot: matplotlib is not installed"
+    console.print(plot_note, markup=False)
     return document
 
 
 def calibration_file(facts: dict[str, Any], found: Sequence[CommSamples], fits: Sequence[CommFit]) -> CalibrationFile:
-    """The file that ``plan`` reads."""
+    """Build the calibration file for ``plan``."""
     measured = [
         MeasuredLink(
             collective=one.collective,
@@ -92,7 +94,7 @@ def as_document(
     verdicts: Sequence[LinkVerdict],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """All that was measured and made of it, as the JSON document and the file of raw samples have it."""
+    """Build the JSON document: all measurements and results, also the file of raw samples."""
     return {
         "schema": 1,
         "kind": "links",
@@ -113,7 +115,7 @@ def as_document(
 
 
 def link_table(found: Sequence[CommSamples], fits: Sequence[CommFit], facts: dict[str, Any]) -> Table:
-    """A row for each collective on each axis."""
+    """Build a table with a row for each collective on each axis."""
     title = f"{facts['ranks']} ranks, {facts['backend']}, {facts['device_name']}: latency and bandwidth, 95 % intervals"
     table = Table(title=title, title_justify="left")
     columns = ("axis", "ranks", "collective", "latency", "", "bus bandwidth", "", "largest", "algbw", "busbw")
@@ -141,7 +143,7 @@ def _interval(ends: tuple[float, float] | None, text: Any) -> str:
 
 
 def _left_out(found: Sequence[CommSamples], fits: Sequence[CommFit]) -> list[str]:
-    """Sizes that were too long for the time, and figures that the sizes do not show."""
+    """List sizes above the time limit, and values that the sizes do not determine."""
     lines = []
     for one, its in zip(found, fits, strict=True):
         what = f"{one.collective} on {one.axis}"

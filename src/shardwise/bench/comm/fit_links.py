@@ -1,10 +1,10 @@
-"""Latency and bandwidth out of a ladder of sizes: seconds = latency + bus bytes / bandwidth (Hockney 1994).
+"""Fit of latency and bandwidth to a ladder of sizes: seconds = latency + bytes / bandwidth.
 
-Real ladders bend in between, where a protocol or a cache changes, and a single least-squares line would be pulled by
-the bend. So each end speaks for itself: the bandwidth is the median slope over the largest sizes (Theil and Sen), the
-latency what the smallest ones take beyond their bytes. How far the line is off in between is told as ``misfit``;
-predictions read the measured curve and not the line. Intervals are a bootstrap over the rounds: what another time of
-day would change is not in them.
+The model is that of Hockney 1994, with bus bytes. Real ladders bend in between, where a protocol or a cache changes,
+and a single least-squares line would be pulled by the bend. So each end is fitted separately: the bandwidth is the
+median slope over the largest sizes (Theil and Sen), the latency is the smallest sizes' time beyond their bytes. The
+error of the line in between is reported as ``misfit``; predictions use the measured curve and not the line. Intervals
+are a bootstrap over the rounds: they do not include changes between times of day.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import numpy.typing as npt
 
 from shardwise.measure.comm_facts import CommFit, CommSamples
 
-TOP = 8.0  # sizes that take at least an eighth of what the largest takes show the bandwidth
-ABOVE = 2.0  # and at least twice what the smallest takes, else it is latency that they show
-SMALL = 0.2  # sizes of which at most a fifth goes into bytes show the latency
+TOP = 8.0  # sizes that take at least an eighth of the largest one's time determine the bandwidth
+ABOVE = 2.0  # and at least twice the smallest one's time, else they are dominated by latency
+SMALL = 0.2  # sizes whose bytes take at most a fifth of their time determine the latency
 MOST_SMALL = 5
 RESAMPLES = 400
 SEED = 20
 STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
-"""Half of a 95 % interval in standard errors, by degrees of freedom (Student's t; 1.96 for many)."""
+"""Half a 95 % interval in standard errors, by degrees of freedom (Student; 1.96 for many)."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def fit(samples: CommSamples) -> CommFit:
-    """Fit the medians; None where too few sizes show a thing."""
+    """Fit the medians; None for a value that too few sizes determine."""
     wire = np.array(samples.sizes_bytes, dtype=np.float64) * samples.factor
     rounds = np.array(samples.samples_s, dtype=np.float64)
     medians = np.median(rounds, axis=1)
@@ -61,7 +61,7 @@ def _line(wire: Floats, seconds: Floats) -> tuple[float | None, float | None]:
 
 
 def _slope(wire: Floats, seconds: Floats) -> float | None:
-    """The median of bytes/s between any two of the points, each as heavy as it is long; None if there are too few."""
+    """Median of bytes/s between any two points, weighted by their distance; None for too few."""
     if len(wire) < 2:
         return None
     first, second = np.triu_indices(len(wire), k=1)
@@ -73,7 +73,7 @@ def _slope(wire: Floats, seconds: Floats) -> float | None:
 
 
 def _bootstrap(wire: Floats, rounds: Floats) -> list[tuple[float | None, float | None]]:
-    """The fit of medians of rounds drawn again; empty where there are too few rounds to draw from."""
+    """Fit medians of resampled rounds; empty if there are too few rounds."""
     if rounds.shape[1] < 3:
         return []
     random = np.random.default_rng(SEED)
@@ -83,10 +83,11 @@ def _bootstrap(wire: Floats, rounds: Floats) -> list[tuple[float | None, float |
 
 
 def _interval(middle: float, values: Sequence[float | None], rounds: int) -> tuple[float, float] | None:
-    """The middle 95 % of fits around ``middle``, wider where they are drawn from few rounds.
+    """Middle 95 % of fits around ``middle``, widened where they are drawn from few rounds.
 
-    A bootstrap of n values is as narrow as if their scatter were known: of 3 rounds it holds the truth in 8 cases of
-    10. So its ends move away by Student's factor, in logarithms, as neither latency nor bandwidth can be below 0.
+    A bootstrap of n values is as narrow as if their scatter were known: of 3 rounds it contains the true value in 8
+    cases of 10. So its ends are moved outwards by Student's factor, in logarithms, as neither latency nor bandwidth can
+    be below 0.
     """
     known = [value for value in values if value is not None]
     if len(known) < RESAMPLES // 2:

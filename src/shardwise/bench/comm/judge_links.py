@@ -1,4 +1,4 @@
-"""What was measured against what the catalogue expects of the link, in words; and which group of an axis is slow."""
+"""Verdicts on measured links: comparison with the catalogue, and slow groups of an axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import Link
 from shardwise.measure.comm_facts import CommFit, CommSamples
 
-SLOW = 0.7  # of what is expected; the catalogue itself is within 15 % of what was published
+SLOW = 0.7  # of the expected rate; the catalogue itself is within 15 % of published measurements
 UNEVEN = 1.3  # the slowest group of an axis over the fastest
 LOOK = {
     "nvlink": "look at nvidia-smi topo -m and nvidia-smi nvlink -s; is NCCL_P2P_DISABLE set?",
@@ -24,7 +24,10 @@ LOOK = {
 
 
 class LinkVerdict(BaseModel):
-    """One collective on one axis against the catalogue, bus bytes/s. ``ratio`` is None where either is unknown."""
+    """Comparison of one collective on one axis with the catalogue, in bus bytes/s.
+
+    ``ratio`` is None where either is unknown.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,7 +43,7 @@ class LinkVerdict(BaseModel):
 
 
 def judge(samples: CommSamples, fit: CommFit, cluster: ClusterSpec) -> LinkVerdict:
-    """Expected and measured bus bandwidth of one collective, and where to look if it is slow."""
+    """Compare expected and measured bus bandwidth of a collective; suggest checks if it is slow."""
     across = samples.where == "network"
     pair = samples.collective == "send"
     group = Group(2, 1 if across else 2) if pair else Group(samples.ranks, samples.per_node)
@@ -69,7 +72,7 @@ def judge(samples: CommSamples, fit: CommFit, cluster: ClusterSpec) -> LinkVerdi
 
 
 def uneven_groups(samples: Sequence[CommSamples]) -> list[str]:
-    """A line for each axis one of whose groups is slower than another: other links join them, or one is bad."""
+    """Report each axis with one group slower than another: other links, or a bad one."""
     lines = []
     for one in samples:
         if len(one.group_s) < 2 or min(one.group_s) <= 0:
@@ -85,7 +88,7 @@ def uneven_groups(samples: Sequence[CommSamples]) -> list[str]:
 
 
 def link_name(link: Link | None, cluster: ClusterSpec, *, across: bool) -> str:
-    """``PCIe 4 x16``, ``NVLink`` or ``network``; what is not known is said to be so."""
+    """Name of a link: ``PCIe 4 x16``, ``NVLink`` or ``network``, or that it is unknown."""
     if across:
         return "network" if link is None else f"network {_gbit(link.bytes_per_s)}"
     if cluster.device == "cpu":
@@ -102,7 +105,7 @@ def link_name(link: Link | None, cluster: ClusterSpec, *, across: bool) -> str:
 
 
 def rate_text(bytes_per_s: float | None) -> str:
-    """``25.2 GB/s`` or ``11.9 MB/s``, decimal as links are; ``unknown`` for None."""
+    """Format ``25.2 GB/s`` or ``11.9 MB/s``, decimal as links are; ``unknown`` for None."""
     if bytes_per_s is None:
         return "unknown"
     for size, name in ((1e9, "GB/s"), (1e6, "MB/s")):
@@ -112,7 +115,7 @@ def rate_text(bytes_per_s: float | None) -> str:
 
 
 def latency_text(seconds: float | None) -> str:
-    """``36.0 µs`` or ``5.21 ms``; ``unknown`` for None."""
+    """Format ``36.0 µs`` or ``5.21 ms``; ``unknown`` for None."""
     if seconds is None:
         return "unknown"
     return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -1,11 +1,11 @@
-"""Time collectives on the axes of a plan's mesh: all groups of an axis at once, as a training step has them.
+"""Time collectives on the axes of a plan's mesh, on all groups of an axis at once.
 
-A sample is the time of several calls in a row, over their number; the ranks meet before the first. On GPUs CUDA events
-take the time on the stream, on CPUs it is the host's clock. A round goes over all sizes before the next one begins, so
-that what changes with time changes all sizes alike.
+That is how a training step uses them. A sample is the time of several calls in a row, over their number; the ranks meet
+before the first. On GPUs CUDA events measure the time on the stream, on CPUs the host's clock. A round covers all sizes
+before the next one begins, so that drift affects all sizes alike.
 
-Left out: other traffic at the same time (two axes, or computation, beside each other), and the types of real gradients:
-the elements are fp32 zeros.
+Not measured: other traffic at the same time (two axes, or computation, beside each other), and the types of real
+gradients: the elements are fp32 zeros.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from shardwise.plan.plan import Plan
 
 ROUNDS = (5, 15)  # samples of each size: at least, at most
 LATE_ROUNDS = 3  # at least, where calls take longer than they first did
-FIRST_CALLS = 2  # of each size, before the rounds: one that warms up, one that says how long a call takes
-FEWEST = 3  # sizes that are measured whatever they take
+FIRST_CALLS = 2  # of each size, before the rounds: one to warm up, one to estimate the time of a call
+FEWEST = 3  # sizes that are always measured
 MOST_CALLS = 200  # in a row
 MAIN_SHARE = 0.7  # of the time, for the rounds
-FLAT = 1.15  # a size that takes no more than that times the smallest shows the same thing
-DEAR = 0.3  # of the time: where all sizes would take more than that for latency alone, every other flat one is skipped
+FLAT = 1.15  # a size within this factor of the smallest one's time adds no information
+DEAR = 0.3  # of the time: if all sizes would take more than that for latency alone, every other flat one is skipped
 
 Call = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """An axis, and this rank's group on it."""
+    """Axis, and this rank's group on it."""
 
     axis: Axis
     group: dist.ProcessGroup | None
@@ -47,7 +47,7 @@ class AxisGroup:
 
 
 def axes_of(plan: Plan, ranks: Ranks) -> list[AxisGroup]:
-    """The axes of the plan's mesh with two ranks or more. Collective.
+    """Axes of the plan's mesh with two ranks or more. Collective.
 
     Raises:
         PlanError: the plan is for another number of ranks.
@@ -68,7 +68,7 @@ def axes_of(plan: Plan, ranks: Ranks) -> list[AxisGroup]:
 
 
 def backend_of(ranks: Ranks) -> tuple[str, dict[str, str]]:
-    """What carries the ranks' tensors, ``gloo`` or ``nccl``, and the versions that matter to it."""
+    """Return the backend of the ranks, ``gloo`` or ``nccl``, and its relevant versions."""
     versions = {"torch": str(torch.__version__)}
     if ranks.device.type != "cuda":
         return str(dist.get_backend()), versions
@@ -98,9 +98,10 @@ def bench_comm(
     collectives: Sequence[Collective] = COLLECTIVES,
     log: Callable[[str], None] = lambda text: None,
 ) -> list[CommSamples]:
-    """Measure each of ``collectives`` on every axis of ``plan``, for at most about ``seconds`` each. Collective.
+    """Measure each of ``collectives`` on every axis of ``plan``, at most about ``seconds`` each.
 
-    ``sizes`` (bytes) rise; those that would take too long are left out, and told. Every rank returns the samples.
+    Collective. ``sizes`` (bytes) rise; those that would take too long are left out, and reported. Every rank returns
+    the samples.
     """
     found = []
     for place in axes_of(plan, ranks):
@@ -113,7 +114,7 @@ def bench_comm(
 def _bench_one(
     collective: Collective, place: AxisGroup, ranks: Ranks, sizes: tuple[int, ...], seconds: float
 ) -> CommSamples:
-    """One collective on one axis."""
+    """Measure one collective on one axis."""
     taken: list[float] = []
     calls: list[Call] = []
     kept: list[int] = []
@@ -150,7 +151,7 @@ def _bench_one(
 
 
 def _schedule(taken: Sequence[float], seconds: float) -> tuple[int, list[int]]:
-    """Rounds, and calls of each size in a row; the same on every rank, as ``taken`` is."""
+    """Choose rounds, and calls of each size in a row; equal on all ranks, as ``taken`` is."""
     share = MAIN_SHARE * seconds / (ROUNDS[0] * len(taken))
     each = [max(1, min(MOST_CALLS, int(share / max(once_s, 1e-7)))) for once_s in taken]
     full = sum(once_s * number for once_s, number in zip(taken, each, strict=True))
@@ -158,10 +159,13 @@ def _schedule(taken: Sequence[float], seconds: float) -> tuple[int, list[int]]:
 
 
 def _timed(call: Call, number: int, ranks: Ranks) -> float:
-    """Seconds of one of ``number`` calls in a row on this rank; ranks meet before. 0 where it has no part in them."""
+    """Seconds per call of ``number`` calls in a row on this rank; ranks meet before.
+
+    0 if the rank does not take part in them.
+    """
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
-        gather_ints([0], ranks)  # a barrier would go over the links that are measured
+        gather_ints([0], ranks)  # a barrier would use the links that are measured
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         call(number)
@@ -179,7 +183,7 @@ def _slowest(seconds: float, ranks: Ranks) -> float:
 
 
 def _gathered(collective: Collective, place: AxisGroup, ranks: Ranks, rows: list[list[float]]) -> CommSamples:
-    """All ranks' samples, without their sizes: each round of a size takes as long as on the slowest rank."""
+    """Gather all ranks' samples, without sizes: each round of a size is its slowest rank's."""
     everyone = [json.loads(text) for text in gather_text(json.dumps(rows), ranks)]
     axis, active = place.axis, [_active(collective, group) for group in place.axis.groups]
     halves = 0.5 if collective == "send" else 1.0
@@ -204,12 +208,12 @@ def _gathered(collective: Collective, place: AxisGroup, ranks: Ranks, rows: list
 
 
 def _active(collective: Collective, group: Sequence[int]) -> list[int]:
-    """Ranks whose clock counts: all of a group, of a send the one that begins."""
+    """Ranks whose clock counts: all of a group; of a send, the sender."""
     return [group[0]] if collective == "send" else list(group)
 
 
 def call_of(collective: Collective, place: AxisGroup, size: int, device: torch.device) -> Call:
-    """A function that does ``collective`` of ``size`` bytes so many times in a row, on this rank."""
+    """Build a function that runs ``collective`` of ``size`` bytes n times in a row on this rank."""
     group, ranks = place.group, len(place.mine)
     full = torch.zeros(size // 4, dtype=torch.float32, device=device)
     if collective == "send":
@@ -235,7 +239,7 @@ def call_of(collective: Collective, place: AxisGroup, size: int, device: torch.d
 
 
 def _ping_pong(message: torch.Tensor, place: AxisGroup) -> Call:
-    """There and back between the first and the last rank of the group; the others have nothing to do."""
+    """Send back and forth between the first and the last rank of the group; others are idle."""
     first, last = place.mine[0], place.mine[-1]
     rank = dist.get_rank()
 

@@ -1,20 +1,20 @@
-"""The curve beyond what was measured: the smallest size's own step, and the data-parallel traffic of more ranks.
+"""Predicted scaling beyond the measured sizes: a measured step, and modelled dp traffic.
 
-What a device computes by itself is taken as measured on the smallest size, part by part, and is not modelled. Modelled
-is what more data-parallel ranks add:
+The computation of a device is measured on the smallest size, part by part, and is not modelled. Modelled are the
+additions of more data-parallel ranks:
 
 - the collectives of `parallel.replicate` and `parallel.shard`: ddp's buckets (the first of 1 MiB, the others of 25 MiB,
   PyTorch's defaults, filled in the order in which gradients come), each unit's gathers and reductions under zero2, fsdp
   and hsdp; their seconds are those of `cost.collectives`, from the calibration of ``bench comm`` or the catalogue;
-- what of it a computation hides: ddp reduces beside the last backward; sharded units are gathered one ahead on a GPU
+- the part that computation hides: ddp reduces beside the last backward; sharded units are gathered one ahead on a GPU
   (`cost.schedule`), while gloo on a CPU finishes each call before it returns, so that nothing is hidden;
 - the small messages of a step (`CONTROL_CALLS`);
 - waiting for the slowest: the mean of the largest of n draws from the measured steps of the smallest size, as if ranks
-  were late by chance and each on its own.
+  were late by chance and independently.
 
-Left out: networks of several layers and their congestion, products that become slower as strong scaling makes micro
-batches smaller, and what stages of a pipeline send each other. What of it a measured size shows is kept: the curve goes
-through the largest size that had cores or GPUs of its own. How far off it is: docs/scaling.md. No torch here.
+Not modelled: networks of several layers and their congestion, products that become slower as strong scaling makes micro
+batches smaller, and transfers between stages of a pipeline. Measured sizes include these: the curve goes through the
+largest size whose ranks had separate cores or GPUs. Errors are listed in docs/scaling.md. No torch here.
 """
 
 from __future__ import annotations
@@ -45,31 +45,36 @@ from shardwise.model.profile import ModelProfile, Unit, Weight
 from shardwise.plan.plan import Plan
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-"""Of DistributedDataParallel: ``dist._DEFAULT_FIRST_BUCKET_BYTES`` and ``bucket_cap_mb`` of PyTorch 2.13."""
+"""DDP's ``dist._DEFAULT_FIRST_BUCKET_BYTES`` and ``bucket_cap_mb`` in PyTorch 2.13."""
 CONTROL_CALLS = {True: 3, False: 2}
-"""Small messages of a step: what ranks agree on, the loss, and over shards the norm of the gradient."""
+"""Small messages of a step: rank agreement, the loss, and over shards the gradient norm."""
 CONTROL_BYTES = 512.0
 HOST_COPY_BYTES_PER_S = 8e9
-"""Of copies into and out of the flat buffers of sharded units on a CPU: 4 to 11 GB/s for 0.3 to 28 MB that were not in
-its caches, measured on one EPYC core. A GPU's are left out: they take a hundredth of that.
+"""Rate of copies into and out of the flat buffers of sharded units on a CPU.
+
+Measured were 4 to 11 GB/s for 0.3 to 28 MB that were not in its caches, on one EPYC core. A GPU's copies are not
+modelled: they take a hundredth of that.
 """
 SHARD_COPIES = 1.5
-"""Bytes copied for each byte of a unit: its shard into a buffer and the whole out of one, or the other way round."""
+"""Bytes copied per byte of a unit: a shard into a buffer, unsharded out of one, or reversed."""
 FIXED = ("clip", "optimizer")
 """Parts that do not shrink with a rank's samples, but with its shard of the weights."""
 TALK = ("exposed_dp", "control", "slowest_rank")
 """Parts that more than one data-parallel rank has, and that are modelled."""
 LINK_SPREAD = {"measured": (0.95, 1.05), "catalogue": (0.85, 1.5), "cpu": (0.5, 2.0)}
-"""Seconds of a collective over those predicted, in 8 of 10 cases: a fit on this very link, the catalogue's GPU links
-(benchmarks/accuracy: 16 % at the 90th percentile inside a node, worse across nodes), and two CPU ranks of elsewhere;
-the first and the last are estimates.
+"""Ratio of measured to predicted collective seconds, in 8 of 10 cases.
+
+The cases are a fit on the same link, the catalogue's GPU links (benchmarks/accuracy: 16 % at the 90th percentile inside
+a node, worse across nodes), and two CPU ranks on another machine; the first and the last are estimates.
 """
 
 
 class Point(BaseModel):
-    """One size of the curve. ``model_s`` is the formulas' alone, the sum of what a rank does by itself (``own_s``), of
-    what it waits for links and for the slowest rank; ``step_s`` goes through what was measured, within ``low_s`` and
-    ``high_s`` in 8 of 10 cases. ``reason`` says why they are not known, where they are ``None``.
+    """Size on the scaling curve.
+
+    ``model_s`` is the formulas' result, the sum of a rank's local time (``own_s``) and its waits for links and for the
+    slowest rank; ``step_s`` goes through the measurements, within ``low_s`` and ``high_s`` in 8 of 10 cases. ``reason``
+    explains why they are ``None``, if they are.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -91,7 +96,7 @@ class Point(BaseModel):
 
 
 class ScalingCurve(BaseModel):
-    """Points of one mode, what was assumed for them, and measured over modelled at the size they were moved to."""
+    """Points of one mode, their assumptions, and measured over modelled at the anchored size."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -103,7 +108,7 @@ class ScalingCurve(BaseModel):
 
 
 def units_of(profile: ModelProfile | None, plan: Plan) -> tuple[UnitTraffic, ...]:
-    """The units of a model as data-parallel traffic sees them, in order; empty where there is no profile."""
+    """Units of a model for data-parallel traffic, in order; empty without a profile."""
     if profile is None:
         return ()
     full = sum(unit.flops * unit.count for unit in profile.units) or 1.0
@@ -128,7 +133,7 @@ def _unit(unit: Unit, share: float, plan: Plan) -> UnitTraffic:
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds of a step: what a rank does by itself, what it waits for links, and for the slowest rank."""
+    """Seconds of a step: a rank's local time, its waits for links, and for the slowest rank."""
 
     own_s: float
     links_s: float
@@ -136,7 +141,7 @@ class Answer:
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """Total seconds of the step."""
         return self.own_s + self.links_s + self.slowest_s
 
 
@@ -149,7 +154,10 @@ class Links:
     calibration: Calibration | None = None
 
     def seconds(self, kind: CollectiveKind, message_bytes: float, *, replicas: bool = False) -> float:
-        """Seconds of one over the ranks that share gradients, or (hsdp) over its replicas; nan where not known."""
+        """Seconds of one collective over the ranks that share gradients; nan if unknown.
+
+        With ``replicas`` (hsdp) over the replicas.
+        """
         dims, per_node = self.plan.dims, self.cluster.devices_per_node
         sharded = self.plan.parsed.shards_parameters
         ranks = (dims.dp_shard if sharded else dims.dp) * dims.cp
@@ -161,7 +169,7 @@ class Links:
         return collective_s(kind, message_bytes, group, self.cluster, sharing=sharing, calibration=self.calibration)
 
     def reduce_unit(self, message_bytes: float) -> float:
-        """Seconds to reduce the gradients of one sharded unit: scattered in its group, then over the replicas."""
+        """Seconds to reduce a sharded unit's gradients: scattered in its group, then over replicas."""
         seconds = self.seconds("reduce_scatter", message_bytes)
         if self.plan.dims.dp_replicate > 1:
             share = self.plan.dims.dp_shard * self.plan.dims.cp
@@ -170,24 +178,25 @@ class Links:
 
 
 def predict(base: Sample, units: Sequence[UnitTraffic], plan: Plan, links: Links, *, busy: bool = False) -> Answer:
-    """One step of ``plan``, from the measured step ``base`` of a smaller size of the same reference plan.
+    """Predict one step of ``plan`` from the measured step ``base`` of a smaller size.
 
-    ``busy``: the ranks of a node keep all its cores computing, so that a CPU's hidden communication takes from it.
+    Both have the same reference plan. ``busy``: the ranks of a node keep all its cores computing, so that a CPU's
+    hidden communication slows the computation.
 
     Raises:
-        PlanError: the base has no timing, or the bandwidth between the ranks is not known.
+        PlanError: the base has no timing, or the bandwidth between the ranks is unknown.
     """
     if base.timing is None or not units:
         raise PlanError("where the smallest size's time goes is not known" if units else "the model cannot be traced")
     work = plan_share(plan) / base.share
-    own = {
+    local = {
         part: spread.mean_s * _factor(part, base, plan, work) for part, spread in base.timing.parts.items() if spread
     }
     scale = base.step_s / base.timing.step_s if base.timing.step_s else 1.0
-    own = {part: seconds * scale for part, seconds in own.items()}
-    own_s = sum(own.values())
-    backward = (own.get("backward", 0.0) + own.get("recompute", 0.0)) / plan.grad_accum
-    forward = own.get("forward", 0.0) / plan.grad_accum
+    local = {part: seconds * scale for part, seconds in local.items()}
+    local_s = sum(local.values())
+    backward = (local.get("backward", 0.0) + local.get("recompute", 0.0)) / plan.grad_accum
+    forward = local.get("forward", 0.0) / plan.grad_accum
     exposed = 0.0
     if plan.dims.dp * plan.dims.cp > 1:
         exposed = _exposed_s(units, plan, links, forward, backward, busy=busy)
@@ -196,22 +205,22 @@ def predict(base: Sample, units: Sequence[UnitTraffic], plan: Plan, links: Links
     if not math.isfinite(exposed):
         raise PlanError("the bandwidth between the ranks is not known: give --calibration, measured by bench comm")
     nodes = max(1, links.cluster.nodes)
-    exposed += JITTER * math.log2(nodes) * own_s
-    late = slowest_of(base.steps_s, plan.dims.world_size // base.devices) * own_s
-    return Answer(own_s=own_s, links_s=exposed, slowest_s=late)
+    exposed += JITTER * math.log2(nodes) * local_s
+    late = slowest_of(base.steps_s, plan.dims.world_size // base.devices) * local_s
+    return Answer(own_s=local_s, links_s=exposed, slowest_s=late)
 
 
 def plan_share(plan: Plan) -> int:
-    """Samples of a step that a data-parallel rank of ``plan`` has."""
+    """Samples of a step on one data-parallel rank of ``plan``."""
     return (plan.micro_batch or 1) * plan.grad_accum
 
 
 def _factor(part: str, base: Sample, plan: Plan, work: float) -> float:
-    """How a part of the base's step grows on ``plan``; 0 for what is modelled anew."""
+    """Factor of a part of the base's step on ``plan``; 0 for modelled parts."""
     alone = base.plan.dims.dp * base.plan.dims.cp == 1
     if part in TALK:
         return 1.0 if alone and part == "control" else 0.0
-    if part == "pipeline":  # p − 1 micro batches at the ends of a step, however many there are
+    if part == "pipeline":  # p − 1 micro batches at the ends of a step, for any number of them
         return (plan.micro_batch or 1) / (base.plan.micro_batch or 1)
     if part not in FIXED:
         return work
@@ -222,10 +231,10 @@ def _factor(part: str, base: Sample, plan: Plan, work: float) -> float:
 
 
 def slowest_of(steps_s: Sequence[float], ranks: int) -> float:
-    """The mean of the largest of ``ranks`` draws from ``steps_s`` above their mean, as a part of it.
+    """Mean of the largest of ``ranks`` draws from ``steps_s`` above their mean, relative to it.
 
     Of the values in order, the k-th of m is the largest of n draws with probability (k/m)^n - ((k-1)/m)^n. It is never
-    more than the largest value seen.
+    more than the largest observed value.
     """
     ordered, number = sorted(steps_s), len(steps_s)
     if ranks < 2 or number < 2:
@@ -238,7 +247,10 @@ def slowest_of(steps_s: Sequence[float], ranks: int) -> float:
 def _exposed_s(
     units: Sequence[UnitTraffic], plan: Plan, links: Links, forward_s: float, backward_s: float, *, busy: bool
 ) -> float:
-    """Seconds of a step that its data-parallel traffic adds; ``forward_s``, ``backward_s`` are a micro batch's own."""
+    """Exposed seconds of a step's data-parallel traffic.
+
+    ``forward_s`` and ``backward_s`` are those of a micro batch.
+    """
     on_cpu = plan.device == "cpu"
     if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
         return _by_units(units, plan, links, forward_s, backward_s, on_cpu=on_cpu)
@@ -250,15 +262,15 @@ def _exposed_s(
     exposed = max(0.0, wire - backward_s)
     taken = _host_share(buckets, links, traffic) if on_cpu and busy else 0.0 if on_cpu else CONTENTION
     exposed += taken * max(0.0, traffic - exposed)
-    if plan.parsed.base == "zero1":  # every rank gets what the others have updated
+    if plan.parsed.base == "zero1":  # every rank receives the weights that others have updated
         exposed += links.seconds("all_gather", sum(u.count * u.reduce_bytes for u in units))
     return exposed
 
 
 def ddp_buckets(units: Sequence[UnitTraffic], backward_s: float) -> list[tuple[float, float]]:
-    """When each of DDP's buckets is full, in seconds from the start of backward, and its bytes.
+    """Bytes of each DDP bucket, after the seconds from the start of backward until it is full.
 
-    Gradients come from the last unit to the first, within a unit evenly. A bucket is closed by what fills it.
+    Gradients come from the last unit to the first, within a unit evenly. The gradient that fills a bucket closes it.
     """
     found: list[tuple[float, float]] = []
     now = filled = 0.0
@@ -280,7 +292,7 @@ def ddp_buckets(units: Sequence[UnitTraffic], backward_s: float) -> list[tuple[f
 
 
 def _host_share(buckets: Sequence[tuple[float, float]], links: Links, traffic_s: float) -> float:
-    """The part of gloo's seconds in which it uses a core: over loopback all, over a slow link little."""
+    """Fraction of gloo's seconds that use a core: 1 over loopback, little over a slow link."""
     message = sum(size for _, size in buckets)
     ranks = max(2, links.plan.dims.dp)
     return min(1.0, message * wire_share("all_reduce", ranks) / GLOO_BYTES_PER_S / traffic_s) if traffic_s else 0.0
@@ -289,7 +301,10 @@ def _host_share(buckets: Sequence[tuple[float, float]], links: Links, traffic_s:
 def _by_units(
     units: Sequence[UnitTraffic], plan: Plan, links: Links, forward_s: float, backward_s: float, *, on_cpu: bool
 ) -> float:
-    """Units that talk one by one: what sharding gathers and reduces, or each unit's reduction beside model parallel."""
+    """Exposed seconds of units that communicate separately.
+
+    These are sharding's gathers and reductions, or each unit's reduction beside model parallel.
+    """
     sharded, stages = plan.parsed.shards_parameters, plan.dims.pp
     regathers = plan.parsed.reshards_after_forward
     copied = SHARD_COPIES / HOST_COPY_BYTES_PER_S if on_cpu and plan.dims.dp_shard * plan.dims.cp > 1 else 0.0
@@ -311,10 +326,10 @@ def _by_units(
             reduce = links.reduce_unit(unit.reduce_bytes) + copied * unit.reduce_bytes
         else:
             reduce = links.seconds("all_reduce", unit.reduce_bytes)
-        again = gather if regathers and unit.block else 0.0
+        regather = gather if regathers and unit.block else 0.0
         ahead.append(UnitRun(count, unit.share * forward_s, gather))
-        back.append(UnitRun(count, unit.share * backward_s, again, reduce if plan.syncs_every_micro_batch else 0.0))
-        last.append(UnitRun(count, unit.share * backward_s, again, reduce))
+        back.append(UnitRun(count, unit.share * backward_s, regather, reduce if plan.syncs_every_micro_batch else 0.0))
+        last.append(UnitRun(count, unit.share * backward_s, regather, reduce))
     passes = [(plan.grad_accum, ahead), (plan.grad_accum - 1, back[::-1]), (1, last[::-1])]
     added = 0.0
     for times, runs in passes:
@@ -327,10 +342,10 @@ def _by_units(
 
 
 def cluster_at(scaling: Scaling, devices: int, calibration: Calibration | None) -> tuple[ClusterSpec, str]:
-    """The machine at another size, and what was assumed for it in a sentence.
+    """Scale the cluster to another size; also a sentence with its assumptions.
 
-    Nodes stay as they are and become more. Where no network is known, CPU ranks are taken to be joined as the measured
-    ones are; GPUs get the network of the catalogue's typical node, and nothing where there is none.
+    The number of nodes grows and each stays unchanged. Where no network is known, CPU ranks are assumed to be joined as
+    the measured ones are; GPUs get the network of the catalogue's typical node, and none where there is none.
     """
     here = scaling.cluster
     each = here.devices_per_node
@@ -355,7 +370,7 @@ def cluster_at(scaling: Scaling, devices: int, calibration: Calibration | None) 
 def curve_of(
     scaling: Scaling, mode: Mode, beyond: int, calibration: Calibration | None = None, *, sizes: Sequence[int] = ()
 ) -> ScalingCurve:
-    """The curve of one mode: ``sizes``, those that were measured, and doublings of the smallest up to ``beyond``."""
+    """Build the curve of one mode: ``sizes``, the measured ones, and doublings up to ``beyond``."""
     samples = scaling.of(mode)
     if not samples:
         return ScalingCurve(mode=mode, points=())
@@ -384,18 +399,18 @@ def curve_of(
     if anchor is not None:
         points = [_no_better(point, base, anchor) if point.devices > anchor.devices else point for point in points]
     points += [Point(mode=mode, devices=size, reason=why) for size, why in reasons.items()]
-    told = [*assumptions, _link_text(calibration, base)]
+    notes = [*assumptions, _link_text(calibration, base)]
     return ScalingCurve(
         mode=mode,
         points=tuple(sorted(points, key=lambda one: one.devices)),
-        assumptions=tuple(told),
+        assumptions=tuple(notes),
         measured_over_model=ratio,
         anchor=None if anchor is None else anchor.devices,
     )
 
 
 def _check_share(reference: Plan, devices: int, mode: Mode) -> None:
-    """One reason for all sizes of the curve that strong scaling does not reach.
+    """Check once for all sizes of the curve that strong scaling cannot reach.
 
     Raises:
         PlanError: not every data-parallel rank gets a sample of the global batch.
@@ -407,7 +422,7 @@ def _check_share(reference: Plan, devices: int, mode: Mode) -> None:
 
 
 def _no_better(point: Point, base: Sample, anchor: Sample) -> Point:
-    """More devices are not taken to do better than the most that were measured, at the end of their interval."""
+    """Limit the efficiency of more devices to the upper bound of the largest measured size's."""
     if point.step_s is None or point.low_s is None or point.efficiency is None or point.high is None:
         return point
     each = anchor.tokens_per_s / anchor.devices / (base.tokens_per_s / base.devices)
@@ -415,17 +430,17 @@ def _no_better(point: Point, base: Sample, anchor: Sample) -> Point:
     best = each * (1 + error)
     if point.high <= best:
         return point
-    held: dict[str, float] = {"high": best, "low_s": point.low_s * point.high / best}
+    limited: dict[str, float] = {"high": best, "low_s": point.low_s * point.high / best}
     if point.efficiency > best and point.low is not None and point.tokens_per_s is not None:
         ideal, low = point.efficiency * point.step_s, min(point.low, each * (1 - error))
         tokens = point.tokens_per_s * best / point.efficiency
-        held = {"high": best, "efficiency": best, "low": low, "tokens_per_s": tokens}
-        held |= {"low_s": ideal / best, "step_s": ideal / best, "high_s": ideal / low}
-    return point.model_copy(update=held)
+        limited = {"high": best, "efficiency": best, "low": low, "tokens_per_s": tokens}
+        limited |= {"low_s": ideal / best, "step_s": ideal / best, "high_s": ideal / low}
+    return point.model_copy(update=limited)
 
 
 def _busy(base: Sample, cluster: ClusterSpec) -> bool:
-    """All cores of a node compute: what gloo needs, it takes from them."""
+    """Return whether all cores of a node compute, so that gloo takes time from them."""
     return base.cores is not None and cluster.devices_per_node * base.threads >= (cluster.cores_per_node or base.cores)
 
 
@@ -446,7 +461,7 @@ def _point(
     ratio: float | None,
     spread: tuple[float, float],
 ) -> Point:
-    """The answer moved to what was measured, with the interval of its parts."""
+    """Scale the answer to the measurement, with the interval of its parts."""
     moved = 1.0 if ratio is None or devices == base.devices else ratio
     error = base.deviation * Z
     low = answer.own_s * (1 - error) + answer.links_s * spread[0]

@@ -1,4 +1,4 @@
-"""The sizes of ``bench scaling``: plans made from one, so that only the data-parallel ranks differ. No torch here."""
+"""Plans for the sizes of ``bench scaling``; they differ only in dp ranks. No torch here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardwise.plan.plan import Plan
 
 
 def plan_at(reference: Plan, devices: int, mode: Mode) -> Plan:
-    """``reference`` on another number of devices: degrees that cut the model stay, data-parallel ranks change.
+    """Scale ``reference`` to ``devices``: model-parallel degrees stay, dp ranks change.
 
     Weak scaling keeps micro batch and accumulation. Strong scaling keeps the global batch: accumulation shrinks first,
-    and the micro batch only where a rank's share has become smaller than it.
+    and the micro batch only where a rank has fewer samples than it.
 
     Raises:
         PlanError: the strategy has no such size, or its data-parallel ranks do not divide the global batch.
@@ -35,7 +35,7 @@ def plan_at(reference: Plan, devices: int, mode: Mode) -> Plan:
 
 
 def _dims_at(reference: Plan, devices: int) -> ParallelDims:
-    """The degrees on ``devices``; hsdp keeps the size of its sharding groups where there are enough ranks."""
+    """Degrees on ``devices``; hsdp keeps the size of its sharding groups if ranks suffice."""
     strategy, shard = reference.parsed, reference.dims.dp_shard
     ranks = devices // (strategy.tp * strategy.pp * strategy.cp)
     if strategy.base == "hsdp":
@@ -44,7 +44,7 @@ def _dims_at(reference: Plan, devices: int) -> ParallelDims:
 
 
 def default_sizes(reference: Plan, devices: int) -> list[int]:
-    """1, 2, 4 ... and all: times the ranks that the strategy cuts the model over."""
+    """Default sizes: 1, 2, 4 ... and all, times the strategy's model-parallel ranks."""
     step = reference.dims.tp * reference.dims.pp * reference.dims.cp
     most = max(1, devices // step)
     powers = [1 << k for k in range(most.bit_length()) if 1 << k <= most]
@@ -54,10 +54,10 @@ def default_sizes(reference: Plan, devices: int) -> list[int]:
 def plans_of(
     reference: Plan, sizes: Sequence[int], modes: Sequence[Mode], *, named: bool
 ) -> tuple[dict[tuple[Mode, int], Plan], list[LeftOut]]:
-    """The plan of each mode and size, and what there is none for.
+    """Build the plan of each mode and size, and list combinations without one.
 
     Raises:
-        UserError: a size that the user has ``named`` cannot be in any mode, or no size can; every reason.
+        UserError: a size that the user has ``named`` is invalid in every mode, or no size is valid; every reason.
     """
     plans: dict[tuple[Mode, int], Plan] = {}
     left_out: list[LeftOut] = []

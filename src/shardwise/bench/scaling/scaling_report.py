@@ -1,4 +1,4 @@
-"""What ``bench scaling`` prints: efficiency, what is lost to what, what the last device is worth, the curve."""
+"""Text report of ``bench scaling``: efficiency, losses, value of the last device, the curve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN_LOSS = 0.005
 def print_scaling(
     scaling: Scaling, rows: Sequence[ScalingRow], curves: Sequence[ScalingCurve], price: float | None, console: Console
 ) -> None:
-    """Everything, in the order in which one asks."""
+    """Print all tables and lines."""
     for line in warnings_of(scaling):
         console.print(f"warning: {line}")
     for one in scaling.left_out:
@@ -41,7 +41,7 @@ def print_scaling(
 
 
 def efficiency_table(rows: Sequence[ScalingRow], curve: ScalingCurve) -> Table:
-    """A line for each size."""
+    """Build a table with a line for each size."""
     table = Table(title=TITLES[curve.mode], title_justify="left")
     for column in ("devices", "step", "tokens/s", "efficiency", "8 of 10 cases", "by formula"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -61,7 +61,7 @@ def efficiency_table(rows: Sequence[ScalingRow], curve: ScalingCurve) -> Table:
 
 
 def loss_lines(rows: Sequence[ScalingRow], scaling: Scaling) -> list[str]:
-    """Where the lost time of each size goes, largest first."""
+    """List the lost time of each size by cause, largest first."""
     found = []
     timings: dict[tuple[str, int], Timing | None] = {(one.mode, one.devices): one.timing for one in scaling.samples}
     for row in rows[1:]:
@@ -70,10 +70,10 @@ def loss_lines(rows: Sequence[ScalingRow], scaling: Scaling) -> list[str]:
             continue
         large = [one for one in row.losses if abs(one.share) >= SHOWN_LOSS]
         rest = sum(one.seconds for one in row.losses if abs(one.share) < SHOWN_LOSS)
-        told = [_loss(one) for one in large]
-        told += [f"the rest {_signed(rest)}"] if large and abs(rest) > 5e-5 else []
+        parts = [_loss(one) for one in large]
+        parts += [f"the rest {_signed(rest)}"] if large and abs(rest) > 5e-5 else []
         what = f"loses {_ms(row.lost_s)} of a step" if row.lost_s >= 0 else f"wins {_ms(-row.lost_s)} of a step"
-        found.append(f"  {row.devices} devices: {what}: {', '.join(told) or 'nothing above 0.5 %'}")
+        found.append(f"  {row.devices} devices: {what}: {', '.join(parts) or 'nothing above 0.5 %'}")
         timing = timings[row.mode, row.devices]
         late = None if timing is None else timing.late_rank
         if timing is not None and late is not None and (timing.late_share or 0) > 0.5:
@@ -86,7 +86,7 @@ def _loss(loss: Loss) -> str:
 
 
 def last_device_lines(rows: Sequence[ScalingRow], price: float | None) -> list[str]:
-    """What the devices since the size before have added, in tokens and money."""
+    """Tokens and money that the devices since the previous size have added."""
     if len(rows) < 2:
         return []
     last, before = rows[-1], rows[-2]
@@ -111,7 +111,7 @@ def last_device_lines(rows: Sequence[ScalingRow], price: float | None) -> list[s
 
 
 def curve_table(curve: ScalingCurve, rows: Sequence[ScalingRow]) -> Table:
-    """The predicted sizes beyond those that were measured."""
+    """Build a table of the predicted sizes beyond the measured ones."""
     table = Table(title=f"predicted, {curve.mode} scaling", title_justify="left")
     for column in ("devices", "step", "8 of 10 cases", "tokens/s", "efficiency", "8 of 10 cases"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -130,7 +130,7 @@ def curve_table(curve: ScalingCurve, rows: Sequence[ScalingRow]) -> Table:
 
 
 def curve_lines(curve: ScalingCurve) -> list[str]:
-    """What the curve assumes, where it was held to a measurement, and what it does not know."""
+    """List the curve's assumptions, its anchor measurement, and its limits."""
     found = []
     if any(point.step_s is not None for point in curve.points):
         found += [f"  assumed: {text}" for text in curve.assumptions]
@@ -163,7 +163,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _between(low: float | None, high: float | None) -> str:
-    """``88 to 153 ms``: the unit once, where it is one."""
+    """Format ``88 to 153 ms``: the unit once, if both have the same."""
     if low is None or high is None or (low < 1) != (high < 1) or high >= 10:
         return f"{_ms(low)} to {_ms(high)}"
     return f"{low * 1e3:.0f} to {high * 1e3:.0f} ms" if high < 1 else f"{low:.2f} to {high:.2f} s"

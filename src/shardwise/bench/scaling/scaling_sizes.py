@@ -1,7 +1,7 @@
-"""Measure the sizes of ``bench scaling``: each a world of its own; under torchrun, the world that is there.
+"""Measure the sizes of ``bench scaling``: each in a new world; under torchrun, in its world.
 
-All sizes of one question are kept in one file, ``scaling.json`` in the output folder, which later runs add to: so a
-cluster's sizes come together, job by job.
+All sizes of one question are stored in one file, ``scaling.json`` in the output folder, and later runs add to it: so a
+cluster's sizes are collected job by job.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SCHEMA = 1
 
 
 class ScalingRequest(BaseModel):
-    """What the user asked for, and is the same on every rank."""
+    """User's request, equal on every rank."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -83,7 +83,7 @@ class ScalingRequest(BaseModel):
 
 
 class SizeTask(BaseModel):
-    """What the ranks of one size measure: ``plans`` by mode, ``steps`` of each."""
+    """Task of the ranks of one size: ``plans`` by mode, ``steps`` of each."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -94,10 +94,10 @@ class SizeTask(BaseModel):
 
 
 def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
-    """The links that ``bench comm`` has measured; ``None`` where no file is named.
+    """Read the links that ``bench comm`` has measured; ``None`` without a file.
 
     Raises:
-        ConfigError: the file is none of its.
+        ConfigError: the file is not a calibration file.
         PlanError: it was measured on other devices than ``cluster`` has.
     """
     if file is None:
@@ -108,14 +108,14 @@ def read_links(file: Path | None, cluster: ClusterSpec) -> Calibration | None:
 
 
 def measure_here(config: Config, request: ScalingRequest, console: Console) -> dict[str, Any]:
-    """Measure every size on this machine, each in a world of its own; returns the document."""
+    """Measure every size on this machine, each in a separate world; returns the document."""
     prepared = prepare_job(config, lambda text: console.print(f"data: {text}"))
     sizes = request.sizes or tuple(default_sizes(prepared.job.plan, prepared.cluster.world_size))
     largest = detect(config.parallel.device, max(sizes), visible=visible_devices())
     cores = largest.cores_per_node or 1
     threads = config.parallel.threads or max(1, cores // largest.devices_per_node)
     fair = largest
-    if largest.device == "cpu":  # ranks that have to share cores are no devices to predict from
+    if largest.device == "cpu":  # ranks that share cores are not devices to predict from
         fair = largest.model_copy(update={"devices_per_node": max(1, min(largest.devices_per_node, cores // threads))})
     scaling = _begun(request, _about(prepared, fair), config)
     plans, left_out = plans_of(scaling.reference, sizes, request.modes, named=bool(request.sizes))
@@ -129,8 +129,8 @@ def measure_here(config: Config, request: ScalingRequest, console: Console) -> d
     samples: list[Sample] = []
     for size in sorted({size for _, size in plans}):
         mine = {mode: plan for (mode, at), plan in plans.items() if at == size}
-        told = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
-        console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {told}")
+        batches = ", ".join(f"{mode} ({plan.batch_equation()})" for mode, plan in mine.items())
+        console.print(f"{size} device{'s' if size > 1 else ''}: {request.steps} steps {batches}")
         try:
             samples += _started(prepared.job, mine, size, threads, request.steps)
         except MachineError as error:
@@ -155,7 +155,7 @@ def _warn_of_crowds(plans: dict[tuple[Mode, int], Plan], threads: int, cores: in
 
 
 def _about(prepared: PreparedJob, cluster: ClusterSpec) -> Scaling:
-    """The question, before anything is measured."""
+    """Build the `Scaling` without samples, before the measurement."""
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
 
@@ -185,7 +185,7 @@ def _about(prepared: PreparedJob, cluster: ClusterSpec) -> Scaling:
 
 
 def _started(job: Job, plans: dict[Mode, Plan], size: int, threads: int, steps: int) -> list[Sample]:
-    """Start ``size`` ranks that measure each of ``plans``, and return what they found."""
+    """Start ``size`` ranks that measure each of ``plans``, and return their samples."""
     parallel = job.config.parallel.model_copy(update={"nproc": size, "threads": threads})
     config = job.config.model_copy(update={"parallel": parallel})
     task = SizeTask(config=config, corpus=job.corpus, plans=plans, steps=steps)
@@ -194,7 +194,7 @@ def _started(job: Job, plans: dict[Mode, Plan], size: int, threads: int, steps: 
 
 
 def measure(task: SizeTask, ranks: Ranks) -> list[Sample]:
-    """Each plan on this world, the same plan only once; samples on rank 0. Collective."""
+    """Measure each plan on this world, equal plans once; samples on rank 0. Collective."""
     from shardwise.train.data.corpus import open_corpus
     from shardwise.train.data.order import Order
     from shardwise.train.data.samples import samples_for, step_batches
@@ -221,7 +221,7 @@ def measure(task: SizeTask, ranks: Ranks) -> list[Sample]:
 
 
 def measure_under_launcher(config: Config, request: ScalingRequest, console: Console, *, as_json: bool) -> None:
-    """This process is a rank: rank 0 prepares, all measure, rank 0 adds what was found to the file. Does not return."""
+    """Run as a rank: rank 0 prepares, all measure, rank 0 adds the samples. Does not return."""
 
     def inner(config: Config, ranks: Ranks) -> None:
         from shardwise.distributed.process_group import prepared_by_main
@@ -255,7 +255,10 @@ def _set_threads(number: int) -> None:
 def _prepared_here(
     config: Config, request: ScalingRequest, ranks: Ranks, console: Console
 ) -> tuple[Scaling, dict[Mode, Plan], list[LeftOut], Path]:
-    """The question, and the plans for this world. What earlier sizes were made from, later ones are made from, too."""
+    """Prepare the `Scaling` and the plans for this world.
+
+    Later sizes are derived from the same reference as earlier ones.
+    """
     nodes = max(1, ranks.world_size // ranks.local_world_size)
     local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
     here = config.model_copy(update={"parallel": local})
@@ -265,14 +268,14 @@ def _prepared_here(
     return scaling, {mode: plan for (mode, _), plan in plans.items()}, left_out, prepared.job.corpus
 
 
-# the file, and what is made of it
+# the file, and the results computed from it
 
 
 def stored(file: Path) -> Scaling | None:
-    """What was measured before; ``None`` where there is no file.
+    """Read earlier measurements; ``None`` without a file.
 
     Raises:
-        UserError: the file is something else.
+        UserError: the file has other content.
     """
     try:
         document = json.loads(file.read_text())
@@ -286,12 +289,12 @@ def stored(file: Path) -> Scaling | None:
 
 
 def _begun(request: ScalingRequest, scaling: Scaling, config: Config) -> Scaling:
-    """``scaling`` with the samples of the file, refused now if they are of another question.
+    """Return ``scaling`` with the samples of the file; samples of another question are rejected.
 
-    What the config leaves to the number of ranks is as it was for the first size.
+    Settings that the config derives from the number of ranks are those of the first size.
 
     Raises:
-        UserError: they are, or the links were measured on other devices.
+        UserError: the samples are of another question, or the links were measured on other devices.
     """
     read_links(request.calibration, scaling.cluster)
     earlier = stored(request.output / FILE)
@@ -314,7 +317,7 @@ def _begun(request: ScalingRequest, scaling: Scaling, config: Config) -> Scaling
 def finish(
     scaling: Scaling, samples: Sequence[Sample], left_out: Sequence[LeftOut], request: ScalingRequest, console: Console
 ) -> dict[str, Any]:
-    """Add the samples to the file, work everything out, print and draw it; returns the document."""
+    """Add the samples to the file, compute, print and draw the results; returns the document."""
     file = request.output / FILE
     with _alone(request.output):
         full = (stored(file) or scaling).model_copy(update={"cluster": scaling.cluster, "units": scaling.units})
@@ -336,7 +339,7 @@ def finish(
 def document_of(
     scaling: Scaling, rows: Sequence[ScalingRow], curves: Sequence[ScalingCurve], price: float | None
 ) -> dict[str, Any]:
-    """The file and the answer of ``--json``; see docs/scaling.md."""
+    """Build the file's content and the answer of ``--json``; see docs/scaling.md."""
     return {
         "schema": SCHEMA,
         "date": max((sample.date for sample in scaling.samples), default=""),
@@ -350,7 +353,7 @@ def document_of(
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's file: jobs of several sizes may end at the same time."""
+    """Lock the folder's file: jobs of several sizes may end at the same time."""
     with (folder / f".{FILE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -376,10 +379,10 @@ def measure_size(
     ranks: Ranks,
     steps: int,
 ) -> Sample | None:
-    """Time ``steps`` optimizer steps after a warm-up, on rank 0; ``None`` on the others. Collective.
+    """Time ``steps`` optimizer steps after a warm-up; ``None`` except on rank 0. Collective.
 
-    ``feed`` yields this rank's micro batches of each step. All ranks meet, and all devices are waited for, before the
-    first timed step and after the last one; in between nothing is waited for that training does not wait for.
+    ``feed`` yields this rank's micro batches of each step. All ranks and devices are synchronized before the first
+    timed step and after the last one; in between only training itself synchronizes.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
@@ -425,7 +428,7 @@ def measure_size(
 
 
 def forget(ranks: Ranks) -> None:
-    """Give back what the model measured last has held: hooks make circles that only the collector finds."""
+    """Free the memory of the last measured model: only the collector finds its hooks' cycles."""
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The pipeline bubble as it is: the share of a step in which a stage computes nothing."""
+"""Measured pipeline bubble: the share of a step in which a stage computes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved-1f1b")
 
 
 class BubbleSamples(BaseModel):
-    """Idle shares of the steps that were watched, over all stages, for one schedule and number of micro batches."""
+    """Idle shares of the measured steps, over all stages, by schedule and micro-batch count."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -41,11 +41,11 @@ class BubbleSamples(BaseModel):
 
     @property
     def formula(self) -> float:
-        """What equal stages without transfers idle: (p - 1) / (v · m + p - 1)."""
+        """Idle share of equal stages without transfers: (p - 1) / (v · m + p - 1)."""
         return bubble_fraction(self.stages, self.micro_batches, self.virtual)
 
     def quantile(self, share: float) -> float:
-        """A quantile of the shares."""
+        """Return a quantile of the shares."""
         ordered = sorted(self.shares)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -58,10 +58,10 @@ def bench_bubble(
     ranks: Ranks,
     steps: int,
 ) -> list[BubbleSamples]:
-    """Watch some steps of ``plan`` under each schedule, with each number of micro batches of one size.
+    """Measure some steps of ``plan`` under each schedule, with each number of micro batches.
 
-    ``windows(plan)`` are this rank's micro batches of each step. Schedules that the model has too few blocks for are
-    left out.
+    Micro batches have one size. ``windows(plan)`` are this rank's micro batches of each step. Schedules that need more
+    blocks than the model has are left out.
     """
     found = []
     for schedule in SCHEDULES:
@@ -92,7 +92,7 @@ def bench_bubble(
 def _watch(
     config: Config, plan: Plan, model: nn.Module, windows: Iterator[list[Batch]], ranks: Ranks, steps: int
 ) -> list[float]:
-    """The idle share of each of ``steps`` steps, the mean over ranks."""
+    """Measure the idle share of each of ``steps`` steps, the mean over ranks."""
     session, run = session_loop(plan, ranks, config.optimizer.clip_norm)
     made = build_optimizer(list(model.parameters()), config.optimizer)
     prepared, optimizer = session.prepare(model, made, next(windows)[0][0])
@@ -112,9 +112,9 @@ def _watch(
 
 
 def idle_share(spans: Sequence[StageSpan], begin_s: float, ranks: Ranks) -> float:
-    """The share, from the first to the last work of any stage, in which ranks computed nothing; their mean. Collective.
+    """Mean idle share of all ranks, from the first to the last work of any stage. Collective.
 
-    Clocks of different ranks are compared by ``begin_s``, when all have left one barrier.
+    Clocks of different ranks are aligned by ``begin_s``, when all have left one barrier.
     """
     busy = sum(span.end_s - span.start_s for span in spans)
     first = min(span.start_s for span in spans) - begin_s

@@ -1,4 +1,7 @@
-"""Step time of Shardwise, beside a plain loop where there is one: same model, data and process, turn by turn."""
+"""Step time of Shardwise beside a plain loop, if there is one, turn by turn.
+
+Both have the same model, data and process.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ TrainStep = Callable[[Sequence[Batch]], float]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 CHECK_PEER, PEER_LOOP = "benchmarks.peers.plain:check_plain", "benchmarks.peers.plain_loop:plain_loop"
-"""The hand-written loops that Shardwise is measured against, in the benchmarks of its repository."""
+"""Hand-written loops for comparison with Shardwise, in the benchmarks of its repository."""
 WARM_UP = 5
 MICRO_BATCHES = 4  # of a pipeline, where the batch allows it
 
 
 class StepSamples(BaseModel):
-    """Raw step times in seconds of both contenders, turn by turn, on rank 0; ``plain_s`` is empty without a peer."""
+    """Step times of both contenders in seconds, by turn, on rank 0; ``plain_s`` may be empty."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,26 +47,28 @@ class StepSamples(BaseModel):
 
     @property
     def ratios(self) -> list[float]:
-        """Plain over Shardwise, sorted; 1.00 is no overhead, more is faster than plain."""
+        """Ratios of plain to Shardwise, sorted; 1.00 is no overhead, more is faster than plain."""
         return sorted(plain / ours for plain, ours in zip(self.plain_s, self.shardwise_s, strict=True))
 
     def quantile(self, share: float) -> float:
-        """A quantile of the ratios."""
+        """Return a quantile of the ratios."""
         return self.ratios[min(len(self.ratios) - 1, int(share * len(self.ratios)))]
 
 
 def strategies_for(world_size: int) -> tuple[str, ...]:
-    """What is compared where nothing is asked for: all that so many ranks allow."""
+    """Default strategies: all that ``world_size`` allows."""
     even = ("ddp+tp2", "ddp+pp2") if world_size % 2 == 0 else ()
     both = ("fsdp+tp2",) if world_size % 4 == 0 else ()
     return ("ddp", "fsdp", *even, *both)
 
 
 def plan_for(plan: Plan, strategy: str, world_size: int) -> Plan:
-    """``plan`` under another strategy, with the same global batch: in one micro batch, a pipeline's in some.
+    """Change the strategy of ``plan`` and keep the global batch.
+
+    It is one micro batch, of a pipeline several.
 
     Raises:
-        PlanError: the strategy does not go with so many ranks.
+        PlanError: the strategy does not support that many ranks.
         UserError: its data-parallel ranks do not divide the global batch.
     """
     known = runnable_strategy(strategy)
@@ -93,9 +98,9 @@ def bench_step(
     ranks: Ranks,
     steps: int,
 ) -> StepSamples:
-    """Time ``steps`` optimizer steps of each contender on this rank, one turn each, the order swapped every turn.
+    """Time ``steps`` optimizer steps of each contender on this rank, in alternating order.
 
-    ``windows`` are the micro batches of each step on this rank. All ranks meet before each step, so that none is
+    ``windows`` are the micro batches of each step on this rank. All ranks meet before each step, so that no rank is
     charged for another's wait.
     """
 
@@ -135,7 +140,7 @@ def shardwise_loop(
     clip_norm: float | None,
     sample: Any = None,
 ) -> TrainStep:
-    """The same step as `plain_loop`'s through a `Session`, as ``shardwise train`` runs it. Collective."""
+    """Build the step of `plain_loop` with a `Session`, as in ``shardwise train``. Collective."""
     session, run = session_loop(plan, ranks, clip_norm)
     prepared, optimizer = session.prepare(model, make_optimizer(list(model.parameters())), sample)
     return lambda micros: run(prepared, optimizer, micros)
@@ -144,7 +149,7 @@ def shardwise_loop(
 def session_loop(
     plan: Plan, ranks: Ranks, clip_norm: float | None
 ) -> tuple[Session, Callable[[nn.Module, torch.optim.Optimizer, Sequence[Batch]], float]]:
-    """A session that is fed by hand, and a function that does one step with it and returns the loss."""
+    """Build a session with external batches, and a function that runs a step for its loss."""
     session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
     waiting: list[list[Any]] = []
 

@@ -1,4 +1,4 @@
-"""Time the steps of ``bench step`` on the ranks: the plans that are compared, and the work of a rank."""
+"""Time the steps of ``bench step`` on the ranks: the compared plans, and the work of a rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.train.model import model_factory
 
 
 class StepBenchTask(BaseModel):
-    """What the ranks time: every plan on the data of ``job``, and the bubble of those with a pipeline."""
+    """Task of the ranks: every plan on the data of ``job``, and the bubble of pipelined ones."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,7 +39,7 @@ class StepBenchTask(BaseModel):
 
 
 def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Plan]:
-    """The plan of each strategy that is compared; all that cannot be is said before ranks start.
+    """Build the plan of each compared strategy; errors are raised before ranks start.
 
     Raises:
         UserError: every problem.
@@ -68,7 +68,7 @@ def plans_of(job: Job, strategies: list[str] | None, vocab_size: int) -> list[Pl
 
 
 def time_steps(task: StepBenchTask, ranks: Ranks) -> dict[str, Any] | None:
-    """The samples, on rank 0. Collective."""
+    """Measure and return the samples on rank 0. Collective."""
     job, plans, corpus = task.job, task.plans, open_corpus(task.job.corpus)
     factory, steps = model_factory(job.config, corpus.vocab_size), job.config.train.steps or 1
     found = [bench_step(job.config, plan, factory, windows(job, corpus, plan, ranks), ranks, steps) for plan in plans]
@@ -82,7 +82,7 @@ def time_steps(task: StepBenchTask, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def windows(job: Job, corpus: Any, plan: Plan, ranks: Ranks) -> Any:
-    """This rank's micro batches of each step on its device: hand-written loops move nothing."""
+    """Yield this rank's micro batches of each step on its device: plain loops do not move them."""
     data = samples_for(corpus.train, job.config.data, corpus.separator)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
     for batches in step_batches(data, order, plan, ranks.rank):
@@ -90,7 +90,7 @@ def windows(job: Job, corpus: Any, plan: Plan, ranks: Ranks) -> Any:
 
 
 def facts(job: Job, ranks: Ranks) -> dict[str, Any]:
-    """What was timed, where and when."""
+    """Facts of the measurement: subject, place and date."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",

@@ -1,1 +1,1 @@
-"""Predicted bytes: state, activations, and a step's program played to a model of the caching allocator."""
+"""Predicted bytes: state, activations, and a step replayed through an allocator model."""

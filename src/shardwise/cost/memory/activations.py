@@ -1,9 +1,10 @@
-"""Activation bytes of one unit and one sample on one rank: what is kept, what lives for a moment, forward and backward.
+"""Activation bytes of one unit and sample on one rank: saved and temporary ones.
 
-Tensor parallel divides what an op keeps by its cut. A column-cut product keeps its input whole, because PyTorch's
-tensor parallel gathers the rows in front of it and saves what was gathered (Megatron gathers again in backward and
-keeps a share; so do plans with fp32 masters). Context parallel divides all rows. The loss of those plans takes its
-softmax and its gradient in place (Megatron-LM, ``vocab_parallel_cross_entropy``).
+Tensor parallel divides the saved tensors of an op over its ranks where the op is sharded. A column-parallel product
+saves its full input, because PyTorch's tensor parallel gathers the rows in front of it and saves the gathered tensor
+(Megatron gathers once more in backward and saves a shard; so do plans with fp32 masters). Context parallel divides all
+rows. The loss of those plans computes its softmax and its gradient in place (Megatron-LM,
+``vocab_parallel_cross_entropy``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardwise.plan.plan import Recompute
 
 @dataclass(frozen=True, slots=True)
 class OpBytes:
-    """Bytes of one op for one sample. ``gradient_in`` is the gradient that its backward hands on."""
+    """Bytes of one op for one sample. ``gradient_in`` is the gradient that its backward returns."""
 
     saved: float
     temporary: float
@@ -31,12 +32,12 @@ class OpBytes:
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Bytes of one unit for one sample. ``ops`` are those before the loss; ``logits`` counts the elements it reads.
+    """Bytes of one unit for one sample.
 
-    Backward of the loss holds ``loss_copies`` fp32 tensors of that size: log-probabilities and the gradients of both
-    sides; where the vocabulary is divided, the logits and their gradient.
-    ``kept`` stays from forward to backward, ``again`` is made a second time in backward by recompute; ``forward`` is
-    the most that lives beside it for a moment in forward.
+    ``ops`` are those before the loss; ``logits`` counts the elements that the loss reads. Backward of the loss stores
+    ``loss_copies`` fp32 tensors of that size: log-probabilities and the gradients of both sides; where the vocabulary
+    is sharded, the logits and their gradient. ``kept`` stays from forward to backward, ``again`` is recomputed in
+    backward; ``forward`` is the peak of the temporaries beside it in forward.
     """
 
     ops: tuple[OpBytes, ...]
@@ -49,7 +50,7 @@ class UnitBytes:
 
 
 def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: bool) -> UnitBytes:
-    """Work out `UnitBytes`; cached by the unit's identity."""
+    """Compute `UnitBytes`; cached by the unit's identity."""
     mode = recompute if unit.kind == "block" else "none"
     cuts = Cuts(
         layout.tp,
@@ -65,9 +66,10 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What divides a unit's rows, heads and columns.
+    """Divisors of a unit's rows, heads and columns.
 
-    ``regathers``: Megatron-LM's way, see the top of this file. ``exchanges``: attention sees all tokens of some heads.
+    ``regathers``: rows are gathered once more in backward, as in Megatron-LM (see the module docstring). ``exchanges``:
+    attention sees all tokens of some heads.
     """
 
     tp: int
@@ -79,31 +81,31 @@ class Cuts:
     own_loss: bool
 
     def of_input(self, op: Op) -> int:
-        """Ranks that what an op keeps is divided over: a product cut by columns has its whole input."""
+        """Ranks that divide an op's saved input; a column-parallel product saves its full input."""
         if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
             return 1
         full = op.kind == "matmul" and op.cut in ("column", "vocab") and not self.regathers
         return 1 if full else self.tp
 
     def of_gradient(self, op: Op) -> int:
-        """Ranks that the gradient of an op's input is divided over, before it is summed over them."""
+        """Ranks that divide the gradient of an op's input, before it is summed over them."""
         return 1 if op.cut == "none" or (op.kind == "matmul" and op.cut in ("column", "vocab")) else self.tp
 
     def of_output(self, op: Op) -> int:
-        """Ranks that an op's result is divided over: a product cut by rows makes whole partial sums."""
+        """Ranks that divide an op's result; a row-parallel product makes full-size partial sums."""
         if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
             return 1
         return 1 if op.kind == "matmul" and op.cut == "row" else self.tp
 
     def of_entry(self, unit: Unit) -> int:
-        """Sequence parallel: the stream between blocks is divided where the block's norms are."""
+        """Ranks that divide the stream between blocks: with sequence parallel as the block's norms."""
         return self.tp if self.sequence and any(op.cut == "sequence" for op in unit.ops) else 1
 
 
 @lru_cache(maxsize=4096)
 def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recompute, compiled: bool) -> UnitBytes:
     unit = same.unit
-    autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # a narrow base makes a narrow stream
+    autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # low-precision base, same stream
     seen = unit.autocast_ops if autocasts else ()
     ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
     shares = autocasts and cuts.tp > 1 and cuts.sequence and cuts.own_loss
@@ -116,18 +118,18 @@ def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recom
         if op.kept_by_selective:
             result = _output_bytes(op, width, cuts)
             outputs += result
-            shared += 0.0 if op.temporary else result  # a later op would have kept it, too
+            shared += 0.0 if op.temporary else result  # a later op would have saved it, too
     if autocasts and not seen and not shares:
         ops.append(OpBytes(autocast_copies(unit.ops) * width, 0.0, 0.0, 0.0))
     entry = unit.input_elements * (FP32 if autocasts else width) / (cuts.cp * cuts.of_entry(unit))
     saved = sum(op.saved for op in ops)
     kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]
-    again = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
+    repeated = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
     return UnitBytes(
         ops=tuple(ops),
         input=entry,
         kept=kept,
-        again=again,
+        again=repeated,
         forward=_forward_peak(ops, keeps=mode == "none"),
         logits=logits,
         loss_copies=_loss_copies(cuts, divided=divided) if logits else 0,
@@ -135,8 +137,11 @@ def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recom
 
 
 def _entered_once(ops: Sequence[Op]) -> Iterator[Op]:
-    """Under autocast every product that reads a norm's result keeps a narrow copy of its own; where sequences are
-    gathered in front of them, they are cast and gathered once for all that read one tensor (``parallel.tensor``).
+    """Yield ops so that each shared low-precision input is counted once.
+
+    Under autocast every product that reads a norm's result keeps a separate low-precision copy of it; where sequences
+    are gathered in front of them, they are cast and gathered once for all products that read one tensor
+    (``parallel.tensor``).
     """
     reader: tuple[int, int] | None = None
     for op in ops:
@@ -151,8 +156,10 @@ def _entered_once(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def _loss_copies(cuts: Cuts, *, divided: bool) -> int:
-    """Fp32 copies of the logits in the loss's backward: Megatron-LM works in place, a loss over a cut vocabulary keeps
-    the logits and makes their gradient (``train.loss``; torch's own also log-probabilities and exponentials).
+    """Number of fp32 copies of the logits in the backward of the loss.
+
+    Megatron-LM works in place; a loss over a sharded vocabulary keeps the logits and makes their gradient
+    (``train.loss``); torch's loss also keeps log-probabilities and exponentials.
     """
     if cuts.regathers:
         return 1
@@ -162,7 +169,10 @@ def _loss_copies(cuts: Cuts, *, divided: bool) -> int:
 
 
 def _op_bytes(op: Op, width: int, autocasts: bool, cuts: Cuts, compiled: bool) -> OpBytes:
-    """Under autocast what a norm keeps, the stream between sublayers, is fp32. Fused ops keep no fp32 copies."""
+    """Bytes of one op. Under autocast the stream between sublayers, saved by norms, is fp32.
+
+    Fused ops keep no fp32 copies.
+    """
     fused = compiled and op.fusible
     rows = FP32 if autocasts and op.kind == "norm" else width
     saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cuts.cp * cuts.of_input(op))
@@ -176,10 +186,10 @@ def _op_bytes(op: Op, width: int, autocasts: bool, cuts: Cuts, compiled: bool) -
 
 
 def _exchanged(op: Op, width: int, cuts: Cuts) -> tuple[float, float]:
-    """What the exchange of tokens for heads around an attention keeps besides, and what it makes for a moment.
+    """Bytes that the all-to-all around an attention saves in addition, and its temporary bytes.
 
-    Kept are what is repeated of keys and values, and the result as the model takes it back; for a moment the packed
-    queries, keys and values that are sent.
+    Saved are the repeated part of keys and values, and the result in the layout that the model uses; temporary are the
+    packed queries, keys and values that are sent.
     """
     each = op.m * op.head_dim * width / cuts.cp
     heads, keys = op.heads / cuts.tp, max(1, op.kv_heads // cuts.tp)
@@ -188,16 +198,16 @@ def _exchanged(op: Op, width: int, cuts: Cuts) -> tuple[float, float]:
 
 
 def _output_bytes(op: Op, width: int, cuts: Cuts) -> float:
-    """What selective recompute keeps of an op: its result, of an attention also a row's log-sum (fp32)."""
+    """Bytes saved of an op by selective recompute: its result, of attention also the fp32 LSE."""
     if op.kind == "attention":
         return op.m * op.heads * (op.head_dim * width + FP32) / (cuts.tp * cuts.cp)
     return op.m * op.n * width / (cuts.cp * cuts.of_output(op))
 
 
 def _forward_peak(ops: list[OpBytes], *, keeps: bool) -> float:
-    """Most bytes beside what is kept for good, over the ops of one forward.
+    """Peak bytes of temporaries over the ops of one forward, beside the saved tensors.
 
-    Where nothing is kept, an op's results and those of the op before it live together.
+    Where nothing is saved, an op's results and those of the op before it live together.
     """
     if keeps:
         return max((op.temporary for op in ops), default=0.0)

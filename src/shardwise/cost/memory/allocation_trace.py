@@ -1,5 +1,4 @@
-"""`Program`, how a step is computed, and `AllocationTrace`: its allocations and frees in order, with category and
-stream."""
+"""`Program`, the options of a step, and `AllocationTrace`, its allocations and frees."""
 
 from __future__ import annotations
 
@@ -10,18 +9,19 @@ from shardwise.plan.plan import Recompute
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARIES = range(len(CATEGORIES))
 COMPUTE, GATHER, REDUCE = range(3)  # streams
-WRITTEN = 4  # blocks of a row that are written op by op
+WRITTEN = 4  # blocks of a row that are traced op by op
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How a step is computed, whatever the rank.
+    """Options of a step's program that are the same on all ranks.
 
     Under ``gradients_wait`` only the last micro batch reduces sharded gradients (``set_requires_gradient_sync``), and
-    whole fp32 ones wait until then; otherwise shards add up. Whole gradients wait beside DDP's buckets (``no_sync``),
-    unless ``buckets_add``. ``fused_loss`` is one kernel that reads narrow logits and writes their gradient in their
-    place. ``loss_chunks`` above 1 makes logits in parts, and their gradients with them. ``written`` blocks of a row are
-    written op by op. ``optimizer_in_backward`` steps each parameter as soon as its gradient is final, and frees that.
+    unsharded fp32 ones are stored until then; otherwise shards accumulate. With DDP, unsharded gradients are stored
+    beside its buckets (``no_sync``), unless ``buckets_add``. ``fused_loss`` is one kernel that reads low-precision
+    logits and overwrites them with their gradient. ``loss_chunks`` above 1 computes logits in chunks, and their
+    gradients with them. ``written`` blocks of a row are traced op by op. ``optimizer_in_backward`` steps each parameter
+    as soon as its gradient is final, and frees the gradient.
     """
 
     grad_accum: int = 1
@@ -35,7 +35,10 @@ class Program:
 
 
 class AllocationTrace:
-    """Allocations and frees in order. ``events`` holds (bytes, category, stream), or (-1 - handle, 0, 0) for a free."""
+    """Allocations and frees in order.
+
+    ``events`` has (bytes, category, stream), or (-1 - handle, 0, 0) for a free.
+    """
 
     def __init__(self) -> None:
         self.events: list[tuple[int, int, int]] = []
@@ -43,7 +46,7 @@ class AllocationTrace:
         self.count = 0
 
     def alloc(self, num_bytes: float, category: int, stream: int = COMPUTE) -> int:
-        """Returns the handle; -1 for nothing."""
+        """Record an allocation and return its handle; -1 for zero bytes."""
         size = int(num_bytes)
         if size <= 0:
             return -1
@@ -52,10 +55,10 @@ class AllocationTrace:
         return self.count - 1
 
     def free(self, *handles: int) -> list[int]:
-        """Free each; -1 is ignored. Returns what is left of them: nothing."""
+        """Free each handle; -1 is ignored. Returns the remaining handles, an empty list."""
         self.events += [(-1 - handle, 0, 0) for handle in handles if handle >= 0]
         return []
 
     def phase(self, name: PhaseName) -> None:
-        """What follows belongs to ``name``."""
+        """Start the phase ``name``."""
         self.phases.append((len(self.events), name))

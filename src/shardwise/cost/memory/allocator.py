@@ -1,11 +1,12 @@
-"""A model of PyTorch's caching allocator: what it *reserves* for a sequence of allocations and frees.
+"""Model of PyTorch's caching allocator: bytes *reserved* for a sequence of allocations.
 
-Live bytes are not what a device must have: the allocator rounds, takes memory from the device in segments, keeps freed
-blocks per stream, and cannot use a hole that is too small. Here its rules are replayed, on integers.
+Live bytes underestimate what a device needs: the allocator rounds, requests memory from the device in segments, caches
+freed blocks per stream, and cannot use a hole that is too small. This model replays its rules, on integers.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.x, default settings (no max_split_size_mb, no power-of-two
-rounding, no garbage-collection threshold). Left out: private pools of CUDA graphs, and blocks that other streams have
-marked with ``record_stream`` (FSDP2 marks none). Addresses of segments are taken to grow in the order of allocation.
+rounding, no garbage-collection threshold). Not modelled: private pools of CUDA graphs, and blocks that other streams
+have marked with ``record_stream`` (FSDP2 marks none). Addresses of segments are assumed to grow in the order of
+allocation.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is rounded up to a multiple
 SMALL_BYTES = MIB  # kSmallSize: requests up to here come from the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer: segment of a request below MIN_LARGE_BYTES; page of a growing segment
-MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here a request has a segment of its own, rounded to
+MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here a request gets a separate segment, rounded to
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
 _ENDLESS = LARGE_SEGMENT_BYTES << 40  # a multiple of both pages
 
 
 class Block:
-    """A piece of a segment. ``mapped`` is False for addresses of a growing segment that have no memory yet."""
+    """Block of a segment. ``mapped`` is False for unmapped addresses of an expandable segment."""
 
     __slots__ = ("address", "after", "before", "free", "mapped", "pool", "requested", "size")
 
@@ -42,7 +43,7 @@ class Block:
 
 
 class _Pool:
-    """Free blocks of one stream and one size class, by size and then by address; unmapped ones by address."""
+    """Free blocks of one stream and size class, by size and then address; unmapped by address."""
 
     __slots__ = ("blocks", "is_small", "keys", "unmapped")
 
@@ -63,7 +64,7 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorStats:
-    """Bytes now and at the fullest moment. ``allocated`` counts rounded blocks that are in use, as PyTorch does."""
+    """Current and peak bytes. ``allocated`` counts rounded blocks in use, as PyTorch does."""
 
     allocated: int
     reserved: int
@@ -78,9 +79,9 @@ class AllocatorStats:
 class CachingAllocator:
     """PyTorch's allocator on one device; all sizes in bytes.
 
-    ``expandable`` is ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``. With ``limit_bytes`` the device has no more
-    than that: cached blocks are given back and the request is tried again, as PyTorch does; where that does not help,
-    ``out_of_memory`` is set and the request is granted all the same, so that the peak says how much was missing.
+    ``expandable`` is ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``. ``limit_bytes`` is the device's memory: at
+    the limit cached blocks are released and the request is retried, as PyTorch does; if that fails, ``out_of_memory``
+    is set and the request is granted anyway, so that the peak shows how much memory is missing.
     """
 
     def __init__(self, *, expandable: bool = False, limit_bytes: int | None = None) -> None:
@@ -99,7 +100,7 @@ class CachingAllocator:
         self._end = 0
 
     def alloc(self, num_bytes: int, stream: Hashable = 0) -> Block | None:
-        """A block for ``num_bytes`` on ``stream``; ``None`` for nothing, which takes no memory."""
+        """Allocate ``num_bytes`` on ``stream``; ``None`` for zero bytes, which take no memory."""
         if num_bytes <= 0:
             return None
         size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
@@ -107,9 +108,9 @@ class CachingAllocator:
         pool = self._pools.get((stream, is_small))
         if pool is None:
             pool = self._pools[stream, is_small] = _Pool(is_small)
-        place = bisect_left(pool.keys, (size, -1))
-        if place < len(pool.keys):
-            block = self._best(pool, place) if self.expandable else pool.blocks.pop(pool.keys.pop(place)[1])
+        index = bisect_left(pool.keys, (size, -1))
+        if index < len(pool.keys):
+            block = self._best(pool, index) if self.expandable else pool.blocks.pop(pool.keys.pop(index)[1])
         else:
             block = self._grow(pool, size) if self.expandable else self._new_segment(pool, size)
         remaining = block.size - size
@@ -127,7 +128,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Give ``block`` back to its stream's pool; neighbours that are free become one with it."""
+        """Return ``block`` to its stream's pool and merge it with free neighbours."""
         if block is None:
             return
         if block.free:
@@ -140,12 +141,12 @@ class CachingAllocator:
         pool.add(block)
 
     def reset_peaks(self) -> None:
-        """Start the peaks anew from what is there now."""
+        """Reset the peaks to the current values."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
         self.peak_requested = self.requested
 
     def empty_cache(self) -> None:
-        """Give every whole free segment back to the device, or every whole free page of growing segments."""
+        """Release every fully free segment, or every fully free page of expandable segments."""
         for pool in self._pools.values():
             for block in list(pool.blocks.values()):
                 if self.expandable:
@@ -156,11 +157,11 @@ class CachingAllocator:
                     self.segments -= 1
 
     def stats(self) -> AllocatorStats:
-        """All counters at once."""
+        """Return all counters at once."""
         return AllocatorStats(**{name: getattr(self, name) for name in AllocatorStats.__slots__})
 
     def _take(self, num_bytes: int) -> None:
-        """Memory from the device."""
+        """Take memory from the device."""
         self.out_of_memory |= self._lacks(num_bytes)
         self.reserved += num_bytes
         if self.reserved > self.peak_reserved:
@@ -189,7 +190,7 @@ class CachingAllocator:
         return block
 
     def _cut(self, block: Block, size: int) -> Block:
-        """Shorten ``block`` to ``size``; returns the rest, which stands behind it."""
+        """Shorten ``block`` to ``size``; returns the remainder, which follows it."""
         rest = Block(block.pool, block.address + size, block.size - size)
         rest.mapped = block.mapped
         rest.before, rest.after = block, block.after
@@ -200,7 +201,7 @@ class CachingAllocator:
         return rest
 
     def _join(self, block: Block) -> None:
-        """Take in free neighbours, and out of the pool."""
+        """Merge with free neighbours, and remove them from the pool."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped:
             block.pool.remove(before)
@@ -215,10 +216,10 @@ class CachingAllocator:
             if block.after is not None:
                 block.after.before = block
 
-    # growing segments
+    # expandable segments
 
     def _best(self, pool: _Pool, place: int) -> Block:
-        """Best fit, where a block counts with the unmapped addresses behind it."""
+        """Find the best fit, where a block counts with the unmapped addresses behind it."""
 
         def reach(index: int) -> int:
             block = pool.blocks[pool.keys[index][1]]
@@ -230,24 +231,24 @@ class CachingAllocator:
         return pool.blocks.pop(pool.keys.pop(place)[1])
 
     def _grow(self, pool: _Pool, size: int) -> Block:
-        """Map pages behind a free block, or in a hole, or at the segment's end."""
+        """Map pages behind a free block, in a hole, or at the segment's end."""
         page = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
         hole, pages = self._hole(pool, size, page)
         if self._lacks(pages):
             self._release()
             hole, pages = self._hole(pool, size, page)
         self._take(pages)
-        place = pool.unmapped.index(hole)
+        index = pool.unmapped.index(hole)
         if hole.size > pages:
-            pool.unmapped[place] = self._cut(hole, pages)
+            pool.unmapped[index] = self._cut(hole, pages)
         else:
-            del pool.unmapped[place]
+            del pool.unmapped[index]
         hole.mapped = True
         self._join(hole)
         return hole
 
     def _hole(self, pool: _Pool, size: int, page: int) -> tuple[Block, int]:
-        """The first hole that, with the free block before it, holds ``size``; and the bytes of pages it lacks."""
+        """Find the first hole that fits ``size`` with the free block before it; and missing bytes."""
         for hole in pool.unmapped:
             before = hole.before
             head = before.size if before is not None and before.free else 0
@@ -261,7 +262,7 @@ class CachingAllocator:
         return tail, -(-size // page) * page
 
     def _unmap(self, block: Block) -> None:
-        """Give back the whole pages inside a free block; they become a hole."""
+        """Unmap the full pages inside a free block; they become a hole."""
         pool = block.pool
         page = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
         first = -(-block.address // page) * page  # segments begin at multiples of every page

@@ -1,4 +1,4 @@
-"""`CostInputs`: all that the allocations of one rank depend on."""
+"""`CostInputs`: all values that the allocations of one rank depend on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from shardwise.cost.memory.local_shapes import LayerGroup, ShardLayout, UnitWeig
 
 @dataclass(frozen=True, slots=True)
 class CostInputs:
-    """All that one rank's allocations depend on. ``held`` micro batches are in flight before the first backward.
+    """Values that one rank's allocations depend on.
 
-    ``sent`` are bytes of a sample's hidden state that goes on to the next pipeline stage; none from the last one.
-    ``received`` are those of buffers that torch's own pipeline stages keep, one for each micro batch and direction.
+    ``held`` micro batches are in flight before the first backward. ``sent`` are bytes of a sample's hidden state that
+    is sent to the next pipeline stage; 0 on the last one. ``received`` are those of buffers that torch's pipeline
+    stages keep, one for each micro batch and direction.
     """
 
     pieces: tuple[LayerGroup, ...]
@@ -31,17 +32,24 @@ class CostInputs:
 
     @property
     def waits(self) -> bool:
-        """Sharded gradients wait whole for the last micro batch; a pipeline's always do, as
-        ``torch.distributed.pipelining`` holds their reduction back.
+        """Return whether unsharded gradients are stored until the last micro batch reduces them.
+
+        A pipeline's always are, as ``torch.distributed.pipelining`` delays their reduction.
         """
         return self.program.gradients_wait or self.layout.pp > 1
 
     @property
     def reduces_late(self) -> bool:
-        """Torch's own pipeline stages reduce when the last backward is over, and keep all gathered until then."""
+        """Return whether gradients are reduced after the last backward.
+
+        Torch's pipeline stages do so, and keep all gathered weights until then.
+        """
         return self.layout.pp > 1 and self.layout.shards and self.layout.framework == "torchtitan"
 
     @property
     def has_buckets(self) -> bool:
-        """DDP's buckets, or the buffers beside fp32 masters, are the gradients, and stay."""
+        """Return whether gradients live in buckets: DDP's, or the buffers beside fp32 masters.
+
+        These stay allocated.
+        """
         return not self.layout.shards and (self.layout.replicas > 1 or self.layout.masters)

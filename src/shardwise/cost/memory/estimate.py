@@ -1,4 +1,4 @@
-"""`Estimate`: predicted bytes on the rank that holds most, by category and by phase."""
+"""`Estimate`: predicted bytes on the fullest rank, by category and by phase."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 
 
 class Phase(BaseModel):
-    """One phase of a run: live bytes at its fullest moment, and what the allocator has reserved by then."""
+    """Phase of a run: its peak of live bytes, and the allocator's reserved bytes by then."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -21,14 +21,14 @@ class Phase(BaseModel):
 
 
 class Estimate(BaseModel):
-    """Predicted bytes on the rank that holds most; ``None`` is unknown.
+    """Predicted bytes on the fullest rank; ``None`` is unknown.
 
-    Each category is what it holds when it holds most; they do not do so at one moment. ``allocated`` is the peak of
-    their sum, ``reserved`` what the caching allocator takes for it, ``context`` what lies outside the allocator (CUDA
-    context, communicator buffers), ``device`` = ``reserved`` + ``context``: what must be under the device's memory.
-    ``buffers`` are gathered units, unsharded gradients on their way and autocast's narrow weights; ``temporaries`` are
-    the optimizer's. ``offloaded_bytes`` is the part of parameters, gradients and optimizer state that lives in host
-    memory, ``host_bytes`` all that a node's ranks need there together.
+    Each category is given at its peak; the peaks do not coincide. ``allocated`` is the peak of their sum, ``reserved``
+    what the caching allocator takes for it, ``context`` what lies outside the allocator (CUDA context, communicator
+    buffers), ``device`` = ``reserved`` + ``context``: what must be below the device's memory. ``buffers`` are gathered
+    units, unsharded gradients before their reduction and autocast's low-precision weights; ``temporaries`` are the
+    optimizer's. ``offloaded_bytes`` is the part of parameters, gradients and optimizer state that lives in host memory,
+    ``host_bytes`` the total that a node's ranks need there.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -51,7 +51,7 @@ class Estimate(BaseModel):
 
     @property
     def device_bytes(self) -> int:
-        """What is known to be needed on the device at the peak."""
+        """Known bytes needed on the device at the peak."""
         if self.device is not None:
             return self.device
         parts = (self.parameters, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
@@ -59,5 +59,5 @@ class Estimate(BaseModel):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Categories that `device_bytes` leaves out."""
+        """Categories that `device_bytes` does not include."""
         return tuple(name for name in ("optimizer", "activations", "logits") if getattr(self, name) is None)

@@ -1,10 +1,10 @@
-"""Bytes that a rank holds, by category and by phase. Nothing is run.
+"""Estimated bytes of a rank, by category and by phase, without running the model.
 
-`estimate` plays the program of one rank (`shardwise.cost.memory.step_program`) to a model of the caching allocator and
-sees the peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest, in microseconds.
-`estimate_memory` is what a run's receipt compares with: closed formulas over a live model's parameters, exact for
-parameters, gradients and optimizer state; there allocator, context and communicators are not counted.
-A category that is not known is ``None``.
+`estimate` replays the program of one rank (`shardwise.cost.memory.step_program`) through a model of the caching
+allocator and records the peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest,
+in microseconds. `estimate_memory` is what a run's receipt compares with: closed formulas over a live model's
+parameters, exact for parameters, gradients and optimizer state; allocator, context and communicators are not counted
+there. A category that is unknown is ``None``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ __all__ = [
     "zero1_shares",
 ]
 
-NEAR = 0.85  # of the highest live peak: below, no rank's allocator reserves most
+NEAR = 0.85  # of the highest live peak: below it, a rank's allocator never reserves the most
 STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How a live model lies over the axes that cut it, as those who cut it say.
+    """Placement of a live model over the axes that shard it, as reported by `parallel`.
 
-    ``shard_dim`` names the dim of each parameter that tensor parallel cuts; others are whole on its ranks. ``stages``
-    are the names of the parameters of each rank of a pipeline, any of a tied one's; empty without a pipeline.
+    ``shard_dim`` names the dim of each parameter that tensor parallel shards; others are replicated on its ranks.
+    ``stages`` are the names of the parameters of each rank of a pipeline, any of a tied one's; empty without a
+    pipeline.
     """
 
     shard_dim: Mapping[str, int] = field(default_factory=dict)
@@ -57,9 +58,9 @@ class Parts:
 
 
 def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts | None = None) -> Estimate:
-    """Bytes on the fullest rank under ``plan``; see the module's docstring for what is left out.
+    """Estimate bytes on the fullest rank under ``plan``; the module docstring lists the limits.
 
-    Without ``parts`` the model is taken as whole on every tensor- and pipeline-parallel rank.
+    Without ``parts`` the model is taken as replicated on every tensor- and pipeline-parallel rank.
     """
     parts = parts or Parts()
     each = [_held(spec, plan, workload, parts, names) for names in parts.stages or (None,)]
@@ -67,9 +68,9 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Part
     states = [one[2] for one in each if one[2] is not None]
     optimizer = max(states) if states else None
     saved = workload.activation_bytes.get(plan.recompute)
-    logits, chunked = workload.logits_bytes, plan.loss_chunks > 1  # the log-probabilities are not kept then
+    logits, chunked = workload.logits_bytes, plan.loss_chunks > 1  # the log-probabilities are not saved then
     micro = plan.micro_batch or 1
-    makes_room = plan.parsed.offload and plan.device != "cpu"  # a CPU's own memory is the host's
+    makes_room = plan.parsed.offload and plan.device != "cpu"  # a CPU's memory is the host's
     offloaded = parameters + gradients + (optimizer or 0) if makes_room else 0
     return Estimate(
         parameters=parameters,
@@ -92,10 +93,10 @@ def local_elements(
 def local_shape(
     parameter: ParameterSpec, plan: Plan, rank: int = 0, *, shard_dim: int | None = None, tp_rank: int = 0
 ) -> tuple[int, ...]:
-    """Shape of ``parameter`` at rest on a rank of the sharding axis, which counts context-parallel ranks, too.
+    """Shape of ``parameter`` at rest on a rank of the sharding axis, which includes cp ranks.
 
-    Tensor parallel cuts ``shard_dim`` first, then FSDP2 dim 0 of what is left, each into chunks of
-    ``ceil(size / ranks)``; the last ranks may hold less or nothing.
+    Tensor parallel shards ``shard_dim`` first, then FSDP2 shards dim 0 of the local tensor, each into chunks of
+    ``ceil(size / ranks)``; the last ranks may have smaller or empty chunks.
     """
     shape = list(parameter.shape)
     if shard_dim is not None:
@@ -111,7 +112,7 @@ def _chunk(size: int, ranks: int, rank: int) -> int:
 
 
 def stepped_groups(spec: ModelSpec, workload: Workload) -> list[list[ParameterSpec]]:
-    """The trainable parameters that the optimizer steps, by its parameter groups."""
+    """Trainable parameters that the optimizer steps, by parameter group."""
     trainable = {p.name: p for p in spec.parameters if p.trainable}
     if workload.parameter_groups is None:
         return [list(trainable.values())]
@@ -119,9 +120,9 @@ def stepped_groups(spec: ModelSpec, workload: Workload) -> list[list[ParameterSp
 
 
 def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[list[ParameterSpec]]:
-    """Which rank steps which parameter under ``zero1``.
+    """Assign parameters to ranks under ``zero1``.
 
-    Group after group, largest first, each to the rank with the least so far: ZeroRedundancyOptimizer's own rule.
+    Group after group, largest first, each to the rank with the least so far: the rule of ZeroRedundancyOptimizer.
     """
     shares: list[list[ParameterSpec]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
@@ -136,7 +137,10 @@ def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[lis
 def _held(
     spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts, names: frozenset[str] | None
 ) -> tuple[int, int, int | None]:
-    """Bytes of parameters, gradients and state of a stage's fullest rank; ``names`` None is the whole model."""
+    """Bytes of parameters, gradients and state on a stage's fullest rank.
+
+    ``names`` None is the full model.
+    """
 
     def is_here(parameter: ParameterSpec) -> bool:
         return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))
@@ -160,7 +164,7 @@ def _held(
 
 
 def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Parts, size: int) -> int:
-    """Bytes of a parameter's state with dimensions, of which ``size`` bytes are on the fullest rank."""
+    """Bytes of a parameter's state with dimensions; ``size`` bytes are on the fullest rank."""
     if (spec := workload.custom_state) is None:
         return size * (workload.optimizer_states or 0)
     here = local_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
@@ -168,7 +172,7 @@ def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Part
 
 
 def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
-    """Peak of the short-lived copies: gathered units, unsharded gradients, or autocast's narrow weights."""
+    """Peak of the short-lived copies: gathered units, unsharded gradients or autocast's weights."""
     compute = itemsize_of(plan.precision)
     if not plan.parsed.shards_parameters:
         return 0 if plan.precision == "fp32" else spec.num_parameters * compute
@@ -181,11 +185,11 @@ def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:
     waits = plan.grad_accum > 1 and not plan.syncs_every_micro_batch
     waiting = spec.num_trainable * STATE_ITEMSIZE if waits else 0
     largest = max([root, *units.values()])
-    return gathered * compute + waiting + largest * STATE_ITEMSIZE  # and one unit's gradient on its way
+    return gathered * compute + waiting + largest * STATE_ITEMSIZE  # and one unit's unsharded gradient
 
 
 def unit_elements(spec: ModelSpec) -> dict[str | None, int]:
-    """Elements in each sharding unit: a block's name, or ``None`` for everything outside the blocks."""
+    """Elements in each sharding unit: a block's name, or ``None`` for all outside the blocks."""
     units: dict[str | None, int] = {}
     for parameter in spec.parameters:
         units[parameter.block] = units.get(parameter.block, 0) + parameter.num_elements
@@ -204,24 +208,24 @@ def estimate(
     flat: bool = False,
     framework: Framework | None = None,
 ) -> Estimate:
-    """Bytes on the fullest rank under ``plan``, by category and phase.
+    """Estimate bytes on the fullest rank under ``plan``, by category and phase.
 
-    `shardwise.cost.memory.step_program` says what is left out.
+    `shardwise.cost.memory.step_program` lists what is not counted.
 
-    The keywords say what program runs; their defaults are this package's, others are for comparing with measurements of
+    The keywords select the program; their defaults are this package's, others are for comparison with measurements of
     other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth
-    more. ``fused_loss`` takes the place of the workload's.
-    ``buckets_add`` accumulates in the buckets of whole gradients; DDP's ``no_sync`` keeps a second copy beside them.
-    ``flat`` is FSDP1 over whole blocks: a gradient is that of the whole flat parameter where any of it trains (so
-    PyTorch's documentation of ``use_orig_params``). ``framework`` is whose program runs where an axis cuts the model.
-    ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it is ``allocated``.
-    ``phases``: ``load`` of random weights (rank 0's; others' are the same), ``first_step`` (all of it, without state
-    before its end), ``forward``, ``backward`` and ``optimizer`` of later steps, ``save`` and ``resume``, which copy one
-    tensor at a time through the host. Of a pipeline each figure is of the stage that holds most of it.
+    more. ``fused_loss`` overrides the workload's. ``buckets_add`` accumulates in the buckets of unsharded gradients;
+    DDP's ``no_sync`` keeps a second copy beside them. ``flat`` is FSDP1 over whole blocks: a gradient is that of the
+    whole flat parameter where any of it trains (according to PyTorch's documentation of ``use_orig_params``).
+    ``framework`` selects the program where an axis shards the model. ``reserved`` is the allocator model's on CUDA; on
+    a CPU, whose allocator gives memory back, it is ``allocated``. ``phases``: ``load`` of random weights (rank 0's;
+    others' are the same), ``first_step`` (the full step, without state before its end), ``forward``, ``backward`` and
+    ``optimizer`` of later steps, ``save`` and ``resume``, which copy one tensor at a time through the host. Of a
+    pipeline each value is that of the stage with the highest one.
     """
     layout = replace(layout_of(plan, framework), flat=flat)
     micro = plan.micro_batch or 1
-    written = WRITTEN if expandable else profile.num_blocks  # without, how a row is cut into blocks matters
+    written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     fused_loss = workload.fused_loss if fused_loss is None else fused_loss
     waits, adds = plan.gradient_sync == "last", buckets_add or layout.masters
     early = plan.optimizer_in_backward
@@ -266,7 +270,7 @@ def estimate(
 
 
 def _simulated(tapes: list[AllocationTrace], *, cuda: bool, expandable: bool) -> list[SimulatedStep]:
-    """Of several ranks only those that can reserve most go through the allocator's model, which takes its time."""
+    """Simulate several ranks; only those that can reserve most use the slow allocator model."""
     if len(tapes) == 1 or not cuda:
         return [replay(trace, cuda=cuda, expandable=expandable) for trace in tapes]
     lives = [replay(trace, cuda=False) for trace in tapes]
@@ -280,7 +284,10 @@ def _simulated(tapes: list[AllocationTrace], *, cuda: bool, expandable: bool) ->
 def _squeezed(
     tapes: list[AllocationTrace], simulated: SimulatedStep, cluster: ClusterSpec, context: int, *, expandable: bool
 ) -> SimulatedStep | None:
-    """The same where only cached memory does not fit: PyTorch gives it back to the device and tries again."""
+    """Simulate the same ranks with a limit, where only cached memory does not fit.
+
+    PyTorch then releases its cache to the device and retries.
+    """
     memory = cluster.device_memory_bytes
     if (
         memory is None
@@ -289,14 +296,14 @@ def _squeezed(
     ):
         return None
     limit = memory - context
-    again = fullest([replay(trace, cuda=True, expandable=expandable, limit_bytes=limit) for trace in tapes])
-    return again if again.fits else None
+    retried = fullest([replay(trace, cuda=True, expandable=expandable, limit_bytes=limit) for trace in tapes])
+    return retried if retried.fits else None
 
 
 def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec, offloaded: int) -> int:
-    """Host RAM of the fullest node: what is offloaded there, and rank 0's whole model while it is built.
+    """Host RAM of the fullest node: offloaded bytes, and rank 0's full model while it is built.
 
-    What is swapped to a drive passes through buffers here, which are not counted. On a CPU the ranks' own memory is not
+    Values swapped to a drive pass through host buffers, which are not counted. On a CPU the ranks' device memory is not
     repeated here. Python, libraries and the data loader are not counted.
     """
     ranks = min(cluster.devices_per_node, layout.replicas * layout.tp * layout.pp)

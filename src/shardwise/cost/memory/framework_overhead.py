@@ -1,4 +1,4 @@
-"""Device memory outside the allocator: the CUDA context and the communicators' buffers. Rough, and told as such.
+"""Device memory outside the allocator: CUDA context and communicator buffers, roughly.
 
 Neither is documented by NVIDIA; both change with driver, CUDA and NCCL versions.
 """
@@ -10,7 +10,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import constants_of
 from shardwise.units import MIB
 
-NEWEST_CONTEXT_BYTES = 600 * MIB  # of Hopper and later, and of what is not known (else `Generation.context_bytes`)
+NEWEST_CONTEXT_BYTES = 600 * MIB  # of Hopper and later, and of unknown GPUs (else `Generation.context_bytes`)
 # A communicator's buffers grow with its channels, and those with the link's speed (github.com/NVIDIA/nccl issue 986):
 # 544 MB for two and 688 MB for four A100s over NVLink of 300 GB/s (issue 964). H100s take no more.
 GROUP_BYTES = 600 * MIB
@@ -19,7 +19,7 @@ SLOWEST_GROUP_BYTES = 100 * MIB  # two channels, over PCIe or sockets
 
 
 def context_bytes(layout: ShardLayout, cluster: ClusterSpec) -> int:
-    """Bytes of context and communicators on one device; 0 on a CPU. Each mesh axis has a communicator of its own."""
+    """Bytes of context and of a communicator per mesh axis on one device; 0 on a CPU."""
     if not layout.is_cuda or cluster.device == "cpu":
         return 0
     found = None if cluster.gpu is None else constants_of(cluster.gpu)

@@ -1,8 +1,8 @@
-"""What one rank holds at rest: its pipeline stage, its part of each weight, gradients and optimizer state. Exact.
+"""Local state of one rank: its pipeline stage, weight shards, gradients and optimizer state.
 
-FSDP2 cuts dim 0 into chunks of ``ceil(rows / ranks)`` and pads what it sends to equal chunks; the first rank is the
-fullest. ``zero1`` deals out whole parameters, the largest first, to the rank with the least so far. Tensor parallel
-cuts ``Weight.tp_dim`` first, into chunks of ``ceil(size / tp)``.
+The bytes are exact. FSDP2 splits dim 0 into chunks of ``ceil(rows / ranks)`` and pads what it sends to equal chunks;
+the first rank is the fullest. ``zero1`` assigns unsharded parameters, the largest first, to the rank with the least so
+far. Tensor parallel shards ``Weight.tp_dim`` first, into chunks of ``ceil(size / tp)``.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload
 
 FP32 = 4
-STATE_ITEMSIZE = FP32  # step counters, and what is factored or quantised is scaled in fp32
+STATE_ITEMSIZE = FP32  # step counters, and the scales of factored or quantized state, are fp32
 
 
-# Whose program runs where an axis cuts the model: this package's, Megatron-LM's (also what is planned for ``zero1``
-# beside tensor or pipeline parallel, which this version does not run), or torchtitan's, which is PyTorch's own parts
-# with ring attention. In the latter two, embedding and head work on cut sequences, too.
+# Program that runs where an axis shards the model: this package's, Megatron-LM's (also what is planned for ``zero1``
+# beside tensor or pipeline parallel, which this version does not run), or torchtitan's, i.e. PyTorch's modules
+# with ring attention. In the latter two, embedding and head work on sharded sequences, too.
 Framework = Literal["shardwise", "megatron", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The plain numbers of a plan that decide what a rank holds. Hashable and cheap, unlike the plan.
+    """Plain numbers of a plan that determine a rank's local state; hashable and cheap.
 
-    Ranks of one context-parallel group hold equal weights and different gradients, so state is cut over them, too:
-    ``replicas`` ranks reduce gradients together, FSDP2 cuts over ``shard_ranks`` of them.
+    Ranks of one context-parallel group have equal weights and different gradients, so state is sharded over them, too:
+    ``replicas`` ranks reduce gradients together, FSDP2 shards over ``shard_ranks`` of them.
 
-    ``masters``: whole weights rest in the narrow type, and fp32 masters of them are optimizer state; gradients add up
-    in fp32 buffers. So Megatron-LM's mixed-precision optimizers keep them.
+    ``masters``: unsharded weights are stored in the low-precision type, and their fp32 masters are optimizer state;
+    gradients accumulate in fp32 buffers, as in Megatron-LM's mixed-precision optimizers.
     """
 
     strategy: Strategy
@@ -55,64 +55,70 @@ class ShardLayout:
     framework: Framework = "shardwise"
     masters: bool = False
     schedule: PipelineSchedule = "1f1b"
-    virtual: int = 1  # stages of a rank
-    sequence: bool = True  # what lies between tensor-parallel regions is cut along the sequence
-    vocab: bool = True  # logits stay cut over the vocabulary
+    virtual: int = 1  # stages per rank
+    sequence: bool = True  # activations between tensor-parallel regions are sharded along the sequence
+    vocab: bool = True  # logits stay sharded over the vocabulary
     flat: bool = False  # FSDP1: a unit is one flat parameter with one gradient
 
     @property
     def shards(self) -> bool:
-        """FSDP2 gathers units for use and reduces their gradients, be they cut over ``shard_ranks`` or whole."""
+        """Return whether FSDP2 gathers units for use and reduces their gradients.
+
+        The units may be sharded over ``shard_ranks`` or replicated.
+        """
         return self.strategy.shards_parameters or self.replicates
 
     @property
     def replicates(self) -> bool:
-        """``ddp`` with data-parallel ranks beside tensor or pipeline parallel: FSDP2 over shards of one rank.
+        """Return whether ``ddp`` runs beside tp or pp: FSDP2 over shards of one rank.
 
-        Whole fp32 weights at rest, and a copy of each unit while it is used (`parallel.apply`).
+        Unsharded fp32 weights at rest, and a copy of each unit while it is used (`parallel.apply`).
         """
         return self.strategy.base == "ddp" and self.tp * self.pp > 1 and self.replicas > 1 and not self.masters
 
     @property
     def reshards(self) -> bool:
-        """Blocks free their gathered weights after forward and gather them again for backward."""
+        """Return whether blocks free gathered weights after forward and gather them in backward."""
         return self.strategy.reshards_after_forward or self.replicates
 
     @property
     def keeps_weights(self) -> bool:
-        """Weights stay gathered from forward to backward, in a pipeline from the first micro batch to the last.
+        """Return whether weights stay gathered until backward, in a pipeline over all micro batches.
 
-        zero2 asks for it, zero-bubble schedules need it, and torch's own pipeline stages do so whatever is asked.
+        zero2 sets it, zero-bubble schedules need it, and torch's pipeline stages do so regardless of the setting.
         """
         zero_bubble = self.pp > 1 and self.schedule in ("interleaved-zero-bubble", "zbv")
         return not self.reshards or zero_bubble or (self.pp > 1 and self.framework != "shardwise")
 
     @property
     def sums_replicas(self) -> bool:
-        """What was reduced inside a sharding group is reduced once more, over the groups."""
+        """Return whether gradients reduced inside sharding groups are then reduced over the groups."""
         return self.shards and self.replicas > self.shard_ranks
 
     @property
     def autocasts(self) -> bool:
-        """Whole fp32 weights are copied to the narrow type as they are used."""
+        """Return whether unsharded fp32 weights are cast to the low-precision type as they are used."""
         return not self.shards and self.width < FP32 and not self.masters
 
     @property
     def offloads(self) -> bool:
-        """Parameters, gradients and optimizer state rest in host memory (a CPU's own memory is the host's)."""
+        """Return whether the state rests in host memory: parameters, gradients, optimizer state.
+
+        A CPU's memory is the host's.
+        """
         return (self.strategy.offload or self.strategy.nvme) and self.is_cuda
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """``count`` equal units, one after the other, on one stage. A block is a sharding unit of its own."""
+    """Group of ``count`` equal consecutive units of a stage; each block is a sharding unit."""
 
     unit: Unit
     count: int
 
     @property
     def is_block(self) -> bool:
-        """Sharded, and recomputed, on its own; everything else belongs to the root."""
+        """Return whether the unit is sharded and recomputed separately; others belong to the root."""
         return self.unit.kind == "block"
 
 
@@ -120,38 +126,38 @@ class LayerGroup:
 class UnitWeights:
     """Bytes of one unit's weights on one rank.
 
-    ``gathered`` are the whole weights in the compute type, one size for each tensor; ``reduce_in`` the padded fp32
-    gradient that is reduced, ``reduce_out`` this rank's part of it; ``copies`` autocast's narrow weights, that of a
-    head which is the embedding too; ``exchanged`` the columns of fused projections that a tensor-parallel rank takes
-    from others, because it computes with other ones than it holds.
+    ``gathered`` are the unsharded weights in the compute type, one size for each tensor; ``reduce_in`` the padded fp32
+    gradient that is reduced, ``reduce_out`` this rank's part of it; ``copies`` autocast's low-precision weights, that
+    of a head which is the embedding too; ``exchanged`` the columns of fused projections that a tensor-parallel rank
+    takes from others, because it computes with other columns than it stores.
     """
 
     parameters: int
     gradients: int
     trained: int  # elements at rest of the trained weights
-    largest: int  # those of the largest of them
-    full: int  # as they are made, before they are cut
+    largest: int  # elements of the largest of them
+    full: int  # as they are created, before they are sharded
     gathered: tuple[int, ...]
     sent: int
     shard_sent: int
     full_gradients: int  # in the type that backward makes them in
-    last_gradient: int  # that of the last weight
-    waiting: int  # whole fp32 gradients that wait for the last micro batch
+    last_gradient: int  # gradient of the last weight
+    waiting: int  # unsharded fp32 gradients that wait for the last micro batch
     reduce_in: int
     reduce_out: int
     copies: int
     exchanged: int
-    widened: int  # the largest weight that is stored narrower than it is computed with
+    widened: int  # the largest weight that is stored in fewer bits than it is computed with
 
 
 def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
-    """``framework``, or whose program is planned where none is named."""
+    """Return ``framework``, or the default one for ``strategy``."""
     not_run = strategy.base == "zero1" and strategy.tp * strategy.pp > 1
     return framework or ("megatron" if not_run else "shardwise")
 
 
 def layout_of(plan: Plan, framework: Framework | None = None) -> ShardLayout:
-    """The numbers of ``plan`` that decide what a rank holds, in the program of ``framework``."""
+    """Build the `ShardLayout` of ``plan`` in the program of ``framework``."""
     dims, strategy = plan.dims, _strategy(plan.strategy)
     width = 4 if plan.precision == "fp32" else 2
     full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
@@ -180,20 +186,20 @@ def _strategy(text: str) -> Strategy:
 
 
 def stage_pieces(profile: ModelProfile, layout: ShardLayout, rank: int) -> tuple[LayerGroup, ...]:
-    """The units of a pipeline rank, in the order of its stages.
+    """List the units of a pipeline rank, in the order of its stages.
 
-    What stands before the first block is the first stage's, the rest the last's. A tied weight is on both of the stages
-    that use it.
+    Units before the first block belong to the first stage, those after the last block to the last. A tied weight is on
+    both of the stages that use it.
     """
     if layout.pp == 1:
         return tuple(LayerGroup(unit, unit.count) for unit in profile.units)
     counts = stage_counts(profile, layout)
     number = len(counts)
-    own = [stage for stage in range(number) if rank_of(layout, stage) == rank]
+    local_stages = [stage for stage in range(number) if rank_of(layout, stage) == rank]
     pieces: list[LayerGroup] = []
-    for stage in own:
+    for stage in local_stages:
         pieces += _stage_pieces(profile, sum(counts[:stage]), sum(counts[: stage + 1]), stage == 0, stage == number - 1)
-    if own[-1] == number - 1 and own[0] != 0:
+    if local_stages[-1] == number - 1 and local_stages[0] != 0:
         pieces += [LayerGroup(unit, unit.count) for unit in _tied_copies(profile)]
     return tuple(pieces)
 
@@ -211,9 +217,9 @@ def _stage_pieces(profile: ModelProfile, first: int, last: int, begins: bool, en
 
 
 def stage_counts(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
-    """Blocks of each pipeline stage: balanced by the operations of products, as those who cut live models do it.
+    """Blocks of each pipeline stage, balanced by the FLOPs of products, as for live models.
 
-    Other stacks deal out blocks evenly.
+    Other frameworks distribute blocks evenly.
     """
     if layout.framework != "shardwise":
         return blocks_per_stage(profile.num_blocks, layout.pp)
@@ -225,9 +231,9 @@ def _stage_counts(same: SameProfile, stages: int) -> tuple[int, ...]:
     units = same.profile.units
     if stages > same.profile.num_blocks:
         return blocks_per_stage(same.profile.num_blocks, stages)
-    place = next(i for i, unit in enumerate(units) if unit.kind == "block")
-    before = sum(_products(unit) * unit.count for unit in units[:place])
-    after = sum(_products(unit) * unit.count for unit in units[place:] if unit.kind != "block")
+    index = next(i for i, unit in enumerate(units) if unit.kind == "block")
+    before = sum(_products(unit) * unit.count for unit in units[:index])
+    after = sum(_products(unit) * unit.count for unit in units[index:] if unit.kind != "block")
     blocks = [_products(unit) for unit in units if unit.kind == "block" for _ in range(unit.count)]
     if len(set(blocks)) == 1:
         return even_stages(len(blocks), blocks[0] or 1.0, before, after, stages)
@@ -235,19 +241,19 @@ def _stage_counts(same: SameProfile, stages: int) -> tuple[int, ...]:
 
 
 def _products(unit: Unit) -> float:
-    """Operations of matrix products and convolutions; attention's are not seen where a live model is looked at."""
+    """FLOPs of matrix products and convolutions; a live model's check does not see attention's."""
     return sum(2.0 * op.m * op.k * op.n for op in unit.ops if op.kind in ("matmul", "conv"))
 
 
 def rank_of(layout: ShardLayout, stage: int) -> int:
-    """The pipeline rank of a stage: around and around, or forth and back for ``zbv``."""
+    """Pipeline rank of a stage: round robin, or forth and back for ``zbv``."""
     if layout.schedule == "zbv" and stage >= layout.pp:
         return 2 * layout.pp - 1 - stage
     return stage % layout.pp
 
 
 def _tied_copies(profile: ModelProfile) -> list[Unit]:
-    """Units that hold the second copy of each weight that the first and the last stage share."""
+    """Units with the second copy of each weight that the first and the last stage share."""
     kept = {name.rpartition(".")[2] for name, _ in profile.tied} | {name for name, _ in profile.tied}
     found = []
     for unit in profile.units:
@@ -260,8 +266,10 @@ def _tied_copies(profile: ModelProfile) -> list[Unit]:
 
 
 def heavy_stages(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
-    """Pipeline ranks that can be the fullest: the first (most micro batches in flight), the last (head and loss), and
-    the first of those with more blocks than the first has.
+    """Pipeline ranks that can be the fullest.
+
+    These are the first (most micro batches in flight), the last (head and loss), and the first of those with more
+    blocks than rank 0 has.
     """
     if layout.pp == 1:
         return (0,)
@@ -274,7 +282,7 @@ def heavy_stages(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
 
 
 def micro_batches_in_flight(layout: ShardLayout, rank: int, grad_accum: int) -> int:
-    """Micro batches whose activations a pipeline rank holds at the fullest moment, in units of all its stages."""
+    """Peak number of micro batches in flight on a pipeline rank, in units of all its stages."""
     if layout.pp == 1:
         return 1
     if layout.schedule == "gpipe" or (grad_accum < layout.pp and layout.framework == "shardwise"):
@@ -283,13 +291,13 @@ def micro_batches_in_flight(layout: ShardLayout, rank: int, grad_accum: int) -> 
 
 
 def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
-    """Bytes of one of ``unit`` on the fullest rank; cached by the unit's identity."""
+    """Bytes of one ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
     return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
 
 
 class SameProfile:
-    """A profile that is equal only to itself."""
+    """Profile that is equal only to itself."""
 
     __slots__ = ("profile",)
 
@@ -304,7 +312,7 @@ class SameProfile:
 
 
 class Same:
-    """A unit that is equal only to itself: hashing its contents would cost more than what is cached."""
+    """Unit that is equal only to itself: hashing its contents would cost more than it saves."""
 
     __slots__ = ("unit",)
 
@@ -320,7 +328,10 @@ class Same:
 
 @lru_cache(maxsize=4096)
 def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, masters: bool, flat: bool) -> UnitWeights:
-    """With ``flat`` a gradient is as large as the unit where any of it trains, and as wide as its weights."""
+    """Compute `UnitWeights`.
+
+    With ``flat`` a gradient is as large as the unit where any of it trains, and has the itemsize of its weights.
+    """
     weights = same.unit.weights
     if masters:
         weights = tuple(replace(w, itemsize=min(w.itemsize, wide)) for w in weights)
@@ -357,7 +368,7 @@ def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, mast
 
 
 def _merged(sizes: Iterable[int]) -> tuple[int, ...]:
-    """The sizes, with those below 1 MiB added up: they share segments."""
+    """Merge sizes below 1 MiB: they share segments."""
     values = list(sizes)
     large = [size for size in values if size >= 1 << 20]
     small = sum(size for size in values if size < 1 << 20)
@@ -367,8 +378,8 @@ def _merged(sizes: Iterable[int]) -> tuple[int, ...]:
 def exchanged_elements(unit: Unit, tp: int) -> int:
     """Elements of weights that one of ``tp`` ranks gathers from others for each use of ``unit``.
 
-    Queries, keys and values (or a gate and what it gates) in one projection lie one after the other, and a rank's share
-    of each is not what it holds; and so with key-value heads of which there are fewer than ranks.
+    Queries, keys and values (or a gate and what it gates) in one projection lie one after the other, so a rank computes
+    with other columns than its local shard; the same applies to fewer key-value heads than ranks.
     """
     attention = next((op for op in unit.ops if op.kind == "attention"), None)
     few = attention is not None and attention.kv_heads % tp != 0
@@ -382,8 +393,8 @@ def exchanged_elements(unit: Unit, tp: int) -> int:
             if len(columns) == 1 and columns[0].n > op.k:
                 found += columns[0].k * math.ceil(columns[0].n / tp)
             elif few and attention is not None:
-                narrow = [one for one in columns if one.n == attention.kv_heads * attention.head_dim < op.k]
-                found += sum(one.k * attention.head_dim * max(1, attention.kv_heads // tp) for one in narrow)
+                key_value = [one for one in columns if one.n == attention.kv_heads * attention.head_dim < op.k]
+                found += sum(one.k * attention.head_dim * max(1, attention.kv_heads // tp) for one in key_value)
             columns = []
     return found
 
@@ -391,7 +402,7 @@ def exchanged_elements(unit: Unit, tp: int) -> int:
 def tp_shape(weight: Weight, tp: int, *, vocab: bool = True) -> tuple[int, ...]:
     """Shape of ``weight`` on the fullest rank of a tensor-parallel group.
 
-    Only a ``vocab`` is cut into uneven parts; another size that ``tp`` does not divide stays whole.
+    Only a ``vocab`` is split into uneven shards; another size that ``tp`` does not divide stays replicated.
     """
     if tp == 1 or weight.tp_dim is None or (not vocab and weight.shape[weight.tp_dim] % tp):
         return weight.shape
@@ -407,10 +418,10 @@ def rest_elements(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
-    """Optimizer state of the fullest rank of a stage; ``None`` where the optimizer is not known.
+    """Optimizer state of the fullest rank of a stage; ``None`` for an unknown optimizer.
 
-    What it keeps of a weight is declared in `plan.optimizers`. Fp32 masters of narrow weights are one tensor more; with
-    them ``zero1`` cuts one flat buffer evenly, as Megatron-LM's distributed optimizer does.
+    The state of a weight is declared in `plan.optimizers`. Fp32 masters of low-precision weights are one tensor more;
+    with them ``zero1`` shards one flat buffer evenly, as Megatron-LM's distributed optimizer does.
     """
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
@@ -433,7 +444,7 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
 
 
 def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
-    """An even share of a stage's optimizer state under ``zero1``: no more than the fullest rank's, found sooner."""
+    """Mean optimizer state per rank of a stage under ``zero1``: a fast lower bound of the peak."""
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
     master = FP32 if layout.masters else 0
@@ -459,7 +470,10 @@ def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:
-    """ZeroRedundancyOptimizer's partition, as `cost.memory.zero1_shares`, kept as sums on a heap."""
+    """Largest shard in ZeroRedundancyOptimizer's partition.
+
+    The rule is that of `cost.memory.zero1_shares`, kept as sums on a heap.
+    """
     shapes = [
         (_local(w, piece, layout), w)
         for piece in pieces
@@ -477,7 +491,7 @@ def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload
 
 
 def _state_bytes(shape: tuple[int, ...], workload: Workload, weight: Weight) -> int:
-    """State is as wide as the weight that it belongs to; factors, counters and scales are fp32."""
+    """Bytes of state: in the weight's type; factors, counters and scales in fp32."""
     fixed = workload.scalar_states * STATE_ITEMSIZE
     if (spec := workload.custom_state) is not None:
         return spec.state_bytes(ParameterShard(weight.shape, shape, shape), STATE_ITEMSIZE) + fixed

@@ -1,4 +1,4 @@
-"""What the loss allocates and frees, forward and backward: a part of `shardwise.cost.memory.step_program`'s list."""
+"""Allocations and frees of the loss, forward and backward, in `cost.memory.step_program`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardwise.cost.memory.local_shapes import FP32
 
 
 class LossWriter:
-    """Writes the loss to the tape. ``last_gather`` and ``late`` are what the forward still holds when it begins."""
+    """Traces the loss. ``last_gather`` and ``late`` are allocations of forward that still live."""
 
     def __init__(self, setting: CostInputs) -> None:
         self.s = setting
@@ -22,39 +22,40 @@ class LossWriter:
         return max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro
 
     def loss(self, narrow: int, elements: float) -> None:
-        """Narrow logits, their fp32 copy, log-probabilities; then the gradients of both in backward."""
+        """Trace low-precision logits, fp32 copy and log-probabilities; in backward both gradients."""
         trace = self.trace
         widens = self.s.layout.width < FP32 and not self.s.program.fused_loss
-        wide = trace.alloc(elements * FP32, LOGITS) if widens else narrow
-        trace.free(self.last_gather)  # ``FSDPState._post_forward`` holds it while it widens what goes out
+        upcast = trace.alloc(elements * FP32, LOGITS) if widens else narrow
+        trace.free(self.last_gather)  # ``FSDPState._post_forward`` keeps it while it casts the output to fp32
         self.last_gather = -1
         if self.s.program.fused_loss:
             self.log_probabilities = narrow
             return
-        if wide != narrow:
+        if upcast != narrow:
             trace.free(narrow)
         if self.s.layout.masters:  # its softmax in place
-            self.log_probabilities = wide
+            self.log_probabilities = upcast
             return
         self.log_probabilities = trace.alloc(elements * FP32, LOGITS)
-        trace.free(wide)
+        trace.free(upcast)
 
     def chunked_loss(self, elements: float) -> None:
-        """A chunk's logits in fp32, their narrow gradient and a part of the head's; what stays for backward are the
-        fp32 gradients of the hidden states and of the head (`parallel.loss_chunks`).
+        """Trace a chunk's fp32 logits, their low-precision gradient and part of the head's gradient.
+
+        The fp32 gradients of the hidden states and of the head are stored until backward (`parallel.loss_chunks`).
         """
         trace, width, chunks = self.trace, self.s.layout.width, self.s.program.loss_chunks
         trace.free(self.last_gather, *self.late)
         self.last_gather, self.late = -1, []
         hidden, weight = self._head_elements()
         self.log_probabilities = trace.alloc((hidden + weight) * FP32, LOGITS)
-        wide = trace.alloc(elements / chunks * FP32, LOGITS)
+        upcast = trace.alloc(elements / chunks * FP32, LOGITS)
         if width < FP32:
             trace.free(trace.alloc((elements + weight) / chunks * width, LOGITS))
-        trace.free(wide)
+        trace.free(upcast)
 
     def _head_elements(self) -> tuple[float, float]:
-        """Elements of the hidden states that enter the head, and of its weight; 0 for one that is not trained."""
+        """Elements of the hidden states that enter the head, and of its weight; 0 if it is frozen."""
         s = self.s
         ops = [op for unit in s.bytes if unit.logits for op in unit.ops if op.gradient_in]
         head = next((op for op in reversed(ops) if op.weight_gradient), ops[-1])  # a frozen one has no gradient
@@ -63,11 +64,11 @@ class LossWriter:
         return head.gradient_in / s.layout.width * s.micro, head.weight_gradient if trained else 0.0
 
     def loss_gradient(self) -> int:
-        """The gradient of the logits, at compute width."""
+        """Allocate the gradient of the logits, in the compute type."""
         trace, s = self.trace, self.s
         elements = self.logits()
         if s.program.loss_chunks > 1 and elements:
-            if s.layout.width < FP32:  # cast before they go on
+            if s.layout.width < FP32:  # cast before it is passed to the model's backward
                 trace.free(trace.alloc(sum(self._head_elements()) * s.layout.width, LOGITS))
             trace.free(self.log_probabilities)
             return -1

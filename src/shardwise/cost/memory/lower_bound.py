@@ -1,6 +1,7 @@
-"""A lower estimate of a rank's peak in microseconds, for search: sums over the moments at which plans are fullest.
+"""Fast lower bound of a rank's peak, for search: sums at the moments when plans are fullest.
 
-Each moment is a line in the micro batch, ``fixed + each × micro batch``; the lines of a plan are worked out once.
+It takes microseconds. Each moment is a line in the micro batch, ``fixed + each × micro batch``; the lines of a plan are
+computed once.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ from shardwise.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class BytesLine:
-    """Bytes at one moment: ``fixed``, and ``each`` for a sample of the micro batch."""
+    """Bytes at one moment: ``fixed``, plus ``each`` for each sample of the micro batch."""
 
     fixed: float
     each: float = 0.0
 
 
-_OPTIONS = attrgetter(*sorted(OPTION_SPECS.keys() - {"tp_styles"}))  # styles are not costed, and no keys of a cache
+_OPTIONS = attrgetter(*sorted(OPTION_SPECS.keys() - {"tp_styles"}))  # styles have no cost and cannot be cache keys
 
 
 class _Key:
-    """What decides the lines. Profile, plan and workload are told apart by identity or by the few fields that count."""
+    """Cache key of the lines.
+
+    Profile, plan and workload are compared by identity or by the few fields that matter.
+    """
 
     __slots__ = ("_facts", "_hash", "plan", "profile", "workload")
 
@@ -79,7 +83,10 @@ class _Key:
 
 
 def screen(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
-    """Live bytes at the peak of the fullest rank, some per cent low; allocator and context are not counted."""
+    """Live bytes at the peak of the fullest rank, some per cent low.
+
+    Allocator overhead and context are not counted.
+    """
     micro = plan.micro_batch or 1
     return int(max(line.fixed + line.each * micro for line in _lines(_Key(profile, plan, workload))))
 
@@ -90,9 +97,9 @@ def _lines(key: _Key) -> tuple[BytesLine, ...]:
     layout = layout_of(plan)
     lines: list[BytesLine] = []
     for stage in heavy_stages(key.profile, layout):
-        held = micro_batches_in_flight(layout, stage, plan.grad_accum)
+        in_flight = micro_batches_in_flight(layout, stage, plan.grad_accum)
         pieces = stage_pieces(key.profile, layout, stage)
-        lines += _stage_lines(pieces, layout, workload, plan, held)
+        lines += _stage_lines(pieces, layout, workload, plan, in_flight)
     return tuple(lines)
 
 
@@ -121,32 +128,35 @@ def _stage_lines(
         copies += sum(w.exchanged * p.count for p, w, _ in rows)
     base = rest + _gathered(rows, layout)
     buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
-    waits = 0  # beside the last micro batch: gradients that wait whole, or grow outside DDP's buckets
+    waits = 0  # beside the last micro batch: unsharded gradients, or those that accumulate outside DDP's buckets
     if grad_accum > 1:
         full = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
         here = 0 if layout.offloads or layout.masters else gradients
         waits = sum(w.waiting * p.count for p, w, _ in rows) if full else here
-    wide = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
+    loss_bytes = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
     if plan.loss_chunks > 1:
         each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
-        wide = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
-    logits = max(wide, default=0.0)
-    again = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
-    own = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
-    own = own if layout.shards and not layout.keeps_weights else 0
+        loss_bytes = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
+    logits = max(loss_bytes, default=0.0)
+    recompute_bytes = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
+    gathered = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
+    gathered = gathered if layout.shards and not layout.keeps_weights else 0
     lines = [] if layout.offloads else [BytesLine(parameters + gradients + state + temporaries)]
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if workload.fused_loss else FP32)
     for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else max(1, held - 1))):
         each = kept * crowd + lost * (crowd - 1)
         lines.append(BytesLine(base + fixed + copies * crowd, each + logits))
-        lines.append(BytesLine(base + fixed + copies * crowd + own, each + again))
-    if own and grad_accum == 1:
+        lines.append(BytesLine(base + fixed + copies * crowd + gathered, each + recompute_bytes))
+    if gathered and grad_accum == 1:
         lines += _reducing(rows, base, kept)
     return lines
 
 
 def _reducing(rows: list[tuple[LayerGroup, UnitWeights, UnitBytes]], base: float, kept: float) -> list[BytesLine]:
-    """The end of the backward of the block before the last: two whole blocks, one gradient whole, one in reduction."""
+    """Peak at the end of the backward of the last block but one.
+
+    Two unsharded blocks, one unsharded gradient, and one in reduction.
+    """
     piece, weights, unit = next(row for row in reversed(rows) if row[0].is_block)
     if piece.count < 3:
         return []
@@ -156,7 +166,7 @@ def _reducing(rows: list[tuple[LayerGroup, UnitWeights, UnitBytes]], base: float
 
 
 def _gathered(rows: list[tuple[LayerGroup, UnitWeights, UnitBytes]], layout: ShardLayout) -> int:
-    """Whole weights that stay from forward to backward."""
+    """Bytes of unsharded weights that stay from forward to backward."""
     if not layout.shards:
         return 0
     return sum(sum(w.gathered) * p.count for p, w, _ in rows if layout.keeps_weights or not p.is_block)

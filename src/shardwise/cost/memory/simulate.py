@@ -1,4 +1,4 @@
-"""The settings of a plan's ranks, and their programs played to the allocator model."""
+"""Cost inputs of a plan's ranks, and the replay of their traces through the allocator model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwise.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Peaks of a program: by phase, and of each category whenever it holds most (in the order of `CATEGORIES`).
+    """Peaks of a program: by phase, and of each category (in the order of `CATEGORIES`).
 
     ``fits`` is False where a limit was given and could not be kept.
     """
@@ -40,14 +40,14 @@ class SimulatedStep:
     fits: bool = True
 
     def peak(self, what: Literal["allocated", "reserved"]) -> int:
-        """The highest of all phases."""
+        """Highest value of all phases."""
         return max(getattr(phase, what) or 0 for phase in self.phases)
 
 
 def settings_of(
     profile: ModelProfile, layout: ShardLayout, workload: Workload, micro: int, program: Program
 ) -> Iterator[CostInputs]:
-    """The ranks that can be the fullest: one for each pipeline stage that differs."""
+    """Cost inputs of the ranks that can be the fullest: one per distinct pipeline stage."""
     for stage in heavy_stages(profile, layout):
         pieces = stage_pieces(profile, layout, stage)
         weights = tuple(unit_weights(piece.unit, layout) for piece in pieces)
@@ -69,7 +69,7 @@ def settings_of(
 
 
 def sent_bytes(profile: ModelProfile, layout: ShardLayout, rank: int, recompute: Recompute, *, compiled: bool) -> float:
-    """Bytes of a sample's hidden state that a pipeline rank's last stage sends on, and keeps for its backward."""
+    """Bytes of a sample's hidden state that a pipeline rank's last stage sends and saves."""
     if layout.pp == 1 or layout.framework == "megatron" or rank == rank_of(layout, layout.pp * layout.virtual - 1):
         return 0.0
     block = next(unit for unit in profile.units if unit.kind == "block")
@@ -79,11 +79,11 @@ def sent_bytes(profile: ModelProfile, layout: ShardLayout, rank: int, recompute:
 def _temporaries(
     pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, state: int, *, early: bool = False
 ) -> int:
-    """What lives only while the optimizer steps.
+    """Bytes of temporaries while the optimizer steps.
 
     ``torch.optim`` with foreach makes one tensor for each weight (``_multi_tensor_adam``: the root of the second
-    moment); fused makes none, and those that keep fp32 masters are fused. The plain loop makes some for one weight at a
-    time. Under zero1 only for this rank's share, which is as its state. ``early`` steps one weight at a time.
+    moment); fused makes none, and optimizers with fp32 masters are fused. The plain loop makes some for one weight at a
+    time. Under zero1 only for this rank's partition, as its state. ``early`` steps one weight at a time.
     """
     largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * FP32
     if layout.masters:
@@ -99,7 +99,10 @@ def _temporaries(
 def replay(
     trace: AllocationTrace, *, cuda: bool, expandable: bool = True, limit_bytes: int | None = None
 ) -> SimulatedStep:
-    """Live bytes by phase and category; on CUDA also what the allocator reserves, with no more than ``limit_bytes``."""
+    """Replay traces: live bytes by phase and category; on CUDA also the reserved bytes.
+
+    The allocator takes no more than ``limit_bytes``.
+    """
     live = [0] * len(CATEGORIES)
     most = [0] * len(CATEGORIES)
     allocator = CachingAllocator(expandable=expandable, limit_bytes=limit_bytes)
@@ -127,7 +130,7 @@ def replay(
 
 
 def _merged(phases: list[Phase]) -> Iterator[Phase]:
-    """One for each name."""
+    """Merge phases of one name."""
     names: tuple[PhaseName, ...] = ("load", "first_step", "forward", "backward", "optimizer", "save", "resume")
     for name in names:
         same = [phase for phase in phases if phase.name == name]
@@ -138,7 +141,7 @@ def _merged(phases: list[Phase]) -> Iterator[Phase]:
 
 
 def fullest(simulated: list[SimulatedStep]) -> SimulatedStep:
-    """Of several ranks, each figure of the one that holds most."""
+    """Combine several ranks: each value from the rank where it is highest."""
     if len(simulated) == 1:
         return simulated[0]
     phases = tuple(

@@ -1,16 +1,17 @@
-"""Two steps of one rank as a list of allocations and frees, with stream and category: what the allocator would see.
+"""Allocation trace of two steps of a rank, by stream and category, for the allocator model.
 
-The order is that of this package's own program: FSDP2 on each block and on the rest (root), DDP with gradients in its
-buckets, autocast for whole weights, one loss over fp32 logits. Of a long row of equal blocks the first two and the
-last two are written op by op, those between as one, so that the length of the list does not depend on depth; live
-bytes are the same at every peak, because between them they only rise or only fall.
+The order is that of this package's program: FSDP2 on each block and on the rest (root), DDP with gradients in its
+buckets, autocast for unsharded weights, one loss over fp32 logits. Of a long row of equal blocks the first two and the
+last two are traced op by op, those between as one, so that the length of the trace does not depend on depth; live bytes
+are the same at every peak, because between them they only rise or only fall.
 
 FSDP2 (torch.distributed.fsdp, ``_fsdp_collectives.py`` of 2.13): all-gather inputs and outputs are allocated on a
-stream of their own, and an output lives until the next unit is gathered; whole weights are copied out of it on the
+separate stream, and an output lives until the next unit is gathered; unsharded weights are copied out of it on the
 default stream; reduced gradients are allocated on the reduce-scatter stream, whose fp32 input, on the default stream,
-lives until the next unit's. What one stream has freed, another cannot use.
+lives until the next unit's. Blocks freed on one stream cannot be used by another.
 
-Left out: buffers of the model, inputs and labels, workspaces of matrix libraries, and what the user's loop keeps alive.
+Not counted: buffers of the model, inputs and labels, workspaces of matrix libraries, and tensors that the user's loop
+keeps alive.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from shardwise.plan.plan import Recompute
 
 @dataclass(slots=True)
 class _Visit:
-    """A piece in execution: ``number`` of its units at once, and what it left for backward."""
+    """Execution of a layer group: ``number`` of its units at once, and its saved allocations."""
 
     piece: int
     number: int
@@ -50,7 +51,10 @@ class _Visit:
 
 
 def write_program(setting: CostInputs) -> AllocationTrace:
-    """Load, two whole steps, and the end of the second: phases ``load``, ``first_step``, ``forward``, … ``resume``."""
+    """Trace load, two full steps and the end of the second.
+
+    The phases are ``load``, ``first_step``, ``forward``, … ``resume``.
+    """
     writer = _Writer(setting)
     writer.trace.phase("load")
     writer.load()
@@ -58,16 +62,16 @@ def write_program(setting: CostInputs) -> AllocationTrace:
         if first:
             writer.trace.phase("first_step")
         writer.step(first=first)
-    writer.trace.phase("save")  # tensors are written from where they are, or pass through the host one at a time
+    writer.trace.phase("save")  # tensors are written in place, or pass through the host one at a time
     writer.trace.phase("resume")
-    if not setting.layout.is_cuda:  # a part that is read, before it is copied into its place
+    if not setting.layout.is_cuda:  # a shard that is read, before it is copied to its parameter
         largest = max((w.largest for w in setting.weights), default=0) * FP32
         writer.trace.free(writer.trace.alloc(largest, TEMPORARIES))
     return writer.trace
 
 
 class _Writer(LossWriter):
-    """Keeps the handles of what lives while the program is written."""
+    """Stores the handles of live allocations while the trace is built."""
 
     def __init__(self, setting: CostInputs) -> None:
         super().__init__(setting)
@@ -84,10 +88,10 @@ class _Writer(LossWriter):
         self.adds = self.reduces = False
 
     def load(self) -> None:
-        """Units take real memory one after the other; a sharded one is cut at once. The root comes last, as a whole.
+        """Trace the load: units materialize one after the other, each is sharded at once, root last.
 
-        Rank 0 builds the whole model on the host, where the optimizer holds on to it until all is cut: on a CPU that is
-        the same memory.
+        The root is materialized as one unit. Rank 0 builds the full model on the host, where the optimizer references
+        it until all units are sharded: on a CPU that is the same memory.
         """
         trace, layout, s = self.trace, self.s.layout, self.s
         pairs = list(zip(s.weights, s.pieces, strict=True))
@@ -107,7 +111,7 @@ class _Writer(LossWriter):
             trace.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
 
     def step(self, *, first: bool) -> None:
-        """Micro batches, the optimizer, and the gradients' end."""
+        """Trace micro batches, the optimizer, and the release of gradients."""
         s, trace = self.s, self.trace
         if first and s.program.optimizer_in_backward and not s.layout.offloads:  # grows while the first backward runs
             trace.alloc(s.optimizer, OPTIMIZER)
@@ -139,36 +143,36 @@ class _Writer(LossWriter):
         self.waiting = {}
 
     def _turns(self) -> tuple[int, ...]:
-        """Micro batches that are written: how many others are in flight beside each.
+        """Micro batches that are traced: how many others are in flight beside each.
 
-        The first one, with as many in flight as there ever are; in a pipeline the same with gradients that wait, which
-        1F1B comes to when a micro batch has gone backward and another one forward; and the last one, alone.
+        The first one, at the maximum in flight; in a pipeline the same with gradients that wait for reduction, which
+        1F1B reaches after one backward and one more forward; and the last one, alone.
         """
-        number, held = self.s.program.grad_accum, self.s.held
+        number, in_flight = self.s.program.grad_accum, self.s.held
         if number == 1:
             return (0,)
-        if held == 1 or number == 2:
-            return (held - 1, 0)
-        return (held - 1, held - 1 if number > held else held - 2, 0)
+        if in_flight == 1 or number == 2:
+            return (in_flight - 1, 0)
+        return (in_flight - 1, in_flight - 1 if number > in_flight else in_flight - 2, 0)
 
     def _kept(self) -> float:
-        """Bytes that one micro batch keeps on this stage."""
+        """Bytes that one micro batch saves on this stage."""
         rows = zip(self.s.bytes, self.s.weights, self.s.pieces, strict=True)
         copies = self.s.layout.autocasts and self.s.program.recompute == "none"
         exchanged = self.s.program.recompute == "none"
-        held = [(w.copies if copies else 0) + (w.exchanged if exchanged else 0) for w in self.s.weights]
-        kept = sum(p.count * (b.kept * self.s.micro + extra) for (b, _, p), extra in zip(rows, held, strict=True))
+        extras = [(w.copies if copies else 0) + (w.exchanged if exchanged else 0) for w in self.s.weights]
+        kept = sum(p.count * (b.kept * self.s.micro + extra) for (b, _, p), extra in zip(rows, extras, strict=True))
         return kept + self.s.sent * self.s.micro
 
     def _kept_logits(self) -> float:
-        """Bytes that the loss of one micro batch keeps for its backward."""
+        """Bytes that the loss of one micro batch saves for its backward."""
         each = self.s.layout.width if self.s.program.fused_loss else FP32
         return max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro * each
 
     # forward
 
     def forward(self) -> None:
-        """One micro batch up to its logits."""
+        """Trace one micro batch up to its logits."""
         trace = self.trace
         if self.s.layout.shards and not self.root_gathered:
             self.root_gathered = self._gather(self.root, ahead=True)
@@ -191,7 +195,10 @@ class _Writer(LossWriter):
         self.loss(narrow, logits)
 
     def _copies(self, visit: _Visit, number: int) -> None:
-        """Autocast's narrow weights: kept by backward, or under recompute by autocast's cache until forward ends."""
+        """Trace autocast's low-precision weights.
+
+        Backward keeps them, or under recompute autocast's cache until forward ends.
+        """
         if not self.s.layout.autocasts:
             return
         handle = self.trace.alloc(self.s.weights[visit.piece].copies * number, BUFFERS)
@@ -207,7 +214,7 @@ class _Writer(LossWriter):
         trace, unit, micro, number = self.trace, self.s.bytes[visit.piece], self.s.micro, visit.number
         if self._mode(visit) != "none":
             kept = []
-            for _ in range(number):  # one by one: what is freed between them leaves holes
+            for _ in range(number):  # one by one: freed blocks between them leave holes
                 self._copies(visit, 1)
                 kept.append(trace.alloc(unit.kept * micro, ACTIVATIONS))
             if number == 1:
@@ -229,7 +236,10 @@ class _Writer(LossWriter):
         return saved
 
     def _pass(self, unit: UnitBytes) -> None:
-        """Ops whose results nobody keeps: each lives until the next has run, the stream between them all along."""
+        """Trace ops without saved results: each result lives until the next op has run.
+
+        The stream between them lives throughout.
+        """
         before, stream = -1, self.trace.alloc(unit.input * self.s.micro, ACTIVATIONS)
         for op in unit.ops:
             moment = self.trace.alloc(op.temporary * self.s.micro, ACTIVATIONS)
@@ -241,7 +251,10 @@ class _Writer(LossWriter):
     # backward
 
     def backward(self, *, last: bool, again: bool = False) -> None:
-        """One micro batch back to its inputs; ``last`` reduces gradients, ``again`` adds them to those of before."""
+        """Trace one micro batch back to its inputs.
+
+        ``last`` reduces gradients, ``again`` adds them to those of earlier micro batches.
+        """
         trace, s = self.trace, self.s
         self.adds, self.reduces = again, last
         incoming = self.loss_gradient() if self.made < 0 else trace.alloc(s.sent * s.micro, ACTIVATIONS)
@@ -267,7 +280,7 @@ class _Writer(LossWriter):
         self.summed = []
 
     def _backward_unit(self, visit: _Visit, incoming: int) -> tuple[int, list[int]]:
-        """Returns the handle of the gradient that goes on, and those of whole weight gradients."""
+        """Return the handles of the next unit's gradient and of unsharded weight gradients."""
         trace, s, unit, weights = self.trace, self.s, self.s.bytes[visit.piece], self.s.weights[visit.piece]
         mode, full = self._mode(visit), []
         if visit.number > 1:
@@ -276,12 +289,12 @@ class _Writer(LossWriter):
             if not s.layout.shards:
                 self._own_gradients(visit)
             return incoming, []
-        again: list[int] = []
+        recomputed: list[int] = []
         if mode != "none":
             trace.free(visit.copies)
             visit.copies = trace.alloc(weights.copies, BUFFERS) if s.layout.autocasts else -1
             visit.exchanged = trace.alloc(weights.exchanged, BUFFERS)
-            again = self._remake(unit)
+            recomputed = self._remake(unit)
         done, dequantized = 0, trace.alloc(weights.widened, BUFFERS)
         joins = s.layout.width == FP32 and self._key(visit) in self.waiting
         for index in range(len(unit.ops) - 1, -1, -1):
@@ -295,7 +308,7 @@ class _Writer(LossWriter):
             if outgoing >= 0:
                 trace.free(incoming)
                 incoming = outgoing
-            trace.free(*(visit.saved[index] if mode == "none" else [again[index]]))
+            trace.free(*(visit.saved[index] if mode == "none" else [recomputed[index]]))
         if mode != "none":
             trace.free(*visit.saved[0])
         total = weights.full_gradients
@@ -308,7 +321,7 @@ class _Writer(LossWriter):
         return incoming, full
 
     def _remake(self, unit: UnitBytes) -> list[int]:
-        """What recompute makes again, one handle for each op."""
+        """Trace the ops that recompute executes, one handle for each op."""
         share = unit.again / max(1.0, sum(op.saved for op in unit.ops))
         handles = []
         for op in unit.ops:
@@ -318,20 +331,24 @@ class _Writer(LossWriter):
         return handles
 
     def _weight_gradient(self, gradient: int, op: OpBytes, *, joins: bool) -> list[int]:
-        """FSDP2 keeps it until the unit is done; in fp32 it goes into the one that waits. Whole weights get an fp32
-        copy, which goes into its bucket.
+        """Trace a weight gradient.
+
+        FSDP2 keeps it until the unit is done; in fp32 it is added to the one that waits for reduction. Unsharded
+        weights get an fp32 copy, which is added to its bucket.
         """
         if self.s.layout.shards and not joins:
             return [self.trace.alloc(gradient, BUFFERS)]
-        narrow = self.trace.alloc(gradient, BUFFERS)
+        unreduced = self.trace.alloc(gradient, BUFFERS)
         if self.s.layout.width < FP32:
             self.trace.free(self.trace.alloc(op.weight_gradient * FP32, BUFFERS))
-        self.trace.free(narrow)
+        self.trace.free(unreduced)
         return []
 
     def _own_gradients(self, visit: _Visit) -> None:
-        """Whole gradients outside DDP's buckets: all of them where there is no DDP, until the step's end; with it those
-        of micro batches that do not reduce (``no_sync``), until the last one puts them into the buckets.
+        """Trace unsharded gradients outside DDP's buckets.
+
+        Without DDP these are all gradients, until the step's end; with it those of micro batches that do not reduce
+        (``no_sync``), until the last one adds them to the buckets.
         """
         key = (visit.piece, id(visit))
         if self.s.has_buckets and self.s.program.buckets_add:
@@ -350,7 +367,10 @@ class _Writer(LossWriter):
     # FSDP2
 
     def _gather(self, group: list[int], *, ahead: bool, number: int = 1) -> list[int]:
-        """Whole weights on the default stream; ``ahead`` keeps the all-gather's output until the next."""
+        """Trace unsharded weights on the default stream.
+
+        ``ahead`` keeps the all-gather's output until the next.
+        """
         trace, output = self.trace, -1
         if number == 1:
             output = self._send(group)
@@ -363,17 +383,17 @@ class _Writer(LossWriter):
         return full
 
     def _send(self, group: list[int]) -> int:
-        """The all-gather's input and output on its stream; the input goes at once."""
+        """Trace the all-gather's input and output on its stream; the input is freed at once."""
         trace, layout = self.trace, self.s.layout
         if layout.shard_ranks == 1:
             return -1
         weights = [self.s.weights[i] for i in group]
         moved = [trace.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
-        narrow = trace.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
+        cast = trace.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
         output = trace.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
         if not layout.is_cuda:
-            trace.free(trace.alloc(sum(w.sent for w in weights), BUFFERS))  # gloo gathers into a buffer of its own
-        trace.free(narrow, *moved)
+            trace.free(trace.alloc(sum(w.sent for w in weights), BUFFERS))  # gloo gathers into a separate buffer
+        trace.free(cast, *moved)
         return output
 
     def _take_fetched(self, visit: _Visit) -> list[int]:
@@ -385,13 +405,13 @@ class _Writer(LossWriter):
         return gathered
 
     def _prefetch(self, position: int) -> None:
-        """The all-gather of the block that runs backward next."""
+        """Trace the all-gather of the next block in backward."""
         before = [v for v in self.visits[:position] if self.s.pieces[v.piece].is_block and v.number == 1]
         if before and not self.fetched and not before[-1].gathered:
             self.fetched.append(self._send([before[-1].piece]))
 
     def _finish(self, visit: _Visit, full: list[int], *, last: bool) -> None:
-        """After a block's backward: weights go, gradients wait in fp32 or are reduced."""
+        """Trace the end of a block's backward: free weights, store gradients in fp32 or reduce them."""
         trace, s, weights = self.trace, self.s, self.s.weights[visit.piece]
         if last or s.layout.pp == 1 or not s.layout.keeps_weights:
             visit.gathered = trace.free(*visit.gathered)
@@ -415,18 +435,18 @@ class _Writer(LossWriter):
         self.last_reduce = trace.alloc(size, BUFFERS)
         trace.free(*self.root_gradients, self.waiting.pop(key, -1))
         self.root_gradients = []
-        held = trace.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
+        referenced = trace.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
         self._reduced(sum(w.reduce_out for w in weights), size)
-        trace.free(held)
+        trace.free(referenced)
         trace.free(self.last_reduce)
         self.last_reduce = -1
 
     def _key(self, visit: _Visit) -> tuple[int, int]:
-        """Of the gradients that wait; the root has one for all its units."""
+        """Key of the gradients that wait for reduction; the root has one for all its units."""
         return (visit.piece, id(visit)) if self.s.pieces[visit.piece].is_block else (-1, 0)
 
     def _wait(self, key: tuple[int, int], size: int, full: list[int]) -> None:
-        """Whole gradients of a micro batch that reduces nothing: fp32 ones stay as they are, others are widened."""
+        """Store unsharded gradients of a micro batch that does not reduce: cast to fp32 if needed."""
         if key in self.waiting:
             self.trace.free(*full)
         elif self.s.layout.width == FP32 and full:
@@ -442,14 +462,15 @@ class _Writer(LossWriter):
             trace.free(self.last_reduce)
             self.last_reduce = trace.alloc(weights.reduce_in, BUFFERS)
         trace.free(*full)
-        held = trace.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still names it
+        referenced = trace.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still references it
         self._reduced(weights.reduce_out * number, weights.reduce_in, number)
-        trace.free(held)
+        trace.free(referenced)
 
     def _reduced(self, size: int, sent: int, number: int = 1) -> None:
-        """This rank's part of a reduced gradient: kept, or added to what is there, or on its way to the host.
+        """Trace this rank's reduced gradient: stored, accumulated, or copied to the host.
 
-        Under hsdp what was summed over replicas lives until the end of backward (``FSDPParamGroup._all_reduce_state``).
+        Under hsdp the result of the all-reduce over replicas lives until the end of backward
+        (``FSDPParamGroup._all_reduce_state``).
         """
         if self.adds and self.s.layout.sums_replicas and not self.s.layout.offloads:
             self.summed.append(self.trace.alloc(size, BUFFERS, REDUCE))
@@ -461,11 +482,11 @@ class _Writer(LossWriter):
         else:
             self.gradients.append(self.trace.alloc(size, GRADIENTS, REDUCE))
         if not self.s.layout.is_cuda and self.s.layout.shard_ranks > 1:
-            self.trace.free(self.trace.alloc(sent, BUFFERS))  # gloo reduces a copy, and cuts this rank's part from it
+            self.trace.free(self.trace.alloc(sent, BUFFERS))  # gloo reduces a copy, and copies this rank's part from it
 
 
 def _visits(setting: CostInputs) -> Iterator[_Visit]:
-    """Each row of equal units as its first two, the middle as one, its last two."""
+    """Split each row of equal units into its first two, the middle as one, and its last two."""
     for i, piece in enumerate(setting.pieces):
         short = piece.count <= setting.program.written + 1
         edge = piece.count if short else setting.program.written // 2

@@ -1,18 +1,18 @@
-"""Seconds of one collective: the fastest of the algorithms that NCCL has for it, each a latency and a bandwidth.
+"""Seconds of one collective: the fastest of NCCL's algorithms, by latency and bandwidth.
 
-Message sizes are those of nccl-tests: the whole tensor for all_reduce, the gathered total for all_gather, the unreduced
-total for reduce_scatter, one rank's whole buffer for all_to_all, the message itself for send. *Bus bandwidth* is what
+Message sizes are those of nccl-tests: the full tensor for all_reduce, the gathered total for all_gather, the unreduced
+total for reduce_scatter, one rank's full buffer for all_to_all, the message itself for send. *Bus bandwidth* is what
 each link of a ring carries: ``2 (n − 1) / n`` of an all_reduce's message, ``(n − 1) / n`` of the others'.
 
-Inside a node a ring has two protocols (a fast start with little bandwidth, a slow start with all of it), and from
-Hopper on the switch itself can add (NVLS, all_reduce only). Across nodes there are rings, trees and NVLS trees; their
+Inside a node a ring has two protocols (a fast start at low bandwidth, a slow start at full bandwidth), and from Hopper
+on the switch itself can reduce (NVLS, all_reduce only). Across nodes there are rings, trees and NVLS trees; their
 bandwidth is that of the network cards the group reaches, their latency grows with the nodes.
 ``benchmarks/accuracy/fit_collectives.py`` compares all of it with published NCCL sweeps.
 
-A `Calibration` holds what ``bench comm`` measured and takes the place of all that for the collectives it has: its own
-samples for groups of a measured shape, scaled to others by `_scaled`.
+A `Calibration` contains what ``bench comm`` measured and replaces the catalogue for the collectives that it covers: the
+measured samples for groups of a measured shape, scaled to others by `_scaled`.
 
-Left out: computation that runs beside a collective (`OVERLAP_SLOWDOWN` says how much it may cost), networks of more
+Not modelled: computation that runs beside a collective (`OVERLAP_SLOWDOWN` is its estimated cost), networks of more
 than one layer and their congestion, rails that a group's ranks do not share.
 """
 
@@ -32,12 +32,12 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 # NVLink with a switch: bus bandwidth of a large ring, part of the link. Two ranks lose FEW_RANKS of it, n ranks a
 # (n − 1)-th of that (vTrain's A100 sweeps, 2 to 8 ranks; NCCL's model of H100 has 0.17).
-RING_OTHERS = 0.78  # where a generation has no `ring` of its own
+RING_OTHERS = 0.78  # for generations without a `ring` value
 FEW_RANKS = 0.125
 # V100 nodes are a cube mesh of single and double links: part of the six links that rings over n ranks find (vTrain).
 CUBE_MESH = {2: 0.15, 3: 0.301, 4: 0.57, 5: 0.247, 6: 0.305, 7: 0.58, 8: 0.897}
 # PCIe, with and without peer-to-peer, up to four cards (one switch or root) and beyond (two sockets). SimuMax's fit on
-# A100 PCIe: 0.69 and 0.42; GeForce is taken to go
+# A100 PCIe: 0.69 and 0.42; GeForce is assumed to go
 # through host memory: 35 and 28 GB/s of 63 on RTX 5090 (nccl issue 1639, which does not say how).
 PCIE = {True: (0.69, 0.42), False: (0.50, 0.40)}
 # MI300X: a full mesh of seven links, 64 GB/s each, of which n ranks use n − 1; large rings reach 0.69 (an estimate).
@@ -53,8 +53,8 @@ FAST_PART = 0.15
 XGMI_START = (40e-6, 8e-6)
 PCIE_START = (20e-6, 5e-6)
 
-# Across nodes. Bandwidths are parts of what the group's network cards carry: 382 of 400 GB/s on 4 nodes of B200, and
-# nccl_h100_tuning.json (NCCL 2.27's own model) for the other algorithms. Latencies are that model's, in seconds, times
+# Across nodes. Bandwidths are fractions of the group's network cards: 382 of 400 GB/s on 4 nodes of B200, and
+# nccl_h100_tuning.json (the model of NCCL 2.27) for the other algorithms. Latencies are that model's, in seconds, times
 # NETWORK_START: the one published sweep (EFA) starts four times slower than the model's InfiniBand.
 NETWORK_RING = 0.955
 NETWORK_RING_FAST = 0.73
@@ -73,7 +73,7 @@ OVERLAP_SLOWDOWN = 1.1  # a collective beside computation, for the scheduler to 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks of one collective. ``per_node`` of them sit in one node."""
+    """Ranks of one collective. ``per_node`` of them are in one node."""
 
     ranks: int
     per_node: int
@@ -81,7 +81,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """One algorithm: seconds before the first byte, then bus bytes per second."""
+    """Fit of one algorithm: latency in seconds, and bus bytes per second."""
 
     latency_s: float
     bus_bytes_per_s: float
@@ -89,10 +89,10 @@ class LinkFit:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One collective as it was measured in a group of ``ranks``, ``per_node`` of them in a node.
+    """Measurement of one collective in a group of ``ranks``, ``per_node`` of them in a node.
 
     ``sharing`` such groups sent through a node's network cards at the same time. ``curve`` has (message bytes,
-    seconds), rising; ``fit`` is None where none could be made.
+    seconds), rising; ``fit`` is None where no fit could be made.
     """
 
     kind: str
@@ -104,41 +104,44 @@ class Measured:
 
     @property
     def group(self) -> Group:
-        """The shape of the group."""
+        """Shape of the group."""
         return Group(self.ranks, self.per_node)
 
     def seconds(self, message_bytes: float) -> float:
-        """Read off the curve, on straight lines between the sizes that were measured. Below the smallest it takes what
-        that takes; beyond the largest each byte takes what the fit says, without one what the largest took.
+        """Interpolate the curve linearly between the measured sizes.
+
+        Below the smallest size its seconds are returned; beyond the largest the fit's rate per byte applies, without a
+        fit the rate of the largest.
         """
-        place = bisect.bisect_left(self.curve, (message_bytes, -math.inf))
-        if place == 0:
+        index = bisect.bisect_left(self.curve, (message_bytes, -math.inf))
+        if index == 0:
             return self.curve[0][1]
-        small, small_s = self.curve[place - 1]
-        if place == len(self.curve):
+        small, small_s = self.curve[index - 1]
+        if index == len(self.curve):
             if self.fit is None:
                 return small_s * message_bytes / small
             return small_s + (message_bytes - small) * _share(self.kind, self.ranks) / self.fit.bus_bytes_per_s
-        large, large_s = self.curve[place]
+        large, large_s = self.curve[index]
         return small_s + (large_s - small_s) * (message_bytes - small) / (large - small)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """What was measured of the links, in place of the catalogue. Equal to itself alone, so that it is cheap as a key.
+    """Measured links, in place of the catalogue. Compared by identity, to be a cheap cache key.
 
-    ``fits`` are for groups of any size, each by (kind, ``node`` or ``network``); ``measured`` goes before them.
+    ``fits`` are for groups of any size, each by (kind, ``node`` or ``network``); ``measured`` takes precedence over
+    them.
     """
 
     fits: tuple[tuple[tuple[str, str], LinkFit], ...] = ()
     measured: tuple[Measured, ...] = ()
 
     def find(self, kind: str, where: str) -> LinkFit | None:
-        """The fit of ``kind`` inside a node (``node``) or across nodes (``network``); None if it was not measured."""
+        """Fit of ``kind`` in a node (``node``) or across nodes (``network``); None if not measured."""
         return next((fit for key, fit in self.fits if key == (kind, where)), None)
 
     def nearest(self, kind: str, group: Group) -> Measured | None:
-        """What was measured of ``kind`` in the group most like ``group``, inside a node or across nodes as that is."""
+        """Measurement of ``kind`` in the group most like ``group``, within nodes or across alike."""
 
         def apart(one: Measured) -> float:
             ranks, per_node = one.ranks / group.ranks, one.per_node / group.per_node
@@ -150,7 +153,7 @@ class Calibration:
 
 
 def known(group: Group, cluster: ClusterSpec, calibration: Calibration | None = None) -> bool:
-    """Whether the links that ``group`` uses have a known bandwidth."""
+    """Return whether the links that ``group`` uses have a known bandwidth."""
     return not math.isnan(collective_s("all_reduce", 1.0, group, cluster, calibration=calibration))
 
 
@@ -183,14 +186,14 @@ def collective_s(
 
 
 def wire_share(kind: CollectiveKind, ranks: int) -> float:
-    """Part of the message that crosses each link of a ring: bus bandwidth over algorithm bandwidth."""
+    """Fraction of the message that crosses each link of a ring: bus over algorithm bandwidth."""
     return _share(kind, ranks)
 
 
 def catalogue_bus_bytes_per_s(
     kind: CollectiveKind, group: Group, cluster: ClusterSpec, *, sharing: int = 1
 ) -> float | None:
-    """What the catalogue expects of the largest messages, bus bytes/s; None where the link is not known, as gloo's."""
+    """Catalogue bus bytes/s of the largest messages; None for an unknown link, as gloo's."""
     if cluster.device == "cpu":
         return None
     return max((fit.bus_bytes_per_s for fit in _fits(kind, group, sharing, _links(cluster))), default=None)
@@ -210,7 +213,7 @@ def _measured_s(
     sharing: int,
     calibration: Calibration,
 ) -> float | None:
-    """From the samples of that very group, or scaled from those of the most like one; None if there are none."""
+    """Seconds from the samples of this group, or scaled from the most similar one; else None."""
     per_node = max(1, min(group.per_node, group.ranks))
     group = group if group.per_node == per_node else Group(group.ranks, per_node)
     one = calibration.nearest(kind, group)
@@ -229,11 +232,11 @@ def _measured_s(
 def _scaled(
     kind: CollectiveKind, one: Measured, fit: LinkFit, group: Group, sharing: int, links: _Links, *, on_cpu: bool
 ) -> LinkFit:
-    """The fit of one group's shape carried over to another's.
+    """Scale the fit of one group's shape to another's.
 
-    Where the catalogue knows the link, latency and bus bandwidth change as it has them change between the two shapes.
-    Else, and for the latency of gloo, the latency grows with the steps of a ring and the bus bandwidth stays. A ring's
-    steps are too many for a tree: the latency of many nodes is then too long, never too short.
+    Where the catalogue knows the link, latency and bus bandwidth change as the catalogue's do between the two shapes.
+    Else, and for the latency of gloo, the latency grows with the steps of a ring and the bus bandwidth stays. A ring
+    has more steps than a tree: the latency of many nodes is then too long, never too short.
     """
     here, there = _fits(kind, one.group, one.sharing, links), _fits(kind, group, sharing, links)
     steps = 1.0 if kind == "send" else (group.ranks - 1) / (one.ranks - 1)
@@ -279,7 +282,7 @@ def _links(cluster: ClusterSpec) -> _Links:
 
 @lru_cache(maxsize=4096)
 def _fits(kind: CollectiveKind, group: Group, sharing: int, links: _Links) -> tuple[LinkFit, ...]:
-    """The algorithms to choose from; empty where a bandwidth is unknown."""
+    """Fits of the candidate algorithms; empty where a bandwidth is unknown."""
     per_node = max(1, min(group.per_node, group.ranks))
     across = per_node < group.ranks
     if (links.link is None and (per_node > 1 or not across)) or (across and links.network is None):
@@ -313,7 +316,7 @@ def _ring_bytes_per_s(ranks: int, links: _Links) -> float:
 
 
 def _nvls(links: _Links) -> tuple[float, int, float] | None:
-    """All_reduce in the switch, where the generation has it: `Generation.nvls`."""
+    """All_reduce in the switch, for generations that support it: `Generation.nvls`."""
     found = generations().get(links.generation)
     return None if found is None else found.nvls
 
@@ -342,10 +345,10 @@ def _node_fits(kind: CollectiveKind, ranks: int, links: _Links) -> tuple[LinkFit
 
 
 def _cards(per_node: int, sharing: int, links: _Links) -> float:
-    """Bytes/s, one direction, that a group with ``per_node`` ranks in a node gets of the node's network cards."""
-    own = links.network or 0.0
-    full = own * links.devices
-    reached = own * per_node if own >= OWN_CARD_BYTES_PER_S else full
+    """Bytes/s, one direction, that a group with ``per_node`` ranks in a node gets of its cards."""
+    per_device = links.network or 0.0
+    full = per_device * links.devices
+    reached = per_device * per_node if per_device >= OWN_CARD_BYTES_PER_S else full
     return min(reached, full / sharing)
 
 
@@ -374,7 +377,11 @@ def _network_fits(kind: CollectiveKind, nodes: int, per_node: int, sharing: int,
 
 
 def _all_to_all_across(ranks: int, per_node: int, sharing: int, links: _Links) -> LinkFit:
-    """Each rank sends the part for other nodes over its own share of the cards, beside the part for its neighbours."""
+    """Fit of an all_to_all across nodes.
+
+    Each rank sends the part for other nodes over its share of the cards, at the same time as the part for its
+    neighbours.
+    """
     away = (ranks - per_node) / (ranks - 1)
     rate = _cards(per_node, sharing, links) / per_node * SEND_PART["network"] / away
     if per_node > 1:

@@ -1,12 +1,12 @@
-"""Seconds of one optimizer step: kernels by shape, collectives by link, overlap by simulation, pipeline by schedule.
+"""Seconds of one step: kernels by shape, collectives by link, simulated overlap, pipeline.
 
-The program that is timed is the one that ``train`` runs: gradients synchronise in the last micro batch, or in each of a
-sharded plan that says so (``Plan.gradient_sync``), sharded units are gathered in every forward (and in every backward
+The modelled program is the one that ``train`` runs: gradients synchronize in the last micro batch, or in each of a
+sharded plan with ``Plan.gradient_sync`` set so, sharded units are gathered in every forward (and in every backward
 where they are freed in between), one unit ahead; ddp reduces while the last backward runs. Context parallel exchanges
-tokens for heads around each attention. What this version does not run (``zero1`` beside tensor or pipeline parallel)
-is timed as Megatron-LM does it.
+tokens for heads around each attention. Plans that this version does not run (``zero1`` beside tensor or pipeline
+parallel) are modelled as in Megatron-LM.
 
-Left out: data loading, evaluation, checkpoints, other jobs on the network, clocks that fall with temperature.
+Not modelled: data loading, evaluation, checkpoints, other jobs on the network, clocks that fall with temperature.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from shardwise.plan.workload import Workload
 
 __all__ = ["Rates", "step_time"]
 
-CONTENTION = 0.15  # seconds that computation grows by for each second of communication it hides; assumed, not fitted
-JITTER = 0.004  # part of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
-STEP_HOST_S = 1e-3  # host time of a step that is no unit's and that the device waits for: clip, schedule, logging
+CONTENTION = 0.15  # seconds that computation grows by for each second of hidden communication; assumed, not fitted
+JITTER = 0.004  # fraction of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
+STEP_HOST_S = 1e-3  # host time of a step outside of units that the device waits for: clip, schedule, logging
 MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
-# How sharply the larger of device and host time wins (see `_hosted`); with `unit_time`'s SKEW_S and launches, chosen
-# among values that vTrain's rows, their errors and their regret, do not tell apart.
+# How sharply the maximum of device and host time dominates (see `_hosted`); with `unit_time`'s SKEW_S and launches,
+# chosen among values that vTrain's rows, their errors and their regret do not distinguish.
 HOST_POWER = 6.0
-ASYNC_TP_HIDES = 0.5  # part of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
-# `Generation.spread` of those without one, which is the interval of the five sources predicted by the factors of no
+ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
+# `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
 # source (Ada's, CDNA 3's, Volta's, GeForce's and SimuMax's B200), each counting the same; kernel and host constants and
-# what is known of each program had seen them. Ada and CDNA 3 have one small source each.
+# the known constants of each program had seen them. Ada and CDNA 3 have one small source each.
 SPREAD_OTHERS = (0.89, 1.61)
 
-# Copies of whole weights as they are computed with: none, those of autocast, or those of FSDP2 over shards of one rank.
+# Copies of unsharded weights for computation: none, those of autocast, or those of FSDP2 over shards of one rank.
 Copies = Literal["none", "autocast", "units"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """Compares by identity, so that large frozen values can be keys of a cache that keeps them alive."""
+    """Compares by identity, so that large frozen values can be cache keys and are kept alive."""
 
     value: object
 
@@ -70,7 +70,7 @@ class _Same:
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """Seconds of the data-parallel collectives of one unit, and of the copies around them on the compute stream."""
+    """Seconds of one unit's data-parallel collectives and of their copies on the compute stream."""
 
     gather_s: float = 0.0
     reduce_s: float = 0.0
@@ -80,7 +80,7 @@ class _Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Seconds of one micro batch on one pipeline stage. ``sync_s`` is what the last backward takes longer."""
+    """Seconds of a micro batch on a stage. ``sync_s`` is the last backward's extra time."""
 
     forward_s: float
     backward_s: float
@@ -95,7 +95,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What stages are made of: for each unit whether it is a block, its seconds and its traffic."""
+    """Components of stages: for each unit whether it is a block, its seconds and its traffic."""
 
     strategy: Strategy
     pipelined: bool
@@ -123,19 +123,19 @@ def step_time(
     padded: bool = False,
     framework: Framework | None = None,
 ) -> StepTime:
-    """Seconds of one step of ``plan`` on the slowest rank, and where they go.
+    """Predict the seconds of one step of ``plan`` on the slowest rank, and their breakdown.
 
-    ``rates`` are a probe's result and take the place of the hardware table (they must be there for a CPU). The other
-    keywords say what another program does, to compare with what was published of it; None is what the plan says and
-    this package runs. ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the
-    products beside it. ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch;
-    other stacks keep a narrow copy instead. ``framework`` is whose program runs where an axis cuts the model.
-    ``sequence_parallel`` False and ``attention`` "unfused" are Megatron-LM's tensor parallel and attention of before
-    2022; None for the latter is cuDNN's where Megatron-LM runs (its Transformer Engine), else flash attention.
-    ``padded`` rounds the vocabulary up without tensor parallelism too, as Megatron-LM does.
+    ``rates`` are a probe's result and replace the hardware table (a CPU needs them). The other keywords describe
+    another program, for comparison with published measurements; None is the plan's value and this package's program.
+    ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the products beside it.
+    ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch; other frameworks keep a
+    low-precision copy instead. ``framework`` selects the program where an axis shards the model. ``sequence_parallel``
+    False and ``attention`` "unfused" are Megatron-LM's tensor parallel and attention from before 2022; None for the
+    latter is cuDNN's where Megatron-LM runs (its Transformer Engine), else flash attention. ``padded`` rounds the
+    vocabulary up without tensor parallelism too, as Megatron-LM does.
 
     Raises:
-        PlanError: the device's speed or a link's bandwidth is not known.
+        PlanError: the device's speed or a link's bandwidth is unknown.
     """
     machine = machine_of(cluster, plan.precision, rates, calibration)
     strategy = parse_strategy(plan.strategy)
@@ -149,8 +149,8 @@ def step_time(
     times = _unit_times(key, where, rates, calibration, split)
     stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
     send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
-    own = MICRO_HOST_S if rates is None else 0.0
-    timed = {id(s): _with_host(s, plan, own) if workload.framework_overhead else _alone(s) for s in stages}
+    host_s = MICRO_HOST_S if rates is None else 0.0
+    timed = {id(s): _with_host(s, plan, host_s) if workload.framework_overhead else _alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]
     parts = _micro_batches(plan, stages, hosted, send, virtual)
     optimizer, after, offload = update_s(
@@ -194,7 +194,7 @@ def _split(
     attention: AttentionKernel | None,
     padded: bool,
 ) -> WorkSplit:
-    """What divides a unit's work in the program of ``framework``."""
+    """Build the `WorkSplit` of a plan in the program of ``framework``."""
     megatron = _cuts(plan) and not plan.parsed.shards_parameters and framework == "megatron"
     return WorkSplit(
         tp=plan.dims.tp,
@@ -215,23 +215,24 @@ def _split(
 
 
 def _copies(plan: Plan, strategy: Strategy, autocast: bool | None, *, megatron: bool) -> Copies:
-    """How whole weights are copied as they are computed with."""
+    """Select how unsharded weights are copied for computation."""
     if not megatron and strategy.base == "ddp" and _is_cut(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
         return "units"
     return "autocast" if (autocast if autocast is not None else not megatron) else "none"
 
 
 def _is_cut(dims: ParallelDims) -> bool:
-    """Weights, and not only tokens, are spread over a model-parallel axis."""
+    """Return whether weights, and not only tokens, are sharded over a model-parallel axis."""
     return dims.tp * dims.pp > 1
 
 
 def _micro_batches(
     plan: Plan, stages: Sequence[_Stage], hosted: Sequence[tuple[float, float]], send_s: float, virtual: int
 ) -> dict[str, float]:
-    """Seconds of all forwards and backwards of a step by part, those of the slowest stage; the rest is the pipeline.
+    """Seconds of all forwards and backwards of a step by part, on the slowest stage.
 
-    ``hosted`` are forward and backward of one micro batch on each stage with what waits for the host.
+    The rest is the pipeline's. ``hosted`` are forward and backward of one micro batch on each stage, including waits
+    for the host.
     """
     micros = plan.grad_accum
     full = pipeline_s([f for f, _ in hosted], [b for _, b in hosted], send_s, micros, virtual)
@@ -278,7 +279,10 @@ def _stages(
     copies: Copies,
     async_tp: bool,
 ) -> tuple[_Stage, ...]:
-    """The pipeline's stages, one without a pipeline. Blocks are dealt out; what precedes them goes to the first."""
+    """Build the pipeline's stages, one without a pipeline.
+
+    Blocks are distributed over the stages; what precedes them belongs to the first.
+    """
     assert isinstance(profile.value, ModelProfile)
     model, parsed = profile.value, parse_strategy(strategy)
     times = _unit_times(profile, cluster, rates, calibration, split)
@@ -314,13 +318,13 @@ def _stages(
 
 @lru_cache(maxsize=256)
 def _mfu_of_one(profile: _Same, cluster: _Same, precision: str) -> float | None:
-    """The utilisation that one sample a second on one device would be."""
+    """MFU at one sample per second on one device."""
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     return mfu(profile.value, cluster.value.gpu, precision, 1.0)
 
 
 def _take(blocks: Sequence[tuple[int, int]], start: int, count: int) -> list[tuple[int, int]]:
-    """``count`` blocks from position ``start`` of a list of (count, unit)."""
+    """Slice ``count`` blocks from position ``start`` out of a list of (count, unit)."""
     taken, position = [], 0
     for number, unit in blocks:
         mine = min(start + count, position + number) - max(start, position)
@@ -331,19 +335,19 @@ def _take(blocks: Sequence[tuple[int, int]], start: int, count: int) -> list[tup
 
 
 def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
-    """One micro batch on the stage that holds ``units``, as (count, index)."""
+    """Compute one micro batch on the stage with ``units``, as (count, index)."""
     sharded, contention = pieces.strategy.shards_parameters, pieces.contention
     ahead: list[UnitRun] = []
     back: list[UnitRun] = []
     last: list[UnitRun] = []
     root_gather = root_reduce = 0.0
-    compute = again = tp = cp = host_forward = host_backward = 0.0
+    compute = recompute = tp = cp = host_forward = host_backward = 0.0
     for count, index in units:
         time, wire, block = pieces.times[index], pieces.traffic[index], pieces.blocks[index]
         forward = time.forward_s + wire.copy_forward_s
         backward = time.backward_s + wire.copy_backward_s
         compute += count * (forward + backward)
-        again += count * time.recompute_s
+        recompute += count * time.recompute_s
         tp_forward = pieces.tp_share * time.tp_forward_s
         tp_backward = pieces.tp_share * (time.tp_backward_s + time.tp_recompute_s)
         cp_backward = time.cp_backward_s + time.cp_recompute_s
@@ -378,7 +382,7 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
         backward_s=backward_s,
         sync_s=elapsed_s(reversed(last), contention=contention) - backward_s + sync_gather,
         compute_s=compute,
-        recompute_s=again,
+        recompute_s=recompute,
         tp_s=tp,
         cp_s=cp,
         host_forward_s=host_forward,
@@ -387,9 +391,10 @@ def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
 
 
 def _hosted(device_s: float, host_s: float) -> float:
-    """Seconds of a piece of work that the device and the host that launches it both need, one running ahead.
+    """Seconds of work that device and host both take part in, one running ahead of the other.
 
-    Between the larger of the two and their sum: the closer to it, the more often they wait for each other.
+    The result lies between the larger of the two and their sum: the more often they wait for each other, the closer to
+    the sum.
     """
     if not host_s:
         return device_s
@@ -402,10 +407,11 @@ def _alone(stage: _Stage) -> tuple[float, float]:
 
 
 def _with_host(stage: _Stage, plan: Plan, own_s: float) -> tuple[float, float]:
-    """Forward and backward seconds of a micro batch, the host included; ``own_s`` of the host's are no unit's.
+    """Forward and backward seconds of a micro batch including the host.
 
-    Without a pipeline the host may run ahead over a whole micro batch; with one it meets its neighbours after each. A
-    CPU is its own host and starts one operation after the other.
+    ``own_s`` of the host's seconds are outside of units. Without a pipeline the host may run ahead over a full micro
+    batch; with one it synchronizes with its neighbours after each. A CPU is its own host and starts one operation after
+    the other.
     """
     if plan.device == "cpu":
         return stage.forward_s + stage.host_forward_s, stage.backward_s + stage.host_backward_s
@@ -418,7 +424,7 @@ def _with_host(stage: _Stage, plan: Plan, own_s: float) -> tuple[float, float]:
 
 
 def _waits(plan: Plan) -> bool | None:
-    """Whether whole gradients wait for the last of several micro batches; None where there is only one."""
+    """Return whether unsharded gradients wait for the last micro batch; None if it is alone."""
     return None if plan.grad_accum == 1 else not plan.syncs_every_micro_batch
 
 
@@ -443,23 +449,23 @@ def _traffics(
 def _traffic(
     machine: Machine, time: UnitTime, split: WorkSplit, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
 ) -> _Traffic:
-    """Collectives and copies of one unit: gathered in the compute width, reduced in fp32."""
+    """Collectives and copies of one unit: gathered in the compute type, reduced in fp32."""
     width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
     inner = max(1, per_node // dims.tp)
-    narrow = width < MASTER_BYTES
+    low_precision = width < MASTER_BYTES
     if base in ("ddp", "zero1"):
         ranks = dims.dp * dims.cp
         kind: CollectiveKind = "reduce_scatter" if base == "zero1" and split.hides_reduction else "all_reduce"
         reduce = machine.collective_s(kind, MASTER_BYTES * time.trainable, ranks, inner)
         add = 8.0 if accumulates else 0.0
         if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
-            unit = (MASTER_BYTES + width if narrow else 0.0) + 2.0 * width
+            unit = (MASTER_BYTES + width if low_precision else 0.0) + 2.0 * width
             return _Traffic(
                 reduce_s=reduce,
                 copy_forward_s=machine.memory_s(unit * time.elements),
                 copy_backward_s=machine.memory_s(unit * time.elements + (width + 12.0 + add) * time.trainable),
             )
-        casts = 6.0 if narrow and copies == "autocast" else 0.0
+        casts = 6.0 if low_precision and copies == "autocast" else 0.0
         twice = 2.0 if split.recompute != "none" else 1.0
         return _Traffic(
             reduce_s=reduce,
@@ -485,7 +491,7 @@ def _traffic(
 
 
 def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
-    """Seconds of one transfer between neighbouring stages; stages are the outermost axis of the mesh."""
+    """Seconds of one transfer between neighbouring stages, the outermost axis of the mesh."""
     block = next((unit for unit in profile.units if unit.kind == "block"), None)
     if block is None:
         return 0.0
@@ -496,25 +502,25 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
 
 
 def _clean(seconds: float) -> float:
-    """A difference of equal sums is 0 and not their rounding."""
+    """Round a tiny negative or positive difference of equal sums to 0."""
     return seconds if abs(seconds) > 1e-12 else 0.0
 
 
 def _spread(machine: Machine) -> tuple[float, float]:
-    """Factors of the interval: measured over predicted, 10th and 90th percentile of the published rows."""
+    """Interval factors, measured over predicted: 10th and 90th percentile of the published rows."""
     found = generations().get(_generation(machine))
     return SPREAD_OTHERS if found is None or found.spread is None else found.spread
 
 
 def _calibration_text(machine: Machine) -> str:
-    """What the constants were fitted on; empty for a generation of which no step was published."""
+    """Sources of the fitted constants; empty for a generation without a published step."""
     generation = _generation(machine)
     found = generations().get(generation)
     return f"published {generation} steps" if found is not None and found.in_step is not None else ""
 
 
 def _generation(machine: Machine) -> str:
-    """The GPU's generation; empty where rates were measured instead."""
+    """Generation of the GPU; empty where rates were measured instead."""
     if machine.gpu is None or machine.rates is not None:
         return ""
     return generation_name(machine.gpu.arch, machine.gpu.name) or ""

@@ -1,14 +1,15 @@
-"""Seconds of one kernel on one GPU, from its shape. Pure arithmetic; constants are fitted per GPU generation.
+"""Seconds of one kernel on one GPU, from its shape, by formulas fitted per GPU generation.
 
-A matrix product is cut into tiles and the tiles fill the multiprocessors in waves; a tile pays a ramp before its first
-and after its last multiply (``ramp`` columns of the contraction). That is what the shape allows at full clocks; power
-allows a long run only a part of it (``held_flops``), and the operands must pass through memory. The slowest of the
-three counts. Flash attention is the same with blocks of 128 query rows. ``benchmarks/accuracy/fit_kernels.py`` fits the
-constants on published sweeps (SimuMax's operator tables of A100-PCIe and B200) and prints their errors; a generation
-that no sweep covers has ``fitted=False`` and takes its rates from the sources that ``hardware/gpus.toml`` names.
+A matrix product is split into tiles and the tiles fill the multiprocessors in waves; a tile pays a ramp before its
+first and after its last multiply (``ramp`` columns of the contraction). That is what the shape allows at full clocks;
+the power limit allows only a fraction of it in a long run (``held_flops``), and the operands must pass through memory.
+The slowest of the three counts. Flash attention is the same with blocks of 128 query rows.
+``benchmarks/accuracy/fit_kernels.py`` fits the constants on published sweeps (SimuMax's operator tables of A100-PCIe
+and B200) and prints their errors; a generation that no sweep covers has ``fitted=False`` and takes its rates from the
+sources that ``hardware/gpus.toml`` names.
 
-Left out: layouts (transposed operands differ by some 3 %), clocks that drift with temperature (the same B200 shape is
-published at 0.45 and at 0.64 of the peak), hits in the L2 between kernels, kernels shorter than their launch.
+Not modelled: layouts (transposed operands differ by some 3 %), clocks that drift with temperature (the same B200 shape
+is published at 0.45 and at 0.64 of the peak), hits in the L2 between kernels, kernels shorter than their launch.
 """
 
 from __future__ import annotations
@@ -31,22 +32,28 @@ QUERY_BLOCK = 128  # rows of a block of queries
 ATTENTION_FIXED_S = 5e-6  # start and end of an attention kernel on the device; an estimate
 # Passes over the scores beside the two products, forward and backward, with Megatron-LM's kernels of before flash
 # attention: one reads and writes for scale, mask and softmax, dropout reads, writes and keeps a byte of mask; backward
-# reads the gradient and what was kept, and writes, twice.
+# reads the gradient and what was saved, and writes, twice.
 UNFUSED_PASSES = (4.5, 5.5)
 ACCUMULATE_COST = 1.05  # of a product that adds into fp32 (both GPUs of the operator tables)
 WIDE_HEAD = 0.80  # efficiency of heads wider than 128 against 128 (192/128 rows of the operator tables, both GPUs)
 NARROW_HEAD_POWER = 0.2  # (head_dim / 128) ** this below 128: 0.87 at 64; an estimate
-POWER_EXPONENT = 0.25  # held rate against watts: A100 PCIe (300 W) 252.9, SXM (400 W) 271.2 TFLOP/s (MAMF)
+POWER_EXPONENT = 0.25  # sustained rate against watts: A100 PCIe (300 W) 252.9, SXM (400 W) 271.2 TFLOP/s (MAMF)
 
 
 def supports(gpu: GpuSpec, precision: str) -> bool:
-    """Whether the matrix units of ``gpu`` compute in ``precision`` (bf16 from Ampere on, fp8 from Ada on)."""
+    """Return whether the matrix units of ``gpu`` compute in ``precision``.
+
+    bf16 from Ampere on, fp8 from Ada on.
+    """
     name = generation_of(gpu)
     return name is not None and precision in generations()[name].precisions
 
 
 def known(gpu: GpuSpec | None, precision: str = "bf16") -> bool:
-    """Whether the times below can be said: generation, memory bandwidth and a peak for ``precision`` are known."""
+    """Return whether kernel times are available.
+
+    Generation, memory bandwidth and a peak for ``precision`` must be known.
+    """
     return (
         gpu is not None
         and gpu.memory_bytes_per_s is not None
@@ -61,7 +68,7 @@ def matmul_s(
     """Seconds of ``batch`` products of (m × k) and (k × n); nan where `known` is false.
 
     ``accumulate`` adds into an fp32 result that is read and written, as fused weight gradients do; otherwise the result
-    is written once in ``precision``, an fp8 product's in 16 bits. Casting the operands to fp8 is not in it.
+    is written once in ``precision``, an fp8 product's in 16 bits. Casting the operands to fp8 is not included.
     """
     machine = _machine(gpu, precision)
     if machine is None:
@@ -82,12 +89,12 @@ def attention_s(
     backward: bool = False,
     kernel: AttentionKernel = "flash",
 ) -> float:
-    """Seconds of scaled-dot-product attention over ``rows`` × ``rows``; nan where `known` is false.
+    """Seconds of attention over ``rows`` × ``rows``; nan where `known` is false.
 
-    ``cudnn`` is cuDNN's kernel (Transformer Engine takes it, torch when told to) instead of FlashAttention-2; it makes
-    a difference on Hopper. Blackwell's constants are cuDNN's already. ``unfused`` is the program of before flash
+    ``cudnn`` is cuDNN's kernel (used by Transformer Engine, and by torch on request) instead of FlashAttention-2; it
+    makes a difference on Hopper. Blackwell's constants are cuDNN's already. ``unfused`` is the program before flash
     attention: two products, and the square of scores read and written by softmax and dropout (`UNFUSED_PASSES`);
-    nothing of it is saved by causality. Under fp8 all run in bf16.
+    causality saves nothing there. Under fp8 all run in bf16.
     """
     machine = _machine(gpu, "bf16" if precision == "fp8" else precision)
     if machine is None:
@@ -98,7 +105,7 @@ def attention_s(
 
 
 def memory_s(gpu: GpuSpec, moved_bytes: float) -> float:
-    """Seconds of a kernel that only moves ``moved_bytes`` (read plus written) through device memory; nan if unknown."""
+    """Seconds of a kernel that moves ``moved_bytes`` (read plus write) in device memory, or nan."""
     name = generation_of(gpu)
     if name is None or gpu.memory_bytes_per_s is None:
         return math.nan
@@ -107,10 +114,10 @@ def memory_s(gpu: GpuSpec, moved_bytes: float) -> float:
 
 
 def launch_s(gpu: GpuSpec) -> float:
-    """Seconds that the host needs for one kernel in eager PyTorch: dispatch, autograd record and launch.
+    """Host seconds of one kernel in eager PyTorch: dispatch, autograd record and launch.
 
-    A host's figure more than the GPU's: 5 to 8 µs on the servers that carry these GPUs. A graph or a compiled region
-    launches faster.
+    It depends on the host more than on the GPU: 5 to 8 µs on the servers that carry these GPUs. A graph or a compiled
+    region launches faster.
     """
     name = generation_of(gpu)
     return generations()[name].launch_s if name else 6e-6
@@ -119,10 +126,10 @@ def launch_s(gpu: GpuSpec) -> float:
 @dataclass(frozen=True, slots=True)
 class _Machine:
     found: Generation
-    burst: float  # FLOP/s that a shape without loss reaches at full clocks
-    held: float  # FLOP/s that power leaves a long run
+    burst: float  # FLOP/s that a shape without losses reaches at full clocks
+    held: float  # sustained FLOP/s of a long run, limited by power
     peak: float
-    memory: float  # bytes/s as the data sheet has it
+    memory: float  # bytes/s of the data sheet
     itemsize: int
     multiprocessors: int
     key: int  # hash of the rest; a machine is a key of the caches below
@@ -151,14 +158,14 @@ def _machine_of(
 ) -> _Machine:
     found = generations()[generation]
     best = min(peak, measured) if measured else peak * found.best
-    held = best
+    sustained = best
     if found.held_flops is not None and precision != "fp32":
         power = (watts / found.watts) ** POWER_EXPONENT if watts else 1.0
-        held = min(best, found.held_flops * power * (2.0 if precision == "fp8" else 1.0))
+        sustained = min(best, found.held_flops * power * (2.0 if precision == "fp8" else 1.0))
     return _Machine(
         found=found,
         burst=min(peak, best * found.burst),
-        held=held,
+        held=sustained,
         peak=peak,
         memory=bandwidth,
         itemsize=ITEMSIZE[precision],
@@ -180,13 +187,14 @@ def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate:
             ramp = found.ramp * (1 if parts == 1 else 2)  # and the parts are added up
             shortest = min(shortest, waves * area * (k / parts + ramp))
     shape = 2 * shortest * cores / machine.burst
-    held = 2.0 * m * k * n * batch / machine.held
+    sustained = 2.0 * m * k * n * batch / machine.held
     if accumulate:
-        shape, held = shape * ACCUMULATE_COST, held * ACCUMULATE_COST
+        shape, sustained = shape * ACCUMULATE_COST, sustained * ACCUMULATE_COST
     result = 8 if accumulate else max(machine.itemsize, 2)
     moved = batch * ((m * k + k * n) * machine.itemsize + m * n * result) / (machine.memory * operand)
-    longest = max(shape, held, moved)
-    rounded = ((shape / longest) ** 8 + (held / longest) ** 8 + (moved / longest) ** 8) ** 0.125  # a maximum's corner
+    longest = max(shape, sustained, moved)
+    # a maximum with a rounded corner
+    rounded = ((shape / longest) ** 8 + (sustained / longest) ** 8 + (moved / longest) ** 8) ** 0.125
     return found.fixed_s + longest * float(rounded)
 
 

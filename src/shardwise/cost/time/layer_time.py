@@ -1,7 +1,7 @@
-"""Seconds of one unit and one micro batch on one rank: kernels, tensor- and context-parallel traffic, host.
+"""Seconds of one unit and micro batch on one rank: kernels, tp and cp traffic, host.
 
-Everything that the units of a profile do alike is done once: the search asks for the same few combinations of degrees,
-micro batch and recompute thousands of times.
+Results that equal units of a profile share are cached: the search requests the same few combinations of degrees, micro
+batch and recompute thousands of times.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ LINEAR_BACKWARD_MOVES = 0.8
 # the host: 3 ms for each block and micro batch of Megatron-DeepSpeed, whatever its width.
 EAGER_LAUNCHES = 12.0
 COLLECTIVE_LAUNCHES = 4.0
-SKEW_S = 6e-5  # that the ranks of a tensor-parallel group arrive apart at each collective of a block; vTrain's rows
+SKEW_S = 6e-5  # skew of a tensor-parallel group's ranks at each collective of a block; vTrain's rows
 BACKWARD_LAUNCHES = 1.4  # host time of an op's backward nodes, of its forward's
 COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an assumption
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSplit:
-    """What divides and colours a unit's work: degrees, samples of the micro batch, precision, what is recomputed.
+    """Factors of a unit's work: degrees, samples of the micro batch, precision, recompute.
 
-    ``sequence_parallel`` False leaves norms and residuals whole on every tensor-parallel rank. ``padded`` rounds the
-    vocabulary up to a multiple of 128, as Megatron-LM does; where tensor parallel cuts it that is always done.
+    ``sequence_parallel`` False leaves norms and residuals replicated on every tensor-parallel rank. ``padded`` rounds
+    the vocabulary up to a multiple of 128, as Megatron-LM does; where tensor parallel shards it that is always done.
     ``hides_reduction``: backward's reduction of an input gradient runs beside the product for the weight gradient, as
     in Megatron-LM and not in PyTorch. ``casts_weights``: fp8 copies of weights are made in every micro batch, as by
-    torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values round its
-    ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``cuts_ends``: so do they cut
-    sequences in embedding and head, which here work on whole ones.
+    torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values around its
+    ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``cuts_ends``: embedding and head
+    work on sharded sequences, as in these two, while here they work on full ones.
     """
 
     tp: int
@@ -65,7 +65,7 @@ class WorkSplit:
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """Seconds of one of a unit's ``count``, for one micro batch. ``again`` is what backward executes a second time."""
+    """Seconds of one of a unit's ``count``, for one micro batch."""
 
     forward_s: float
     backward_s: float
@@ -84,46 +84,47 @@ class UnitTime:
 
 
 def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
-    """Seconds of ``unit`` under ``split``; communication of the data-parallel axes is not in it."""
-    forward = backward = again = 0.0
-    cp_forward = cp_backward = cp_again = 0.0
-    launches = again_launches = 0.0
+    """Seconds of ``unit`` under ``split``, without communication of the data-parallel axes."""
+    forward = backward = recompute = 0.0
+    cp_forward = cp_backward = cp_recompute = 0.0
+    launches = recompute_launches = 0.0
     for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
         ahead, back = op_s(machine, unit, op, split)
         forward += ahead
         backward += back
         launches += op.launches
         if repeated:
-            again += ahead
-            again_launches += op.launches
+            recompute += ahead
+            recompute_launches += op.launches
         if split.cp > 1 and op.kind == "attention":
             there, home = ring_s(machine, op, split, ahead, back) if split.ring else exchange_s(machine, op, split)
             cp_forward, cp_backward = cp_forward + there, cp_backward + home
-            cp_again += there if repeated else 0.0
-    tp_forward, tp_backward, tp_again = tensor_parallel_s(machine, unit, split)
+            cp_recompute += there if repeated else 0.0
+    tp_forward, tp_backward, tp_recompute = tensor_parallel_s(machine, unit, split)
     weights = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
     trainable = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.trainable)
     at_rest = sum(w.num_elements * w.itemsize / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
     packed = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.itemsize < 1)
-    if packed:  # 4-bit weights are unpacked to the compute width before each use
+    if packed:  # 4-bit weights are dequantized to the compute type before each use
         unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
         forward, backward = forward + unpack, backward + unpack
-        again += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
+        recompute += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
     each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
     host = machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
     return UnitTime(
         forward_s=forward,
         backward_s=backward,
-        recompute_s=again,
+        recompute_s=recompute,
         tp_forward_s=tp_forward,
         tp_backward_s=tp_backward,
-        tp_recompute_s=tp_again,
+        tp_recompute_s=tp_recompute,
         cp_forward_s=cp_forward,
         cp_backward_s=cp_backward,
-        cp_recompute_s=cp_again,
+        cp_recompute_s=cp_recompute,
         host_forward_s=host * launches + calls,
-        host_backward_s=host * (launches * BACKWARD_LAUNCHES + again_launches) + calls * (2.0 if again else 1.0),
+        host_backward_s=host * (launches * BACKWARD_LAUNCHES + recompute_launches)
+        + calls * (2.0 if recompute else 1.0),
         elements=weights,
         trainable=trainable,
         at_rest_bytes=at_rest,
@@ -131,7 +132,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
 
 
 def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float, float]:
-    """Seconds of an op's forward and of its backward (input gradient, and weight gradient where it has one)."""
+    """Seconds of an op's forward and backward (input gradient, and weight gradient if any)."""
     tp, micro = split.tp, split.micro
     if op.kind in ("matmul", "conv"):
         rows, depth, columns = op.m * micro / split.cp, float(op.k), float(op.n)
@@ -148,9 +149,9 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
             weights = depth * columns if split.casts_weights else 0.0
             ahead += machine.cast_s(rows * depth + weights)
             back += machine.cast_s(rows * columns + weights + (rows * (depth + columns) if op.weight else 0.0))
-            wide, wide_back = _products_s(machine, op, rows, depth, columns, "bf16")
-            if wide + wide_back < ahead + back:
-                ahead, back = wide, wide_back
+            bf16_ahead, bf16_back = _products_s(machine, op, rows, depth, columns, "bf16")
+            if bf16_ahead + bf16_back < ahead + back:
+                ahead, back = bf16_ahead, bf16_back
         extra = _moved_s(machine, unit, op, split) if op.moved or op.moved_fp32 else 0.0
         return (ahead + extra, back + extra) if op.kind == "conv" else (ahead, back)
     if op.kind == "attention":
@@ -163,7 +164,7 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
 def _products_s(
     machine: Machine, op: Op, rows: float, depth: float, columns: float, precision: Precision
 ) -> tuple[float, float]:
-    """Seconds of a product and of those of its backward, casts left out."""
+    """Seconds of a product and of those of its backward, without casts."""
     back = machine.matmul_s(rows, columns, depth, precision)
     if op.weight:
         back += machine.matmul_s(depth, rows, columns, precision)
@@ -183,12 +184,12 @@ def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
 
 
 def cuts_sequence(unit: Unit, split: WorkSplit) -> bool:
-    """Whether norms and residuals of ``unit`` work on a rank's part of the sequence."""
+    """Return whether norms and residuals of ``unit`` work on a rank's shard of the sequence."""
     return split.sequence_parallel and (unit.kind == "block" or split.cuts_ends)
 
 
 def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) -> float:
-    """One attention; a window or any other mask is taken in proportion to its FLOPs. Rows are dealt out evenly."""
+    """Seconds of one attention; any mask counts in proportion to its FLOPs, rows split evenly."""
     full = attention_square_flops(op) * (0.5 if op.causal else 1.0)
     seconds = machine.attention_s(
         batch=split.micro,
@@ -201,7 +202,7 @@ def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) 
         backward=backward,
         kernel=split.attention,
     )
-    if split.attention == "unfused":  # a mask spares nothing
+    if split.attention == "unfused":  # a mask saves nothing
         return seconds / split.cp
     part = min(1.0, op.flops / full) if full and op.flops else 1.0
     return seconds * part / split.cp
@@ -210,8 +211,8 @@ def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) 
 def ring_s(machine: Machine, op: Op, split: WorkSplit, forward_s: float, backward_s: float) -> tuple[float, float]:
     """Exposed seconds of context parallel around one attention, forward and backward.
 
-    Keys and values go round a ring while the rows in hand are attended to; what a turn's attention does not cover is
-    waited for. Backward sends their gradients round as well. Ranks are neighbours outside the tensor-parallel group.
+    Keys and values go around a ring while local rows are attended to; transfers that a turn's attention does not cover
+    are exposed. Backward sends their gradients around as well. Ranks are neighbours outside the tensor-parallel group.
     """
     cp = split.cp
     per_node = max(1, machine.cluster.devices_per_node // split.tp)
@@ -225,7 +226,7 @@ def ring_s(machine: Machine, op: Op, split: WorkSplit, forward_s: float, backwar
 
 
 def exchange_s(machine: Machine, op: Op, split: WorkSplit) -> tuple[float, float]:
-    """Seconds of the all-to-alls around one attention, forward and backward: nothing computes beside them.
+    """Seconds of the all-to-alls around one attention, forward and backward, without overlap.
 
     Queries, keys and values go out as this rank's tokens of all heads and come back as all tokens of its heads; the
     result goes the other way, and gradients likewise.
@@ -241,11 +242,11 @@ def exchange_s(machine: Machine, op: Op, split: WorkSplit) -> tuple[float, float
 def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[float, float, float]:
     """Seconds of the collectives of tensor parallel: forward, backward, recomputed.
 
-    With sequence parallel a block's rows are gathered before a column-cut product and reduce-scattered after a row-cut
-    one; backward mirrors them. Embedding and head do one of the two, and a vocabulary-parallel loss three reductions of
-    one number a token; without that, the logits are gathered. Without sequence parallel, one all-reduce takes the place
-    of each pair, the embedding's is forward's and the head's backward's; so it does there where embedding and head work
-    on whole sequences, which are cut after the one and put together before the other.
+    With sequence parallel a block's rows are gathered before a column-parallel product and reduce-scattered after a
+    row-parallel one; backward mirrors them. Embedding and head do one of the two, and a vocabulary-parallel loss three
+    reductions of one number per token; without that, the logits are gathered. Without sequence parallel, one all-reduce
+    replaces each pair, the embedding's in forward and the head's in backward; so it does where embedding and head work
+    on full sequences, which are scattered after the embedding and gathered before the head.
     """
     tp = split.tp
     if tp <= 1 or not unit.weights:
@@ -255,7 +256,7 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
     message = unit.input_elements * split.micro * width / split.cp
     rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
     vocab = sum(1 for op in unit.ops if op.cut == "vocab" and op.kind in ("matmul", "embedding"))
-    if unit.kind == "embedding":  # what its lookup writes; it reads as much
+    if unit.kind == "embedding":  # bytes that its lookup writes; it reads as many
         message = sum(op.moved for op in unit.ops if op.cut == "vocab") / 2 * split.micro * width / split.cp
     skew = SKEW_S if machine.rates is None else 0.0
     gather = machine.tp_factor() * machine.collective_s("all_gather", message, tp, per_node) + skew
@@ -265,12 +266,12 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
         scatter = machine.tp_factor() * machine.collective_s("all_reduce", message, tp, per_node) + skew
     if rows:
         forward = rows * (gather + scatter)
-        last = scatter if split.sequence_parallel else 0.0  # Megatron-LM's checkpoints run the last reduction again
-        again = forward - last if unit.kind == "block" and split.recompute != "none" else 0.0
+        last = scatter if split.sequence_parallel else 0.0  # Megatron-LM's checkpoints repeat the last reduction
+        recompute = forward - last if unit.kind == "block" and split.recompute != "none" else 0.0
         hidden = (
             min(rows * (scatter - skew), _weight_gradients_s(machine, unit, split)) if split.hides_reduction else 0.0
         )
-        return forward, forward - hidden, again
+        return forward, forward - hidden, recompute
     if not vocab:
         return 0.0, 0.0, 0.0
     if split.sequence_parallel and not split.cuts_ends:
@@ -287,14 +288,17 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
 
 
 def _weight_gradients_s(machine: Machine, unit: Unit, split: WorkSplit) -> float:
-    """Seconds of the products for the gradients of a unit's column-cut weights."""
+    """Seconds of the products for the gradients of a unit's column-parallel weights."""
     rows, precision = split.micro / split.cp, split.precision
-    cut = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
-    return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in cut)
+    column_parallel = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
+    return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in column_parallel)
 
 
 def collectives_of(unit: Unit, split: WorkSplit) -> int:
-    """Tensor-parallel collectives of a unit's forward: a gather and a scatter, or a reduction, a row-cut product."""
+    """Tensor-parallel collectives of a unit's forward.
+
+    A gather and a scatter, or a reduction, for each row-parallel product.
+    """
     if split.tp <= 1:
         return 0
     each = 2 if split.sequence_parallel else 1
@@ -302,5 +306,5 @@ def collectives_of(unit: Unit, split: WorkSplit) -> int:
 
 
 def is_finite(time: UnitTime) -> bool:
-    """False where a rate or a link's bandwidth was not known."""
+    """Return False where a rate or a link's bandwidth is unknown."""
     return math.isfinite(time.forward_s + time.tp_forward_s + time.cp_forward_s)

@@ -1,7 +1,7 @@
-"""`Machine`: how fast a device computes, moves bytes and talks, from the hardware's facts or from a measurement.
+"""`Machine`: speed of compute, memory and communication, from the catalogue or measured.
 
-A GPU's figures come from `cost.kernels` and `cost.collectives`. A device without a row in the hardware table (the CPU
-with gloo among them) has only what a probe of it has measured: `Rates`.
+A GPU's values come from `cost.kernels` and `cost.collectives`. A device without a row in the hardware table (the CPU
+with gloo among them) has only the values that a probe measured: `Rates`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from shardwise.hardware.gpus import GpuSpec, constants_of
 # 16-bit operands whose rows do not start on 16 bytes take other kernels: padding GPT-2's vocabulary of 50257 to 50304
 # is known for a quarter off a small model's step (nanoGPT), of which the head is a third. An estimate from that.
 MISALIGNED = {1: 1.7, 2: 1.4, 4: 1.15}
-# Of a generation of which no step was published (`Generation.in_step`): the middle of those there are.
+# For generations without a published step (`Generation.in_step`): the middle of those there are.
 IN_STEP_OTHERS = (1.05, 1.3, 1.1, 1.0)
-POWER_EXPONENT = 0.5  # of what a lack of power costs in rate; from the 500 W H100 against the 700 W one
+POWER_EXPONENT = 0.5  # of the rate lost to a lack of power; from the 500 W H100 against the 700 W one
 FP8_CASTS = 0.25  # casts that are left of one for each operand: neighbours share them and kernels fuse them
 FP8_CAST_BYTES = 5.0  # an element cast to fp8 is read twice in 2 bytes (maximum, cast) and written once in 1
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured speed of one device: sustained matrix FLOP/s, bytes/s of streaming memory, seconds to start an
-    operation; and of a collective: seconds of each step, and bytes/s out of a rank. ``contention`` is the share of
-    hidden communication that slows the computation; 1 where both run on the same cores, as with gloo.
+    """Measured speed of one device and of a collective.
+
+    Of the device: sustained matrix FLOP/s, bytes/s of streaming memory, seconds to start an operation; of a collective:
+    seconds of each step, and bytes/s out of a rank. ``contention`` is the fraction of hidden communication that slows
+    the computation; 1 where both run on the same cores, as with gloo.
     """
 
     flops_per_s: float
@@ -44,7 +46,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What runs the plan: a GPU with a row in the table, or measured rates, which win where both are there."""
+    """Device that runs the plan: a GPU of the table, or measured rates, which take precedence."""
 
     cluster: ClusterSpec
     gpu: GpuSpec | None
@@ -70,7 +72,7 @@ class Machine:
         return seconds
 
     def cast_s(self, elements: float) -> float:
-        """Seconds to cast so many elements of operands to fp8."""
+        """Seconds to cast ``elements`` of operands to fp8."""
         return self.memory_s(FP8_CAST_BYTES * FP8_CASTS * elements)
 
     def attention_s(
@@ -86,7 +88,7 @@ class Machine:
         backward: bool,
         kernel: AttentionKernel = "flash",
     ) -> float:
-        """Seconds of one attention over whole rows, forward or backward."""
+        """Seconds of one attention over all rows, forward or backward."""
         if self.rates is not None:
             flops = 4.0 * batch * heads * head_dim * rows * rows * (0.5 if causal else 1.0)
             return flops * (2.5 if backward else 1.0) / self.rates.flops_per_s
@@ -109,7 +111,7 @@ class Machine:
         )
 
     def memory_s(self, moved_bytes: float) -> float:
-        """Seconds of a kernel that moves ``moved_bytes`` and computes next to nothing."""
+        """Seconds of a kernel that moves ``moved_bytes`` and does almost no arithmetic."""
         if moved_bytes <= 0:
             return 0.0
         if self.rates is not None:
@@ -125,13 +127,13 @@ class Machine:
         return kernels.launch_s(self.gpu)
 
     def tp_factor(self) -> float:
-        """Seconds of a tensor-parallel collective in a step, of one in a sweep of its own."""
+        """Ratio of a tensor-parallel collective's seconds in a step to those in an isolated sweep."""
         return in_step(self.gpu)[3] if self.gpu is not None and self.rates is None else 1.0
 
     def collective_s(self, kind: CollectiveKind, message_bytes: float, ranks: int, per_node: int) -> float:
-        """Seconds of a collective over ``ranks``, of which ``per_node`` share a node; the message as nccl-tests has it.
+        """Seconds of a collective over ``ranks``, of which ``per_node`` share a node.
 
-        Measured rates stand for a ring: (n − 1) steps, twice for an all-reduce.
+        Message sizes are those of nccl-tests. Measured rates describe a ring: (n − 1) steps, twice for an all-reduce.
         """
         if ranks <= 1 or message_bytes <= 0:
             return 0.0
@@ -146,13 +148,13 @@ class Machine:
 
 
 def in_step(gpu: GpuSpec) -> tuple[float, float, float, float]:
-    """Factors inside a training step: matrix products, attention, memory-bound kernels, tensor-parallel collectives."""
+    """Factors in a training step: products, attention, memory-bound kernels, tp collectives."""
     found = constants_of(gpu)
     return IN_STEP_OTHERS if found is None or found.in_step is None else found.in_step
 
 
 def lasting_flops(gpu: GpuSpec) -> float | None:
-    """16-bit FLOP/s that products hold in a step; None where it is not the step that limits them."""
+    """Sustained 16-bit FLOP/s of products in a step; None where the step does not limit them."""
     found = constants_of(gpu)
     if found is None or found.lasting_flops is None or found.lasting_watts is None:
         return None
@@ -161,13 +163,13 @@ def lasting_flops(gpu: GpuSpec) -> float | None:
 
 
 def larger(one_s: float, other_s: float) -> float:
-    """The larger of two seconds, with a rounded corner where they meet."""
+    """Smooth maximum of two seconds, with a rounded corner where they meet."""
     longest = max(one_s, other_s)
     return float(longest * ((one_s / longest) ** 8 + (other_s / longest) ** 8) ** 0.125)
 
 
 def power_factor(gpu: GpuSpec) -> float:
-    """How much longer matrix work takes on a card with less power than its peak asks for; 1 where that is not known."""
+    """Slowdown of matrix work on a card with less power than its peak needs; 1 where unknown."""
     found, peak = constants_of(gpu), gpu.peak_flops.get("bf16")
     if found is None or not found.full_power_flops or not found.full_power_watts or peak is None or not gpu.tdp_w:
         return 1.0
@@ -178,10 +180,10 @@ def power_factor(gpu: GpuSpec) -> float:
 def machine_of(
     cluster: ClusterSpec, precision: str, rates: Rates | None = None, calibration: Calibration | None = None
 ) -> Machine:
-    """The machine that ``cluster`` describes.
+    """Build the machine that ``cluster`` describes.
 
     Raises:
-        PlanError: the device's speed in ``precision`` is not in the hardware table and nothing was measured.
+        PlanError: the device's speed in ``precision`` is not in the hardware table and was not measured.
     """
     if rates is None and (cluster.gpu is None or not kernels.known(cluster.gpu, precision)):
         raise PlanError(

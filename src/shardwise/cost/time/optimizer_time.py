@@ -1,15 +1,16 @@
-"""Seconds of the update: the optimizer, what zero1 sends afterwards, what offloading moves and the host does.
+"""Seconds of the update: optimizer, zero1's broadcast, offload traffic, host time.
 
-Offloaded bytes, as ZeRO-Infinity counts them (Rajbhandari et al. 2021, arXiv:2104.07857, section 4): weights come up
-before each use (forward, and backward where they were freed in between; what recompute needs is there by then),
-gradients go down once, and states are read and written once a step where the optimizer runs. The wire to the host is
-each device's own; the host's memory and its drive serve all devices of a node. None of it is hidden by the
-computation, though prefetching hides some: an upper figure, times the share of the wire's rate that copies reach.
+Offloaded bytes, as ZeRO-Infinity counts them (Rajbhandari et al. 2021, arXiv:2104.07857, section 4): weights are copied
+to the device before each use (forward, and backward where they were freed in between; recompute finds them there),
+gradients are copied to the host once, and states are read and written once a step where the optimizer runs. Each device
+has a separate wire to the host; the host's memory and its drive serve all devices of a node. No overlap with
+computation is assumed, though prefetching hides some: an upper bound, times the fraction of the wire's rate that copies
+reach.
 
-PyTorch's offload (FSDP2's ``CPUOffloadPolicy``) sends weights as they rest. DeepSpeed sends weights in the compute
-width, and keeps fp32 ones with the optimizer; its ZeRO-1 and 2 keep computing weights on the device and send each
-rank's updated part up. ``+nvme`` reads and writes fp32 weight and states (12 bytes of AdamW each way) and, without
-``+offload``, also the computing weights.
+PyTorch's offload (FSDP2's ``CPUOffloadPolicy``) sends weights in their stored type. DeepSpeed sends weights in the
+compute type, and keeps fp32 ones with the optimizer; its ZeRO-1 and 2 keep computing weights on the device and send
+each rank's updated part back. ``+nvme`` reads and writes fp32 weight and states (12 bytes of AdamW each way) and,
+without ``+offload``, also the computing weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardwise.plan.workload import Workload
 
 MASTER_BYTES = 4  # weights at rest, gradients and their reduction are fp32
 # A node's memory under the CPU optimizer, all ranks together: an assumption. One published step of 3.1 B weights under
-# ZeRO-Offload took 2.4 s in all on 128 cores (github.com/deepspeedai/DeepSpeed, pull request 7474): 36 GB/s or more.
+# ZeRO-Offload took 2.4 s total on 128 cores (github.com/deepspeedai/DeepSpeed, pull request 7474): 36 GB/s or more.
 HOST_BYTES_PER_S = 60e9
 PCIE_SHARE = 0.8  # of the data sheet's rate that pinned copies reach
 CLIP_MOVES = 4.0  # the norm of the gradients reads them once
@@ -45,10 +46,10 @@ def update_s(
     *,
     distributed: bool,
 ) -> tuple[float, float, float]:
-    """Seconds of the optimizer, of sending what it has updated (zero1), and of offloading to the host or its drive.
+    """Seconds of the optimizer, of zero1's broadcast of updated weights, and of offloading.
 
     ``distributed``: zero1 is Megatron-LM's distributed optimizer, whose updated weights are gathered in the compute
-    width, and not PyTorch's ZeroRedundancyOptimizer, which sends fp32 weights.
+    type, and not PyTorch's ZeroRedundancyOptimizer, which sends fp32 weights.
 
     Raises:
         PlanError: the plan swaps to drives of unknown speed.
@@ -87,7 +88,7 @@ def update_s(
 
 
 def _wire_bytes(plan: Plan, strategy: Strategy, trainable: float, stored: float, elements: float) -> float:
-    """Bytes between device and host in a step, all shards together."""
+    """Bytes between device and host in a step, summed over all shards."""
     reductions = plan.grad_accum if plan.gradient_sync == "every" else 1
     gradients = MASTER_BYTES * trainable * reductions
     if strategy.engine == "torch":
@@ -99,10 +100,11 @@ def _wire_bytes(plan: Plan, strategy: Strategy, trainable: float, stored: float,
 
 
 def _drive_bytes(plan: Plan, strategy: Strategy, moves: float, stepped: float, weights: float) -> float:
-    """Bytes that a step reads and writes on the drive for one device: fp32 weight and states there and back, and the
-    weights that compute, read for each use and written once.
+    """Bytes that a step reads and writes on the drive for one device.
+
+    Fp32 weight and states there and back, and the computing weights, read for each use and written once.
     """
-    swapped = moves - MASTER_BYTES  # all that the optimizer reads and writes but the gradient
+    swapped = moves - MASTER_BYTES  # all that the optimizer reads and writes except the gradient
     width = COMPUTE_BYTES[plan.precision]
     computing = 0.0 if strategy.offload else (weight_uses(strategy, plan.grad_accum) * weights + stepped) * width
     return swapped * stepped + computing

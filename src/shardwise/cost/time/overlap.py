@@ -1,11 +1,11 @@
-"""Two streams and a wire: which communication a computation hides.
+"""Overlap of communication with computation: two streams and one wire.
 
-The program's order is kept: the weights of the next unit are gathered while the present one computes (one unit ahead,
+The program's order is kept: the weights of the next unit are gathered while the current one computes (one unit ahead,
 as FSDP2 prefetches), gradients of a unit are reduced after its backward. Gathers and reductions share the link, so they
 queue on one wire. Runs of equal units are followed until their increments repeat, then multiplied.
 
-Communication that is hidden is not free: its kernels take multiprocessors and memory bandwidth from the computation.
-``contention`` is the share of the hidden seconds by which the computation grows.
+Hidden communication has a cost: its kernels take multiprocessors and memory bandwidth from the computation.
+``contention`` is the fraction of the hidden seconds by which the computation grows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CLOSE = 1e-9  # seconds; two increments that differ by less are equal
 
 @dataclass(frozen=True, slots=True)
 class UnitRun:
-    """``count`` equal units, one after the other; seconds of each one's computation, gather and reduction."""
+    """Run of ``count`` equal units; seconds of each one's computation, gather and reduction."""
 
     count: int
     compute_s: float

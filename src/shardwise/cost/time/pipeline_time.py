@@ -1,9 +1,9 @@
-"""Pipeline schedules: who waits for whom, and for how long.
+"""Seconds of pipeline schedules, including the stages' waits for each other.
 
-1F1B is simulated event by event where that is cheap, and otherwise taken from its asymptote: exact for equal stages
-without transfers, within some percent of the simulation for others. Interleaved 1F1B with
-``v`` chunks a stage is taken from the same asymptote with its fill and drain divided by ``v`` (Narayanan 2021,
-arXiv 2104.04473, section 2.2). Left out: zero-bubble schedules, and sends that delay each other on one link.
+1F1B is simulated event by event where that is cheap, and otherwise estimated from its asymptote: exact for equal stages
+without transfers, within some percent of the simulation for others. Interleaved 1F1B with ``v`` chunks a stage uses the
+same asymptote with its fill and drain divided by ``v`` (Narayanan 2021, arXiv 2104.04473, section 2.2). Not modelled:
+zero-bubble schedules, and sends that delay each other on one link.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ SIMULATED_EVENTS = 160  # stages × micro batches up to which 1F1B is simulated
 
 
 def bubble_fraction(stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """Share of a step that equal stages idle under 1F1B with no transfer time: (p − 1) / (v · m + p − 1)."""
+    """Bubble of equal stages under 1F1B without transfer time: (p − 1) / (v · m + p − 1)."""
     return (stages - 1) / (virtual * micro_batches + stages - 1)
 
 
 def in_flight(stage: int, stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """Micro batches whose activations stage ``stage`` (from 0) holds at the peak, in units of the whole stage.
+    """Peak number of micro batches in flight on stage ``stage`` (from 0), in full-stage units.
 
-    1F1B holds ``p − stage``. Interleaved holds ``2 (p − stage − 1) + (v − 1) p + 1`` chunks of ``1 / v`` of the stage.
+    1F1B has ``p − stage``. Interleaved has ``2 (p − stage − 1) + (v − 1) p + 1`` chunks of ``1 / v`` of the stage.
     """
     if virtual == 1:
         return float(min(micro_batches, stages - stage))
@@ -30,9 +30,9 @@ def in_flight(stage: int, stages: int, micro_batches: int, virtual: int = 1) -> 
 
 
 def blocks_per_stage(blocks: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage: as even as possible; what is short is taken from the last stage, then from the first.
+    """Distribute blocks evenly; missing ones are taken from the last stage, then from the first.
 
-    The last stage also has the head and the first the embedding, so they are the ones to relieve.
+    The last stage also has the head and the first the embedding, so they get fewer blocks.
     """
     least, extra = divmod(blocks, stages)
     counts = [least] * stages
@@ -43,10 +43,10 @@ def blocks_per_stage(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def simulate_1f1b(forward: Sequence[float], backward: Sequence[float], send_s: float, micro_batches: int) -> float:
-    """Seconds from the first forward to the last backward, event by event.
+    """Simulate the seconds from the first forward to the last backward, event by event.
 
     ``forward`` and ``backward`` are seconds of one micro batch on each stage; ``send_s`` is one transfer to a
-    neighbour, which occupies no stage but delays who waits for it.
+    neighbour, which occupies no stage but delays its receiver.
     """
     stages = len(forward)
     ready_f = [[0.0] * micro_batches for _ in range(stages)]
@@ -88,11 +88,12 @@ def simulate_1f1b(forward: Sequence[float], backward: Sequence[float], send_s: f
 def pipeline_s(
     forward: Sequence[float], backward: Sequence[float], send_s: float, micro_batches: int, virtual: int = 1
 ) -> float:
-    """Seconds of all micro batches through all stages. With ``virtual`` chunks, times are still those of whole stages.
+    """Seconds of all micro batches through all stages.
 
-    The asymptote is the slowest stage's work and its waits: for the first micro batch to reach it and for the last to
-    leave, for its first backward (warm-up forwards fill some of that), between backwards of the drain that the stages
-    behind deliver at their own pace, and for transfers in the steady state (see `_period`).
+    With ``virtual`` chunks, times are still those of full stages. The asymptote is the slowest stage's work and its
+    waits: for the first micro batch to reach it and for the last to leave, for its first backward (warm-up forwards
+    fill some of that), between backwards of the drain that the stages behind deliver at their pace, and for transfers
+    in the steady state (see `_period`).
     """
     stages = len(forward)
     if stages == 1:
@@ -114,8 +115,8 @@ def pipeline_s(
 def _period(both: Sequence[float], send_s: float) -> float:
     """Seconds between two micro batches in the steady state.
 
-    A micro batch goes forward and comes back over any window of ``w`` stages, and 1F1B keeps ``w`` of them on their
-    way there: the mean over the window is what bounds the rate. Windows from the slowest stage outwards decide.
+    A micro batch goes forward and comes back over any window of ``w`` stages, and 1F1B keeps ``w`` of them in transit
+    there: the mean over the window bounds the rate. Windows from the slowest stage outwards decide.
     """
     slowest = max(range(len(both)), key=both.__getitem__)
     low = high = slowest

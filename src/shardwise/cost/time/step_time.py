@@ -1,4 +1,4 @@
-"""`StepTime`: predicted seconds of one optimizer step, and where they go."""
+"""`StepTime`: predicted seconds of one optimizer step, and their breakdown."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StepTime(BaseModel):
-    """Seconds of one step on the slowest rank. The parts add up to ``step_s``; ``exposed_*`` is communication that no
-    computation hides. ``low_s`` and ``high_s`` bound the middle 80 % of what the model's error on published
-    measurements makes likely. ``mfu`` is None where the device's peak is not known; it counts 6 FLOPs a parameter and
-    token plus the whole attention square (the PaLM convention), recompute not counted.
+    """Predicted seconds of one step on the slowest rank.
+
+    The parts add up to ``step_s``; ``exposed_*`` is communication that no computation hides. ``low_s`` and ``high_s``
+    bound the middle 80 % of the likely range, according to the model's error on published measurements. ``mfu`` is None
+    where the device's peak is unknown; it counts 6 FLOPs per parameter and token plus the full attention square (the
+    PaLM convention), recompute not counted.
     """
 
     model_config = ConfigDict(frozen=True)
