@@ -45,7 +45,7 @@ def right(outcome: Outcome, case: Case) -> None:
     assert compiled.graphs == alike, "equal blocks are compiled once"
     assert compiled.calls == compiled.runs > case.layers * case.accum, "every forward of a block ran its graph"
     if "cp2" in case.strategy:
-        assert outcome.exchanged[:2] == [LAYERS * case.accum] * 2
+        assert outcome.exchanged[:2] == [LAYERS * case.accum, LAYERS * (case.accum - 1)]  # a full window, and a part
 
 
 @pytest.mark.parametrize(("world", "case"), CASES, ids=lambda value: str(getattr(value, "strategy", value)))
