@@ -167,3 +167,30 @@ def test_start_refuses_options_without_effect_all_at_once() -> None:
     session.close()
     with pytest.raises(PlanError, match="belongs to a named strategy"):
         start("auto", options={"static_graph": True})
+
+
+def clears(strategy: str, each: bool) -> str:
+    """``zero_grad`` in each micro batch, or as tutorials have it, once before a step."""
+    session, model, optimizer = prepared(strategy, grad_accum=2)
+    batches = [(torch.zeros(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.int64))] * 8
+    try:
+        for step in session.steps(batches):
+            optimizer.zero_grad()
+            for inputs, labels in step:
+                if each:
+                    optimizer.zero_grad()
+                step.backward(ce(model(inputs), labels, reduction="sum"))
+            step.update(optimizer)
+    except UserError as error:
+        return str(error)
+    finally:
+        session.close()
+    return ""
+
+
+def test_gradients_that_are_cleared_within_a_step_are_missed() -> None:
+    calls = [(strategy, each) for strategy in ("ddp", "zero1", "fsdp") for each in (False, True)]
+    found = run_each(clears, 2, calls)
+    for (strategy, each), texts in zip(calls, found, strict=True):
+        assert all(("leave it out: step.update clears them" in text) == (each and strategy != "fsdp") for text in texts)
+        assert each or texts == ["", ""]

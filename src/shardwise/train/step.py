@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.session_interface import TrainingSession
 
+_LOOKED_AT = 8  # parameters, for one with a gradient: under fsdp none may have it before the last micro batch
 _NEVER_HALVED = ("NllLossBackward0", "NllLoss2DBackward0", "BinaryCrossEntropyWithLogitsBackward0", "CtcLossBackward0")
 """Losses whose sum nobody divides by a small number on purpose, as a half of a squared error is."""
 
@@ -84,6 +86,7 @@ class Step:
         self.micros = micros
         self._current = -1
         self._backwards = 0
+        self._kept: nn.Parameter | None = None  # has a gradient after a backward, unless it was cleared
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
         self._updated = False
         self.result: StepResult | None = None
@@ -126,6 +129,11 @@ class Step:
                 f"step.backward: count={int(count)}, but the micro batch has {micro.num_tokens} labels that count; "
                 "pass micro.num_tokens, or set session.steps(loader, count=...) to count labels"
             )
+        if self._kept is not None and self._kept.grad is None:
+            raise UserError(
+                "optimizer.zero_grad() between two micro batches of a step has discarded the gradients of the first; "
+                "leave it out: step.update clears them"
+            )
         if self._backwards != self._current:
             raise UserError(
                 f"step.backward was called {self._backwards} times before micro batch {self._current}; "
@@ -146,6 +154,9 @@ class Step:
         if not micro.padding and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.agreement.finish_backward()
+        if self._backwards < len(self.micros) and session.applied.engine is None:
+            some = itertools.islice(session.module.parameters(), _LOOKED_AT)
+            self._kept = next((p for p in some if p.grad is not None), None)
         session.phase = "other"  # collectives of the user's code between micro batches are not the plan's traffic
         if self._backwards == len(self.micros):
             session.agreement.send(self._loss_sum)
