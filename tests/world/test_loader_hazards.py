@@ -265,7 +265,7 @@ def test_every_sample_comes_once(ranks: list[dict[str, Any]]) -> None:
         ("quiet", "the loader's BatchSampler draws different samples on each rank"),
         (
             "own list",
-            r"the loader \(list\) gives ranks 0 and 1 different batches: if each rank's loader yields its own",
+            r"the loader \(list\) gives ranks 0 and 1 different batches: if each rank's loader already yields its own",
         ),
         ("subset", r"the loader's dataset \(Subset, 12 samples\) differs between rank 1 and rank 0"),
         ("files", r"the loader's dataset \(Files, 12 samples\) differs between rank 1"),

@@ -350,7 +350,7 @@ class Session:
             micros = [self._micro(batch, count) for batch in given]
             last = micros[-1] if micros else last
             tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
-            own, header = [tokens, len(micros), int(self._stop_asked), ready, *group_marks(self, given)], self._post()
+            own, header = [tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self._post()
             self.phase = "control"
             rows = gather_ints([*own, *header], self.ranks, "the start of a step")
             self.phase = "other"
@@ -394,6 +394,10 @@ class Session:
         for one in self.header:
             one.deliver([row[start : start + one.size] for row in rows])
             start += one.size
+
+    def marks(self, given: list[Any]) -> list[int]:
+        """Return checksums that ranks on one sample must share."""
+        return group_marks(self, given)
 
     def sync_rng_state(self) -> None:
         """Copy the first rank's RNG state to its tensor-parallel group. Collective over all ranks."""
