@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardwise.run.start import start
 from tests.cli import configs
+from tests.cli.test_readme import fits
 from tests.models import decoder, ragged_batches
 from tests.worlds import run_world
 
@@ -44,11 +47,11 @@ def test_under_torchrun() -> None:
     assert "4 distinct" in text
 
 
-def _run(words: list[str]) -> str:
+def _run(words: list[str], folder: Path = configs.ROOT) -> str:
     done = subprocess.run(
         [sys.executable, *words],
-        cwd=configs.ROOT,
-        env=configs.environment(),
+        cwd=folder,
+        env=configs.environment() | {"OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
         timeout=170,
@@ -87,3 +90,27 @@ def test_a_world_of_one_leaves_no_group_behind() -> None:
     assert dist.is_initialized()
     session.close()
     assert not dist.is_initialized()
+
+
+def test_the_complete_loop_of_the_page_and_its_second_run(tmp_path: Path) -> None:
+    page = (configs.ROOT / "docs" / "own-loop.md").read_text()
+    (first, expected), (second, after) = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", page)
+    words = first.replace("examples/", f"{configs.ROOT}/examples/").split()
+    assert words[0] == "torchrun"
+    found = numberless(_run(["-m", "torch.distributed.run", *words[1:]], tmp_path))
+    assert not fits(found, [*numberless(expected), "..."])  # the receipt is on stderr, which comes after stdout here
+    run = tmp_path / "runs" / "mine"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == 1
+    assert lines[-1]["step"] == 256 and lines[-1]["tokens"] == 8 * 1000 and lines[-1]["learning_rate"] < 1e-6
+    report = json.loads((run / "report.json").read_text())
+    assert (report["state"], report["plan"]["strategy"]) == ("finished", "fsdp")
+    assert report["timing"]["steps"] == 253 and report["receipts"]["effects"]["lines"]
+    written = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+    words = second.replace("examples/", f"{configs.ROOT}/examples/").split()
+    assert not fits(_run(words[1:], tmp_path).splitlines(), after.splitlines())
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()} == written
+
+
+def numberless(text: str) -> list[str]:
+    return [re.sub(r"\d+(\.\d+)?( (ms|s|k|M)\b)?", "#", line).rstrip() for line in text.splitlines()]

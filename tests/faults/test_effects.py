@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise.parallel.apply as apply_module
 import shardwise.parallel.chunked_loss as loss_chunks_module
+import shardwise.parallel.data_parallel.ddp as ddp_module
 import shardwise.parallel.data_parallel.fsdp as shard_module
 import shardwise.train.data.position as stream_module
 import shardwise.train.session as session_module
@@ -276,6 +277,23 @@ def chunked(strategy: str) -> Plan:
     return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), loss_chunks=3)
 
 
+def sabotage_plain_ddp(strategy: str) -> list[str]:
+    """Options of DDP were asked for, and it is built without them."""
+    original = ddp_module.Replicated
+    mine = ("find_unused_parameters", "static_graph", "bucket_cap_mb")
+
+    class Plain(original):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **{key: value for key, value in options.items() if key not in mine})
+
+    ddp_module.Replicated = Plain
+    return run(with_ddp_options(strategy, static_graph=True, find_unused_parameters=True, bucket_cap_mb=2), 1, "plain")
+
+
+def with_ddp_options(strategy: str, **options: Any) -> Plan:
+    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), **options)
+
+
 SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_no_sync, "ddp", "all_reduce per step"),
     (sabotage_no_sync, "zero1", "all_reduce per step"),
@@ -305,6 +323,9 @@ SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_chunks, "ddp", "logits at once"),
     (sabotage_chunks, "fsdp", "logits at once"),
     (sabotage_one_chunk, "zero2", "logits at once"),
+    (sabotage_plain_ddp, "ddp", "unused parameters looked for"),
+    (sabotage_plain_ddp, "ddp", "static graph"),
+    (sabotage_plain_ddp, "zero1", "largest bucket"),
 ]
 
 
@@ -317,7 +338,25 @@ def test_no_alarm_where_the_loss_is_in_chunks(strategy: str, world: int) -> None
     assert run_world(clean_chunks, world, strategy) == [([], world)] * world
 
 
-PATCHED = (apply_module, loss_chunks_module, shard_module, session_module, stream_module)
+DDP_OPTIONS = (
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True, "static_graph": True},
+    {"bucket_cap_mb": 1},
+)
+
+
+def clean_ddp(strategy: str, accum: int, options: dict[str, Any]) -> list[str]:
+    return run(with_ddp_options(strategy, grad_accum=accum, **options), accum, "plain")
+
+
+def test_no_alarm_under_the_options_of_ddp() -> None:
+    calls = [(s, accum, options) for s in ("ddp", "zero1") for accum in (1, 3) for options in DDP_OPTIONS]
+    calls = [call for call in calls if call[1] == 1 or "static_graph" not in call[2]]
+    assert run_each(clean_ddp, 2, calls) == [[[], []]] * len(calls)
+
+
+PATCHED = (apply_module, ddp_module, loss_chunks_module, shard_module, session_module, stream_module)
 
 
 def and_back(sabotage: Callable[[str], list[str]], strategy: str) -> list[str]:

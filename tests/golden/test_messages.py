@@ -111,6 +111,8 @@ OVERRIDES: dict[str, list[str]] = {
     "hsdp on three ranks": ["parallel.strategy=hsdp", "parallel.nproc=3", "train.global_batch=9"],
     "ddp with dp_shard": ["parallel.strategy=ddp", "parallel.dp_shard=2"],
     "auto with degrees that do not divide": ["parallel.dp_shard=3"],
+    "fsdp with options of ddp": ["parallel.strategy=fsdp", "parallel.static_graph=true", "parallel.bucket_cap_mb=50"],
+    "ddp: a bucket of nothing": ["parallel.strategy=ddp", "parallel.bucket_cap_mb=0"],
     "nothing fits": ["data.seq_len=16000000"],
     "gpu without a gpu": ["parallel.device=cuda"],
     "config of a model is missing": [NO_SOURCE, "model.config=nowhere"],

@@ -12,6 +12,7 @@ import tomli_w
 from shardwise.errors import ConfigError
 from shardwise.plan.parallel_options import (
     CONFIG_KEYS,
+    FULL_PARAMETERS,
     OPTION_DEFAULTS,
     OPTION_SPECS,
     ParallelOptions,
@@ -26,8 +27,8 @@ from shardwise.search.search import axis_options
 from shardwise.train.config import ParallelTable, read_config
 from tests.unit.test_plan import OTHERS
 
-WITHOUT = {"+tp": "fsdp", "+pp": "fsdp", "+nvme": "deepspeed-zero3", None: None}
-WITH = {"+tp": "fsdp+tp2", "+pp": "fsdp+pp2", "+nvme": "deepspeed-zero3+nvme"}
+WITHOUT = {FULL_PARAMETERS: "fsdp", "+tp": "fsdp", "+pp": "fsdp", "+nvme": "deepspeed-zero3", None: None}
+WITH = {FULL_PARAMETERS: "ddp", "+tp": "fsdp+tp2", "+pp": "fsdp+pp2", "+nvme": "deepspeed-zero3+nvme"}
 ON_GPUS = {"async_tp"}  # its sabotage needs two of them
 OPTIONS = list(OPTION_SPECS)
 CONFIG = """

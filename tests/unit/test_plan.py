@@ -48,6 +48,9 @@ OTHERS = {
     "loss_chunks": 4,
     "adapter": AdapterOptions(rank=3),
     "nvme_path": "swap",
+    "find_unused_parameters": True,
+    "static_graph": True,
+    "bucket_cap_mb": 5,
     "device": "cpu",
     "reason": "",
 }

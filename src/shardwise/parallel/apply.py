@@ -125,7 +125,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         send_what_ddp_cannot(module)
         if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
             make_contiguous(module, gaps_only=True)
-        outer = apply_replicate(module, spec, dist.get_world_size(), device)
+        outer = apply_replicate(module, spec, plan, dist.get_world_size(), device)
     pipeline = None
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)

@@ -18,8 +18,11 @@ from shardwise.plan.strategy import Strategy
 
 GradientSync = Literal["last", "every"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
-Requirement = Literal["+tp", "+pp", "+nvme", "sharded parameters (zero2, fsdp, hsdp)"]
+Requirement = Literal[
+    "+tp", "+pp", "+nvme", "sharded parameters (zero2, fsdp, hsdp)", "full parameters (ddp, zero1; not with +tp or +pp)"
+]
 SHARDED_PARAMETERS: Requirement = "sharded parameters (zero2, fsdp, hsdp)"
+FULL_PARAMETERS: Requirement = "full parameters (ddp, zero1; not with +tp or +pp)"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,16 @@ class ParallelOptions(BaseModel):
     compile: Annotated[bool, OptionSpec("blocks compiled")] = Field(False, description="torch.compile on each block")
     prefetch: Annotated[int, Field(ge=1, le=2**16), OptionSpec("blocks gathered ahead", SHARDED_PARAMETERS)] = Field(
         1, description="blocks ahead of which sharded weights are gathered"
+    )
+    find_unused_parameters: Annotated[bool, OptionSpec("unused parameters looked for", FULL_PARAMETERS)] = Field(
+        False,
+        description="ddp, zero1: DDP looks in each forward for parameters without a gradient; not needed for them",
+    )
+    static_graph: Annotated[bool, OptionSpec("static graph", FULL_PARAMETERS)] = Field(
+        False, description="ddp, zero1: DDP takes it that each step uses the same parameters, as often"
+    )
+    bucket_cap_mb: Annotated[int | None, Field(ge=1, le=2**16), OptionSpec("largest bucket", FULL_PARAMETERS)] = Field(
+        None, description="ddp, zero1: MiB of gradients that DDP reduces together; 25, and 1 in the first, if left out"
     )
     nvme_path: Annotated[str | None, OptionSpec("swapped to NVMe", "+nvme", computes=False)] = Field(
         None, description="+nvme: folder on the drive that weights and states are swapped to"
@@ -135,8 +148,11 @@ def has_effect(name: str, strategy: Strategy) -> bool:
             return strategy.nvme
         case None:
             return True
-        case _:
+        case _ if OPTION_SPECS[name].requires == SHARDED_PARAMETERS:
             return strategy.shards_parameters
+        case _:
+            full = strategy.engine == "torch" and not strategy.shards_parameters
+            return full and strategy.tp == strategy.pp == 1
 
 
 def without_effect(given: Iterable[str], strategy: Strategy) -> list[str]:

@@ -80,6 +80,11 @@ class Plan(StepOptions, ParallelOptions):
         """Return True where sharded gradients are reduced after every micro batch of several."""
         return self.gradient_sync == "every" and self.grad_accum > 1 and self.parsed.shards_parameters
 
+    @property
+    def marks_used_parameters(self) -> bool:
+        """Return True where DDP reduces a map of the parameters that a rank's graph contains."""
+        return self.find_unused_parameters and not self.static_graph
+
     def batch_equation(self) -> str:
         """Format ``global batch 16 = micro batch 4 × accumulation 2 × dp 2``, with tokens if known."""
         left = "?" if self.global_batch is None else str(self.global_batch)
@@ -163,6 +168,11 @@ def axis_problems(plan: Plan) -> list[str]:
     wrong += [f"{strategy} has no {axis} axis, but dims say {axis} {n}" for axis, n in found.items() if n > 1]
     if plan.adapter is not None and strategy.adapter == "none":
         wrong.append(f"'adapter' does nothing under {strategy}; name a strategy with +lora or +qlora, or remove it")
+    if plan.static_graph and plan.grad_accum > 1:
+        wrong.append(
+            f"static_graph with grad_accum {plan.grad_accum}: PyTorch's DDP fails on a first backward that does not "
+            "reduce; set grad_accum to 1, or leave static_graph out"
+        )
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
     wrong += engine_problems(plan) if strategy.engine == "deepspeed" else []

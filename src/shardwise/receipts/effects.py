@@ -184,8 +184,9 @@ def _dtype_lines(session: Session, watch: StepRecorder) -> Iterator[Line]:
     yield _same("gradient dtype", trained, ", ".join(sorted(early)) if plan.optimizer_in_backward else late)
     reducing = {item.dtype for item in recorder.collectives if is_reduction(session, item)}
     if plan.dims.dp * plan.dims.cp > 1:
-        sent = sorted({_AS_REAL.get(p.dtype, p.dtype) for p in spec.parameters if p.trainable})
-        yield _same("reduction dtype", ", ".join(sent), ", ".join(sorted(reducing)) or "none")
+        sent = {_AS_REAL.get(p.dtype, p.dtype) for p in spec.parameters if p.trainable}
+        sent |= {"int32"} if plan.marks_used_parameters else set()
+        yield _same("reduction dtype", ", ".join(sorted(sent)), ", ".join(sorted(reducing)) or "none")
 
 
 def _computed(plan: Plan, spec: ModelSpec, found: Collection[str]) -> set[str]:

@@ -12,6 +12,7 @@ from shardwise.plan.traffic import data_traffic
 
 Range = tuple[int, int]
 Unit = list[ParameterSpec]
+_MARK_BYTES = 4  # of a parameter in DDP's map of those that are used, int32
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,10 @@ def expected_traffic(
     if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
         return _sharded_traffic(units_of(spec) if units is None else units, plan, micros, calls or {}, once=once)
     reduced = sum(p.num_elements * p.itemsize for p in spec.parameters if p.trainable)
-    traffic = {"all_reduce": Traffic(None, (reduced, reduced))}
+    number = sum(p.trainable for p in spec.parameters)
+    used = _MARK_BYTES * number if plan.marks_used_parameters else 0
+    traffic = {"all_reduce": Traffic(None, (reduced + used, reduced + used))}
     if plan.parsed.base == "zero1":
-        number = sum(p.trainable for p in spec.parameters)
         traffic["broadcast"] = Traffic((number, number), (reduced, reduced))
     return traffic
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,7 +18,8 @@ from shardwise.measure.step_time.attribution import Attribution
 from shardwise.model.read import read_model
 from shardwise.parallel.apply import parameter_names
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.plan import Plan, Recompute, RunPrecision, read_plan, runnable
+from shardwise.plan.parallel_options import ParallelOptions, without_effect
+from shardwise.plan.plan import Plan, Recompute, RunPrecision, plan_problems, read_plan, runnable
 from shardwise.plan.strategy import runnable_strategy
 from shardwise.search.choose import choose
 from shardwise.train.optimizer import workload_of
@@ -29,8 +33,10 @@ def start(
     precision: RunPrecision = "fp32",
     recompute: Recompute = "none",
     lora: AdapterOptions | None = None,
+    options: Mapping[str, Any] | None = None,
     device: str = "auto",
     receipts: bool = True,
+    output: str | Path | None = None,
 ) -> Session:
     """Join the other ranks, or run alone, and return a `Session`.
 
@@ -44,9 +50,12 @@ def start(
         recompute: activation checkpointing of the repeated blocks.
         lora: the adapters of a strategy with ``+lora`` or ``+qlora``; default: rank 16 on all linear layers
             of the blocks. A plan has its own.
+        options: options of a named strategy by the names of `ParallelOptions`, such as ``compile`` and ``prefetch``,
+            or DDP's ``static_graph``. A plan has its own.
         device: ``cpu``, ``cuda``, or ``auto``.
         receipts: check effects after the second step, and print the result on rank 0; also check during the run
             that replicas do not drift apart.
+        output: folder for ``metrics.jsonl`` and the report that `Session.report` writes; default: none.
 
     Raises:
         PlanError: the strategy or the plan is impossible.
@@ -58,6 +67,7 @@ def start(
         adapter = runnable_strategy(plan).adapter
     if isinstance(plan, str) and lora is not None and adapter == "none":
         raise PlanError(f"start('{plan}', lora=...): name a strategy with +lora or +qlora, such as 'fsdp+lora'")
+    chosen = _checked_options(options, plan)
     if isinstance(plan, Plan):
         runnable(plan)
         given = {"grad_accum": (grad_accum, 1), "precision": (precision, "fp32"), "recompute": (recompute, "none")}
@@ -80,19 +90,56 @@ def start(
             recompute=recompute,
             adapter=None if adapter == "none" else lora or AdapterOptions(),
             device="cuda" if ranks.device.type == "cuda" else "cpu",
+            **chosen,
         )
         planner = _searching(plan, draft, ranks)
     session = Session(ranks=ranks, planner=planner)
-    session.timekeeper = Attribution.attach(session)
+    _observe(session, receipts=receipts, output=output)
+    leave_at_exit(ranks)  # and not the session, which would keep the model alive
+    return session
+
+
+def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> None:
+    """Attach what measures and checks a session."""
+    session.timekeeper = attribution = Attribution.attach(session)
+    effects = None
     if receipts:
         from shardwise.receipts.drift import DriftRecorder
         from shardwise.receipts.effects import EffectsRecorder
         from shardwise.report.terminal import print_receipt
 
-        session.observers.append(EffectsRecorder(on_receipt=print_receipt))
+        effects = EffectsRecorder(on_receipt=print_receipt)
+        session.observers.append(effects)
         DriftRecorder.attach(session)
-    leave_at_exit(ranks)  # and not the session, which would keep the model alive
-    return session
+    if output is not None:
+        from shardwise.run.loop_recorder import LoopRecorder
+
+        recorder = LoopRecorder(Path(output), attribution, effects)
+        session.observers.append(recorder)
+        session.reporter = recorder.conclude
+
+
+def _checked_options(options: Mapping[str, Any] | None, plan: str | Plan | Path) -> dict[str, Any]:
+    """Return the options of a named strategy.
+
+    Raises:
+        PlanError: one does not exist, has a wrong value or no effect; all problems at once.
+    """
+    if not options:
+        return {}
+    if not isinstance(plan, str) or plan == "auto":
+        raise PlanError(
+            "start(..., options=...) belongs to a named strategy, such as start('ddp', options=...); a plan has its "
+            "own, and 'auto' may choose a strategy that they do not suit"
+        )
+    try:
+        found = ParallelOptions.model_validate(dict(options))
+    except ValidationError as error:
+        raise PlanError(*(f"start(..., options=...): {line}" for line in plan_problems(error))) from None
+    strategy = runnable_strategy(plan)
+    if problems := without_effect(options, strategy):
+        raise PlanError(*(f"start('{plan}', options=...): {problem}" for problem in problems))
+    return {name: value for name, value in found.options_for(strategy).items() if name in options}
 
 
 def _fixed(plan: Plan) -> Planner:
@@ -108,6 +155,6 @@ def _searching(strategy: str, draft: Plan, ranks: Ranks) -> Planner:
             update={"nodes": max(1, ranks.world_size // ranks.local_world_size)}
         )
         workload = workload_of(optimizer, parameter_names(model))
-        return choose(draft, read_model(model), workload, cluster, strategy=strategy).plan
+        return runnable(choose(draft, read_model(model), workload, cluster, strategy=strategy).plan)
 
     return planner

@@ -8,13 +8,12 @@ synchronises. `shardwise train` uses this class too; there is no second implemen
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
@@ -23,7 +22,6 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.distributed import control_message as meeting
 from shardwise.distributed.process_group import Ranks, gather_ints, leave
-from shardwise.distributed.same_batches import check_same_batches, checksum
 from shardwise.errors import DataError, ModelError, PlanError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
@@ -45,9 +43,12 @@ from shardwise.plan.plan import Plan
 from shardwise.train.agreement import Agreement
 from shardwise.train.calls import Calls
 from shardwise.train.data.position import Stream
-from shardwise.train.data.windows import split_batch, windows
+from shardwise.train.data.windows import PassWindows, split_batch, windows
+from shardwise.train.epochs import count_steps, pass_ended, unfinished_epochs
+from shardwise.train.group_samples import copy_rng_state, group_marks, keep_together
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
+from shardwise.train.schedule_length import ScheduleRecorder
 from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
 from shardwise.train.structure import StructureRecorder
@@ -101,6 +102,10 @@ class Timekeeper(Protocol):
         """Stop timing; recorded times stay."""
 
 
+# Writes the report of a session, and returns its path on rank 0.
+Reporter = Callable[["Session"], Path | None]
+
+
 @dataclass
 class Session:
     """Training session on this rank; create one with ``shardwise.start``.
@@ -123,10 +128,12 @@ class Session:
     in_step: bool = False
     micros_left: int = 0
     timekeeper: Timekeeper | None = None
+    reporter: Reporter | None = None
     header: list[StepHeader] = field(default_factory=list)
     in_backward: InBackward | None = None
     _agreement: Agreement | None = None
     _stream: Stream | None = None
+    _windows: PassWindows | None = None
     _plan: Plan | None = None
     _applied: Applied | None = None
     _optimizer: Optimizer | None = None
@@ -274,7 +281,7 @@ class Session:
             self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
             called.register_forward_pre_hook(self._meet, prepend=True)
-        self.observers[:0] = [hooks, StructureRecorder()]  # before observers of gradients
+        self.observers[:0] = [hooks, StructureRecorder(), ScheduleRecorder()]  # before observers of gradients
         self.header.append(hooks)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer
@@ -292,18 +299,42 @@ class Session:
         Args:
             loader: yields ``(inputs, labels)`` or dicts with ``labels``. Each rank gets its own share, unless the
                 loader shards by rank itself, as one with a ``DistributedSampler`` does.
-            limit: stop after this many steps.
+            limit: stop after this many steps; inside of `epochs` of the epoch, with those before a resume.
             count: number of loss terms of given labels; default: integer labels other than ``-100``, else samples.
             sharded: whether each rank's loader already yields only that rank's share; detected by default.
         """
         share = windows(self.stream.open(loader, sharded), self.plan.grad_accum)
+        self.stream.limited = limit is not None
+        if limit is not None and self.stream.epoch is not None:
+            limit -= self.stream.steps
         return self.run_windows(share, limit=limit, count=count)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left, from 0; call `steps` once in each.
+
+        Epochs that a loaded checkpoint has finished are left out, with all that the loop does after their steps. A
+        `save` after the last step of an epoch marks it finished. The iteration ends after `stop`.
+        """
+        return unfinished_epochs(self, count, self.stream.reserve(count))
+
+    def steps_per_epoch(self, loader: Iterable[Any], *, sharded: bool | None = None) -> int:
+        """Return the number of steps of one pass over ``loader``, for a scheduler: fewer on more ranks.
+
+        Raises:
+            UserError: the loader has no length.
+        """
+        return count_steps(self, loader, sharded)
+
+    def pass_ended(self) -> bool:
+        """Return whether no step is left of the current pass; collective."""
+        return pass_ended(self, self._windows)
 
     def run_windows(
         self, share: Iterable[list[Any]], *, limit: int | None = None, count: Callable[[Any], int] = count_labels
     ) -> Iterator[Step]:
         """Yield steps as `steps`, from windows that are already this rank's share."""
-        source, last = iter(share), None
+        source, stream, last = PassWindows(share, limit), self.stream, None
+        self._windows = source
         if self._applied is not None:  # the loop left a step unfinished
             if self._applied.engine is None:
                 discard_gradients(self._applied.outer)
@@ -312,9 +343,9 @@ class Session:
             if self.plan.dims.tp > 1:
                 self.sync_rng_state()
         self.first_step, self.in_step, self._calls = self.steps_done, False, Calls()
-        while limit is None or limit > 0:
+        while not source.spent:
             self.phase = "data"
-            given = next(source, [])
+            given = source.take()
             self.phase = "transfer"
             micros = [self._micro(batch, count) for batch in given]
             last = micros[-1] if micros else last
@@ -324,13 +355,12 @@ class Session:
             rows = gather_ints([*own, *header], self.ranks, "the start of a step")
             self.phase = "other"
             if any(row[1] for row in rows):
-                self._keep_together(rows)
+                keep_together(self, rows)
             self._deliver(rows, len(own))
-            if any(row[2] for row in rows):
-                self.stopped = True
-                return
             length = max(row[1] for row in rows)
-            if length == 0:
+            stream.ended = length == 0
+            if stream.ended or any(row[2] for row in rows):
+                self.stopped, self._windows = any(row[2] for row in rows), None
                 return
             starved = [rank for rank, row in enumerate(rows) if not row[3]]
             if starved or last is None:
@@ -354,7 +384,7 @@ class Session:
                     self.notify("on_step_abandoned", step)
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
-            limit = None if limit is None else limit - 1
+        stream.ended = stream.epoch is not None
 
     def _post(self) -> list[int]:
         """Collect the integers that all senders attach to the message."""
@@ -366,41 +396,12 @@ class Session:
             start += one.size
 
     def marks(self, given: list[Any]) -> list[int]:
-        """Return checksums that ranks on one sample must share: data, and a TP group's RNG state."""
-        if not self.plan.dims.splits_model:
-            return []
-        rng_state = zlib.crc32(self._rng_state().numpy().data) if self.plan.dims.tp > 1 else 0
-        return [checksum(given), rng_state]
-
-    def _keep_together(self, rows: list[list[int]]) -> None:
-        """Refuse different samples within a group, and restore equal RNG states in its ranks.
-
-        Rank 0 draws the order of the samples for all ranks, and a loop may seed each rank by its number:
-        ranks of a tensor-parallel group would drop different elements of the same tensor.
-        """
-        dims = self.plan.dims
-        if not dims.splits_model:
-            return
-        check_same_batches([row[4] for row in rows], self.plan)
-        if any(row[5] != rows[rank - dims.place(rank).tp][5] for rank, row in enumerate(rows)):
-            self.sync_rng_state()
-
-    def _rng_state(self) -> torch.Tensor:
-        """Return the states of torch's generators, as bytes on the CPU."""
-        states = [torch.get_rng_state()]
-        states += [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-        return torch.cat(states)
+        """Return checksums that ranks on one sample must share."""
+        return group_marks(self, given)
 
     def sync_rng_state(self) -> None:
         """Copy the first rank's RNG state to its tensor-parallel group. Collective over all ranks."""
-        mine = self._rng_state()
-        states = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
-        dist.all_gather(states, mine, group=self.ranks.control)
-        shared = states[self.ranks.rank - self.place.tp]
-        size = torch.get_rng_state().numel()
-        torch.set_rng_state(shared[:size])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(shared[size:], self.device)
+        copy_rng_state(self)
 
     def _in_all(self, rows: list[list[int]]) -> tuple[int, int]:
         """Sum labels and micro batches over all ranks; those shared by several ranks count once."""
@@ -464,6 +465,19 @@ class Session:
         """Return step time by component: a `shardwise.measure.step_time.timing.Timing` on rank 0."""
         return None if self.timekeeper is None else self.timekeeper.timing()
 
+    def report(self) -> Path | None:
+        """Write step time, findings and the report to the ``output`` of `start`; print them on rank 0. Collective.
+
+        For the end of a run: nothing is timed afterwards. Returns the page's path on rank 0.
+
+        Raises:
+            UserError: the session has no ``output``.
+        """
+        if self.reporter is None:
+            raise UserError("session.report writes to a run folder: name one, start(..., output='runs/mine')")
+        self._come_together("session.report")
+        return self.reporter(self)
+
     def stop(self) -> None:
         """Request the end at the next step boundary; one rank's request stops all.
 
@@ -500,9 +514,9 @@ class Session:
         leave(self.ranks)
         if self.in_backward is not None:
             self.in_backward.remove()
-        self._applied = self._optimizer = self.in_backward = self._agreement = None
+        self._applied = self._optimizer = self.in_backward = self._agreement = self._windows = None
         self._trainable = []
-        self.observers, self.phase_watchers, self.header = [], [], []
+        self.observers, self.phase_watchers, self.header, self.reporter = [], [], [], None
 
     def check_forward(self) -> None:
         """Refuse a loss under DDP that did not come from the prepared model.

@@ -24,6 +24,7 @@ class TrainingSession(Protocol):
     steps_done: int
     first_step: int
     in_step: bool
+    stopped: bool
     micros_left: int
     scaler: torch.amp.GradScaler | None
     in_backward: InBackward | None
@@ -71,6 +72,12 @@ class TrainingSession(Protocol):
     @property
     def optimizer(self) -> Optimizer:
         """Optimizer that `prepare` returned."""
+
+    def sync_rng_state(self) -> None:
+        """Give a tensor-parallel group one RNG state. Collective."""
+
+    def pass_ended(self) -> bool:
+        """Whether no step is left of the current pass; collective."""
 
     def check_forward(self) -> None:
         """Refuse a loss that did not come through the prepared model under DDP."""

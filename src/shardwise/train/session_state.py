@@ -30,14 +30,19 @@ def save_session(session: TrainingSession, saver: Saver, state: dict[str, Any] |
     if session.in_step:
         raise UserError("session.save in the middle of a step; call it after step.update(optimizer)")
     check_weights(session)
-    place = session.stream.place()
     rng = random_states(session.device)
+    if session.pass_ended():  # what the end of the loader drew is drawn
+        rng = random_states(session.device) | session.stream.generator_states()
+        session.stream.ended = True
+    place = session.stream.place()
     rng |= {f"{_START}{name}": states for name, states in session.stream.at_start.items()}
     facts = {
         "steps": session.steps_done,
         "passes": place.passes,
         "batches": place.batches,
         "ranks": place.ranks,
+        "pass_steps": place.steps,
+        "pass_ended": place.ended,
         "scaler": None if session.scaler is None else session.scaler.state_dict(),
     }
     return saver.save(
@@ -87,7 +92,13 @@ def load_session(session: TrainingSession, folder: str | Folder, verify: bool) -
         session.steps_done = session.first_step = int(facts["steps"])
         if session.scaler is not None and facts["scaler"]:
             session.scaler.load_state_dict(facts["scaler"])
-        place = DataPosition(int(facts["passes"]), int(facts["batches"]), int(facts["ranks"]))
+        place = DataPosition(
+            int(facts["passes"]),
+            int(facts["batches"]),
+            int(facts["ranks"]),
+            int(facts.get("pass_steps", 0)),  # absent in checkpoints before 2026-11-23
+            bool(facts.get("pass_ended", False)),
+        )
         user: dict[str, Any] = manifest.state["user"]
     session.stream.go_on(place, at_start, now)
     return user

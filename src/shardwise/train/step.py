@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,6 +21,10 @@ from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.session_interface import TrainingSession
+
+_LOOKED_AT = 8  # parameters, for one with a gradient: under fsdp none may have it before the last micro batch
+_NEVER_HALVED = ("NllLossBackward0", "NllLoss2DBackward0", "BinaryCrossEntropyWithLogitsBackward0", "CtcLossBackward0")
+"""Losses whose sum nobody divides by a small number on purpose, as a half of a squared error is."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,17 @@ class StepResult:
         """Global norm of the gradient before clipping; ``None`` without ``clip_norm``."""
         return None if self._grad_norm is None else float(self._grad_norm.item())
 
+    def __repr__(self) -> str:
+        norm = "" if self._grad_norm is None else f", grad_norm={self.grad_norm:.4g}"
+        return f"StepResult(number={self.number}, tokens={self.tokens}, loss={self.loss:.6g}{norm})"
+
 
 class Step:
     """Optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
 
     ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the full global batch,
-    ``micros`` are this rank's. ``clip_norm`` is the argument of `update`.
+    ``micros`` are this rank's. ``clip_norm`` is the argument of `update`, and ``result`` what it
+    returns.
     """
 
     def __init__(
@@ -76,8 +86,10 @@ class Step:
         self.micros = micros
         self._current = -1
         self._backwards = 0
+        self._kept: nn.Parameter | None = None  # has a gradient after a backward, unless it was cleared
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
         self._updated = False
+        self.result: StepResult | None = None
         self.clip_norm: float | None = None
 
     def __iter__(self) -> Iterator[Micro]:
@@ -117,12 +129,17 @@ class Step:
                 f"step.backward: count={int(count)}, but the micro batch has {micro.num_tokens} labels that count; "
                 "pass micro.num_tokens, or set session.steps(loader, count=...) to count labels"
             )
+        if self._kept is not None and self._kept.grad is None:
+            raise UserError(
+                "optimizer.zero_grad() between two micro batches of a step has discarded the gradients of the first; "
+                "leave it out: step.update clears them"
+            )
         if self._backwards != self._current:
             raise UserError(
                 f"step.backward was called {self._backwards} times before micro batch {self._current}; "
                 "call it once for each micro batch"
             )
-        _refuse_mean(loss_sum, micro)
+        _refuse_mean(loss_sum, micro, session.plan.grad_accum)
         session.check_forward()
         session.meet_before_backward()
         session.agreement.begin_backward()
@@ -137,6 +154,9 @@ class Step:
         if not micro.padding and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.agreement.finish_backward()
+        if self._backwards < len(self.micros) and session.applied.engine is None:
+            some = itertools.islice(session.module.parameters(), _LOOKED_AT)
+            self._kept = next((p for p in some if p.grad is not None), None)
         session.phase = "other"  # collectives of the user's code between micro batches are not the plan's traffic
         if self._backwards == len(self.micros):
             session.agreement.send(self._loss_sum)
@@ -173,7 +193,7 @@ class Step:
             loss = loss_fn(outputs, labels)
             if loss.ndim != 0:
                 raise UserError(f"step.run: loss_fn returned shape {tuple(loss.shape)}; it must sum to a 0-d loss")
-            _refuse_mean(loss, self.micros[0])
+            _refuse_mean(loss, self.micros[0], session.plan.grad_accum)
             return loss
 
         session.micros_left, session.phase = 0, "forward"
@@ -233,8 +253,10 @@ class Step:
         elif session.in_backward is None:
             optimizer.step()
         session.phase = "other"
+        self.result = result
         session.steps_done = self.number
         session.stream.batches += self.batches
+        session.stream.steps += 1
         session.notify("on_step_end", self)
         if engine is None:
             with WAITS.part("optimizer"):  # returning memory takes its time
@@ -254,17 +276,39 @@ class Step:
         return StepResult(self.number, self.tokens, self._loss_sum, None if clip_norm is None else norm)
 
 
-def _refuse_mean(loss: torch.Tensor, micro: Micro) -> None:
-    """Refuse a mean, which would be normalised twice, if autograd shows that the loss is one."""
-    node = loss.grad_fn
-    is_mean = node is not None and (
-        node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1  # at::Reduction::Mean
-    )
-    if is_mean:  # whatever the number of labels, so that no rank continues alone
+def _refuse_mean(loss: torch.Tensor, micro: Micro, grad_accum: int) -> None:
+    """Refuse a mean, or a sum divided by the accumulation, where autograd shows that the loss is one.
+
+    Both would be normalised twice. Only what no sum of a loss looks like is refused: a mean times a number may be a
+    sum, and half a squared error is one.
+    """
+    divisor, node = _undivided(loss.grad_fn)
+    if node is None:
+        return
+    reduction = getattr(node, "_saved_reduction", None)  # at::Reduction: 1 is the mean, 2 the sum
+    kind = node.name()
+    mean = kind == "MeanBackward0" or reduction == 1
+    if mean and (divisor is None or divisor >= 1):  # whatever the number of labels, so that no rank continues alone
+        also = "" if divisor is None else f" divided by {divisor:g}"
         raise UserError(
-            f"step.backward got a mean ({node.name() if node else ''}) over {micro.num_tokens} labels; it normalises "
-            "itself, by the labels of the full global batch: pass the sum, with reduction='sum'"
+            f"step.backward got a mean ({kind}){also} over {micro.num_tokens} labels; it normalises itself, by the "
+            "labels of the full global batch: pass the sum, with reduction='sum'"
         )
+    if divisor == grad_accum > 1 and reduction == 2 and kind in _NEVER_HALVED:
+        raise UserError(
+            f"step.backward got a summed loss ({kind}) divided by {divisor:g}, which is grad_accum; it normalises "
+            "itself, by the labels of all micro batches: leave the division out"
+        )
+
+
+def _undivided(node: Any) -> tuple[float | None, Any]:
+    """Return the number that the last operation divides by, if it does, and the operation before it."""
+    if node is None or node.name() != "DivBackward0":
+        return None, node
+    by = getattr(node, "_saved_other", None)
+    if not isinstance(by, torch.Tensor) or by.ndim or by.device.type != "cpu":  # reading it must not wait for a device
+        return None, node
+    return float(by.detach()), node.next_functions[0][0]
 
 
 def check_finite(result: StepResult, *, scaled: bool = False) -> None:

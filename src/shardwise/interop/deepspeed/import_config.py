@@ -21,7 +21,7 @@ from shardwise.interop.deepspeed.keys import AUTO, TABLES, Key
 from shardwise.interop.deepspeed.optimizer_section import FileKey, ImportedTraining, read_training
 from shardwise.plan.deepspeed_stages import deepspeed_config
 from shardwise.plan.dims import dims_for
-from shardwise.plan.parallel_options import OPTION_SPECS
+from shardwise.plan.parallel_options import FULL_PARAMETERS, OPTION_SPECS
 from shardwise.plan.plan import DeviceType, Plan, axis_problems, plan_problems
 from shardwise.plan.strategy import Engine, Strategy, parse_strategy
 
@@ -37,7 +37,7 @@ BESIDE_KEYS = frozenset(Plan.model_fields) - {
     "optimizer_in_backward",
     "precision",
     "reason",
-    *(name for name, spec in OPTION_SPECS.items() if spec.requires in ("+tp", "+pp")),
+    *(name for name, spec in OPTION_SPECS.items() if spec.requires in ("+tp", "+pp", FULL_PARAMETERS)),
 }
 
 

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
+from shardwise.plan.plan import Plan
 
 
-def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device: torch.device) -> nn.Module:
+def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: int, device: torch.device) -> nn.Module:
     """Wrap ``module`` in DDP; a single rank gets no wrapper.
 
     Gradients are stored in the reduction buckets; gradients that ``no_sync`` accumulates before the last micro batch
@@ -30,6 +31,9 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, world_size: int, device:
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        find_unused_parameters=plan.find_unused_parameters,
+        static_graph=plan.static_graph,
+        bucket_cap_mb=plan.bucket_cap_mb,
         **_buffer_option(sync=bool(spec.batch_norms)),
     )
     outer.syncs_buffers = bool(spec.batch_norms)

@@ -15,6 +15,8 @@ from shardwise.errors import ModelError
 
 def refuse_unsupported(outer: nn.Module, strategy: str) -> None:
     """Make copies of a sharded model and double backward raise errors that name the alternative."""
+    if isinstance(outer, FSDPModule):
+        _explain_module(type(outer))
     for part in outer.modules():
         if not isinstance(part, FSDPModule):
             continue
@@ -22,6 +24,27 @@ def refuse_unsupported(outer: nn.Module, strategy: str) -> None:
         state = part._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
             group.pre_backward = functools.partial(_checked, group.pre_backward, strategy)
+
+
+def _explain_module(kind: type[nn.Module]) -> None:
+    """Explain ``model.module``, which only a model inside of DDP has; ``hasattr`` stays false."""
+    if "__getattr__" in vars(kind):  # FSDP2 makes one class of each of the user's
+        return
+    found = kind.__getattr__
+
+    def explained(self: nn.Module, name: str) -> Any:
+        try:
+            return found(self, name)
+        except AttributeError:
+            if name != "module":
+                raise
+        raise AttributeError(
+            "model.module is a habit of DDP: session.prepare has sharded your own model in place, without a wrapper; "
+            "call model(inputs), read model.config and the like from it, and save with session.save(folder) on all "
+            "ranks"
+        )
+
+    kind.__getattr__ = explained  # type: ignore[method-assign]
 
 
 def refuse_unsupported_of_engine(inner: Any, strategy: str) -> None:

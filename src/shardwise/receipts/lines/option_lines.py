@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from shardwise.measure.collectives import CollectiveRecorder
+from shardwise.parallel.data_parallel.ddp import Replicated
 from shardwise.parallel.data_parallel.fsdp import gathered_ahead
 from shardwise.plan.parallel_options import OPTION_SPECS
+from shardwise.plan.plan import Plan
 from shardwise.receipts.expected_part import planned_stages, root_units, run_micros, tokens_of, used_spec
 from shardwise.receipts.lines.logit_lines import logits_line
 from shardwise.receipts.receipt import Line
@@ -40,6 +42,8 @@ def option_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[
         yield _option("async_tp", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
     if session.plan.prefetch > 1:
         yield _prefetch_line(session, watch)
+    if isinstance(session.applied.outer, Replicated):
+        yield from _ddp_lines(session.plan, session.applied.outer)
     if session.plan.loss_chunks > 1:
         yield logits_line(session, step, watch.head)
 
@@ -98,6 +102,17 @@ def _prefetch_line(session: Session, watch: StepRecorder) -> Line:
     units = len(root_units(session, spec)) + min(len(spec.blocks), 1 + depth)
     found = f"{forward}, {watch.gathers_before_first} units {tail}"
     return _option("prefetch", f"{ahead}, {units} units {tail}", found)
+
+
+def _ddp_lines(plan: Plan, outer: Replicated) -> Iterator[Line]:
+    """Compare the options of DDP with what its reducer has."""
+    facts = outer._get_ddp_logging_data()
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(plan, option):
+            yield _option(option, "on", "on" if facts.get(option) else "off")
+    if plan.bucket_cap_mb is not None:
+        found = int(facts["bucket_cap_bytes"]) / 2**20
+        yield _option("bucket_cap_mb", f"{plan.bucket_cap_mb} MiB", f"{found:g} MiB")
 
 
 def _longest(session: Session) -> int:

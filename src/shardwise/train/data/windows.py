@@ -170,6 +170,31 @@ def windows(batches: Iterable[Any], grad_accum: int) -> Iterator[list[Any]]:
         yield window
 
 
+class PassWindows:
+    """Windows of a pass that are left, at most ``left`` of them; `at_end` loads the next one ahead."""
+
+    def __init__(self, source: Iterable[list[Any]], left: int | None) -> None:
+        self._source = iter(source)
+        self._ahead: list[list[Any]] = []
+        self._left = left
+
+    @property
+    def spent(self) -> bool:
+        """Whether as many were taken as were asked for."""
+        return self._left is not None and self._left <= 0
+
+    def take(self) -> list[Any]:
+        """Return the next window; an empty one at the end of the data."""
+        self._left = None if self._left is None else self._left - 1
+        return self._ahead.pop() if self._ahead else next(self._source, [])
+
+    def at_end(self) -> bool:
+        """Return whether no window is left on this rank."""
+        if not self.spent and not self._ahead:
+            self._ahead.append(next(self._source, []))
+        return self.spent or not self._ahead[0]
+
+
 def split_batch(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and labels of a batch: a pair, or a mapping with ``labels``.
 
