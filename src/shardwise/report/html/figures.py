@@ -101,11 +101,17 @@ def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
     x, y = [e.step for e in evaluations], [e.heldout_bits_per_byte for e in evaluations]
     hover = "step %{x:,}: %{y:.4f}<extra></extra>"
     line = _line(x, y, "held out", "var:accent", marker={"color": "var:accent", "size": 8}, hovertemplate=hover)
-    line |= {"mode": "lines+markers+text", "text": [f"{value:.2f}" for value in y], "textposition": "top center"}
+    line |= {
+        "mode": "lines+markers+text",
+        "text": [f"{value:.2f}" for value in y],
+        "textposition": "top right",
+        "cliponaxis": False,
+    }
     if len(evaluations) > 8:
         line["mode"] = "lines+markers"
     pad = (max(y) - min(y)) * 0.25 or 0.1
-    return figure([line], x="step", y="bits per byte", height=240, yaxis={"range": [min(y) - pad, max(y) + pad]})
+    span = {"range": [min(y) - pad, max(y) + pad]}
+    return figure([line], x="step", y="bits per byte", height=240, yaxis=span, margin={"r": LABELS})
 
 
 def throughput_figure(series: Series, median: float | None, saves: Sequence[SavedCheckpoint]) -> Figure | None:
