@@ -7,7 +7,7 @@ TOOLS  := $(VENV)/.ready-tools
 AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast soak check bench accuracy clean
+.PHONY: help setup train test test-fast soak check bench accuracy docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -50,6 +50,9 @@ bench: $(TOOLS)  ## step time against a plain hand-written loop, paired in one r
 
 accuracy: $(TOOLS)  ## predictions against published and own measurements: all tables and plots again
 	$(BIN)/python benchmarks/accuracy/run.py
+
+docs: $(TOOLS)   ## write docs/config.md from the schema of the config file
+	$(BIN)/python -m tests.golden.test_config_page --write
 
 clean:           ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -3,8 +3,10 @@
     python benchmarks/loss_chunks/bench.py --rounds 5 --output benchmarks/loss_chunks
 
 Every contender of every round is a process of its own with one thread. Times are compared as CPU time, because what
-else a machine does stretches the wall clock. Two others than the product's are there to choose by: ``again``
-multiplies each chunk a second time in backward, ``checkpoint`` leaves that to ``torch.utils.checkpoint``.
+else a machine does stretches the wall clock. Three others than the product's are there to choose by: ``again``
+multiplies each chunk a second time in backward, ``checkpoint`` leaves that to ``torch.utils.checkpoint``, ``torch`` is
+``torch.nn.functional.linear_cross_entropy`` (of torch 2.13) with chunks of the same size. ``--errors`` compares the
+gradients of the product's and of torch's with those of all logits at once in float64.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 VOCAB, WIDTH, LAYERS, LENGTH, MICRO_BATCH = 32000, 256, 4, 512, 4
-CONTENDERS = ("1", "8", "16", "8 again", "8 checkpoint")
+CONTENDERS = ("1", "8", "16", "8 again", "8 checkpoint", "8 torch")
+TOKENS, FEATURES, WORDS = 1024, 128, 8000  # of the comparison of gradients
 
 
 def main() -> None:
@@ -32,16 +36,21 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--strategy", default="ddp", help="of one rank")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/loss_chunks"))
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS, help="the first is '1'")
+    parser.add_argument("--errors", action="store_true", help="compare gradients instead, and print the table")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         print(json.dumps(child(given.child, given.precision, given.strategy, given.steps)))
         return
+    if given.errors:
+        print(json.dumps(errors(), indent=1))
+        return
     import torch
 
     samples: list[dict[str, Any]] = []
     for turn in range(given.rounds):
-        for name in CONTENDERS if turn % 2 == 0 else CONTENDERS[::-1]:
+        for name in given.contenders if turn % 2 == 0 else given.contenders[::-1]:
             command = [sys.executable, __file__, "--child", name, "--precision", given.precision]
             command += ["--strategy", given.strategy, "--steps", str(given.steps)]
             told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
@@ -58,7 +67,8 @@ def main() -> None:
         "precision": given.precision,
         "strategy": given.strategy,
         "model": {"vocab": VOCAB, "width": WIDTH, "layers": LAYERS, "tokens": LENGTH * MICRO_BATCH},
-        "table": table(samples),
+        "table": table(samples, given.contenders),
+        "gradients": errors(),
         "samples": samples,
     }
     given.output.mkdir(parents=True, exist_ok=True)
@@ -67,11 +77,11 @@ def main() -> None:
     print(json.dumps(document["table"], indent=1))
 
 
-def table(samples: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def table(samples: list[dict[str, Any]], contenders: Sequence[str]) -> dict[str, dict[str, float]]:
     """Medians over rounds; a time is CPU time of the process, over that of one chunk in the same round."""
     plain = {row["round"]: statistics.median(row["steps_cpu_s"]) for row in samples if row["contender"] == "1"}
     found = {}
-    for name in CONTENDERS:
+    for name in contenders:
         rows = [row for row in samples if row["contender"] == name]
         ratios = [statistics.median(row["steps_cpu_s"]) / plain[row["round"]] for row in rows]
         found[name] = {
@@ -114,7 +124,7 @@ def child(name: str, precision: Any, strategy: str, steps: int) -> dict[str, Any
         multiply_again()
     ids = torch.randint(VOCAB, (MICRO_BATCH, LENGTH))
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), ids)
-    loss_of = checkpointed if how == "checkpoint" else token_loss_sum
+    loss_of = {"checkpoint": checkpointed, "torch": fused}.get(how, token_loss_sum)
     watch, peak, times = peak_watch(session.device), 0, list[tuple[float, float]]()
     for step in session.steps([(ids, ids)] * (3 + steps)):
         began = time.perf_counter(), time.process_time()
@@ -185,6 +195,57 @@ def checkpointed(outputs: Any, labels: Any) -> Any:
 
     pairs = zip(flat.split(rows), labels.split(rows), strict=True)
     return sum(checkpoint(part, hidden, head.weight, wanted, use_reentrant=False) for hidden, wanted in pairs)
+
+
+def fused(outputs: Any, labels: Any) -> Any:
+    """The same loss by ``torch.nn.functional.linear_cross_entropy``, with chunks of the same size."""
+    import torch
+    from torch.nn import functional
+
+    late = outputs.logits
+    head, flat = late.head, late.hidden.flatten(0, -2)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=-(-len(flat) // head.chunks))
+    with torch.autocast(flat.device.type, enabled=False):
+        return functional.linear_cross_entropy(
+            flat.to(head.dtype),
+            head.weight.to(head.dtype),
+            labels.flatten(),
+            linear_bias=None if head.bias is None else head.bias.to(head.dtype),
+            reduction="sum",
+            ignore_index=-100,
+            options=options,
+        )
+
+
+def errors() -> dict[str, dict[str, dict[str, float]]]:
+    """Error of loss and gradients in each dtype, over the largest element of those of all logits in float64."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    from shardwise.parallel.chunked_loss import LateLogits, _Head
+    from shardwise.train.loss import token_loss_sum
+
+    ways: dict[str, Callable[[Any, Any], Any]] = {"shardwise": token_loss_sum, "torch": fused}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        head = nn.Linear(FEATURES, WORDS, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        hidden = torch.randn(TOKENS, FEATURES).to(dtype)
+        labels = torch.randint(WORDS, (TOKENS,)).masked_fill(torch.rand(TOKENS) < 0.1, -100)
+        operands = [hidden, *(p.detach().to(dtype) for p in (head.weight, head.bias))]  # as each way computes with
+        full = [one.double().requires_grad_() for one in operands]
+        loss = functional.cross_entropy(functional.linear(*full), labels, ignore_index=-100, reduction="sum")
+        expected = [loss.detach(), *torch.autograd.grad(loss, full)]
+        for name, way in ways.items():
+            own = hidden.detach().clone().requires_grad_()
+            outputs = argparse.Namespace(logits=LateLogits(own, _Head(head, dtype, 8, strict=False)))
+            result = way(outputs, labels)
+            got = [result.detach(), *torch.autograd.grad(result, [own, head.weight, head.bias])]
+            apart = [float((g.double() - e).abs().max() / e.abs().max()) for g, e in zip(got, expected, strict=True)]
+            columns = ("loss", "hidden states", "weight", "bias")
+            found.setdefault(str(dtype), {})[name] = dict(zip(columns, apart, strict=True))
+    return found
 
 
 if __name__ == "__main__":

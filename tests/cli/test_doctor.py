@@ -94,7 +94,7 @@ def test_a_users_mistakes(tmp_path: Path) -> None:
     assert code == 2 and "is a file" in err
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     code, _, err = run(DOCTOR, "--nproc", "2", env={**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})
-    assert code == 2 and "--nproc 2: the launcher has started 1 ranks already" in err
+    assert code == 2 and "--nproc 2: the launcher has started 1 rank already" in err
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:

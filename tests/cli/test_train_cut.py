@@ -36,6 +36,8 @@ def test_the_loss_is_that_of_ddp(plain: dict[str, Any], tmp_path: Path, strategy
     assert found["tokens"] == plain["tokens"]
     assert abs(found["loss"] - plain["loss"]) < 1e-3
     assert abs(found["heldout_bits_per_byte"] - plain["heldout_bits_per_byte"]) < 1e-3
+    job = json.loads((tmp_path / strategy / "job.json").read_text())
+    assert sum(job["plan"].get("stage_blocks") or [0]) == (4 if "pp2" in strategy else 0)
     assert {name: receipt["ok"] for name, receipt in found["receipts"].items()} == {"effects": True, "fit": True}
 
 

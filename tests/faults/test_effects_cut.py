@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch.distributed.pipelining import ScheduleGPipe
 import shardwise.parallel.apply as apply_module
 import shardwise.parallel.context_parallel.attention as context_module
 import shardwise.parallel.data_parallel.fsdp as shard_module
+import shardwise.parallel.decide as decide_module
 import shardwise.parallel.pipeline_parallel.schedule as pipeline_module
 import shardwise.parallel.split_parameters as split_module
 import shardwise.parallel.tensor_parallel.tp_forwards as tensor_forward
+import shardwise.plan.stage_balance as balance_module
 import shardwise.train.data.position as stream_module
 import shardwise.train.session as session_module
 from shardwise.plan.dims import dims_for
@@ -42,6 +45,7 @@ RIGHT: dict[int, list[Case]] = {
         ("fsdp+tp2", "own", 2, {"recompute": "selective"}),
         ("ddp+tp2", "bert", 1, {"precision": "bf16"}),
         ("ddp+pp2", "llama", 4, {}),
+        ("ddp+pp2", "llama", 2, {"stage_blocks": (1, 3)}),
         ("fsdp+pp2", "gemma", 3, {"precision": "bf16"}),
         ("ddp+pp2", "gpt2", 3, {"pipeline_schedule": "gpipe", "recompute": "full"}),
         ("ddp+pp2", "own", 4, {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2}),
@@ -104,7 +108,9 @@ def test_no_alarm_when_all_is_right(world: int) -> None:
 def otherwise(**changes: Any) -> None:
     """The model is put under another plan."""
     apply = session_module.apply
-    session_module.apply = lambda module, plan, *rest: apply(module, plan.model_copy(update=changes), *rest)
+    session_module.apply = lambda module, plan, *rest: replace(
+        apply(module, plan.model_copy(update=changes), *rest), plan=plan
+    )
 
 
 def no_sequence_parallel() -> Alarms:
@@ -190,14 +196,29 @@ def other_order() -> Alarms:
     return run("ddp+pp2", accum=4)
 
 
+INTERLEAVED: dict[str, Any] = {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2}
+
+
 def no_virtual_stages() -> Alarms:
     otherwise(virtual_stages=1, pipeline_schedule="1f1b")
-    return run("ddp+pp2", accum=4, options={"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2})
+    return run("ddp+pp2", accum=4, options={**INTERLEAVED, "stage_blocks": (1, 1, 1, 1)})
 
 
 def uneven_stages() -> Alarms:
-    pipeline_module.balanced_stages = lambda *_: (3, 1)
-    return run("ddp+pp2")
+    """The model is split between other blocks than those that the plan names."""
+    otherwise(stage_blocks=(3, 1))
+    return run("ddp+pp2", options={"stage_blocks": (2, 2)})
+
+
+def wrong_balance() -> Alarms:
+    """What balances stages is wrong wherever it is asked on a rank, and the split asks it instead of the plan."""
+    for place in (balance_module, decide_module):
+        place.balanced_stages = lambda *_: (3, 1)
+    split = apply_module.split_stages
+    apply_module.split_stages = lambda module, spec, wiring, plan, rank: split(
+        module, spec, wiring, decide_module.with_stages(plan.model_copy(update={"stage_blocks": None}), wiring), rank
+    )
+    return run("ddp+pp2", options={"stage_blocks": (2, 2)})
 
 
 def untied_stages() -> Alarms:
@@ -258,6 +279,7 @@ SABOTAGES: list[tuple[Callable[[], Alarms], int, str]] = [
     (no_virtual_stages, 2, "stages here"),
     (no_virtual_stages, 2, "pipeline schedule"),
     (uneven_stages, 2, "stages here"),
+    (wrong_balance, 2, "stages here"),
     (untied_stages, 2, "tied over stages"),
     (untied_stages, 2, "send over pp per step"),
     (reduced_every_time, 4, "reduce_scatter over dp per step"),
@@ -270,7 +292,17 @@ SABOTAGES: list[tuple[Callable[[], Alarms], int, str]] = [
 
 
 PATCHED = (
-    *(apply_module, context_module, pipeline_module, session_module, shard_module, split_module, stream_module),
+    *(
+        apply_module,
+        balance_module,
+        decide_module,
+        context_module,
+        pipeline_module,
+        session_module,
+        shard_module,
+        split_module,
+        stream_module,
+    ),
     *(tensor_forward, nn.Module, FSDPModule, pipeline_module.Pipeline),
 )
 

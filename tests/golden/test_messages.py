@@ -153,6 +153,15 @@ FILES: dict[str, tuple[dict[str, str], list[str]]] = {
         {"plan.toml": 'strategy = "fsdp"\n[dims]\ntp = 2\ndp_replicate = 2'},
         ["--plan", "plan.toml"],
     ),
+    "plan with stages of another model": (
+        {"plan.toml": 'strategy = "ddp+pp2"\ngrad_accum = 4\nstage_blocks = [4, 4]\n[dims]\npp = 2'},
+        ["--plan", "plan.toml"],
+    ),
+    "plan with stages that it has not": (
+        {"plan.toml": 'strategy = "ddp+pp2"\ngrad_accum = 4\nstage_blocks = [2, 1, 1]\n[dims]\npp = 2'},
+        ["--plan", "plan.toml"],
+    ),
+    "plan with stages and no pipeline": ({"plan.toml": "stage_blocks = [2]"}, ["--plan", "plan.toml"]),
     "plan for another world": ({"plan.toml": 'strategy = "fsdp"\n[dims]\ndp_shard = 4'}, ["--plan", "plan.toml"]),
     "plan for another device and length": (
         {"plan.toml": 'device = "cuda"\nseq_len = 32\n[dims]\ndp_replicate = 2'},

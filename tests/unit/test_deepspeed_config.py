@@ -25,7 +25,7 @@ from shardwise.parallel.engines import deepspeed_available
 from shardwise.plan.deepspeed_stages import STAGES
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, axis_problems, runnable
 from shardwise.plan.strategy import parse_strategy
 from shardwise.train.config import OptimizerTable
 from shardwise.train.optimizer import learning_rate
@@ -118,6 +118,7 @@ class TestRoundTrip:
             "bucket_cap_mb": plan_of("ddp", bucket_cap_mb=5),
             "pipeline_schedule": plan_of("fsdp+pp2", pipeline_schedule="gpipe"),
             "virtual_stages": plan_of("fsdp+pp2", virtual_stages=2, pipeline_schedule="zbv"),
+            "stage_blocks": plan_of("fsdp+pp2", stage_blocks=(2, 2)),
             "optimizer_in_backward": plan_of("fsdp", grad_accum=1, optimizer_in_backward=True),
         }
         assert set(others) | set(refused) | NOT_COMPARED == set(Plan.model_fields), (
@@ -361,6 +362,36 @@ class TestBeside:
         config = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
         assert any("--engine torch" in line for line in problems(config))
         assert import_deepspeed({"train_batch_size": 8, **config}, ranks=2, engine="torch").plan.precision == "fp16"
+
+    @pytest.mark.parametrize(
+        ("strategy", "twin"),
+        [
+            ("deepspeed-zero1", "zero1"),
+            ("deepspeed-zero1+offload", "zero2+offload"),
+            ("deepspeed-zero2+offload", "zero2+offload"),
+            ("deepspeed-zero3", "fsdp"),
+            ("deepspeed-zero3+nvme", "fsdp+offload"),
+        ],
+    )
+    def test_fp16_names_the_strategy_that_runs_it(self, strategy: str, twin: str) -> None:
+        """What is named is a plan that this version runs, whatever the engine's own words."""
+        (line,) = axis_problems(plan_of(strategy, precision="fp16"))
+        assert f"use precision bf16, or strategy {twin}, which runs fp16" in line
+        runnable(Plan(strategy=twin, dims=dims_for(parse_strategy(twin), 2), precision="fp16"))
+
+    def test_an_optimizer_offloaded_alone_is_sent_to_what_runs(self) -> None:
+        """Each of the three ways that the message names is imported."""
+        zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+        (line,) = problems({"zero_optimization": zero})
+        ways: dict[str, dict[str, Any]] = {
+            "deepspeed-zero3+offload": zero | {"offload_param": {"device": "cpu"}},
+            "deepspeed-zero2+offload": zero | {"stage": 2},
+            "deepspeed-zero3": {"stage": 3},
+        }
+        for strategy, table in ways.items():
+            assert f"({strategy})" in line
+            found = import_deepspeed({"train_batch_size": 8, "zero_optimization": table}, ranks=2)
+            assert found.plan.strategy == strategy
 
 
 class TestOptimizer:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.report.terminal import print_findings
 from shardwise.search.alternatives import Alternative, changes
+from shardwise.train.metrics import logged_losses
 
 CLEAN = {"forward": 0.030, "backward": 0.060, "exposed_dp": 0.002, "optimizer": 0.005, "control": 0.001, "data": 0.001}
 
@@ -519,3 +523,56 @@ def test_what_comes_from_outside_is_no_markup() -> None:
 def test_where_there_are_no_findings_the_reason_is_printed() -> None:
     assert printed((), "no diagnosis: 2 steps") == "no diagnosis: 2 steps\n"
     assert printed(()) == ""
+
+
+def curve(*losses: float, every: int = 10) -> tuple[tuple[int, float], ...]:
+    return tuple(((at + 1) * every, loss) for at, loss in enumerate(losses))
+
+
+def test_a_loss_that_stands_at_chance_is_found() -> None:
+    chance = math.log(1000)
+    stuck = curve(*[chance + 0.05 * (-1) ** n for n in range(40)])
+    found = only(diagnose(observed(timing(), losses=stuck, vocab_size=1000, price=2.0)))
+    assert found.kind == "loss-at-chance" and found.share == 1.0 and found.money == pytest.approx(4.0)
+    assert found.text == (
+        "The model does not learn: after 400 steps its loss is 6.908, and guessing among 1000 tokens has "
+        "ln(1000) = 6.908."
+    )
+    assert "model.freeze" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("losses", "vocabulary"),
+    [
+        (curve(*[6.908] * 19), 1000),  # a warm-up takes as long
+        (curve(*[6.908] * 30, *[6.5] * 10), 1000),  # it has begun to fall
+        (curve(*[6.908] * 40), None),
+        (curve(*[6.908] * 40), 50_000),  # far below guessing, if for other reasons no lower
+        ((), 1000),
+    ],
+)
+def test_a_loss_is_at_chance_only_for_long_and_of_a_known_vocabulary(losses: Any, vocabulary: int | None) -> None:
+    assert diagnose(observed(timing(), losses=losses, vocab_size=vocabulary))[0].kind == "healthy"
+
+
+def test_a_loss_that_ends_above_its_beginning_is_found() -> None:
+    rising = curve(*[3.0] * 10, 2.5, *[3.5] * 20)
+    found = only(diagnose(observed(timing(), losses=rising)))
+    assert found.kind == "loss-rises"
+    assert found.text == "The loss rises: it is 3.500 at the end and was 3.000 at the beginning."
+    assert found.evidence[1] == "lowest: 2.500 after step 110"
+    for fine in (curve(*[3.0] * 10, *[3.1] * 20), curve(*[3.0] * 5, *[4.0] * 14), curve(*[3.0] * 20, 9.0, *[2.9] * 20)):
+        assert diagnose(observed(timing(), losses=fine))[0].kind == "healthy"
+
+
+def test_losses_are_those_that_were_logged(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": 2.5}, {"step": 1, "heldout_bits_per_byte": 3.0}, {"step": 2, "loss": math.nan}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
+    assert logged_losses(tmp_path / "metrics.jsonl") == [(1, 2.5)]
+    assert logged_losses(tmp_path / "none") == []
+
+
+def test_a_step_without_cores_is_not_said_to_be_all_computation() -> None:
+    (healthy,) = (f for f in diagnose(observed(timing(cpu_wait_s=spread_of([0.006] * 2)))) if f.level == "fine")
+    assert "6 ms of a step of 99 ms (6 %) without a core count as the part that waits for one" in healthy.evidence
+    assert not any("without a core" in line for line in diagnose(observed(timing()))[0].evidence)

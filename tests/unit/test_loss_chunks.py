@@ -18,7 +18,7 @@ from shardwise.hardware.cluster import detect
 from shardwise.model.read import read_model
 from shardwise.model.trace import trace_module
 from shardwise.parallel import chunked_loss as loss_chunks
-from shardwise.parallel.chunked_loss import LateLogits, OutputHead, apply_loss_chunks, find_head
+from shardwise.parallel.chunked_loss import LateLogits, OutputHead, _Head, apply_loss_chunks, find_head
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan, runnable
 from shardwise.plan.workload import Workload
@@ -83,6 +83,23 @@ class TestGradients:
     def test_equal_those_of_one_piece(self, chunks: int, bias: bool) -> None:
         found, expected = both(torch.float64, chunks, 0.37, bias)
         assert apart(found, expected) < 1e-14
+
+    @pytest.mark.skipif(not hasattr(functional, "linear_cross_entropy"), reason="torch 2.13 has it")
+    def test_are_those_of_torchs_own_which_sums_in_bf16(self) -> None:
+        """Equal in float64; in bf16 torch returns loss and gradients in bf16, for which ours is kept (decision 025)."""
+        for dtype in (torch.float64, torch.bfloat16):
+            hidden, layer, labels = head(dtype)
+            options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=6)
+            more = {"linear_bias": layer.bias, "reduction": "sum", "ignore_index": -100, "options": options}
+            loss = functional.linear_cross_entropy(hidden.flatten(0, 1), layer.weight, labels.flatten(), **more)
+            found = [loss.detach(), *torch.autograd.grad(loss, (hidden, layer.weight, layer.bias))]
+            ours = LateLogits(hidden, _Head(layer, dtype, 4, strict=False)).loss_sum(labels, -100)
+            if dtype == torch.bfloat16:
+                assert (loss.dtype, ours.dtype) == (torch.bfloat16, torch.float32)
+                continue
+            expected = [ours.detach(), *torch.autograd.grad(ours, (hidden, layer.weight, layer.bias))]
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
     def test_keep_their_dtype_and_are_summed_in_fp32(self) -> None:
         found, expected = both(torch.bfloat16, 4)

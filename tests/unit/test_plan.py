@@ -47,6 +47,7 @@ OTHERS = {
     "optimizer_in_backward": True,
     "loss_chunks": 4,
     "adapter": AdapterOptions(rank=3),
+    "stage_blocks": (2, 1),
     "nvme_path": "swap",
     "find_unused_parameters": True,
     "static_graph": True,
@@ -291,6 +292,25 @@ class TestPlan:
         """Checkpoints and receipts name plans by it."""
         assert Plan().fingerprint == "5d4aafa746ba9d7b"
         assert FULL.fingerprint == "ff481b8be1482fa6"
+
+    def test_stages_are_data_of_the_plan(self, tmp_path):
+        """A plan file from before they were is read as ever, and its fingerprint is the same."""
+        old = Plan(strategy="ddp+pp2", dims=ParallelDims(pp=2), grad_accum=4)
+        (tmp_path / "old.json").write_text('{"strategy": "ddp+pp2", "dims": {"pp": 2}, "grad_accum": 4, "schema": 1}')
+        assert read_plan(tmp_path / "old.json") == old
+        assert old.stage_blocks is None
+        staged = old.model_copy(update={"stage_blocks": (3, 1)})
+        assert staged.fingerprint != old.fingerprint
+        for name, text in (("plan.toml", staged.to_toml()), ("plan.json", staged.to_json())):
+            (tmp_path / name).write_text(text)
+            assert read_plan(tmp_path / name) == staged
+
+    def test_other_stages_do_not_keep_the_blocks_of_these(self):
+        plan = Plan(strategy="ddp+pp2", dims=ParallelDims(pp=2), stage_blocks=(3, 1))
+        for name, value in (("strategy", "ddp"), ("dims", ParallelDims(pp=4)), ("virtual_stages", 2)):
+            assert plan.model_copy(update={name: value}).stage_blocks is None
+        assert plan.model_copy(update={"virtual_stages": 1, "grad_accum": 8}).stage_blocks == (3, 1)
+        assert plan.model_copy(update={"virtual_stages": 2, "stage_blocks": (1,) * 4}).stage_blocks == (1,) * 4
 
     def test_two_names_of_one_strategy_are_one_plan(self):
         assert Plan(strategy="zero3").fingerprint == Plan(strategy="fsdp").fingerprint

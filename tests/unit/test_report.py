@@ -16,7 +16,7 @@ import pytest
 from shardwise.diagnosis.finding import Finding
 from shardwise.errors import MachineError, UserError
 from shardwise.measure.comm_facts import bus_factor
-from shardwise.measure.step_time.timing import BETWEEN, PARTS
+from shardwise.measure.step_time.timing import BETWEEN, PARTS, PhaseStats
 from shardwise.report.html import elements as html
 from shardwise.report.html import figures as html_figures
 from shardwise.report.html import layout_parts as html_parts
@@ -25,7 +25,7 @@ from shardwise.report.html.environment_section import environment_facts, write_e
 from shardwise.report.html.run_folder import read_run, series_of
 from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.sample_files import read_links, read_scaling, together
-from shardwise.report.html.text import Safe, el, milliseconds, money, percent, sampled
+from shardwise.report.html.text import Safe, el, milliseconds, percent, sampled
 from shardwise.run.rank_main import finite
 from shardwise.run.run_summary import loss_text
 from tests.reports import FINDINGS, MEANS, RANKS, SLOW_S, USE, metrics, timing, write_links, write_run, write_scaling
@@ -465,7 +465,6 @@ def test_numbers_in_words():
         "12.0 s",
     ]
     assert [percent(v) for v in (None, 0, 0.0004, 0.034, 0.5)] == ["unknown", "0 %", "< 0.1 %", "3.4 %", "50 %"]
-    assert [money(v) for v in (None, 0.0021, 12.3, 12345)] == ["unknown", "$0.0021", "$12.30", "$12,345"]
     assert sampled(3) == [0, 1, 2] and sampled(1000)[0] == 0 and sampled(1000)[-1] == 999 and len(sampled(1000)) == 12
 
 
@@ -540,3 +539,59 @@ def test_the_last_line_of_a_run_is_json_whatever_its_loss():
     assert [finite(value) for value in (1.5, math.nan, math.inf, None)] == [1.5, None, None, None]
     assert loss_text({"loss": None}) == "loss unknown"
     assert loss_text({"loss": 1.5, "heldout_bits_per_byte": 2.0}) == "loss 1.5000, 2.000 held-out bits per byte"
+
+
+def test_a_step_without_parts_is_no_zero_in_the_stack(run):
+    """The first step has none: drawn as zero, the stack would rise from nothing, which no step did."""
+    series = read_run(run).series
+    holed = {part: (None, *column[1:]) for part, column in series.parts_s.items()}
+    figure = html_figures.parts_figure(series.model_copy(update={"parts_s": holed}))
+    assert figure is not None
+    assert all(area["x"] == list(series.step[1:]) and None not in area["y"] for area in figure["data"])
+
+
+def test_labels_stand_beside_their_lines_and_checkpoints_are_seen(run):
+    figures = html.all_figures(read_run(run))
+    for name in ("loss", "throughput"):
+        (label,) = figures[name]["layout"]["annotations"]
+        assert (label["xref"], label["x"], label["xanchor"]) == ("paper", 1, "left")
+        assert figures[name]["layout"]["margin"]["r"] >= 60
+    marks = figures["throughput"]["data"][-1]
+    assert marks["name"] == "checkpoint" and marks["marker"]["size"] >= 12 and marks["marker"]["line"]["width"]
+
+
+def test_it_is_said_which_step_time_is_which(run):
+    told = timing().model_copy(update={"between_s": {"checkpoint": 0.005, "evaluation": 0.0}})
+    (run / "timing.json").write_text(told.model_dump_json())
+    full = milliseconds(told.step_s + 0.005)
+    text = page_of(run).text
+    assert f"median step {milliseconds(told.median_step_s)}" in text
+    assert (
+        f"{milliseconds(told.median_step_s)} is the median (key figures), {milliseconds(told.step_s)} the mean, "
+        f"{full} the mean with the checkpoints and evaluations between steps (findings)"
+    ) in text
+
+
+def test_a_rank_without_a_core_is_told_beside_what_is_called_computing(run):
+    waited = PhaseStats(mean_s=0.1, low_s=0.1, high_s=0.1, highest_rank=0)
+    (run / "timing.json").write_text(timing().model_copy(update={"cpu_wait_s": waited}).model_dump_json())
+    assert "For 100 ms of it (32 %) a rank was ready to run and had no core; this time counts as" in page_of(run).text
+    (run / "timing.json").write_text(timing().model_copy(update={"cpu_wait_s": None}).model_dump_json())
+    assert "had no core" not in page_of(run).text
+
+
+def test_the_memory_table_has_no_unknown_in_it(run):
+    """What was not predicted, or not measured apart, is a dash with its meaning below; what is neither has no row."""
+    job = json.loads((run / "job.json").read_text())
+    job["estimate"] |= {"logits": None, "phases": [*job["estimate"]["phases"], {"name": "load", "allocated": 1}]}
+    (run / "job.json").write_text(json.dumps(job))
+    text = page_of(run).text
+    table = text[text.index("bytes on the fullest rank") : text.index("Measured, too")]
+    assert "unknown" not in table and "logits" not in table
+    assert "peak in load 1 B –" in table and "–: not predicted, or not measured apart from the rest." in table
+
+
+def test_a_loss_that_does_not_fall_is_not_called_lost_time(run):
+    finding = FINDINGS[0].model_copy(update={"kind": "loss-rises", "text": "The loss rises."})
+    (run / "findings.json").write_text(json.dumps([finding.model_dump(mode="json")]))
+    assert "does not learn" in page_of(run).text and "costs time" not in page_of(run).text

@@ -508,6 +508,18 @@ class TestAdvice:
         assert any(line.startswith("samples of 1024 tokens fit: ") for line in result.advice), result.advice
 
 
+def test_plans_say_how_many_blocks_each_stage_has():
+    pins = Pins(options={"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2})
+    for asked, virtual in ((Pins(), 1), (pins, 2)):
+        plans = [c.plan for c in found(pins=asked).candidates]
+        pipelines = [plan for plan in plans if plan.dims.pp > 1 and not plan.parsed.not_runnable]
+        assert pipelines
+        for plan in pipelines:
+            stages = plan.dims.pp * virtual
+            assert plan.stage_blocks == (8 // stages,) * stages, "equal blocks, and nothing else"
+        assert all(plan.stage_blocks is None for plan in plans if plan not in pipelines)
+
+
 class TestOnThisMachine:
     """`choose_profiled`: what ``train --strategy auto`` asks."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.units import bytes_text, count_text, seconds_text
+from shardwise.units import bytes_text, count_text, counted, money_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,8 @@ from shardwise.units import bytes_text, count_text, seconds_text
         (2**20 - 1, "1024.00 KiB"),
         (2**20, "1.00 MiB"),
         (3 * 2**29, "1.50 GiB"),
-        (2**41, "2048.00 GiB"),
+        (2240 * 2**30, "2.19 TiB"),
+        (2**41, "2.00 TiB"),
         (-(2**20), "-1.00 MiB"),
         (-5, "-5 B"),
     ],
@@ -62,7 +63,30 @@ def test_seconds(seconds, text):
         (1.5e13, "15.0 T"),
         (-2000, "-2.0 k"),
         (0.5, "0.5"),
+        (582.669, "583"),
+        (999.7, "1000"),
+        (58.2669, "58.3"),
     ],
 )
 def test_counts(number, text):
     assert count_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"),
+    [
+        (None, "unknown"),
+        (0, "$0.00"),
+        (3.5, "$3.50"),
+        (0.179, "$0.18"),
+        (0.0021, "$0.0021"),
+        (12.3, "$12.30"),
+        (1230.4, "$1,230"),
+    ],
+)
+def test_money(dollars, text):
+    assert money_text(dollars) == text
+
+
+def test_one_is_not_several():
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

@@ -27,6 +27,7 @@ from shardwise.launch.on_ranks import as_rank, on_ranks
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import DeviceType, Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.units import counted
 
 if TYPE_CHECKING:
     from shardwise.distributed.process_group import Ranks
@@ -69,7 +70,8 @@ def run_bench_comm(
     """
     place = rendezvous()
     if place is not None and nproc is not None:
-        raise UserError(f"--nproc {nproc} under torchrun: it has started {place.world_size} ranks; leave --nproc out")
+        started = counted(place.world_size, "rank")
+        raise UserError(f"--nproc {nproc} under torchrun: it has started {started}; leave --nproc out")
     local = place.local_world_size if place is not None else nproc
     nodes = 1 if place is None else max(1, place.world_size // place.local_world_size)
     request = read_request(

@@ -16,6 +16,7 @@ from shardwise.cli.arguments import Json
 from shardwise.environment import Rendezvous, rendezvous
 from shardwise.errors import AnswerIsNo, UserError
 from shardwise.launch.rank import guarded
+from shardwise.units import counted
 
 
 def run_doctor(
@@ -35,7 +36,8 @@ def run_doctor(
     place = rendezvous()
     if place is not None:
         if nproc is not None:
-            raise UserError(f"--nproc {nproc}: the launcher has started {place.world_size} ranks already; leave it out")
+            started = counted(place.world_size, "rank")
+            raise UserError(f"--nproc {nproc}: the launcher has started {started} already; leave it out")
         guarded(lambda: run_under_launcher(place, folder, timeout_s, as_json))
     from shardwise.doctor.checks.ranks import check_ranks_test
     from shardwise.doctor.machine_facts import look_at_host

@@ -28,6 +28,12 @@ class _VerbGroup(TyperGroup):
         words = f"{self.name or ''} {name}".strip()
         return name, _imported(words) if words in _VERBS else listed, rest
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the verbs, each with its whole sentence; click would cut it at the width of the terminal."""
+        listed = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (one.help or "").partition("\n\n")[0]) for name, one in listed if one])
+
 
 def _imported(words: str) -> TyperCommand:
     module, function, text = _VERBS[words]

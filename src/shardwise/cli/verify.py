@@ -16,6 +16,7 @@ from shardwise.environment import rendezvous
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.on_ranks import on_ranks
+from shardwise.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,10 +75,12 @@ def run_verify(
         raise failure
     failed = [row for row in rows if row.status == "failed"]
     if failed:
-        names = ", ".join(f"{row.strategy} on {row.ranks} ranks" for row in failed)
+        names = ", ".join(f"{row.strategy} on {counted(row.ranks, 'rank')}" for row in failed)
         raise AnswerIsNo(f"{names}: not verified; what differs stands above")
     if not any(row.status == "verified" for row in rows):
-        raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in rows))
+        raise ModelError(
+            *dict.fromkeys(f"{row.strategy} on {counted(row.ranks, 'rank')}: {row.reason}" for row in rows)
+        )
 
 
 def run_worlds(prepared: VerifyJob) -> tuple[list[StrategyResult], ShardwiseError | None]:
@@ -126,7 +129,7 @@ def _during(failure: ShardwiseError, what: str) -> ShardwiseError:
 
 def _tell(row: StrategyResult) -> None:
     """Print a progress line to stderr."""
-    print(f"{row.strategy} on {row.ranks} ranks: {row.status}", file=sys.stderr, flush=True)
+    print(f"{row.strategy} on {counted(row.ranks, 'rank')}: {row.status}", file=sys.stderr, flush=True)
 
 
 def verify_world(task: VerifyTask, ranks: Ranks) -> None:

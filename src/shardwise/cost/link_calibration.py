@@ -19,6 +19,7 @@ from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import LinkKind, find_gpu
+from shardwise.units import counted
 
 Where = Literal["node", "network"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -102,7 +103,7 @@ class CalibrationFile(BaseModel):
     def says(self) -> str:
         """Source of the link costs: ``links measured 2026-11-21 with gloo (2 ranks)``."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"links measured {self.date} with {self.backend} ({self.ranks} ranks{nodes})"
+        return f"links measured {self.date} with {self.backend} ({counted(self.ranks, 'rank')}{nodes})"
 
 
 def _entry(link: MeasuredLink, devices_per_node: int) -> Measured:
@@ -159,7 +160,7 @@ def _wrong(link: MeasuredLink) -> str:
     if math.inf in (link.latency_s, link.bus_bytes_per_s):
         return "latency and bandwidth must be finite"
     if link.per_node > link.ranks:
-        return f"{link.per_node} of {link.ranks} ranks in a node"
+        return f"{link.per_node} of {counted(link.ranks, 'rank')} in a node"
     return ""
 
 

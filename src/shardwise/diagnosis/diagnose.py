@@ -1,4 +1,4 @@
-"""`diagnose`: time losses of a run, in sentences. No torch here.
+"""`diagnose`: time losses of a run, and a loss that does not fall, in sentences. No torch here.
 
 The rules are in the sibling files, one function per cause. This file combines them: root causes come first, and their
 consequences become hints.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardwise.diagnosis import links, waits
+from shardwise.diagnosis import learning, links, waits
 from shardwise.diagnosis import plan_causes as plan
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observed import Observed
-from shardwise.diagnosis.weight import MIN_STEPS, Case, percent, span
+from shardwise.diagnosis.weight import HINT, MIN_STEPS, Case, percent, span
 from shardwise.measure.step_time.timing import NAMES, Timing
 
 RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    learning.loss_at_chance,
+    learning.loss_rises,
     waits.throttling,
     waits.oversubscription,
     waits.data_loader,
@@ -107,6 +109,9 @@ def healthy(case: Case) -> Finding:
         text += f"; the largest remaining component is {largest}, {size}"
     seen = f"{timing.steps} steps after {timing.warm_up} of warm-up, {timing.world_size} rank"
     evidence = [seen + "s" * (timing.world_size > 1)]
+    waited = timing.cpu_wait_s
+    if waited is not None and case.share(waited.mean_s) >= HINT:
+        evidence.append(f"{case.of_step(waited.mean_s)} without a core count as the part that waits for one")
     if case.observed.mfu is not None:
         evidence.append(f"MFU {percent(case.observed.mfu)}")
     return case.finding("healthy", "fine", text + ".", seconds=None, evidence=evidence)

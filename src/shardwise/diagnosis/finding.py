@@ -19,6 +19,8 @@ Kind = Literal[
     "needless-sharding",
     "early-sync",
     "pipeline-bubble",
+    "loss-at-chance",
+    "loss-rises",
     "healthy",
 ]
 Level = Literal["alarm", "hint", "fine"]

@@ -165,6 +165,8 @@ def observe(
     price: float | None = None,
     price_from: str = "",
     mfu: float | None = None,
+    losses: Sequence[tuple[int, float]] = (),
+    vocab_size: int | None = None,
 ) -> Observed:
     """Collect everything known of a run, on rank 0; missing inputs stay unknown.
 
@@ -197,6 +199,8 @@ def observe(
         price=price,
         price_from=price_from,
         mfu=mfu,
+        losses=tuple(losses),
+        vocab_size=vocab_size,
     )
 
 

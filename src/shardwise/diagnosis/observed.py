@@ -93,7 +93,8 @@ class Observed(_Facts):
     ``loader_workers`` is the number of loader processes of a rank, 0 for none, ``None`` where not known.
      ``save_every`` is steps between checkpoints. ``peak_bytes`` and ``device_bytes`` are the largest allocated
     peak of all ranks, and the memory of a rank's device (or its share of the host). ``price`` is US dollars for an hour
-    of one device, by ``price_from``. ``mfu`` is measured.
+    of one device, by ``price_from``. ``mfu`` is measured. ``losses`` are the logged steps with their training loss in
+    nats a token, ``vocab_size`` the number of tokens to choose from.
     """
 
     timing: Timing
@@ -114,6 +115,8 @@ class Observed(_Facts):
     price: float | None = None
     price_from: str = ""
     mfu: float | None = None
+    losses: tuple[tuple[int, float], ...] = ()
+    vocab_size: int | None = None
 
     def link(self, axis: str) -> LinkUse | None:
         """Return the link of an axis, where anything is known of it."""

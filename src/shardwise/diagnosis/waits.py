@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from shardwise.diagnosis.finding import Finding, Level
 from shardwise.diagnosis.observed import DeviceState, HostUse
 from shardwise.diagnosis.weight import ALARM, CROWD, HINT, STEADY, Case, percent, ranks_text, span
-from shardwise.units import bytes_text
+from shardwise.units import bytes_text, counted
 
 WORK = ("data", "transfer", "forward", "backward", "recompute", "clip", "optimizer", "other")
 """Parts of a step without waiting for other ranks."""
@@ -150,13 +150,13 @@ def _crowd(host: HostUse) -> tuple[str, str]:
     """Return the cause of the contention, for the sentence, and the fix."""
     if host.local_ranks > host.cores:
         return (
-            f" ({host.local_ranks} ranks on {host.cores})",
+            f" ({counted(host.local_ranks, 'rank')} on {host.cores})",
             f"start no more than {host.cores} rank{'s' * (host.cores > 1)} here, or give them more cores",
         )
     if host.threads * host.local_ranks > host.cores:
         fit = max(1, host.cores // host.local_ranks)
         return (
-            f" ({host.local_ranks} ranks × {host.threads} threads on {host.cores})",
+            f" ({counted(host.local_ranks, 'rank')} × {host.threads} threads on {host.cores})",
             f"set parallel.threads={fit} (OMP_NUM_THREADS), so that threads and cores are as many",
         )
     if host.others is not None and host.others >= 0.2:
@@ -174,7 +174,7 @@ def _crowd(host: HostUse) -> tuple[str, str]:
 
 def _host_lines(host: HostUse) -> list[str]:
     lines = [
-        f"{host.local_ranks} ranks × {host.threads} thread{'s' * (host.threads > 1)} on {host.cores} of "
+        f"{counted(host.local_ranks, 'rank')} × {host.threads} thread{'s' * (host.threads > 1)} on {host.cores} of "
         f"{host.machine_cores} cores"
     ]
     if host.own is not None and host.others is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardwise.diagnosis.finding import Finding, Kind, Level
 from shardwise.diagnosis.observed import Observed
 from shardwise.measure.step_time.timing import Timing
+from shardwise.units import money_text
 
 ALARM = 0.10
 """A cause with at least this share of a step is an alarm."""
@@ -33,6 +34,14 @@ STEADY = 0.6
 """A rank that is last in this share of the steps is persistently late."""
 MIN_STEPS = 5
 """Minimum number of steps after the warm-up."""
+CHANCE_STEPS = 200
+"""A loss that stands at chance for so many steps is reported; warm-ups of the learning rate are as long."""
+AT_CHANCE = 0.02
+"""A loss this close to ln(vocabulary), as a share of it, is at chance."""
+RISE = 1.05
+"""A loss that ends above its beginning by this factor rises; less is noise."""
+RISE_LINES = 20
+"""Minimum number of logged losses to judge whether the loss rises."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,8 @@ class Case:
         """Build a finding with its cost."""
         money = None if seconds is None else self.money(seconds)
         source = self.observed.price_from
-        price = [] if money is None or not source else [f"${self.observed.price:.2f} an hour of a device: {source}"]
+        each = f"{money_text(self.observed.price)} an hour of a device: {source}"
+        price = [] if money is None or not source else [each]
         return Finding(
             kind=kind,
             level=level,

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
+from shardwise.units import counted
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def build_mesh(plan: Plan, world_size: int) -> Meshes | None:
     dims, strategy = plan.dims, plan.parsed
     if dims.world_size != world_size:
         raise PlanError(
-            f"the plan is for {dims.world_size} ranks ({dims}), but {world_size} are running; "
-            f"start {dims.world_size} ranks or make a new plan"
+            f"the plan is for {counted(dims.world_size, 'rank')} ({dims}), but {world_size} are running; "
+            f"start {counted(dims.world_size, 'rank')} or make a new plan"
         )
     if not strategy.shards_parameters and not dims.splits_model:
         return None

@@ -14,6 +14,7 @@ from shardwise.doctor.check import Check
 from shardwise.doctor.machine_facts import HostFacts
 from shardwise.doctor.rank_self_test import RanksTest
 from shardwise.hardware.topology import Topology, explain_topology
+from shardwise.units import counted
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red", "unknown": "dim"}
 MOST_GPUS = 16
@@ -24,7 +25,7 @@ def print_doctor(checks: Sequence[Check], facts: HostFacts | None, console: Cons
     """Print the machine, its GPUs' matrix, every check with its fix, and the summary."""
     if facts is not None:
         system = f"{facts.system} {facts.kernel}, Python {facts.python}, torch {facts.versions.get('torch', 'unknown')}"
-        console.print(f"{facts.host}: {system}; looked at for {facts.ranks} ranks", markup=False)
+        console.print(f"{facts.host}: {system}; looked at for {counted(facts.ranks, 'rank')}", markup=False)
         if facts.topology is not None and len(facts.topology.paths) > 1:
             print_topology(facts.topology, console)
         console.print()

@@ -23,7 +23,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import GpuSpec, Link
 from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.plan.dims import AXES, ParallelDims
-from shardwise.units import bytes_text, seconds_text
+from shardwise.units import bytes_text, counted, seconds_text
 
 Traffic = Mapping[str, Mapping[str, int]]
 """Message bytes of a step on one rank: axis → collective → bytes, sizes as nccl-tests counts them."""
@@ -229,6 +229,6 @@ def utilisation_lines(found: Utilisation) -> list[str]:
 def _axis_line(axis: AxisUse, step_s: float) -> str:
     use = "unknown" if axis.use is None else f"{axis.use:.1%}"
     return (
-        f"{axis.axis} ({axis.ranks} ranks): a rank sends {bytes_text(axis.wire_bytes)} in a step of "
+        f"{axis.axis} ({counted(axis.ranks, 'rank')}): a rank sends {bytes_text(axis.wire_bytes)} in a step of "
         f"{seconds_text(step_s)}; part of its link ({axis.link}) in use: {use}"
     )

@@ -29,7 +29,7 @@ from shardwise.parallel.context_parallel.attention import apply_context
 from shardwise.parallel.data_parallel.ddp import apply_replicate, shard_optimizer
 from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, shard_unit
 from shardwise.parallel.data_parallel.unit_order import keep_order
-from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm
+from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, quantized_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, send_what_ddp_cannot, settle
@@ -48,9 +48,10 @@ _MARK = "_shardwise_prepared"
 class Applied:
     """Model with a plan applied. Call ``outer``.
 
-    ``module`` is the user's own, with the user's parameter names.
+    ``module`` is the user's own, with the user's parameter names. ``plan`` is complete: it has the pipeline's stages.
     """
 
+    plan: Plan
     outer: nn.Module
     module: nn.Module
     blocks: tuple[nn.Module, ...]
@@ -84,6 +85,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     check_model(spec, plan)
     refuse_renorm(module, plan)
     decision = decide(module, spec, plan, sample)
+    plan = with_stages(plan, decision.wiring)
     meshes = build_mesh(plan, dist.get_world_size())
     module, notes = apply_batch_norm(module, spec, plan)
     if plan.recompute != "none" or plan.dims.splits_model:
@@ -130,7 +132,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    return Applied(outer, module, ordered, spec, meshes, pipeline, notes, decision)
+    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision)
 
 
 def _place_stages(

@@ -129,13 +129,21 @@ def refuse_renorm(module: nn.Module, plan: Plan) -> None:
             )
 
 
+def with_stages(plan: Plan, wiring: Wiring | None) -> Plan:
+    """Write the blocks of each pipeline stage into a plan without them, balanced by the blocks' operations."""
+    if wiring is None or plan.stage_blocks is not None:
+        return plan
+    stages = plan.dims.pp * plan.virtual_stages
+    counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, stages)
+    return plan.model_copy(update={"stage_blocks": counts})
+
+
 def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> Parts:
     """Return how parameters are placed, for estimates of a rank's memory."""
     wiring, shard_dim = decision.wiring, decision.layout.shard_dim if decision.layout is not None else {}
     if wiring is None:
         return Parts(shard_dim)
-    ranks = stage_ranks(plan)
-    counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, len(ranks))
+    ranks, counts = stage_ranks(plan), with_stages(plan, wiring).stage_blocks or ()
     stage_of = {block: stage for stage, block in zip(_stage_numbers(counts), spec.blocks, strict=True)}
     names: list[set[str]] = [set() for _ in range(plan.dims.pp)]
     for parameter in spec.parameters:

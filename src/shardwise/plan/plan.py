@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -28,6 +29,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are pl
 Recompute = Literal["none", "selective", "full"]
 DeviceType = Literal["cpu", "cuda"]
 
+_STAGES = ("strategy", "dims", "pipeline_schedule", "virtual_stages")  # what the number of stages depends on
 _NO_EFFECT = "gradient_sync = 'every' has no effect; remove it"
 
 
@@ -36,7 +38,9 @@ class Plan(StepOptions, ParallelOptions):
 
     The strategy, the degrees, the batch split, the precision, the options. ``micro_batch`` and ``global_batch`` count
     samples; ``seq_len`` counts tokens (``None`` where samples are not sequences). `ParallelOptions` and `StepOptions`
-    declare the options. ``reason`` is why this plan was chosen: like ``nvme_path`` it is not part of the fingerprint.
+    declare the options. ``stage_blocks`` is the number of blocks of each pipeline stage: the search and `prepare` write
+    it, the split and the receipt read it. ``reason`` is why this plan was chosen: like ``nvme_path`` it is not part of
+    the fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,8 +54,16 @@ class Plan(StepOptions, ParallelOptions):
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     adapter: AdapterOptions | None = None
+    stage_blocks: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     device: DeviceType = "cpu"
     reason: str = ""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the plan; a change of its stages leaves out ``stage_blocks``, which are of the old ones."""
+        update = dict(update or {})
+        if any(name in update and update[name] != getattr(self, name) for name in _STAGES):
+            update = {"stage_blocks": None} | update
+        return super().model_copy(update=update, deep=deep)
 
     @property
     def parsed(self) -> Strategy:
@@ -69,9 +81,8 @@ class Plan(StepOptions, ParallelOptions):
         unseen = {name for name, spec in OPTION_SPECS.items() if not spec.computes}
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", *unseen})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are equivalent
-        later = OPTION_DEFAULTS | {
-            "adapter": None
-        }  # options newer than the first plans: omitted at the values that those plans ran with
+        # options newer than the first plans: omitted at the values that those plans ran with
+        later = OPTION_DEFAULTS | {"adapter": None, "stage_blocks": None}
         facts = {key: value for key, value in facts.items() if key not in later or value != later[key]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -173,10 +184,24 @@ def axis_problems(plan: Plan) -> list[str]:
             f"static_graph with grad_accum {plan.grad_accum}: PyTorch's DDP fails on a first backward that does not "
             "reduce; set grad_accum to 1, or leave static_graph out"
         )
+    wrong += stage_problems(plan)
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
     wrong += engine_problems(plan) if strategy.engine == "deepspeed" else []
     return wrong + without_effect(changed(dict(plan)), strategy)
+
+
+def stage_problems(plan: Plan) -> list[str]:
+    """Return why ``stage_blocks`` are not of this plan's stages."""
+    given, stages = plan.stage_blocks, plan.dims.pp * plan.virtual_stages
+    if given is None or (plan.dims.pp > 1 and len(given) == stages):
+        return []
+    if plan.dims.pp == 1:
+        return ["'stage_blocks' does nothing without +pp; remove it"]
+    return [
+        f"stage_blocks {list(given)} are {len(given)} stages, but pp {plan.dims.pp} × virtual_stages "
+        f"{plan.virtual_stages} = {stages}; give each stage its number of blocks, or remove the key"
+    ]
 
 
 def chunk_problems(plan: Plan) -> list[str]:
@@ -196,7 +221,13 @@ def engine_problems(plan: Plan) -> list[str]:
     """Return requests that DeepSpeed handles itself, or does not support."""
     strategy, wrong = plan.parsed, []
     if plan.precision == "fp16":
-        wrong.append(f"{strategy} with precision fp16 can be planned but is not run by this version; use bf16")
+        full = strategy.base == "zero1" and strategy.offload  # zero1 of PyTorch keeps full parameters, on the device
+        base = "zero2" if full else strategy.base
+        twin = base + "+offload" * (strategy.offload or strategy.nvme)
+        wrong.append(
+            f"{strategy} with precision fp16 can be planned but is not run by this version; use precision bf16, or "
+            f"strategy {twin}, which runs fp16 on PyTorch"
+        )
     if plan.compile:
         wrong.append(f"{strategy} with compile can be planned but is not run by this version; take compile out")
     if plan.prefetch > 1:

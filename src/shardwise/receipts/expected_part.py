@@ -18,7 +18,6 @@ from shardwise.model.read import STAGE, clean_name
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.schedule import padded_count
 from shardwise.plan.plan import Plan
-from shardwise.plan.stage_balance import balanced_stages
 from shardwise.train.session import Session
 from shardwise.train.step import Micro, Step
 
@@ -66,16 +65,14 @@ def stage_blocks(session: Session) -> dict[int, tuple[str, ...]]:
 
 
 def planned_stages(session: Session) -> dict[int, tuple[str, ...]]:
-    """Return the stages that this rank should have, with their blocks, balanced by work.
+    """Return the stages that this rank should have, with the blocks that the plan gives them.
 
     Stages are assigned round robin, or there and back for ``zbv``.
     """
-    plan, decision, blocks = session.plan, session.applied.decision, session.spec.blocks
-    if plan.dims.pp == 1 or decision is None or decision.wiring is None:
+    plan, counts, blocks = session.plan, session.plan.stage_blocks, session.spec.blocks
+    if counts is None:
         return {0: blocks}
-    pp, wiring, rank = plan.dims.pp, decision.wiring, session.place.pp
-    number = pp * plan.virtual_stages
-    counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, number)
+    pp, rank = plan.dims.pp, session.place.pp
     mine = [rank + turn * pp for turn in range(plan.virtual_stages)]
     if plan.pipeline_schedule == "zbv":
         mine = [rank, 2 * pp - 1 - rank]

@@ -18,7 +18,7 @@ from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain_plan import memory_arithmetic, time_parts
 from shardwise.search.problem import usable_bytes
-from shardwise.units import bytes_text, count_text, seconds_text
+from shardwise.units import bytes_text, count_text, money_text, seconds_text
 
 ROWS, REASONS = 12, 8
 BAR, NARROW_BAR = 16, 10
@@ -204,7 +204,7 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: 
         cost = "at a price that is not known (--price)" if best.cost is None else f"for {dollars(best.cost)}"
         speed = best.time.tokens_per_s_per_device if best.time else None
         million = dollars_per_million_tokens(speed, hourly)
-        each = "" if million is None else f", ${million:.3g} a million tokens"
+        each = "" if million is None else f", {money_text(million)} a million tokens"
         length = f"The full run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
         return f"{length} {cost}{each}.{_buy(cluster, prices)}"
     others = [c for c in result.candidates if c is not best]

@@ -12,7 +12,7 @@ from rich.table import Table
 from shardwise.gradcheck.run import StrategyResult
 from shardwise.gradcheck.shrink import Shrunk
 from shardwise.train.config import Config
-from shardwise.units import count_text
+from shardwise.units import count_text, counted
 
 _MARKS = {"verified": "[green]✓[/]", "failed": "[red]✗[/]", "refused": "·"}
 _WORDS = {"verified": "verified", "failed": "NOT the gradient of one process", "refused": "not for this model"}
@@ -84,7 +84,7 @@ def _receipt_mark(row: StrategyResult, name: str) -> str:
 
 
 def _print_failure(row: StrategyResult, console: Console) -> None:
-    console.print(f"{row.strategy} on {row.ranks} ranks:", markup=False)
+    console.print(f"{row.strategy} on {counted(row.ranks, 'rank')}:", markup=False)
     verdict = row.verdict
     if verdict is not None and verdict.first is not None:
         first = verdict.first

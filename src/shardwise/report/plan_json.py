@@ -133,6 +133,7 @@ class CandidateEntry(Facts):
     dims: ParallelDims
     micro_batch: int | None
     grad_accum: int
+    stage_blocks: list[int] | None = Field(description="blocks of each pipeline stage; null without a pipeline")
     global_batch: int | None
     recompute: Recompute
     gradient_sync: GradientSync
@@ -277,6 +278,7 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
         dims=plan.dims,
         micro_batch=plan.micro_batch,
         grad_accum=plan.grad_accum,
+        stage_blocks=None if plan.stage_blocks is None else list(plan.stage_blocks),
         global_batch=plan.global_batch,
         recompute=plan.recompute,
         gradient_sync=plan.gradient_sync,

@@ -18,7 +18,7 @@ from shardwise.receipts.receipt import Receipt
 from shardwise.search.choose import Choice
 from shardwise.train.config import DataTable
 from shardwise.train.data.corpus import Corpus
-from shardwise.units import bytes_text, count_text
+from shardwise.units import bytes_text, count_text, counted, money_text
 
 _MARKS = {"alarm": "[bold red]alarm[/]", "hint": "[yellow]hint[/]", "fine": "[green]fine[/]"}
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -68,15 +68,10 @@ def lines_of(finding: Finding) -> list[str]:
     return lines
 
 
-def money_text(dollars: float) -> str:
-    """Format ``$12.40``, and ``$0.004`` if cents are too coarse."""
-    return f"${dollars:,.2f}" if dollars >= 0.1 else f"${dollars:.3f}"
-
-
 def timing_table(timing: Timing) -> Table:
     """Build one row per part: seconds over ranks, its share, and the extreme ranks."""
     rate = "" if timing.tokens_per_s is None else f", {count_text(timing.tokens_per_s)} tokens/s"
-    ranks = "1 rank" if timing.world_size == 1 else f"{timing.world_size} ranks"
+    ranks = counted(timing.world_size, "rank")
     table = Table(
         title=f"step time breakdown ({milliseconds(timing.step_s)}): {timing.steps} steps, {ranks}{rate}",
         title_justify="left",

@@ -27,6 +27,8 @@ from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.lines.sample_lines import quantized_line
 from shardwise.run.job import Job
+from shardwise.train.data.corpus import open_corpus
+from shardwise.train.metrics import logged_losses
 from shardwise.train.session import Session
 from shardwise.train.trackers import Trackers, open_trackers
 
@@ -150,6 +152,8 @@ class RunRecorder:
             alternatives=job.alternatives,
             gpus=self.gpus,
             mfu=None if use is None else use.mfu,
+            losses=logged_losses(Path(job.config.train.output) / "metrics.jsonl"),
+            vocab_size=open_corpus(job.corpus).vocab_size,
         )
         return diagnose(observed)
 

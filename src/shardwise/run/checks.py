@@ -18,6 +18,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import check_degrees
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
+from shardwise.units import counted
 
 
 def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
@@ -33,8 +34,8 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
     problems = []
     if plan.dims.world_size != cluster.world_size:
         problems.append(
-            f"the plan is for {plan.dims.world_size} ranks ({plan.dims}), but there are {cluster.world_size}; "
-            f"use --nproc {max(1, plan.dims.world_size // cluster.nodes)} or make a new plan"
+            f"the plan is for {counted(plan.dims.world_size, 'rank')} ({plan.dims}), but there are "
+            f"{cluster.world_size}; use --nproc {max(1, plan.dims.world_size // cluster.nodes)} or make a new plan"
         )
     if plan.device != cluster.device:
         problems.append(

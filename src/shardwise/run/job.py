@@ -238,7 +238,7 @@ def choose_plan(
     """Inspect the model on the meta device and choose a plan; a ``fixed`` plan is only costed."""
     import torch
 
-    from shardwise.parallel.decide import check_model, decide, parts_of
+    from shardwise.parallel.decide import Decision, check_model, decide, parts_of, with_stages
 
     kind = draft.parsed.adapter if fixed else adapter_of(config)
     if kind != "none":
@@ -249,12 +249,19 @@ def choose_plan(
     facts = {"seq_len": config.data.seq_len, "global_batch": batch}
     workload = with_plan(inspection.workload.model_copy(update=facts), draft)
 
-    def cut(plan: Plan) -> Parts:
+    def decided(plan: Plan) -> Decision:
         sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
+        return decide(module, spec, plan, sample)
+
+    def cut(plan: Plan) -> Parts:
         plan = plan if fixed else with_options(plan, config)
-        return parts_of(decide(module, spec, plan, sample), spec, plan)
+        return parts_of(decided(plan), spec, plan)
+
+    def staged(plan: Plan) -> Plan:
+        return with_stages(plan, decided(plan).wiring) if plan.dims.pp > 1 and plan.stage_blocks is None else plan
 
     if fixed:
+        draft = staged(draft)
         choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft), links)
     elif profile is not None:
         pins, costs = _pins(config, cluster), corrected_costs(cluster, links)
@@ -278,7 +285,7 @@ def choose_plan(
         raise PlanError(*unfit)
     if not choice.plan.dims.splits_model:
         cut(choice.plan)  # its options; a plan that splits the model was checked when it was chosen
-    return choice, spec, (profile, workload)
+    return replace(choice, plan=staged(choice.plan)), spec, (profile, workload)
 
 
 Asked = tuple[ModelProfile | None, Workload]

@@ -19,6 +19,7 @@ from shardwise.run.inspect_model import users_code
 from shardwise.run.job import choose_plan, draft_plan, with_options
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus, prepare_corpus
+from shardwise.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +90,9 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, log:
     worlds = WORLDS if nproc is None else (nproc,)
     lineup = line_up(config, factory, asked, worlds, lambda: _planned(config, corpus, nproc, log))
     if not lineup.plans:
-        raise ModelError(*dict.fromkeys(f"{row.strategy} on {row.ranks} ranks: {row.reason}" for row in lineup.refused))
+        raise ModelError(
+            *dict.fromkeys(f"{row.strategy} on {counted(row.ranks, 'rank')}: {row.reason}" for row in lineup.refused)
+        )
     shrunk, seq_len = _shrink(config, factory, corpus, lineup)
     return VerifyJob(config, corpus, lineup, shrunk, seq_len)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.local_shapes import with_stages
 from shardwise.cost.price import training_cost, training_hours
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
@@ -238,12 +239,14 @@ def time_of(question: Question, plan: Plan) -> StepTime | None:
 
 
 def _priced(question: Question, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
-    """Build a candidate with hours and dollars, and a note if the host's memory is unknown."""
+    """Build a candidate with hours and dollars, the pipeline's stages, and a note if the host's memory is unknown."""
     cluster = question.cluster
     if memory.offloaded_bytes and memory.host_bytes and cluster.host_memory_bytes is None:
         note = f"needs {bytes_text(memory.host_bytes)} of host memory on a node, {HOST_UNKNOWN}"
         memory = memory.model_copy(update={"notes": (*memory.notes, note)})
-    candidate = Candidate(plan=plan, fits=fits(question, memory), reason="", memory=memory, time=time)
+    candidate = Candidate(
+        plan=with_stages(question.profile, plan), fits=fits(question, memory), reason="", memory=memory, time=time
+    )
     step_tokens = (plan.global_batch or 0) * (plan.seq_len or 0)
     hours = training_hours(question.workload.tokens, step_tokens, time.step_s if time else None)
     cost = training_cost(hours, cluster.world_size, cluster.price_per_device_hour)

@@ -109,13 +109,17 @@ class OptimizerTable(Table):
     name: OptimizerName = Field("adamw", description="; ".join(f"{s.name}: {s.help}" for s in OPTIMIZERS.values()))
     factory: Named | None = Field(None, description="package.module:function(params, lr=..., **kwargs) -> Optimizer")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
-    lr: Rate = 1e-3
-    betas: list[Fraction] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
-    eps: float = Field(1e-8, ge=1e-38, le=1)  # smaller values are 0 in fp32
-    weight_decay: float = Field(0.0, ge=0, le=100)
-    momentum: Fraction = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: Count = 0
+    lr: Rate = Field(1e-3, description="largest learning rate")
+    betas: list[Fraction] = Field(
+        default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="decay of the two moments"
+    )
+    eps: float = Field(1e-8, ge=1e-38, le=1, description="of the update's denominator")  # smaller ones are 0 in fp32
+    weight_decay: float = Field(0.0, ge=0, le=100, description="decoupled from the gradient")
+    momentum: Fraction = Field(0.0, description="of sgd")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="the learning rate after the warm-up, to the end of the run"
+    )
+    warmup_steps: Count = Field(0, description="steps in which the learning rate rises to lr")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
     clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' means no limit")
     in_backward: bool = option_field("optimizer_in_backward")
@@ -187,14 +191,16 @@ class TrainTable(Table):
     """``[train]``: duration, batch size and output."""
 
     steps: Positive | None = Field(None, description="optimizer steps; exactly one of steps and epochs")
-    epochs: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    epochs: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
+        None, description="passes over the data; exactly one of steps and epochs"
+    )
     global_batch: Batch | None = Field(None, description="samples per optimizer step over all ranks")
     micro_batch: Batch | None = Field(None, description="samples per forward on one rank")
     grad_accum: Batch | None = Field(None, description="micro batches per optimizer step on one rank")
     loss_chunks: Few = option_field("loss_chunks")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of weights, order of samples and dropout")
     output: RunFolder = Field("runs/default", description="run folder")
-    log_every: Positive = 1
+    log_every: Positive = Field(1, description="steps between logged lines")
     eval_every: Count = Field(0, description="steps between evaluations; 0 is only at the end")
     eval_samples: Count = Field(0, description="held-out samples to evaluate; 0 is all")
     profile: str | None = Field(None, description="a torch.profiler trace of 'STEP' or 'STEP:COUNT', such as '20:3'")
@@ -238,15 +244,15 @@ class TrainTable(Table):
 
 
 class ParallelTable(ParallelOptions, Table):
-    """``[parallel]``: the strategy and its devices; `ParallelOptions` are its other keys."""
+    """``[parallel]``: the strategy, its devices and its options (`ParallelOptions`)."""
 
-    strategy: str = "auto"
+    strategy: str = Field("auto", description="auto, or such as ddp, zero2, fsdp+tp2, ddp+lora, deepspeed-zero3")
     nproc: Ranks | None = Field(None, description="ranks on this machine; a GPU each, or two on CPU if left out")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dp_replicate: Positive | None = None
-    dp_shard: Positive | None = None
-    precision: RunPrecision = "fp32"
-    recompute: Recompute = "none"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is the GPUs, else the CPU")
+    dp_replicate: Positive | None = Field(None, description="data-parallel replicas; chosen if left out")
+    dp_shard: Positive | None = Field(None, description="ranks that shard one replica; chosen if left out")
+    precision: RunPrecision = Field("fp32", description="compute dtype; weights and gradient reduction stay fp32")
+    recompute: Recompute = Field("none", description="activation checkpointing of the repeated blocks")
     loss_parallel: bool = option_field("loss_parallel", default=True)  # the loss of ``train`` takes sharded logits
     nvme_path: Named | None = option_field("nvme_path")
     threads: Ranks | None = Field(None, description="CPU threads of a rank; the cores divided by the ranks if left out")
@@ -267,7 +273,7 @@ class ParallelTable(ParallelOptions, Table):
 class LoraTable(Table):
     """``[lora]``: adapters of a strategy with ``+lora`` or ``+qlora``; the base is frozen."""
 
-    rank: Few = 16
+    rank: Few = Field(16, description="of the two matrices of an adapter")
     alpha: float = Field(32.0, ge=1e-6, le=1e6, description="adapters count alpha / rank")
     dropout: Fraction = Field(0.0, description="share of an adapter's inputs dropped in training")
     targets: list[str] = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,3 +57,9 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except (ValueError, RecursionError):
                 return
+
+
+def logged_losses(path: Path) -> list[tuple[int, float]]:
+    """Return the logged steps of a metrics file with their training loss; losses that are not finite are left out."""
+    found = ((line["step"], line.get("loss")) for line in read_metrics(path))
+    return [(step, loss) for step, loss in found if isinstance(loss, float) and math.isfinite(loss)]

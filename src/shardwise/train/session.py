@@ -261,6 +261,7 @@ class Session:
         else:
             names = parameter_names(model)
             self._applied = apply(model, self._plan, self.device, sample, fill)
+            self._plan = self._applied.plan
             self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
             refuse_unsupported(self._applied.outer, self._plan.strategy)
             check_optimizer(self._optimizer, self._applied.module, self._plan, self.ranks)
@@ -274,9 +275,8 @@ class Session:
             for note in self._applied.warnings:
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
-        engine = self._applied.engine
+        engine, outer, called = self._applied.engine, self._applied.outer, self._applied.outer
         self._gathers = self._applied.pipeline is None and bool(orders_of(self._applied.outer))
-        outer, called = self._applied.outer, self._applied.outer
         if engine is not None:
             self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):

@@ -10,7 +10,7 @@ from rich.table import Table
 from shardwise.bench.scaling.predict import Point, ScalingCurve
 from shardwise.measure.scaling_facts import LeftOut, Loss, Scaling, ScalingRow, warnings_of
 from shardwise.measure.step_time.timing import NAMES, Timing
-from shardwise.units import count_text, seconds_text
+from shardwise.units import count_text, money_text, seconds_text
 
 PART_NAMES = {**NAMES, "untold": "not told apart"}
 """Parts of a step in words."""
@@ -98,15 +98,15 @@ def last_device_lines(rows: Sequence[ScalingRow], price: float | None) -> list[s
         f"the last of {last.devices} devices" if number == 1 else f"each of the last {number} of {last.devices} devices"
     )
     if added <= 0:
-        cost = "" if price is None else f", for ${price:.2f} an hour"
-        return [f"{who} takes {_rate(-added)} tokens/s away{cost}: there are more without"]
-    first = f"{who} adds {_rate(added)} tokens/s, {last.worth:.0%} of what one of the first adds"
+        cost = "" if price is None else f", for {money_text(price)} an hour"
+        return [f"{who} takes {count_text(-added)} tokens/s away{cost}: there are more without"]
+    first = f"{who} adds {count_text(added)} tokens/s, {last.worth:.0%} of what one of the first adds"
     if price is None:
         return [f"{first}; money: unknown, give --price (US dollars for an hour of a device)"]
     return [
-        f"{first}: for ${price:.2f} an hour, ${_money(last.added_dollars_per_million_tokens)} a million tokens "
-        f"(on average ${_money(last.dollars_per_million_tokens)}, on the smallest size "
-        f"${_money(rows[0].dollars_per_million_tokens)})"
+        f"{first}: for {money_text(price)} an hour, {money_text(last.added_dollars_per_million_tokens)} a million "
+        f"tokens (on average {money_text(last.dollars_per_million_tokens)}, on the smallest size "
+        f"{money_text(rows[0].dollars_per_million_tokens)})"
     ]
 
 
@@ -171,11 +171,3 @@ def _between(low: float | None, high: float | None) -> str:
 
 def _signed(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '−'}{_ms(abs(seconds))}"
-
-
-def _rate(number: float) -> str:
-    return f"{number:.0f}" if number < 1000 else count_text(number)
-
-
-def _money(dollars: float | None) -> str:
-    return "unknown" if dollars is None else f"{dollars:.4f}" if dollars < 0.1 else f"{dollars:.2f}"

@@ -56,6 +56,7 @@ class ShardLayout:
     masters: bool = False
     schedule: PipelineSchedule = "1f1b"
     virtual: int = 1  # stages per rank
+    stage_blocks: tuple[int, ...] | None = None  # of each stage, where the plan has them
     sequence: bool = True  # activations between tensor-parallel regions are sharded along the sequence
     vocab: bool = True  # logits stay sharded over the vocabulary
     flat: bool = False  # FSDP1: a unit is one flat parameter with one gradient
@@ -175,6 +176,7 @@ def layout_of(plan: Plan, framework: Framework | None = None) -> ShardLayout:
         masters=full and framework == "megatron",
         schedule=plan.pipeline_schedule,
         virtual=plan.virtual_stages if dims.pp > 1 else 1,
+        stage_blocks=plan.stage_blocks,
         sequence=plan.sequence_parallel,
         vocab=plan.loss_parallel,
     )
@@ -217,13 +219,23 @@ def _stage_pieces(profile: ModelProfile, first: int, last: int, begins: bool, en
 
 
 def stage_counts(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
-    """Blocks of each pipeline stage, balanced by the FLOPs of products, as for live models.
+    """Blocks of each pipeline stage: the plan's, else balanced by the FLOPs of products, as for live models.
 
     Other frameworks distribute blocks evenly.
     """
+    if layout.stage_blocks is not None:
+        return layout.stage_blocks
     if layout.framework != "shardwise":
         return blocks_per_stage(profile.num_blocks, layout.pp)
     return _stage_counts(SameProfile(profile), layout.pp * layout.virtual)
+
+
+def with_stages(profile: ModelProfile, plan: Plan) -> Plan:
+    """Write the blocks of each pipeline stage into a plan without them that this package can run."""
+    layout = layout_of(plan)
+    if layout.pp == 1 or layout.framework != "shardwise" or layout.pp * layout.virtual > profile.num_blocks:
+        return plan
+    return plan.model_copy(update={"stage_blocks": stage_counts(profile, layout)})
 
 
 @lru_cache(maxsize=1024)

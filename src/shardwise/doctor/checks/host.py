@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from shardwise.doctor.check import Check, error, ok, unknown, warning, worst
 from shardwise.doctor.machine_facts import HostFacts, Limit
-from shardwise.units import GIB, MIB, bytes_text, seconds_text
+from shardwise.units import GIB, MIB, bytes_text, counted, seconds_text
 
 FILES_ENOUGH, FILES_LEAST = 4096, 256
 """Open files of a process. A loader worker opens one for each tensor in transit; 1,024 is a common default."""
@@ -73,7 +73,7 @@ def cores(facts: HostFacts) -> list[Check]:
                 "end them (top shows which), or measure when they are done",
             )
         )
-    return worst(found, ok("cores", f"{where} for {facts.ranks} ranks"))
+    return worst(found, ok("cores", f"{where} for {counted(facts.ranks, 'rank')}"))
 
 
 def memory(facts: HostFacts) -> list[Check]:
@@ -84,9 +84,9 @@ def memory(facts: HostFacts) -> list[Check]:
     if limit is not None and limit < total:
         used = facts.allowed.memory_used_bytes or 0
         total, free, whose = limit, min(free, max(0, limit - used)), " (a container's limit)"
-    each = free / facts.ranks
+    each, ranks = free / facts.ranks, counted(facts.ranks, "rank")
     wanted = RAM_CUDA if facts.gpus.gpus else RAM_ENOUGH
-    text = f"{bytes_text(free)} of {bytes_text(total)}{whose} free: {bytes_text(each)} for each of {facts.ranks} ranks"
+    text = f"{bytes_text(free)} of {bytes_text(total)}{whose} free: {bytes_text(each)} for each of {ranks}"
     if each < RAM_LEAST:
         return [
             error("memory", f"{text}; a rank takes more before it does anything", "use fewer ranks, or free memory")
@@ -138,16 +138,14 @@ def _processes(facts: HostFacts) -> list[Check]:
     soft = limit.soft if limit else None
     group = facts.allowed.processes
     most = min((n for n in (soft, group) if n is not None), default=None)
-    need = PROCESSES_A_RANK * facts.ranks
+    need, ranks = PROCESSES_A_RANK * facts.ranks, counted(facts.ranks, "rank")
     if most is None or most >= need:
-        return [ok("processes", f"{_number(most)} processes and threads; {facts.ranks} ranks may start {need}")]
+        return [ok("processes", f"{_number(most)} processes and threads; {ranks} may start {need}")]
     if group is not None and most == group:
         fix = "start the container with --pids-limit=-1"
     else:
         fix = _raise("u", 65536, limit, "--ulimit nproc=65536")
-    return [
-        warning("processes", f"at most {most} processes and threads, and {facts.ranks} ranks may start {need}", fix)
-    ]
+    return [warning("processes", f"at most {most} processes and threads, and {ranks} may start {need}", fix)]
 
 
 def _core(facts: HostFacts) -> list[Check]:

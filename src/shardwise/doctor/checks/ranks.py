@@ -9,7 +9,7 @@ from shardwise.doctor.rank_self_test import LARGE, SMALL, RanksTest
 from shardwise.hardware.gpus import PCIE_TRANSFERS_PER_S, pcie_bytes_per_s
 from shardwise.measure.gpu.gpu_load import DeviceLoad
 from shardwise.measure.gpu.nvml import GpuMachine
-from shardwise.units import bytes_text
+from shardwise.units import bytes_text, counted
 
 SLOW_COPY = 0.5
 """Host-to-device copies below this share of the link's rate are reported; packet headers alone take a tenth."""
@@ -27,7 +27,7 @@ def check_ranks_test(test: RanksTest, facts: HostFacts | None = None) -> list[Ch
             f"rank {answer.rank}: {answer.word or 'no answer'}, last seen in {answer.stage or 'no stage'}"
             for answer in test.answers
         ]
-        text = f"{test.problem}; {test.world_size} ranks{hosts} over {test.backend}"
+        text = f"{test.problem}; {counted(test.world_size, 'rank')}{hosts} over {test.backend}"
         return [error("ranks", text, test.fix, *evidence[:32])]
     words = []
     if test.small_s is not None and test.large_s is not None and test.world_size > 1:
@@ -35,7 +35,9 @@ def check_ranks_test(test: RanksTest, facts: HostFacts | None = None) -> list[Ch
             f"all_reduce of {bytes_text(4 * SMALL)}: {test.small_s * 1e6:.0f} µs, of {bytes_text(4 * LARGE)}: "
             f"{test.large_s * 1e3:.2f} ms (medians of 5; shardwise bench comm measures it properly)"
         ]
-    answer = f"all {test.world_size} ranks{hosts} answer, and add up right, over {test.backend}"
+    world = test.world_size
+    who = f"all {world} ranks{hosts} answer, and add" if world > 1 else "the rank answers, and adds"
+    answer = f"{who} up right, over {test.backend}"
     return [ok("ranks", answer, *words), *loads(test, facts)]
 
 

@@ -8,6 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.interop.deepspeed.import_config import BESIDE, BESIDE_KEYS
 from shardwise.plan.deepspeed_stages import STAGES, deepspeed_config
 from shardwise.plan.plan import Plan, axis_problems
+from shardwise.units import counted
 
 _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
     "seq_len": "split samples to this length",
@@ -72,7 +73,9 @@ def beside(plan: Plan) -> dict[str, Any]:
 def export_notes(plan: Plan) -> list[str]:
     """List what the configuration omits, or DeepSpeed does differently; one line each."""
     strategy, kept = plan.parsed, beside(plan)
-    notes = [f"launch it on {plan.dims.world_size} ranks: DeepSpeed's configuration does not contain the number"]
+    notes = [
+        f"launch it on {counted(plan.dims.world_size, 'rank')}: DeepSpeed's configuration does not contain the number"
+    ]
     notes += [f"{key} {_text(kept[key])}: {do}" for key, do in _ITS_OWN.items() if key in kept]
     notes.append("the optimizer is your script's: deepspeed.initialize(optimizer=...)")
     if strategy.engine == "torch":

@@ -37,6 +37,7 @@ BESIDE_KEYS = frozenset(Plan.model_fields) - {
     "optimizer_in_backward",
     "precision",
     "reason",
+    "stage_blocks",
     *(name for name, spec in OPTION_SPECS.items() if spec.requires in ("+tp", "+pp", FULL_PARAMETERS)),
 }
 
@@ -329,7 +330,10 @@ class _Reader:
                 "DeepSpeed offloads parameters and swaps to NVMe only in stage 3; set it, or move the optimizer to cpu"
             )
         elif (state, weights) == ("cpu", "none"):
-            fix = "+offload moves both; add offload_param with device cpu, or take offload_optimizer out"
+            fix = (
+                "add offload_param with device cpu (deepspeed-zero3+offload), set stage 2, which leaves parameters on "
+                "the device, unsharded (deepspeed-zero2+offload), or take offload_optimizer out (deepspeed-zero3)"
+            )
         else:
             fix = "Shardwise has cpu and cpu, nvme and nvme, or nvme and cpu; choose one of these"
         self.problems.append(f"{where} is not a plan that Shardwise runs: {fix}")

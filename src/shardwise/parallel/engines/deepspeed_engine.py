@@ -102,7 +102,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
             materialize(module, device, broadcast=False)  # DeepSpeed broadcasts rank 0's weights itself
             make_contiguous(module)
         broadcast_buffers(module)
-        bare = Applied(module, module, tuple(blocks), spec)
+        bare = Applied(plan, module, module, tuple(blocks), spec)
         optimizer = _trained_only(apply_to_optimizer(optimizer, names, bare, plan))
         groups = _groups(module, optimizer)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its memory use
@@ -115,7 +115,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
         engine.set_weights(lambda name: _sent(originals.pop(name, None), engine.shape(name), device))
     note_engine(module, engine)
     refuse_unsupported_of_engine(inner, plan.strategy)
-    return Applied(inner, module, tuple(blocks), spec, warnings=notes, engine=engine), optimizer
+    return Applied(plan, inner, module, tuple(blocks), spec, warnings=notes, engine=engine), optimizer
 
 
 def _ready_to_swap(plan: Plan, ranks: Ranks) -> SwapFolder:

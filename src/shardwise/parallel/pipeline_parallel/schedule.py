@@ -28,8 +28,7 @@ from shardwise.model.wiring import Wiring
 from shardwise.parallel.pipeline_parallel.stage_module import Receive, StageContainer, copies, cut
 from shardwise.parallel.pipeline_parallel.stage_runtime import LossFunction, RunStage, StageSpan, StageWork
 from shardwise.parallel.precision import DTYPES
-from shardwise.plan.plan import Plan
-from shardwise.plan.stage_balance import balanced_stages
+from shardwise.plan.plan import Plan, stage_problems
 
 _SEVERAL = {
     "interleaved-1f1b": ScheduleInterleaved1F1B,
@@ -107,6 +106,13 @@ def check_pipeline(plan: Plan, num_blocks: int) -> None:
             f"{equation} stages need as many blocks, and the model has {num_blocks}; "
             f"use +pp{max(1, num_blocks // virtual)}"
         )
+    problems += stage_problems(plan)
+    placed = sum(plan.stage_blocks or ())
+    if num_blocks and placed not in (0, num_blocks):
+        problems.append(
+            f"stage_blocks {list(plan.stage_blocks or ())} place {placed} blocks, and the model has {num_blocks}; "
+            "remove stage_blocks from the plan, or make a new plan for this model"
+        )
     count = padded_count(plan, plan.grad_accum)
     if count != plan.grad_accum:
         below = max((n for n in range(1, plan.grad_accum) if padded_count(plan, n) == n), default=count)
@@ -165,7 +171,7 @@ def padded_count(plan: Plan, micro_batches: int) -> int:
 
 
 def split_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan: Plan, pp_rank: int) -> Stages:
-    """Build this rank's stages.
+    """Build this rank's stages, with the blocks that ``plan.stage_blocks`` gives each.
 
     Without pipeline parallel ``wiring`` is ``None`` and the model is one stage.
 
@@ -179,7 +185,7 @@ def split_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan
     check_tied(spec, wiring, plan)
     tied, ranks = _tied(spec, wiring), stage_ranks(plan)
     number = len(ranks)
-    counts = balanced_stages(wiring.block_flops, wiring.before_flops, wiring.after_flops, number)
+    counts = plan.stage_blocks or ()
     starts = [sum(counts[:index]) for index in range(number)]
     indices = [index for index, rank in enumerate(ranks) if rank == pp_rank]
     parts = copies(module, len(indices))

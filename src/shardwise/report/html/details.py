@@ -110,7 +110,7 @@ def _timing_facts(timing: Timing) -> Iterable[str]:
         yield f"Rank {timing.late_rank} came last most often: in {percent(timing.late_share)} of the steps."
     if timing.cpu_wait_s is not None:
         seconds = milliseconds(timing.cpu_wait_s.mean_s)
-        yield f"A rank was ready to run and had no core for {seconds} a step, which are in the parts above."
+        yield f"A rank was ready to run and had no core for {seconds} a step; the parts above contain that time."
     if timing.early_reduces:
         seconds = milliseconds(timing.early_reduce_s)
         yield (
@@ -148,17 +148,20 @@ def memory(record: RunRecord, charts: dict[str, Figure]) -> Safe:
     rows = [
         (
             f"peak in {phase.replace('_', ' ')}",
-            size(told.get(phase)),
-            size(found.peaks.get(phase)),
+            _size_or_dash(told.get(phase)),
+            _size_or_dash(found.peaks.get(phase)),
             _ratio(found.peaks.get(phase), told.get(phase)),
         )
         for phase in dict.fromkeys([*told, *found.peaks])
     ]
     for name in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries"):
         planned, seen = getattr(found.predicted, name), found.at_rest.get(name)
-        rows.append((name, size(planned), "–" if seen is None else size(seen), _ratio(seen, planned)))
+        if planned is not None or seen is not None:
+            rows.append((name, _size_or_dash(planned), _size_or_dash(seen), _ratio(seen, planned)))
     head = ("bytes on the fullest rank", "predicted", "measured", "measured / predicted")
     parts.append(table(head, rows, numbers=(1, 2, 3)))
+    if any("–" in row[1:3] for row in rows):
+        parts.append(el("p", "–: not predicted, or not measured apart from the rest.", class_="soft"))
     facts = [
         ("the process with its libraries", found.process_peak_bytes),
         ("taken of the device", found.device_used_bytes),
@@ -166,6 +169,10 @@ def memory(record: RunRecord, charts: dict[str, Figure]) -> Safe:
     known = [f"{name} {size(value)}" for name, value in facts if value is not None]
     parts += [el("p", f"Measured, too: {', '.join(known)}.")] if known else []
     return section("memory-section", "Memory", *parts)
+
+
+def _size_or_dash(num_bytes: int | None) -> str:
+    return "–" if num_bytes is None else size(num_bytes)
 
 
 def _ratio(found: int | None, planned: int | None) -> str:

@@ -25,6 +25,8 @@ RANKS = 16
 """Most ranks to draw; of more, those that work longest and those that work shortest."""
 CURVES = 6
 MIB, GIB = 2**20, 2**30
+LABELS = 72
+"""Pixels at the right of a chart for the labels of its lines, which would cover them elsewhere."""
 _AXIS = {"gridcolor": "var:grid", "linecolor": "var:line", "zeroline": False, "automargin": True, "ticks": ""}
 
 
@@ -73,13 +75,13 @@ def _measured(series: Series, values: Column, name: str, digits: str) -> list[Fi
 
 
 def _end_label(series: Series, values: Column, digits: str) -> list[Figure]:
-    """Label the last known value at the end of its line."""
+    """Label the last known value behind the end of its line."""
     known = [(step, value) for step, value in zip(series.step, values, strict=True) if value is not None]
     if not known:
         return []
-    step, value = known[-1]
+    _, value = known[-1]
     font = {"color": "var:ink", "size": 13}
-    place = {"x": step, "y": value, "xanchor": "right", "yanchor": "bottom", "yshift": 6, "showarrow": False}
+    place = {"xref": "paper", "x": 1, "y": value, "xanchor": "left", "xshift": 6, "showarrow": False}
     return [{**place, "text": f"<b>{value:{digits}}</b>", "font": font}]
 
 
@@ -88,7 +90,8 @@ def loss_figure(series: Series) -> Figure | None:
     if not any(value is not None for value in series.loss):
         return None
     data = _measured(series, series.loss, "loss", ".4f")
-    return figure(data, x="step", y="training loss (nats a token)", annotations=_end_label(series, series.loss, ".3f"))
+    labels = _end_label(series, series.loss, ".3f")
+    return figure(data, x="step", y="training loss (nats a token)", annotations=labels, margin={"r": LABELS})
 
 
 def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
@@ -98,11 +101,17 @@ def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
     x, y = [e.step for e in evaluations], [e.heldout_bits_per_byte for e in evaluations]
     hover = "step %{x:,}: %{y:.4f}<extra></extra>"
     line = _line(x, y, "held out", "var:accent", marker={"color": "var:accent", "size": 8}, hovertemplate=hover)
-    line |= {"mode": "lines+markers+text", "text": [f"{value:.2f}" for value in y], "textposition": "top center"}
+    line |= {
+        "mode": "lines+markers+text",
+        "text": [f"{value:.2f}" for value in y],
+        "textposition": "top right",
+        "cliponaxis": False,
+    }
     if len(evaluations) > 8:
         line["mode"] = "lines+markers"
     pad = (max(y) - min(y)) * 0.25 or 0.1
-    return figure([line], x="step", y="bits per byte", height=240, yaxis={"range": [min(y) - pad, max(y) + pad]})
+    span = {"range": [min(y) - pad, max(y) + pad]}
+    return figure([line], x="step", y="bits per byte", height=240, yaxis=span, margin={"r": LABELS})
 
 
 def throughput_figure(series: Series, median: float | None, saves: Sequence[SavedCheckpoint]) -> Figure | None:
@@ -113,24 +122,26 @@ def throughput_figure(series: Series, median: float | None, saves: Sequence[Save
     if median is not None:
         dash = {"color": "var:soft", "width": 1.5, "dash": "dash"}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": median, "y1": median, "line": dash})
-        where = {"xref": "paper", "x": 1, "y": median, "xanchor": "right", "yanchor": "bottom", "yshift": 10}
+        where = {"xref": "paper", "x": 1, "y": median, "xanchor": "left", "xshift": 6, "align": "left"}
         notes.append(
             {
                 **where,
                 "showarrow": False,
-                "text": f"{_thousands(median)} tokens/s",
+                "text": f"{_thousands(median)}<br>tokens/s",
                 "font": {"color": "var:ink", "size": 12},
             }
         )
     data = _measured(series, series.tokens_per_s, "tokens/s", ",.0f")
     if saves:
-        tick = {"symbol": "triangle-up", "size": 9, "color": "var:p-checkpoint"}
+        edge = {"color": "var:ink", "width": 1}
+        tick = {"symbol": "triangle-up", "size": 14, "color": "var:p-checkpoint", "line": edge}
         hover = "checkpoint after step %{x:,}<extra></extra>"
         marks = {"type": "scatter", "mode": "markers", "marker": tick, "name": "checkpoint", "hovertemplate": hover}
         data.append({**marks, "x": [s.step for s in saves], "y": [0] * len(saves), "cliponaxis": False})
     top = max(value for value in series.tokens_per_s if value is not None)
     axis = {"range": [0, top * 1.2]}
-    return figure(data, x="step", y="tokens a second", yaxis=axis, shapes=shapes, annotations=notes)
+    more: Figure = {"shapes": shapes, "annotations": notes, "margin": {"r": LABELS}}
+    return figure(data, x="step", y="tokens a second", yaxis=axis, **more)
 
 
 def _thousands(value: float) -> str:
@@ -140,20 +151,24 @@ def _thousands(value: float) -> str:
 def parts_figure(series: Series) -> Figure | None:
     """Plot stacked seconds of a step by part; ``None`` if the run logged none.
 
-    The figure also has ``keys``, the meaning of its colours, and ``off_scale``, the steps beyond its axis.
+    Lines without parts (of the first steps) are left out: they would be drawn as zero. The figure also has ``keys``,
+    the meaning of its colours, and ``off_scale``, the steps beyond its axis.
     """
     sums = {part: sum(v or 0.0 for v in column) for part, column in series.parts_s.items()}
     full = sum(sums.values())
     if not full:
         return None
-    heights = [sum(column[i] or 0.0 for column in series.parts_s.values()) for i in range(len(series.step))]
+    known = [i for i in range(len(series.step)) if any(column[i] is not None for column in series.parts_s.values())]
+    steps = [series.step[i] for i in known]
+    columns = {part: [column[i] for i in known] for part, column in series.parts_s.items()}
+    heights = [sum(column[i] or 0.0 for column in columns.values()) for i in range(len(known))]
     top = _scale(heights)
     unit, name = _unit(top)
     large = [part for part in ordered(sums) if sums[part] / full >= SMALL]
     small = [part for part in sums if part not in large and sums[part] > 0]
-    stacks = [(words(part), colour(part), series.parts_s[part]) for part in large]
+    stacks: list[tuple[str, str, Sequence[float | None]]] = [(words(p), colour(p), columns[p]) for p in large]
     if small:
-        rest = tuple(sum(series.parts_s[part][i] or 0.0 for part in small) for i in range(len(series.step)))
+        rest = [sum(columns[part][i] or 0.0 for part in small) for i in range(len(known))]
         label = words(small[0]) if len(small) == 1 else f"{len(small)} parts below {SMALL:.1%} each"
         stacks.append((label, "p-between", rest))
     data = []
@@ -164,7 +179,7 @@ def parts_figure(series: Series) -> Figure | None:
         one = {
             "type": "scatter",
             "mode": "lines",
-            "x": list(series.step),
+            "x": steps,
             "y": y,
             "name": html.escape(label),
             "hovertemplate": hover,
@@ -172,9 +187,7 @@ def parts_figure(series: Series) -> Figure | None:
         data.append({**one, **area})
     axis = {"range": [0, top * unit * 1.08]}
     drawn = figure(data, x="step", y=f"{name} a step", height=320, yaxis=axis, hovermode="x unified")
-    beyond = [
-        f"step {s:,} ({h * unit:,.0f} {name})" for s, h in zip(series.step, heights, strict=True) if h > top * 1.08
-    ]
+    beyond = [f"step {s:,} ({h * unit:,.0f} {name})" for s, h in zip(steps, heights, strict=True) if h > top * 1.08]
     more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
     return {**drawn, "keys": [(tone, label) for label, tone, _ in stacks], "off_scale": ", ".join(beyond[:3]) + more}
 

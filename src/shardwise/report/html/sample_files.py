@@ -14,7 +14,8 @@ from shardwise.errors import UserError
 from shardwise.measure.comm_facts import bus_factor
 from shardwise.measure.scaling_facts import MODES, Mode, Scaling, ScalingRow, rows_of, warnings_of
 from shardwise.report.html.run_record import BenchSamples, Curve
-from shardwise.report.html.text import UNKNOWN, milliseconds, money, percent, rate
+from shardwise.report.html.text import UNKNOWN, milliseconds, percent
+from shardwise.units import count_text, counted, money_text
 
 
 def together(*readers: Callable[[], BenchSamples | None]) -> list[BenchSamples | None]:
@@ -95,11 +96,15 @@ def read_scaling(path: Path) -> BenchSamples:
 
 
 def _scaling_row(mode: Mode, row: ScalingRow) -> tuple[str, ...]:
-    added = "–" if row.added_tokens_per_s is None else f"{rate(row.added_tokens_per_s)} tokens/s ({percent(row.worth)})"
-    each = "–" if row.dollars_per_million_tokens is None else money(row.dollars_per_million_tokens)
+    added = (
+        "–"
+        if row.added_tokens_per_s is None
+        else f"{count_text(row.added_tokens_per_s)} tokens/s ({percent(row.worth)})"
+    )
+    each = "–" if row.dollars_per_million_tokens is None else money_text(row.dollars_per_million_tokens)
     known = "" if row.low == row.high else f" ({percent(row.low)} to {percent(row.high)})"
     span = f"{percent(row.efficiency)}{known}"
-    speed = rate(row.tokens_per_s)
+    speed = count_text(row.tokens_per_s)
     return f"{row.devices}", mode, milliseconds(row.step_s), speed, span, milliseconds(row.lost_s), added, each
 
 
@@ -163,7 +168,7 @@ def read_links(path: Path) -> BenchSamples:
         curves.append(Curve(name=name, group=name, x=sizes, y=speeds))
         rows.append(_link_row(link))
     head = ("collective", "axis", "ranks", "latency", "95 %", "bus bandwidth", "95 %")
-    notes = (f"Measured on {file.ranks} ranks of {file.device_name}, {file.backend}, {file.date}",)
+    notes = (f"Measured on {counted(file.ranks, 'rank')} of {file.device_name}, {file.backend}, {file.date}",)
     source = f"{path.name} (shardwise bench comm)"
     return BenchSamples(source=source, curves=tuple(curves), columns=head, rows=tuple(rows), notes=notes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.diagnosis.finding import Finding
+from shardwise.diagnosis.weight import HINT
 from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import utilisation_lines
@@ -19,19 +20,18 @@ from shardwise.report.html.text import (
     fixed,
     joined,
     milliseconds,
-    money,
     number,
     percent,
-    rate,
     sampled,
     section,
     size,
     span,
     table,
 )
-from shardwise.units import count_text
+from shardwise.units import count_text, counted, money_text
 
 LEVELS = {"alarm": "costs time", "hint": "worth checking", "fine": "healthy"}
+NO_LEARNING = ("loss-at-chance", "loss-rises")
 STATES = {"finished": "finished", "unfinished": "not finished", "running": "running", "unknown": "state unknown"}
 
 
@@ -41,7 +41,7 @@ def header(record: RunRecord) -> Safe:
     facts = []
     if plan is not None:
         ranks = plan.dims.world_size
-        facts.append(f"{plan.strategy} on {ranks} {'rank' if ranks == 1 else 'ranks'} ({plan.device})")
+        facts.append(f"{plan.strategy} on {counted(ranks, 'rank')} ({plan.device})")
         facts.append(plan.precision)
     facts.append(f"{record.figures.steps:,} steps")
     badge = el("span", STATES[record.state], class_=f"badge {record.state}")
@@ -67,6 +67,7 @@ def verdict(record: RunRecord) -> Safe:
     if timing is None:
         return section("verdict", "Verdict", *cards)
     split = [el("h3", "Where an average step goes"), el("p", _split_sentence(timing)), _split_bar(timing)]
+    split += [el("p", _step_times(timing), class_="soft")]
     return section("verdict", "Verdict", *cards, *split)
 
 
@@ -84,7 +85,7 @@ def _finding(finding: Finding) -> Safe:
         share = "" if finding.share is None else f" ({percent(finding.share)})"
         costs.append(f"{milliseconds(finding.seconds)} of a step{share}")
     if finding.money is not None:
-        costs.append(f"{money(finding.money)} an hour")
+        costs.append(f"{money_text(finding.money)} an hour")
     if finding.rank is not None:
         costs.append(f"rank {finding.rank}")
     evidence = el("ul", *(el("li", line) for line in finding.evidence)) if finding.evidence else None
@@ -92,7 +93,7 @@ def _finding(finding: Finding) -> Safe:
         "article",
         el(
             "p",
-            el("span", LEVELS[finding.level], class_="level"),
+            el("span", "does not learn" if finding.kind in NO_LEARNING else LEVELS[finding.level], class_="level"),
             " ".join(["", *costs[:0]]),
             _costs(costs),
             class_="top",
@@ -110,7 +111,27 @@ def _costs(costs: list[str]) -> Safe | None:
 
 def _split_sentence(timing: Timing) -> str:
     parts = [f"{percent(seconds / timing.step_s)} {name}" for name, seconds in families(timing) if timing.step_s]
-    return f"Of an average step of {milliseconds(timing.step_s)}: {', '.join(parts)}."
+    waited = 0.0 if timing.cpu_wait_s is None else timing.cpu_wait_s.mean_s
+    text = f"Of an average step of {milliseconds(timing.step_s)}: {', '.join(parts)}."
+    if timing.step_s and waited >= HINT * timing.step_s:
+        text += (
+            f" For {milliseconds(waited)} of it ({percent(waited / timing.step_s)}) a rank was ready to run and had no "
+            "core; this time counts as the part in which it waited, so not all that is called computing is."
+        )
+    return text
+
+
+def _step_times(timing: Timing) -> str:
+    """Say which step time of the page is which."""
+    full = timing.step_s + sum(timing.between_s.values())
+    text = (
+        f"A step has several times on this page: {milliseconds(timing.median_step_s)} is the median (key figures), "
+        f"{milliseconds(timing.step_s)} the mean"
+    )
+    if full > timing.step_s:
+        text += f", {milliseconds(full)} the mean with the checkpoints and evaluations between steps (findings)"
+    counted_steps = f"{counted(timing.steps, 'step')} after {timing.warm_up} of warm-up"
+    return f"{text}; all over {counted_steps}."
 
 
 def _split_bar(timing: Timing) -> Safe:
@@ -141,11 +162,11 @@ def key_figures(record: RunRecord) -> Safe:
     tiles = [
         ("loss", fixed(f.last_loss), "" if f.first_loss is None else f"from {fixed(f.first_loss)} at the first step"),
         ("held out", fixed(f.heldout_bits_per_byte), "bits per byte"),
-        ("throughput", rate(f.tokens_per_s), f"tokens/s, {rate(each)} a device" if each else "tokens/s"),
-        ("step", milliseconds(f.step_s), _against(f.step_s, f.step_predicted_s, milliseconds)),
+        ("throughput", count_text(f.tokens_per_s), f"tokens/s, {count_text(each)} a device" if each else "tokens/s"),
+        ("median step", milliseconds(f.step_s), _against(f.step_s, f.step_predicted_s, milliseconds)),
         ("MFU", percent(f.mfu), _mfu_note(record)),
         ("peak memory", size(f.peak_bytes), _against(f.peak_bytes, f.peak_predicted_bytes, size)),
-        ("cost", money(f.cost), _cost_note(record)),
+        ("cost", money_text(f.cost), _cost_note(record)),
         ("trained on", count_text(f.tokens), f"tokens in {span(f.step_seconds)} of steps"),
     ]
     boxes = (
@@ -181,7 +202,7 @@ def _cost_note(record: RunRecord) -> str:
     hours = "device hours unknown" if f.device_hours is None else f"{number(f.device_hours, 3)} device hours"
     if f.price_per_device_hour is None:
         return f"no price known; {hours}"
-    return f"{hours} at {money(f.price_per_device_hour)}"
+    return f"{hours} at {money_text(f.price_per_device_hour)}"
 
 
 def loss(record: RunRecord, drawn: set[str]) -> Safe:
@@ -221,12 +242,12 @@ def throughput(record: RunRecord, drawn: set[str]) -> Safe | None:
     if not series.step:
         return None
     rows = [
-        (f"{series.step[i]:,}", rate(series.tokens_per_s[i]), milliseconds(series.step_time_s[i]))
+        (f"{series.step[i]:,}", count_text(series.tokens_per_s[i]), milliseconds(series.step_time_s[i]))
         for i in sampled(len(series.step))
     ]
     numbers = table(("step", "tokens/s", "step time"), rows, numbers=(1, 2))
     marks = " Triangles are checkpoints, whose time is not in it." if record.saves else ""
-    text = f"Tokens a second of all devices together; the run's own figure is {rate(f.tokens_per_s)}.{marks}"
+    text = f"Tokens a second of all devices together; the run's own figure is {count_text(f.tokens_per_s)}.{marks}"
     shown = [chart("throughput", text, numbers, drawn="throughput" in drawn)]
     if record.utilisation is not None:
         lines = [el("li", line) for line in utilisation_lines(record.utilisation)]

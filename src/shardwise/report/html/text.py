@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from shardwise.units import bytes_text, count_text, seconds_text
+from shardwise.units import bytes_text, seconds_text
 
 UNKNOWN = "unknown"
 _VOID = {"meta", "br", "link"}
@@ -95,15 +95,6 @@ def percent(share: float | None) -> str:
     return f"{value:.0f} %" if value >= 10 or value == 0 else f"{value:.1f} %"
 
 
-def money(value: float | None) -> str:
-    """Format ``$12.30``, ``$1,230``, ``$0.0021``; ``unknown`` for ``None``."""
-    if value is None:
-        return UNKNOWN
-    if value >= 1000:
-        return f"${value:,.0f}"
-    return f"${value:.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}"
-
-
 def number(value: float | None, digits: int = 4) -> str:
     """Format with ``digits`` significant digits; ``unknown`` for ``None``."""
     return UNKNOWN if value is None else f"{value:.{digits}g}"
@@ -112,11 +103,6 @@ def number(value: float | None, digits: int = 4) -> str:
 def fixed(value: float | None) -> str:
     """Format with three decimals, for losses; ``unknown`` for ``None``."""
     return UNKNOWN if value is None else f"{value:.3f}"
-
-
-def rate(tokens_per_s: float | None) -> str:
-    """Format ``9.2 k``, three digits below a thousand; ``unknown`` for ``None``."""
-    return f"{tokens_per_s:.3g}" if tokens_per_s is not None and tokens_per_s < 1000 else count_text(tokens_per_s)
 
 
 def size(num_bytes: float | None) -> str:
