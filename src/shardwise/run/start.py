@@ -17,6 +17,7 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan, Recompute, RunPrecision, read_plan, runnable
 from shardwise.plan.strategy import runnable_strategy
+from shardwise.run.out_of_memory import ForeseenLoop, OutOfMemoryRecorder, explain_at_exit
 from shardwise.search.choose import choose
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Planner, Session
@@ -84,6 +85,7 @@ def start(
         planner = _searching(plan, draft, ranks)
     session = Session(ranks=ranks, planner=planner)
     session.timekeeper = Attribution.attach(session)
+    explain_at_exit(OutOfMemoryRecorder(session, ForeseenLoop()))
     if receipts:
         from shardwise.receipts.drift import DriftRecorder
         from shardwise.receipts.effects import EffectsRecorder
