@@ -216,7 +216,7 @@ class ForeseenRun:
         """Return the fastest plan that is predicted to save what is missing, and its command."""
         need = self.predicted.device_bytes - shortage.missing(self.predicted.device_bytes)
         known = [one for one in self.smaller if one.memory_bytes is not None]
-        fits = [one for one in known if (one.memory_bytes or 0) <= need]
+        fits = [one for one in known if (one.memory_bytes or 0) <= need and one.fits is not False]
         if not known:
             return [
                 "no other plan is predicted to need less: take more devices, shorter samples (data.seq_len) or a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +17,7 @@ from shardwise.model.read import read_model
 from shardwise.parallel.apply import parameter_names
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan, Recompute, RunPrecision, read_plan, runnable
-from shardwise.plan.strategy import runnable_strategy
+from shardwise.plan.strategy import alias_note, runnable_strategy
 from shardwise.run.out_of_memory import ForeseenLoop, OutOfMemoryRecorder, explain_at_exit
 from shardwise.search.choose import choose
 from shardwise.train.optimizer import workload_of
@@ -72,6 +73,8 @@ def start(
         if wrong:
             raise PlanError(*wrong)
     ranks = join(device)
+    if ranks.is_main and isinstance(plan, str) and (note := alias_note(plan)) is not None:
+        logging.getLogger("shardwise").warning(note)
     if isinstance(plan, Plan):
         planner = _fixed(plan)
     else:
