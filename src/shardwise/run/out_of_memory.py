@@ -163,7 +163,9 @@ def _used(session: Session, shortage: Shortage, estimate: Estimate | None) -> st
     if shortage.allocated is None:
         memory, limit = psutil.Process().memory_info(), memory_limit()
         bound = f" of the {bytes_text(limit.num_bytes)} that {limit.name} allows" if limit is not None else ""
-        text = f"this process had {bytes_text(memory.rss)} in memory and {bytes_text(memory.vms)} of addresses{bound}"
+        text = (
+            f"this process had {bytes_text(memory.rss)} in memory and {bytes_text(memory.vms)} of address space{bound}"
+        )
     else:
         of = "" if shortage.capacity is None else f" of the device's {bytes_text(shortage.capacity)}"
         text = f"{bytes_text(shortage.allocated)} were allocated and {bytes_text(shortage.reserved)} reserved{of}"
@@ -171,7 +173,7 @@ def _used(session: Session, shortage: Shortage, estimate: Estimate | None) -> st
         return f"{text}; not predicted"
     peak = bytes_text(estimate.device_bytes if estimate.allocated is None else estimate.allocated)
     part = f" without {' and '.join(estimate.unknown)}, which are unknown," if estimate.unknown else ""
-    reserved = f" and {bytes_text(estimate.reserved)} reserved" if estimate.reserved is not None else ""
+    reserved = f" and {bytes_text(estimate.reserved)} reserved" if shortage.reserved and estimate.reserved else ""
     return f"{text}; predicted were{part} {peak} allocated{reserved} at the peak"
 
 
