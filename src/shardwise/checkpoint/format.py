@@ -318,7 +318,7 @@ def checkpoint_in(path: Folder) -> Folder | None:
     return newest(path) or newest(path / CHECKPOINTS)
 
 
-SHOWN = 4
+SHOWN = 8
 """Tensors that a message names after its advice; another model's are hundreds."""
 
 
