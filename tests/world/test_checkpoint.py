@@ -647,7 +647,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path, model=other, optimizer=kind)
     lines = str(caught.value).split("\n")
-    assert len(lines) == 10
+    assert len(lines) == 12
     assert "model/embed.weight: (7, 5) in the checkpoint, (7, 6) in the model" in lines[1]
     assert "model/more.weight: not in the checkpoint" in str(caught.value)
     assert "model/short: in the checkpoint, not in the model" in str(caught.value)

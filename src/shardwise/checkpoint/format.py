@@ -318,10 +318,6 @@ def checkpoint_in(path: Folder) -> Folder | None:
     return newest(path) or newest(path / CHECKPOINTS)
 
 
-SHOWN = 8
-"""Tensors that a message names after its advice; another model's are hundreds."""
-
-
 def short_list(problems: list[str], limit: int = 10) -> str:
     """Format the first ``limit`` problems, one per line if several, then ``and N more``."""
     shown = problems[:limit]

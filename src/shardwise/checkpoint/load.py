@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.engine_state import shadow_of
-from shardwise.checkpoint.format import MANIFEST, SHOWN, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
+from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
 from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, part_of, slots_of
 from shardwise.checkpoint.parts import is_in_parts, joined
 from shardwise.checkpoint.shard_files import (
@@ -189,7 +189,7 @@ def _choose_options(path: Folder, optimizer: Optimizer | None, work: _Work) -> N
     if work.problems:
         raise CheckpointMismatch(
             f"checkpoint '{path}' does not fit the model and optimizer; undo the change to the model or the optimizer, "
-            f"or choose another output folder: {short_list(work.problems, SHOWN)}"
+            f"or choose another output folder: {short_list(work.problems)}"
         )
 
 

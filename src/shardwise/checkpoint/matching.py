@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.checkpoint.dtypes import CODES
-from shardwise.checkpoint.format import SHOWN, short_list
+from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.readers.reader import Source, TensorInfo
 from shardwise.errors import CheckpointError, ModelError, did_you_mean
 from shardwise.units import bytes_text
@@ -203,7 +203,7 @@ def _matched(
     if problems:
         raise ModelError(
             f"'{source.place}' ({source.kind}) is not of the model '{expected.label}', and nothing was written; give "
-            f"the model that it was saved from with --model: {short_list(problems, SHOWN)}"
+            f"the model that it was saved from with --model: {short_list(problems)}"
         )
     if made:
         notes.append(f"omitted, as the model creates them itself: {short_list(made, 3)}")

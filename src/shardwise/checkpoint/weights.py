@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.engine_state import shadow_of
-from shardwise.checkpoint.format import SHOWN, short_list
+from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, part_of, slots_of, transient_names
 from shardwise.checkpoint.readers.detect import open_source
 from shardwise.checkpoint.readers.reader import Source
@@ -103,7 +103,7 @@ def _matched(slots: list[Slot], source: Source, skipped: set[str], others: set[s
     if problems:
         raise ModelError(
             f"'{source.place}' is not of this model; give other weights, or the model that these were saved from: "
-            f"{short_list(problems, SHOWN)}"
+            f"{short_list(problems)}"
         )
     return jobs
 
