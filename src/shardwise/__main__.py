@@ -1,5 +1,19 @@
 """``python -m shardwise``."""
 
-from shardwise.cli.main import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Import and run the command line; Ctrl-C ends the import with a sentence, too."""
+    try:
+        from shardwise.cli.main import main as run
+    except KeyboardInterrupt:
+        print("shardwise: interrupted", file=sys.stderr)
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

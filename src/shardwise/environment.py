@@ -147,6 +147,12 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launched_by() -> tuple[str, ...]:
+    """Return the words that started this rank of another launcher, whose own are not known."""
+    launcher = ("torchrun", "...", "-m") if "TORCHELASTIC_RUN_ID" in os.environ else ("...",)
+    return (*launcher, "shardwise", *sys.argv[1:])
+
+
 def _as_torchrun(launcher: str, names: Sequence[str]) -> dict[str, str]:
     """torchrun's variables from those of another launcher. MASTER_ADDR and MASTER_PORT stay where they are set."""
     rank, size, local_rank, local_size = (os.environ.get(name, "") for name in names)

@@ -15,6 +15,8 @@
     ├── MachineError         a rank, a link, a disk or a port failed                    exit 3
     │   ├── CheckpointError  a checkpoint is damaged or cannot be written
     │   │   └── CheckpointMismatch  a checkpoint of another model or optimizer       exit 2
+    │   ├── OutOfMemory      a device or the host had no memory left
+    │   │   └── KilledForMemory     the kernel killed a rank
     │   └── RankError        a rank died, hung or raised
     └── Interrupted          the user or a scheduler stopped it                         exit 130
 """
@@ -87,6 +89,14 @@ class CheckpointMismatch(CheckpointError):
     """A checkpoint does not match the run that resumes from it: a user error."""
 
     exit_code = 2
+
+
+class OutOfMemory(MachineError):
+    """A device or the host had no memory left; the message has the nearest plan that fits."""
+
+
+class KilledForMemory(OutOfMemory):
+    """The kernel killed a rank, as the host had no memory left."""
 
 
 class RankError(MachineError):

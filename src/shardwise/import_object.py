@@ -10,44 +10,78 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, UserError, did_you_mean
 
 
 def load_object(path: str, key: str) -> Callable[..., Any]:
-    """Import ``package.module:name``.
+    """Import ``package.module:name`` or ``folder/file.py:name``.
 
     Raises:
         ConfigError: the form is wrong, the module is missing or broken, or has no such function.
     """
-    module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ConfigError(f"{key} '{path}' is not package.module:function, such as models.tiny:build")
-    here = str(Path.cwd())
-    if here not in sys.path:  # the installed command does not search the working directory
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    place, _, name = path.rpartition(":")
+    named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    if not (named and name.isidentifier()):
         raise ConfigError(
-            f"{key} '{path}': no module named '{error.name}'; install it or run from the folder that contains it"
-        ) from None
-    except Exception as error:
-        raise ConfigError(f"{key} '{path}': importing it raised {raised_text(error)}; repair the module") from error
+            f"{key} '{path}' is neither package.module:function nor file.py:function, such as models.tiny:build"
+        )
+    module = load_module(place, f"{key} '{path}'")
     if not hasattr(module, name):
-        raise ConfigError(f"{key} '{path}': module '{module_name}' has no '{name}'{did_you_mean(name, dir(module))}")
+        raise ConfigError(f"{key} '{path}': module '{place}' has no '{name}'{did_you_mean(name, dir(module))}")
     found: Callable[..., Any] = getattr(module, name)
     if not callable(found):
         raise ConfigError(f"{key} '{path}' is {found!r:.40}; name a function or a class")
     return found
 
 
+def load_module(place: str, label: str, refuse: type[UserError] = ConfigError) -> ModuleType:
+    """Import ``package.module``, or run ``folder/file.py`` as a module; ``label`` is for messages.
+
+    Raises:
+        UserError: of the class ``refuse``: it is missing or broken.
+    """
+    if place.endswith(".py"):
+        return _file_module(Path(place), label, refuse)
+    _search(Path.cwd())  # the installed command does not search the working directory
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise refuse(
+            f"{label}: no module named '{error.name}'; install it or run from the folder that contains it"
+        ) from None
+    except Exception as error:
+        raise refuse(f"{label}: importing it raised {raised_text(error)}; repair the module") from error
+
+
+def _file_module(file: Path, label: str, refuse: type[UserError]) -> ModuleType:
+    if not file.is_file():
+        raise refuse(f"{label}: there is no file '{file}'")
+    name = f"_shardwise_model_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise refuse(f"{label}: '{file}' cannot be imported; give a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and the like look up their module
+    _search(file.resolve().parent)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise refuse(f"{label}: running '{file}' raised {raised_text(error)}; repair the file") from error
+    return module
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def optional_object(path: str) -> Callable[..., Any] | None:
     """Import ``package.module:name`` like `load_object`; ``None`` where there is no such module."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    _search(Path.cwd())
     try:
         found = importlib.util.find_spec(path.partition(":")[0])
     except ModuleNotFoundError:  # of a package above it

@@ -80,6 +80,7 @@ def test_command_end_to_end(tmp_path: Path) -> None:
     assert document["receipts"]["fit"]["ok"]
     assert math.isfinite(document["heldout_bits_per_byte"])
     assert "global batch 8 = micro batch 4 × accumulation 1 × dp 2" in err
+    assert "starting" not in err + out, "a program reads along"
     assert "order-1 baseline" in err
     assert len(configs.losses(tmp_path)) == 12
     assert (tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").exists()

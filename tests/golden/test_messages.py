@@ -96,6 +96,8 @@ OVERRIDES: dict[str, list[str]] = {
     "freeze matches nothing": ['model.freeze=["blocks.9.*"]'],
     "factory without a function": ["model.factory=tests.golden.models"],
     "factory is not importable": ["model.factory=no_such_package.models:tiny"],
+    "factory in a file that is missing": ["model.factory=nowhere.py:build"],
+    "factory in a file without a function": ["model.factory=model.py"],
     "factory has no such function": [f"model.factory={FACTORY}tinny"],
     "factory is no function": [f"model.factory={FACTORY}NUMBER"],
     "factory returns no module": [f"model.factory={FACTORY}no_module"],
@@ -136,6 +138,8 @@ FILES: dict[str, tuple[dict[str, str], list[str]]] = {
     "held-out documents too short": ({"letter.txt": "a"}, ["data.heldout_path=letter.txt"]),
     "tokenizer is damaged": ({"tokenizer.json": "{}"}, ["data.tokenizer=tokenizer.json"]),
     "factory with a syntax error": ({"golden_broken.py": "def tiny(:"}, ["model.factory=golden_broken:tiny"]),
+    "factory in a file that is broken": ({"model.py": "1 / 0"}, ["model.factory=model.py:tiny"]),
+    "factory in a file has no such function": ({"model.py": "def tiny(): ..."}, ["model.factory=model.py:tinny"]),
     "factory that needs a package": ({"golden_needy.py": "import no_such"}, ["model.factory=golden_needy:tiny"]),
     "vocabulary and positions too small": (llama(vocab_size=256), [*LLAMA_WORDS, "data.seq_len=65"]),
     "model type is unknown": (llama(model_type="lama"), LLAMA_WORDS),
@@ -232,6 +236,10 @@ WORDS = {
     "verify with adapters": ["verify", "config.toml", "--strategy", "fsdp+lora", "--strategy", "ddp+qlora"],
     "bench step with adapters": ["bench", "step", "config.toml", "parallel.strategy=fsdp+qlora"],
     "explain a file that is missing": ["explain", "nowhere.toml"],
+    "a config key as an option": ["train", "config.toml", "--lr", "3e-4"],
+    "a config key of two tables as an option": ["verify", "config.toml", "--kwargs={}"],
+    "another tool's name of a config key": ["train", "config.toml", "--per-device-train-batch-size=4"],
+    "a config key misspelt as an option": ["train", "config.toml", "--warmup-stepz", "4"],
     "config is missing": ["train", "nowhere.toml"],
     "config is a folder": ["train", "corpus"],
     "no config": ["train"],
@@ -386,7 +394,15 @@ def test_interrupted_before_there_are_ranks(shared: Path, tmp_path: Path) -> Non
     with mock.patch("shardwise.run.job.prepare_job", side_effect=KeyboardInterrupt):
         found = run_case("port is in use", shared, tmp_path)
     assert found["exit_code"] == 130
-    assert "Traceback" not in found["message"]
+    assert found["message"] == (
+        "shardwise: interrupted before the first step: nothing was trained or saved; the same command starts again\n"
+    )
+
+
+def test_interrupted_in_any_other_verb(shared: Path, tmp_path: Path) -> None:
+    with mock.patch("shardwise.cli.exchange.read_plan", side_effect=KeyboardInterrupt):
+        found = run_case("export to what is not written", shared, tmp_path)
+    assert found == {"exit_code": 130, "message": "shardwise: interrupted\n"}
 
 
 def test_none_is_nothing_only_where_a_key_can_be_left_out(shared: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_function_of_a_file_and_of_a_module(tmp_path, monkeypatch):
         with pytest.raises(ModelError, match=says):
             load_profile(model, seq_len=8)
     file.write_text("raise ValueError('no')")
-    with pytest.raises(ModelError, match=r"raised ValueError: no; repair the file"):
+    with pytest.raises(ModelError, match=r"raised ValueError: no \(.+, line 1\); repair the file"):
         load_profile(f"{file}:build", seq_len=8)
 
 

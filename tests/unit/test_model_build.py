@@ -196,7 +196,7 @@ class TestFactory:
         [
             (f"{HERE}:factory_wiht", "did you mean 'factory_with'"),
             ("no_such_package_of_ours.models:make", "no module named 'no_such_package_of_ours'"),
-            ("no_colon", "is not package.module:function"),
+            ("no_colon", "is neither package.module:function nor file.py:function"),
         ],
     )
     def test_a_factory_that_is_not_there(self, path, says):

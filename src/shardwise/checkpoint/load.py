@@ -188,8 +188,8 @@ def _choose_options(path: Folder, optimizer: Optimizer | None, work: _Work) -> N
         work.options.append(options)
     if work.problems:
         raise CheckpointMismatch(
-            f"checkpoint '{path}' does not fit the model and optimizer: {short_list(work.problems)}; "
-            "undo the change to the model or the optimizer, or choose another output folder"
+            f"checkpoint '{path}' does not fit the model and optimizer; undo the change to the model or the optimizer, "
+            f"or choose another output folder: {short_list(work.problems)}"
         )
 
 

@@ -202,8 +202,8 @@ def _matched(
     problems += [f"{name}: in the source, not in the model" for name in extra if name not in made]
     if problems:
         raise ModelError(
-            f"'{source.place}' ({source.kind}) is not of the model '{expected.label}': {short_list(problems)}; give "
-            "the model that it was saved from with --model; nothing was written"
+            f"'{source.place}' ({source.kind}) is not of the model '{expected.label}', and nothing was written; give "
+            f"the model that it was saved from with --model: {short_list(problems)}"
         )
     if made:
         notes.append(f"omitted, as the model creates them itself: {short_list(made, 3)}")

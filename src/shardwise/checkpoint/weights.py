@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.engine_state import shadow_of
+from shardwise.checkpoint.format import short_list
 from shardwise.checkpoint.layout import Box, Slot, box_of, local_of, part_of, slots_of, transient_names
 from shardwise.checkpoint.readers.detect import open_source
 from shardwise.checkpoint.readers.reader import Source
@@ -38,7 +39,7 @@ def load_weights(
     If all ranks call it (``collective``) they share the work, and all raise what one finds.
 
     Raises:
-        ModelError: a key is missing, unexpected or has another shape (all are listed).
+        ModelError: a key is missing, unexpected or has another shape (the first are listed).
         UserError: there are no such weights.
         CheckpointError: a file is damaged, or asks for code to be run.
     """
@@ -100,7 +101,10 @@ def _matched(slots: list[Slot], source: Source, skipped: set[str], others: set[s
     unexpected = [name for name in where if name not in known and name not in skipped]
     problems += [f"{name}: in '{source.place}', not in the model" for name in unexpected]
     if problems:
-        raise ModelError(*problems)
+        raise ModelError(
+            f"'{source.place}' is not of this model; give other weights, or the model that these were saved from: "
+            f"{short_list(problems)}"
+        )
     return jobs
 
 

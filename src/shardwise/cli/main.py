@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from shardwise.errors import ShardwiseError, UserError
+from shardwise.errors import Interrupted, ShardwiseError, UserError
 
 _VERBS: dict[str, tuple[str, str, str]] = {}
 """Module, function and help of each verb, by its words."""
@@ -35,10 +37,39 @@ class _VerbGroup(TyperGroup):
             formatter.write_dl([(name, (one.help or "").partition("\n\n")[0]) for name, one in listed if one])
 
 
+class _Verb(TyperCommand):
+    """A verb that explains a config key given as an option, and an interrupt."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse ``args``; where an option does not exist and a config key of its name does, show that."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has the class of an option that does not exist under a private name
+            known = any(parameter.name == "overrides" for parameter in self.params) and hasattr(error, "possibilities")
+            if not known:
+                raise
+            from shardwise.cli.config_options import config_key_hint
+
+            hint = config_key_hint(
+                getattr(error, "option_name", ""), given, getattr(error, "possibilities", None) or ()
+            )
+            if hint is None:
+                raise
+            raise UserError(hint) from None
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the verb; Ctrl-C ends it with a sentence."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+
 def _imported(words: str) -> TyperCommand:
     module, function, text = _VERBS[words]
     alone = _group(None)
-    alone.command(words.split()[-1], help=text)(getattr(import_module(module), function))
+    alone.command(words.split()[-1], cls=_Verb, help=text)(getattr(import_module(module), function))
     return get_command(alone)  # type: ignore[return-value]  # one command is not a group
 
 
@@ -63,6 +94,32 @@ app = _group(
     "Plan and run distributed PyTorch training with the simplest strategy that fits, and check the result.",
     epilog="Example: shardwise train examples/stdlib.toml",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        installed = {name: _installed(name) for name in ("shardwise", "torch")}
+        print(", ".join(f"{name} {number}" for name, number in installed.items()) + f", Python {python_version()}")
+        raise typer.Exit
+
+
+def _installed(name: str) -> str:
+    """Return a package's version without importing it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Show versions and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options before the verb."""
+
+
 _GROUPS = {
     "": app,
     "bench": _group("Benchmark this machine or a config; raw samples are saved."),

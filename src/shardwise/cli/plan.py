@@ -17,6 +17,7 @@ from shardwise.cli.arguments import Calibration, Json
 from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options, write_plan_file
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.strategy import alias_note
 from shardwise.report.candidates import print_candidates, print_recommendation
 from shardwise.report.plan_json import document, json_schema
 from shardwise.run.calibration import corrected_costs
@@ -49,7 +50,7 @@ def run_plan(
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
     asked, profile, prices, notes = read_request(words, price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
-    for line in notes:
+    for line in (*notes, *filter(None, [alias_note(words["strategy"] or "")])):
         console.print(line, markup=False)
 
     def shorter(length: int) -> ModelProfile:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json, Nproc, Overrides
 from shardwise.environment import rendezvous
-from shardwise.errors import ConfigError, PlanError, UserError
+from shardwise.errors import ConfigError, Interrupted, KilledForMemory, OutOfMemory, PlanError, RankError, UserError
 from shardwise.launch import fork_server
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def run_train(
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
     fork_server.start()  # it imports torch for the ranks, while this process plans
     from shardwise.plan.plan import read_plan, runnable
+    from shardwise.plan.strategy import alias_note
     from shardwise.report.terminal import print_plan
     from shardwise.run.checks import check_output
     from shardwise.run.job import prepare_job
@@ -72,14 +73,17 @@ def run_train(
         run_under_launcher(config, plan, as_json=as_json, calibration=calibration)
         return
     check_output(Path(config.train.output))
-    with only_run_in(Path(config.train.output)):
+    with only_run_in(Path(config.train.output)), interrupted_before_start():
         prepared = prepare_job(
             config,
             lambda text: console.print(f"data: {text}", markup=False),
             plan=plan,
             as_json=as_json,
             calibration=calibration,
+            command=("shardwise", *sys.argv[1:]),
         )
+        if (note := alias_note(config.parallel.strategy)) is not None:
+            console.print(note, markup=False)
         print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config.data)
         for note in prepared.notes:
             console.print(f"links: {note}", markup=False)
@@ -139,6 +143,21 @@ def only_run_in(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def interrupted_before_start() -> Iterator[None]:
+    """Say what an interrupt inside has left, while this process plans and starts ranks.
+
+    Raises:
+        Interrupted: by Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "interrupted before the first step: nothing was trained or saved; the same command starts again"
+        ) from None
+
+
 def launch(job: Job, master_port: int) -> None:
     """Start one process for each rank of ``job`` and wait for them."""
     from shardwise.launch.local import run_local
@@ -148,14 +167,26 @@ def launch(job: Job, master_port: int) -> None:
     if job.plan.device != "cpu":  # CUDA does not outlive a fork
         fork_server.stop()
     file = keep_job(job)
+    world = job.plan.dims.world_size
+    if not job.as_json:
+        print(f"starting {world} rank{'s' if world > 1 else ''} ...")
     sys.stdout.flush()
-    run_local(
-        [sys.executable, "-m", "shardwise.run.rank_main", str(file)],
-        job.plan.dims.world_size,
-        threads=threads(job),
-        logs=output / "logs",
-        master_port=master_port,
-    )
+    try:
+        run_local(
+            [sys.executable, "-m", "shardwise.run.rank_main", str(file)],
+            world,
+            threads=threads(job),
+            logs=output / "logs",
+            master_port=master_port,
+        )
+    except (OutOfMemory, RankError) as error:
+        from shardwise.run.out_of_memory import ForeseenRun, Shortage
+        from shardwise.run.resume_command import how_to_resume
+
+        lines = [str(error)]
+        if isinstance(error, KilledForMemory):
+            lines += [f"  {line}" for line in ForeseenRun.of(job).fitting(Shortage())]
+        raise type(error)("\n".join([*lines, how_to_resume(job.config, job.command)])) from error
 
 
 def threads(job: Job) -> int:

@@ -44,6 +44,34 @@ class OomKills:
             return "out of memory? The kernel does not say"
         return "not by the kernel for want of memory: somebody, or the scheduler, killed it"
 
+    def killed_since(self, before: OomKills) -> bool:
+        """Return whether the kernel has killed for want of memory between ``before`` and these counters."""
+        pairs = ((self.group, before.group), (self.machine, before.machine))
+        known = next(((now, then) for now, then in pairs if now is not None and then is not None), (0, 0))
+        return known[0] > known[1]
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that this process may have, and who says so."""
+
+    num_bytes: int
+    name: str
+
+
+def memory_limit() -> MemoryLimit | None:
+    """The smaller of this process's limit on addresses and its control group's on memory; ``None`` without either."""
+    found = []
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+        found += [MemoryLimit(soft, "RLIMIT_AS (ulimit -v)")] if soft != resource.RLIM_INFINITY else []
+    for events in _group_files()[:1]:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(MemoryLimit(int(events.with_name("memory.max").read_text()), "the control group"))
+    return min(found, key=lambda limit: limit.num_bytes, default=None)
+
 
 def _group_files() -> list[Path]:
     """Files with the counters of this process's control group: version 2, then version 1.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import environment
+from shardwise.errors import Interrupted
 
 MODULES = (
     "torch.distributed.fsdp",
@@ -206,6 +207,8 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         sys.modules.pop(request["module"], None)
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         code = 0
+    except KeyboardInterrupt:  # before `guarded` could take it
+        code = Interrupted.exit_code
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     finally:

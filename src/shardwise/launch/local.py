@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from shardwise import environment, errors
-from shardwise.errors import Interrupted, RankError, ShardwiseError, UserError
+from shardwise.errors import Interrupted, KilledForMemory, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.exit_status import OomKills, StallMonitor
 from shardwise.launch.rank import RankReport, is_peer_symptom, spare
@@ -345,7 +345,8 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
     same = [f.rank.rank for f in faults if (f.kind, f.message) == (blamed.kind, blamed.message)]
     who = _who(same, world)
     if blamed.kind in ("signal", "exit"):
-        return RankError(_death(blamed, who, world.oom_kills))
+        for_memory = blamed.message == (str(-signal.SIGKILL),) and OomKills.now().killed_since(world.oom_kills)
+        return (KilledForMemory if for_memory else RankError)(_death(blamed, who, world.oom_kills))
     known = getattr(errors, blamed.kind, None)
     if isinstance(known, type) and issubclass(known, ShardwiseError):
         return _raised_again(known, blamed, who if len(world.ranks) > 1 else "")
@@ -364,7 +365,8 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
 def _raised_again(known: type[ShardwiseError], fault: _Fault, who: str) -> ShardwiseError:
     message = list(fault.message) or [""]
     if who and not issubclass(known, Interrupted):
-        message[-1] += f" (on {who})"
+        first, newline, rest = message[-1].partition("\n")  # what follows may be a command to copy
+        message[-1] = f"{first} (on {who}){newline}{rest}"
     error = known(*message)
     if fault.rank.report is not None:
         error.exit_code = fault.rank.report.exit_code

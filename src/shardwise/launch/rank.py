@@ -45,6 +45,11 @@ def is_peer_symptom(text: str) -> bool:
     return any(symptom in lowered for symptom in _PEER_SYMPTOMS)
 
 
+def lost_peer(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank's process ended."""
+    return any(is_peer_symptom(str(e)) for e in _chain(error) if isinstance(e, RuntimeError))
+
+
 @dataclass(frozen=True)
 class RankReport:
     """Failure report of a rank; the parent reads it from the rank's error file.

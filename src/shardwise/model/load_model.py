@@ -6,17 +6,15 @@ Names and known configurations need no torch. Nothing is downloaded, and only th
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from shardwise.errors import ModelError, did_you_mean
+from shardwise.import_object import load_module
 from shardwise.model.architecture import Architecture, architecture_from_config
 from shardwise.model.catalogue import find_architecture, find_convnet, unknown_model_message
 from shardwise.model.configuration import read_configuration
@@ -209,8 +207,10 @@ def _from_factory(model: str, seq_len: int | None) -> ModelProfile:
     place, _, attribute = model.rpartition(":")
     if not attribute.isidentifier():
         raise ModelError(f"model '{model}' names no function after the colon; write {place}:build")
+    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        raise ModelError(f"model '{model}' is neither package.module:factory nor file.py:factory")
     with _own_code(model):
-        module = _file_module(Path(place), model) if place.endswith(".py") else _named_module(place, model)
+        module = load_module(place, f"model '{model}'", ModelError)
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise ModelError(f"model '{model}': '{place}' has no '{attribute}'{hint}")
@@ -246,43 +246,3 @@ def _own_code(model: str) -> Iterator[None]:
             f"model '{model}': its code ended the program (exit {end.code}); keep what runs as a script under "
             'if __name__ == "__main__"'
         ) from None
-
-
-def _named_module(name: str, model: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ModelError(f"model '{model}' is neither package.module:factory nor file.py:factory")
-    here = str(Path.cwd())
-    if here not in sys.path:  # the installed command does not search the working directory
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"model '{model}': no module named '{error.name}'; install it or run from the folder that contains it"
-        ) from None
-    except Exception as error:
-        raise ModelError(f"model '{model}': importing it raised {_said(error)}; repair the module") from error
-
-
-def _file_module(file: Path, model: str) -> ModuleType:
-    if not file.is_file():
-        raise ModelError(f"model '{model}': there is no file '{file}'")
-    name = f"_shardwise_model_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"model '{model}': '{file}' cannot be imported; give a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look up their module
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ModelError(f"model '{model}': running '{file}' raised {_said(error)}; repair the file") from error
-    return module
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

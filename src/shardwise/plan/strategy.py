@@ -106,6 +106,15 @@ def runnable_strategy(text: str) -> Strategy:
     return strategy
 
 
+def alias_note(text: str) -> str | None:
+    """Return a line about another tool's name in a strategy; ``None`` where the words are this grammar's."""
+    first = text.partition("+")[0].strip().lower()
+    if first not in ALIASES:
+        return None
+    also = "; deepspeed-zero3 runs DeepSpeed's" if first == "zero3" else ""
+    return f"strategy: {first} is {ALIASES[first]} here, PyTorch's implementation of the same sharding{also}"
+
+
 @functools.cache  # a plan requests its own in every step
 def parse_strategy(text: str) -> Strategy:
     """Parse a strategy such as ``fsdp+tp2+offload``.

@@ -27,6 +27,7 @@ class ProgressReporter:
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self._as_json = as_json
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._evaluation: TaskID | None = None
@@ -37,11 +38,18 @@ class ProgressReporter:
         """Print one line without markup, which a folder's name may resemble."""
         self.console.print(text, markup=False)
 
+    def announce(self, text: str) -> None:
+        """Print what takes a while before the first step, unless a program reads along."""
+        if not self._as_json:
+            self.log(text)
+
     def begin(self, first: int, total: int) -> None:
-        """Open the bar, or print nothing without a terminal."""
+        """Open the bar, or announce the first step without a terminal."""
         self._first, self._total, self._started = first, total, time.perf_counter()
         self._tenth = first * PLAIN_LINES // max(1, total)
         if not self.console.is_terminal:
+            if first < total:
+                self.announce(f"step {first + 1} ...")
             return
         self._bar = Progress(
             TextColumn("{task.description}"),

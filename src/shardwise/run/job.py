@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -38,7 +38,7 @@ from shardwise.run.checks import (
     check_samples,
 )
 from shardwise.run.inspect_model import look
-from shardwise.search.alternatives import Alternative, alternatives
+from shardwise.search.alternatives import Alternative, alternatives, smaller
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, choose, choose_profiled, exact
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
@@ -56,7 +56,8 @@ class Job(BaseModel):
     """Job of a run: config, plan, prepared corpus, and predicted memory and time.
 
     ``traffic`` is the predicted traffic of a device in a step, bytes by axis; ``alternatives`` are other possible
-    plans; ``measured_links`` bytes/s that ``bench comm`` measured on an axis, and when.
+    plans, ``smaller`` those that need less memory; ``measured_links`` bytes/s that ``bench comm`` measured on an axis,
+    and when; ``command`` are the words that started the run.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -71,6 +72,8 @@ class Job(BaseModel):
     traffic: dict[str, float] = {}
     alternatives: tuple[Alternative, ...] = ()
     measured_links: dict[str, tuple[float, str]] = {}
+    smaller: tuple[Alternative, ...] = ()
+    command: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Serialize for the ranks without unset keys, as a config reports given keys without effect."""
@@ -98,12 +101,13 @@ def prepare_job(
     nodes: int = 1,
     as_json: bool = False,
     calibration: Path | None = None,
+    command: Sequence[str] = (),
 ) -> PreparedJob:
     """Read the data, inspect machine and model, and choose the plan.
 
     Starts no rank, needs no GPU.
 
-    ``calibration`` is a file of ``bench comm``, for the predicted time.
+    ``calibration`` is a file of ``bench comm``, for the predicted time; ``command`` are the words that started the run.
 
     Raises:
         UserError: any part of the config is impossible.
@@ -134,7 +138,8 @@ def prepare_job(
         as_json=as_json,
         cluster=cluster,
         measured_links={} if links is None else links.rates(),
-        **foreseen(asked, choice.plan, cluster),
+        command=tuple(command),
+        **foreseen(asked, choice.plan, cluster, config),
     )
     return PreparedJob(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
 
@@ -292,13 +297,18 @@ Asked = tuple[ModelProfile | None, Workload]
 """Question to the planner; without a profile if the model does not run on fake tensors."""
 
 
-def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec) -> dict[str, Any]:
-    """Return the planner's knowledge of a plan beside its costs: traffic and alternatives."""
+def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec, config: Config) -> dict[str, Any]:
+    """Return the planner's knowledge of a plan beside its costs: traffic and alternatives, and those that need less."""
     profile, workload = asked
     if profile is None:
         return {}
     trained = adapted(profile, plan.parsed, with_plan(workload, plan), plan.precision, plan.device)
-    return {"traffic": sent_bytes(trained, plan), "alternatives": alternatives(profile, workload, cluster, plan)}
+    less = smaller(profile, workload, cluster, plan)
+    return {
+        "traffic": sent_bytes(trained, plan),
+        "alternatives": alternatives(profile, workload, cluster, plan),
+        "smaller": tuple(one for one in less if not optimizer_problems(config.optimizer, one.plan.parsed)),
+    }
 
 
 def _pins(config: Config, cluster: ClusterSpec) -> Pins:

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import Interrupted
-from shardwise.launch.rank import guarded
+from shardwise.environment import launched_by
+from shardwise.errors import Interrupted, OutOfMemory, RankError
+from shardwise.launch.rank import guarded, lost_peer
 from shardwise.units import seconds_text
 
 
@@ -35,6 +36,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.report.html.environment_section import write_environment
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
+    from shardwise.run.out_of_memory import ForeseenRun, OutOfMemoryRecorder, is_out_of_memory
     from shardwise.train.data.corpus import open_corpus
     from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
@@ -55,7 +57,10 @@ def run_job(job: Any, ranks: Any = None) -> int:
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
     watch = RunRecorder(job, session, reporter.log, reporter.console)
+    memory = OutOfMemoryRecorder(session, ForeseenRun.of(job))
     try:
+        if ranks.is_main:
+            reporter.announce("building the model ...")
         outcome = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
         if ranks.is_main and not told_before(job, session, outcome, reporter):
             conclude(job, session, watch, outcome, reporter)
@@ -63,6 +68,10 @@ def run_job(job: Any, ranks: Any = None) -> int:
         if ranks.is_main:
             so_far(job, watch, reporter)
         raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(memory.explained(error)) from error
     finally:
         watch.close()
     session.close()
@@ -182,14 +191,36 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
 
         def prepare() -> str:
             nodes = max(1, ranks.world_size // ranks.local_world_size)
-            prepared = prepare_job(here, _log, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration)
+            prepared = prepare_job(
+                here, _log, plan=plan, nodes=nodes, as_json=as_json, calibration=calibration, command=launched_by()
+            )
             keep_job(prepared.job)
             _print_plan(prepared, as_json)
             return prepared.job.to_json()
 
-        return run_job(Job.model_validate_json(prepared_by_main(prepare, ranks, "the run")), ranks)
+        return run_launched(Job.model_validate_json(prepared_by_main(prepare, ranks, "the run")), ranks)
 
     guarded(inner)
+
+
+def run_launched(job: Any, ranks: Any) -> int:
+    """Run as `run_job`; failures of a machine come with the command that resumes, as no launcher knows it."""
+    from shardwise.run.resume_command import how_to_resume
+
+    try:
+        return run_job(job, ranks)
+    except OutOfMemory as error:
+        raise OutOfMemory(f"rank {ranks.rank}: {error}\n{how_to_resume(job.config, job.command)}") from error
+    except RankError as error:
+        raise RankError(f"{error}\n{how_to_resume(job.config, job.command)}") from error
+    except RuntimeError as error:
+        if not lost_peer(error):
+            raise
+        raise RankError(
+            f"rank {ranks.rank} lost another rank: its process was killed, or its node or link is gone; the launcher's "
+            f"report shows which ended first ({' '.join(str(error).split()):.200})\n"
+            f"{how_to_resume(job.config, job.command)}"
+        ) from error
 
 
 def _log(text: str) -> None:

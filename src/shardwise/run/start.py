@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.parallel_options import ParallelOptions, without_effect
 from shardwise.plan.plan import Plan, Recompute, RunPrecision, plan_problems, read_plan, runnable
-from shardwise.plan.strategy import runnable_strategy
+from shardwise.plan.strategy import alias_note, runnable_strategy
+from shardwise.run.out_of_memory import ForeseenLoop, OutOfMemoryRecorder, explain_at_exit
 from shardwise.search.choose import choose
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Planner, Session
@@ -81,6 +83,8 @@ def start(
         if wrong:
             raise PlanError(*wrong)
     ranks = join(device)
+    if ranks.is_main and isinstance(plan, str) and (note := alias_note(plan)) is not None:
+        logging.getLogger("shardwise").warning(note)
     if isinstance(plan, Plan):
         planner = _fixed(plan)
     else:
@@ -102,6 +106,7 @@ def start(
 def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> None:
     """Attach what measures and checks a session."""
     session.timekeeper = attribution = Attribution.attach(session)
+    explain_at_exit(OutOfMemoryRecorder(session, ForeseenLoop()))
     effects = None
     if receipts:
         from shardwise.receipts.drift import DriftRecorder

@@ -61,7 +61,9 @@ class ModelTable(Table):
     """``[model]``: exactly one of ``config`` and ``factory``."""
 
     config: Named | None = Field(None, description="Hugging Face config.json, or a folder with one")
-    factory: Named | None = Field(None, description="package.module:function that returns an nn.Module")
+    factory: Named | None = Field(
+        None, description="package.module:function or file.py:function that returns an nn.Module"
+    )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     weights: Named | None = Field(None, description="folder or file of safetensors to start from; random if left out")
     freeze: list[str] = Field(default_factory=list, description="parameters not trained: shell patterns of names")
@@ -218,7 +220,8 @@ class TrainTable(Table):
     def _that_can_be(self) -> Self:
         problems = []
         if (self.steps is None) == (self.epochs is None):
-            given = "neither; add one" if self.steps is None else "both; leave one out"
+            both = "both; leave one out (on the command line: train.steps=none or train.epochs=none)"
+            given = "neither; add one" if self.steps is None else both
             problems.append(f"needs exactly one of 'steps' and 'epochs', got {given}")
         problems += self._profile_problems()
         twice = [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]

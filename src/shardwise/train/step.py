@@ -92,6 +92,11 @@ class Step:
         self.result: StepResult | None = None
         self.clip_norm: float | None = None
 
+    @property
+    def micro(self) -> int:
+        """Number of the current micro batch, from 1; 0 before the first, and in a pipeline."""
+        return self._current + 1
+
     def __iter__(self) -> Iterator[Micro]:
         """Yield each micro batch in turn; gradients synchronise during the backward of the last one."""
         if self._session.applied.pipeline is not None:

@@ -154,7 +154,8 @@ def _named(text: str, source: Source) -> KnownModel:
     if ":" in text:
         return _factory(text, source)
     raise UserError(
-        f"model '{text}' is none of: a folder with {CONFIG}, a config.json, package.module:factory; give one of them"
+        f"model '{text}' is none of: a folder with {CONFIG}, a config.json, package.module:factory, file.py:factory; "
+        "give one of them"
     )
 
 

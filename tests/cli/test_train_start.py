@@ -1,0 +1,72 @@
+"""Between the command and the first step: how many ranks, what is said meanwhile, and what ends it."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+from unittest import mock
+
+import pytest
+
+from shardwise.run.job import Job
+from shardwise.train.config import read_config
+from tests.cli import configs
+from tests.commands import shardwise
+
+A100 = ("NVIDIA A100-SXM4-80GB", 80 * 1024**3)
+
+
+@pytest.mark.parametrize("name", ["stdlib", "lora", "qlora"])
+def test_an_example_names_no_number_of_ranks(name: str) -> None:
+    assert read_config(configs.ROOT / "examples" / f"{name}.toml").parallel.nproc is None
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, min(2, os.cpu_count() or 1)), (1, 1), (4, 4)])
+def test_one_rank_for_each_gpu_and_two_on_a_cpu(
+    gpus: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = ["train", "examples/stdlib.toml", "data.path=python:json", f"train.output={tmp_path / 'run'}"]
+    with (
+        mock.patch("shardwise.hardware.cluster._nvml_devices", lambda: [A100] * gpus),
+        mock.patch("shardwise.cli.train.launch") as launch,
+    ):
+        shardwise(*words)
+    job = launch.call_args.args[0]
+    assert isinstance(job, Job)
+    assert job.plan.device == ("cuda" if gpus else "cpu")
+    assert job.plan.dims.world_size == ranks
+
+
+def test_what_takes_a_while_is_announced_and_another_model_is_refused_with_the_advice_first(tmp_path: Path) -> None:
+    """One run, with a factory in a file, serves them all."""
+    (tmp_path / "model.py").write_text("from tests.golden.models import tiny as build\n")
+    factory = f"{tmp_path / 'model.py'}:build"
+    config = configs.write_config(tmp_path, model={"factory": factory}, train={"steps": 2, "eval_samples": 8})
+    out, _ = configs.train(config, "--strategy", "zero3")
+    lines = out.splitlines()
+    assert "strategy: zero3 is fsdp here, PyTorch's implementation of the same sharding; deepspeed-zero3 runs" in out
+    waits = [lines.index(line) for line in ("starting 2 ranks ...", "building the model ...", "step 1 ...")]
+    assert waits == sorted(waits)
+    run = tmp_path / "run"
+    done = shardwise("checkpoint", "convert", str(run), str(tmp_path / "out"), "--to", "shardwise", "--model", factory)
+    assert "verified by a forward pass" in done.stdout
+
+    more = ["model.kwargs.blocks=9", "train.steps=3"]
+    _, said = configs.train(config, *more, exit_code=2)
+    assert said.startswith(
+        f"shardwise: checkpoint '{run / 'checkpoints' / 'step-00000002'}' does not fit the model and optimizer; undo "
+        "the change to the model or the optimizer, or choose another output folder"
+    )
+    assert len(said.splitlines()) <= 12
+    _, said = configs.train(config, *more, f"model.weights={run}", f"train.output={tmp_path / 'other'}", exit_code=2)
+    assert said.startswith(f"shardwise: '{run / 'checkpoints' / 'step-00000002'}' is not of this model; give other")
+    assert len(said.splitlines()) <= 12
+
+
+def test_versions_without_importing_torch() -> None:
+    done = shardwise("--version")
+    assert done.stdout == f"shardwise {version('shardwise')}, torch {version('torch')}, Python {python_version()}\n"
+    assert "Usage: shardwise [OPTIONS] COMMAND" in shardwise("--help").stdout
