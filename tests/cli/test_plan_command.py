@@ -157,7 +157,7 @@ def test_adapters_chunks_and_the_optimizer_are_pinned(capsys: pytest.CaptureFixt
 def test_adapters_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3.1-8b", "--cluster", "8xZ100", "--strategy", "fsdp+lora", "--lora-targets", "q_prj"]
     _, err = command(capsys, *words, exit_code=2)
-    assert "LoRA target 'q_prj' is no linear layer" in err and "Z100" in err
+    assert "LoRA target 'q_prj' is not a linear layer" in err and "Z100" in err
 
 
 def test_a_plan_file_explains_itself(capsys: pytest.CaptureFixture[str], llama: str, tmp_path: Path) -> None:

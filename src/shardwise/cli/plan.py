@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json
+from shardwise.cli.plan_config import profile_of_model
+from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options, write_plan_file
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.model.profile import ModelProfile
@@ -30,6 +32,9 @@ def run_plan(
     calibration: Calibration = None,
     prove: Annotated[bool, typer.Option("--prove", help="Dry run of the plan under fake tensors.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the recommended plan.")] = None,
+    listed: Annotated[
+        str | None, typer.Option("--list", metavar="models|gpus", help="Print the names that are known, and exit.")
+    ] = None,
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
@@ -42,6 +47,9 @@ def run_plan(
     if schema:
         print(json_schema())
         return
+    if listed is not None:
+        print_list(listed, answer_console(as_json))
+        return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
     asked, profile, prices, told = read_request(words, price=price, calibration=calibration, output=output)
@@ -50,9 +58,7 @@ def run_plan(
         console.print(line, markup=False)
 
     def shorter(length: int) -> ModelProfile:
-        from shardwise.model.load_model import load_profile
-
-        return load_profile(asked.model, seq_len=length, compiled=asked.compiled)
+        return profile_of_model(asked.model, seq_len=length, compiled=asked.compiled)
 
     pins = asked.pins
     result = search_and_advise(
@@ -62,6 +68,7 @@ def run_plan(
         pins,
         costs=corrected_costs(asked.cluster, asked.calibration),
         shorter=shorter if profile.seq_len else None,
+        any_plan=asked.any_plan,
         command=asked.command,
     )
     if pins.strategy is not None and pins.strategy.adapter != "none":
@@ -75,7 +82,7 @@ def run_plan(
 
         proof = prove_candidate(asked.model, asked, best, console)
     if as_json:
-        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=told)
+        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=told, prices=prices)
         print(answer.model_dump_json(by_alias=True))
     if output is not None and result.recommended is None and asked.strategy is None:
         console.print(f"-o {output}: not written, because nothing fits", markup=False)

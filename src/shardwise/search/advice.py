@@ -72,6 +72,7 @@ def search_and_advise(
     rates: Rates | None = None,
     shorter: Callable[[int], ModelProfile] | None = None,
     only_runnable: bool = False,
+    any_plan: bool = False,
     command: Callable[[Mapping[str, str | None]], str] | None = None,
 ) -> SearchResult:
     """Run `search`, and where nothing fits, add alternatives that do.
@@ -79,14 +80,14 @@ def search_and_advise(
     ``shorter`` builds the profile at another length; ``command`` formats the command line of an alternative from its
     options.
 
-
     Raises:
         PlanError: the pinned values have no layout, or the global batch matches no strategy.
     """
-    found = search(profile, workload, cluster, pins, costs=costs, rates=rates, only_runnable=only_runnable)
+    facts: dict[str, Any] = {"costs": costs, "rates": rates, "only_runnable": only_runnable, "any_plan": any_plan}
+    found = search(profile, workload, cluster, pins, **facts)
     if found.recommended is not None:
         return found
-    question = ask(profile, workload, cluster, pins or Pins(), costs=costs, rates=rates, only_runnable=only_runnable)
+    question = ask(profile, workload, cluster, pins or Pins(), **facts)
     return found.model_copy(update={"advice": advice(question, found.candidates, shorter, command)})
 
 
@@ -126,6 +127,7 @@ def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
         "pins": question.pins,
         "costs": question.costs,
         "only_runnable": question.only_runnable,
+        "any_plan": question.any_plan,
     }
     return {**facts, **changes}
 

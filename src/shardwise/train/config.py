@@ -245,9 +245,11 @@ class ParallelTable(ParallelOptions, Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dp_replicate: Positive | None = None
     dp_shard: Positive | None = None
-    precision: RunPrecision = "fp32"
+    precision: RunPrecision | Literal["auto"] = Field(
+        "auto", description="of the computation; auto: bf16 where a GPU has it, else fp16; fp32 on a CPU"
+    )
     recompute: Recompute = "none"
-    loss_parallel: bool = option_field("loss_parallel", default=True)  # the loss of ``train`` takes sharded logits
+    loss_parallel: bool = option_field("loss_parallel")
     nvme_path: Named | None = option_field("nvme_path")
     threads: Ranks | None = Field(None, description="CPU threads of a rank; the cores divided by the ranks if left out")
 
@@ -383,7 +385,8 @@ class Config(Table):
             )
         elif optimizer.in_backward:
             accum = self.train.grad_accum or 1
-            plan = Plan(strategy=parallel.strategy, grad_accum=accum, precision=parallel.precision)
+            precision = "fp32" if parallel.precision == "auto" else parallel.precision
+            plan = Plan(strategy=parallel.strategy, grad_accum=accum, precision=precision)
             problems += in_backward_problems(plan)
         if problems:
             raise ValueError(*problems)

@@ -145,7 +145,7 @@ def session_loop(
     plan: Plan, ranks: Ranks, clip_norm: float | None
 ) -> tuple[Session, Callable[[nn.Module, torch.optim.Optimizer, Sequence[Batch]], float]]:
     """A session that is fed by hand, and a function that does one step with it and returns the loss."""
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     waiting: list[list[Any]] = []
 
     def feed() -> Iterator[list[Any]]:
