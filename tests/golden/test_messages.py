@@ -202,7 +202,7 @@ PLANS = {
         *["gpt2", *PLAN, "--cluster", "2xT4", "--seq-len", "4q", "--strategy", "qlora+fsdp"],
     ],
     "plan with a list that is none": ["--list", "gpu"],
-    "plan of a config with a mistake": ["config-that-is-not.toml", *PLAN],
+    "plan of a config with a mistake": ["config-that-is-not.toml", "--cluster", "8xZ100"],
     "plan that does not fit": ["llama-3.1-8b", "--cluster", "1xA100-80GB", "--strategy", "ddp", *PLAN[2:]],
     "proof of a plan that is not run": ["gpt2", *PLAN, "--strategy", "zero1+tp2", "--prove"],
 }

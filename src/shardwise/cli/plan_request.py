@@ -230,7 +230,7 @@ def read_request(
     words["seq_len"] = _tried(problems, lambda: read_length(words["seq_len"]))
     words["cluster"] = _tried(problems, lambda: _only(words["cluster"]))
     if is_config(words["model"]):
-        words, told_first = with_config(words)
+        words, told_first = _tried(problems, partial(with_config, words)) or (words, [])
     if words["strategy"] not in (None, "auto"):
         words["strategy"], taken = complete_strategy(words["strategy"])
         told_first += [taken] if taken else []
@@ -250,7 +250,7 @@ def read_request(
         links, about = _tried(problems, partial(read_links, calibration, cluster)) or (None, [])
         told += about
     if problems or cluster is None or profile is None:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
     told += _left_out(words, profile, cluster, links)
     if words["precision"] is None:
         told.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")

@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS, Mode, either, names_without
 from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
-from shardwise.plan.plan import Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
+from shardwise.plan.plan import Plan, Recompute, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_problems import explain
@@ -245,7 +245,7 @@ class ParallelTable(ParallelOptions, Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dp_replicate: Positive | None = None
     dp_shard: Positive | None = None
-    precision: RunPrecision | Literal["auto"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="of the computation; auto: bf16 where a GPU has it, else fp16; fp32 on a CPU"
     )
     recompute: Recompute = "none"
