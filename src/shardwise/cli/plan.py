@@ -52,7 +52,7 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
-    asked, profile, prices, told = read_request(words, price=price, calibration=calibration, output=output)
+    asked, profile, prices, told = read_request(dict(words), price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
     for line in told:
         console.print(line, markup=False)

@@ -219,14 +219,14 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_request(
-    words: Mapping[str, Any], *, price: Path | None, calibration: Path | None, output: Path | None
+    words: dict[str, Any], *, price: Path | None, calibration: Path | None, output: Path | None
 ) -> tuple[PlanRequest, ModelProfile, Prices, list[str]]:
     """Check all words, look the model and the cluster up; also what was filled in, in words.
 
     Raises:
         UserError: every word that cannot be, at once.
     """
-    problems, words, told_first = _unwritable(output), dict(words), list[str]()
+    problems, told_first = _unwritable(output), list[str]()
     words["seq_len"] = _tried(problems, lambda: read_length(words["seq_len"]))
     words["cluster"] = _tried(problems, lambda: _only(words["cluster"]))
     if is_config(words["model"]):
