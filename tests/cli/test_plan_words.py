@@ -88,6 +88,17 @@ def test_prices_each_with_its_assumption(capsys: pytest.CaptureFixture[str], tmp
     assert "spot is 3; it must be a table [spot]" in err
 
 
+def test_ways_to_run_a_plan_that_save_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    words = ["plan", "llama-3.1-8b", "--cluster", "2xRTX4090", "--seq-len", "4k", "--global-batch", "16"]
+    out, _ = command(capsys, *words, "-o", str(file))
+    assert "in bf16 with selective recompute, the loss in 8 chunks: " in out
+    assert "with: the loss in 8 chunks (fsdp+offload" in out
+    assert read_plan(file).loss_chunks == 8
+    out, _ = command(capsys, "explain", str(file))
+    assert "with the loss in 8 chunks" in out
+
+
 class TestConfig:
     """A config file of ``train`` is a model and a question."""
 

@@ -66,7 +66,9 @@ class TestAdapterFacts:
 
         assert trained("attention") + trained("mlp") == trained() == trained("all-linear")
         assert trained("q_proj", "v_proj") == trained("q", "v") == 32 * 8 * (4096 + 4096 + 4096 + 1024)
-        with pytest.raises(PlanError, match=r"LoRA target 'q_prj' is no linear layer .* \(did you mean 'q_proj'\?\)"):
+        with pytest.raises(
+            PlanError, match=r"LoRA target 'q_prj' is not a linear layer .* \(did you mean 'q_proj'\?\)"
+        ):
             trained("q_prj")
 
     def test_dropout_and_autocast_keep_a_copy_each(self):

@@ -668,3 +668,50 @@ class TestGuess:
 
     def test_context_parallel_sends_fewer_bytes_with_fewer_key_value_heads(self):
         assert self.seconds("ddp+tp8+cp2", kv_heads=1) < self.seconds("ddp+tp8+cp2", kv_heads=16)
+
+
+class TestSavingMemory:
+    """Logits of 40 GiB a sample; chunks divide them by 8, the optimizer in the backward frees the gradients."""
+
+    def costs(self, state: int = 10):
+        def more(profile, plan, workload):
+            logits = 40 * GIB * plan.micro_batch / plan.loss_chunks
+            gradients = 0 if plan.optimizer_in_backward else 30 * GIB
+            return int(logits + gradients + (state if workload.optimizer == "adamw" else 1) * GIB)
+
+        def same(profile, plan, workload, cluster):
+            needed = more(profile, plan, workload)
+            return estimate(profile, plan, workload, cluster).model_copy(update={"device": needed})
+
+        return Costs(same, more, seconds)
+
+    def answer(self, memory: int, state: int = 10, **pins):
+        machine, asked = cluster(memory=memory * GIB), Pins.model_validate(pins)
+        work = Workload(seq_len=4096, global_batch=8)
+        return search_and_advise(model(), work, machine, asked, costs=self.costs(state), saves_memory=True)
+
+    def test_nothing_is_changed_where_there_is_room(self):
+        best = self.answer(500).candidates[0].plan
+        assert (best.loss_chunks, best.optimizer_in_backward) == (1, False)
+
+    def test_chunks(self):
+        result = self.answer(60)
+        best = result.candidates[0]
+        assert best.fits and best.plan.loss_chunks == 8 and not best.plan.optimizer_in_backward
+        assert result.optimizer is None and "fastest of" in best.plan.reason
+
+    def test_the_optimizer_in_the_backward(self):
+        result = self.answer(30)
+        best = result.candidates[0]
+        assert best.fits and best.plan.optimizer_in_backward and best.plan.loss_chunks == 8
+        assert result.optimizer is None
+
+    def test_another_optimizer_is_named(self):
+        result = self.answer(60, state=60)
+        assert result.candidates[0].fits and result.optimizer == "adamw8bit"
+        result = self.answer(4, state=60)
+        assert result.recommended is None and result.optimizer is None and result.advice
+
+    def test_what_is_pinned_is_left_as_it_is(self):
+        result = self.answer(60, strategy=parse_strategy("ddp"))
+        assert result.recommended is None and result.candidates[0].plan.loss_chunks == 1

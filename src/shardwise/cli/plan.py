@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json
-from shardwise.cli.plan_config import profile_of_model
+from shardwise.cli.plan_config import is_config, profile_of_model
 from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options, write_plan_file
 from shardwise.errors import DoesNotFit, UserError
@@ -69,8 +69,11 @@ def run_plan(
         costs=corrected_costs(asked.cluster, asked.calibration),
         shorter=shorter if profile.seq_len else None,
         any_plan=asked.any_plan,
+        saves_memory=not is_config(asked.model),  # ``train`` takes a config's options as they are
         command=asked.command,
     )
+    if result.optimizer is not None:
+        asked = asked.model_copy(update={"optimizer": result.optimizer})
     if pins.strategy is not None and pins.strategy.adapter != "none":
         profile = ask(profile, asked.workload, asked.cluster, pins).profile
     print_candidates(profile, asked.cluster, result, console)

@@ -32,8 +32,7 @@ AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel"
 def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
     """Print facts, table, reasons against other strategies, and fixes if nothing fits."""
     print_facts(profile, cluster, console)
-    if result.candidates and (options := options_text(result.candidates[0].plan)):
-        console.print(f"with: {options}", markup=False)
+    _print_options(result, console)
     shown = _shown(result)
     console.print(_table(shown, result, cluster, console.width))
     left = len(result.candidates) - len(shown)
@@ -69,6 +68,18 @@ def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -
     )
     for line in profile.unknown:
         console.print(f"unknown: {line}", markup=False, style="yellow")
+
+
+def _print_options(result: SearchResult, console: Console) -> None:
+    """Print the options that plans have beside their strategies, and which plans, where not all."""
+    if result.optimizer is not None:
+        console.print(f"nothing fits with AdamW: planned with {result.optimizer}, whose updates differ", markup=False)
+    by_options: dict[str, list[str]] = {}
+    for candidate in result.candidates:
+        by_options.setdefault(options_text(candidate.plan), []).append(candidate.plan.strategy)
+    for options, names in by_options.items():
+        if options:
+            console.print(f"with: {options}" + (f" ({', '.join(names)})" if len(by_options) > 1 else ""), markup=False)
 
 
 def options_text(plan: Plan) -> str:
@@ -185,7 +196,8 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> li
     """Write the recommendation with reason, needs and speed, and cost or runner-up."""
     plan, time = best.plan, best.time
     recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
-    lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}: {plan.reason}."]
+    beside = f", {options}" if (options := options_text(plan)) else ""
+    lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}{beside}: {plan.reason}."]
     needs = f"A device needs {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
     if best.memory.offloaded_bytes:
         has = cluster.host_memory_bytes

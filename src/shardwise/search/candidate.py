@@ -63,7 +63,10 @@ class Candidate(BaseModel):
 
 
 class SearchResult(BaseModel):
-    """All candidates, best first; ``recommended`` is an index, ``None`` where nothing fits."""
+    """All candidates, best first; ``recommended`` is an index, ``None`` where nothing fits.
+
+    ``optimizer`` is the one that they are planned with, where nothing fits with the one that was asked for.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -71,3 +74,4 @@ class SearchResult(BaseModel):
     recommended: int | None
     considered: int
     advice: tuple[str, ...] = ()
+    optimizer: str | None = None
