@@ -108,5 +108,5 @@ def test_a_plan_that_contradicts_itself_is_refused(message: str) -> None:
 
 
 def test_options_beside_a_plan_that_says_otherwise_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"precision.*bf16.*plan says fp32"):
+    with pytest.raises(PlanError, match=r"precision.*bf16.*plan, which has fp32"):
         start(Plan(), precision="bf16")
