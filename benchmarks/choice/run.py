@@ -207,7 +207,7 @@ def _stepper(
     config: Config, plan: Plan, factory: Callable[[], nn.Module], ranks: Ranks
 ) -> Callable[[list[Batch]], float]:
     """A session of its own under ``plan``; calling it does one optimizer step."""
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     torch.manual_seed(config.train.seed)
     model = factory()
     model, optimizer = session.prepare(model, build_optimizer(model.parameters(), config.optimizer))

@@ -317,7 +317,7 @@ def _train(text: str, place: Path) -> None:
     from shardwise.train.session import Session
 
     job = Job.model_validate_json(text)
-    session = Session(ranks=join(job.plan.device), planner=lambda model, optimizer: job.plan)
+    session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
     TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, _Quiet(place)).train()
     session.close()
 

@@ -83,6 +83,8 @@ OVERRIDES: dict[str, list[str]] = {
     "unknown strategy": ["parallel.strategy=fsdp2"],
     "ddp with offload": ["parallel.strategy=ddp+offload"],
     "tensor parallel": ["parallel.strategy=fsdp+tp2"],
+    "adapters alone": ["parallel.strategy=lora"],
+    "auto with a degree": ["parallel.strategy=auto+tp2"],
     "unknown option of a strategy": ["parallel.strategy=zero2+offlaod"],
     "global batch does not divide": ["train.global_batch=9", "train.micro_batch=2"],
     "global batch smaller than the world": ["train.global_batch=1"],
@@ -210,6 +212,12 @@ PLANS = {
     "plan of a factory that raises": [f"{FACTORY}raises", *PLAN],
     "plan of a factory that gives no module": [f"{FACTORY}no_module", *PLAN],
     "plan of a package that is missing": ["no_such_package.models:tiny", *PLAN],
+    "plan of a version that is not there": ["llama-4", *PLAN],
+    "plan of auto with adapters on two clusters": [
+        *["gpt2", *PLAN, "--cluster", "2xT4", "--seq-len", "4q", "--strategy", "qlora+fsdp"],
+    ],
+    "plan with a list that is none": ["--list", "gpu"],
+    "plan of a config with a mistake": ["config-that-is-not.toml", "--cluster", "8xZ100"],
     "plan that does not fit": ["llama-3.1-8b", "--cluster", "1xA100-80GB", "--strategy", "ddp", *PLAN[2:]],
     "proof of a plan that is not run": ["gpt2", *PLAN, "--strategy", "zero1+tp2", "--prove"],
 }

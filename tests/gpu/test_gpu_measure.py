@@ -57,7 +57,7 @@ def train(folder: Path, recompute: str) -> tuple[Any, Any, Any, float]:
         strategy="ddp", dims=dims_for(parse_strategy("ddp"), 1), micro_batch=BATCH, grad_accum=ACCUM, precision="bf16",
         recompute=recompute, device="cuda",
     )  # type: ignore[arg-type]  # fmt: skip
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     table = TrainTable(steps=STEPS + 2, profile=f"{STEPS + 1}:2", output=str(folder))
     probe, trace = FlopsRecorder(), StepTrace(table, 0, 1)
     session.observers += [probe, trace]

@@ -18,6 +18,8 @@ from shardwise.cost.memory.estimate_memory import (
     unit_elements,
     zero1_shares,
 )
+from shardwise.cost.memory.framework_overhead import context_bytes
+from shardwise.cost.memory.local_shapes import layout_of
 from shardwise.errors import DoesNotFit, PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import ModelSpec, ParameterSpec
@@ -27,6 +29,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.choose import SIMPLEST_FIRST, choose
+from shardwise.search.problem import USABLE
 from shardwise.train.optimizer import workload_of
 from shardwise.units import bytes_text
 from tests.models import Decoder, decoder, ragged_batches
@@ -242,17 +245,19 @@ class TestChoose:
         )
 
     def needs(self, name: str, world: int, workload: Workload = KNOWN) -> int:
-        return estimate_memory(DEEP, plan_for(name, world, device="cuda"), workload).device_bytes
+        plan = plan_for(name, world, device="cuda")
+        context = context_bytes(layout_of(plan), self.machine(None, per_node=world))
+        return estimate_memory(DEEP, plan, workload).device_bytes + context
 
     @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp", "zero2+offload", "fsdp+offload"])
     def test_the_first_that_fits_is_taken_and_the_simpler_ones_keep_their_reason(self, name):
         needed = self.needs(name, 4)
-        memory = math.ceil(needed / 0.9)
+        memory = math.ceil(needed / USABLE["cuda"])
         choice = choose(DRAFT, DEEP, KNOWN, self.machine(memory))
         assert choice.plan.strategy == name
         assert choice.plan.dims == plan_for(name, 4).dims
         assert choice.estimate == estimate_memory(DEEP, choice.plan, KNOWN)
-        usable = bytes_text(int(memory * 0.9))
+        usable = bytes_text(int(memory * USABLE["cuda"]))
         assert choice.plan.reason == f"the simplest that fits: {bytes_text(needed)} of {usable} usable"
         simpler = SIMPLEST_FIRST[: SIMPLEST_FIRST.index(name)]
         assert [passed for passed, _ in choice.rejected] == list(simpler)
@@ -264,7 +269,7 @@ class TestChoose:
 
     def test_one_byte_less_and_it_does_not_fit(self):
         needed = self.needs("ddp", 4)
-        fits = next(memory for memory in itertools.count(needed) if int(memory * 0.9) == needed)
+        fits = next(memory for memory in itertools.count(needed) if int(memory * USABLE["cuda"]) == needed)
         assert choose(DRAFT, DEEP, KNOWN, self.machine(fits)).plan.strategy == "ddp"
         assert choose(DRAFT, DEEP, KNOWN, self.machine(fits - 1)).plan.strategy == "zero1"
 
@@ -272,7 +277,8 @@ class TestChoose:
         unknown = Workload(optimizer_states=2)
         needed = self.needs("ddp", 4, unknown)
         assert choose(DRAFT, DEEP, unknown, self.machine(math.ceil(needed / 0.6))).plan.strategy == "ddp"
-        assert choose(DRAFT, DEEP, unknown, self.machine(math.ceil(needed / 0.9))).plan.strategy != "ddp"
+        with pytest.raises(DoesNotFit, match="ddp: needs"):
+            choose(DRAFT, DEEP, unknown, self.machine(math.ceil(needed / USABLE["cuda"])))
 
     def test_unknown_memory_is_enough(self):
         choice = choose(DRAFT, DEEP, KNOWN, self.machine(None))
@@ -287,7 +293,7 @@ class TestChoose:
         assert [line.split(":")[0].strip() for line in lines[1:-1]] == list(SIMPLEST_FIRST)
         for line, name in zip(lines[1:-1], SIMPLEST_FIRST, strict=True):
             if name != "hsdp":
-                assert line == f"  {name}: needs {bytes_text(self.needs(name, 4))}, 900 B usable"
+                assert line == f"  {name}: needs {bytes_text(self.needs(name, 4))}, 970 B usable"
         assert "smaller micro batch" in lines[-1] and raised.value.exit_code == 1
 
     def test_a_strategy_asked_for_by_name_is_kept_fitting_or_not(self):
@@ -317,7 +323,7 @@ class TestChoose:
         assert choose(DRAFT, DEEP, KNOWN, self.machine(None), dp_shard=2).plan.strategy == "hsdp"
 
     def test_offload_makes_no_room_on_a_cpu(self):
-        memory = math.ceil(self.needs("fsdp+offload", 4) / 0.9)
+        memory = math.ceil(self.needs("fsdp+offload", 4) / USABLE["cpu"]) // 10**6
         with pytest.raises(DoesNotFit):
             choose(Plan(device="cpu"), DEEP, KNOWN, self.machine(memory, device="cpu"))
 

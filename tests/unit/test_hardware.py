@@ -167,7 +167,8 @@ def test_messages():
     text = unknown_gpu_message("A100-60GB")
     assert "'A100-60GB'" in text and "known are A100-SXM-80GB, A100-SXM-40GB" in text and "memory_bytes" in text
     assert "did you mean 'RTX-4090'?" in unknown_gpu_message("RTX 4009")
-    assert all(name in unknown_gpu_message("zzz") for name in gpu_names())
+    far = unknown_gpu_message("zzz")
+    assert f"shardwise plan --list gpus prints its {len(gpu_names())} names" in far and len(far) < 200
 
 
 def test_the_table_is_read_once_and_numbers_are_plain():

@@ -10,18 +10,20 @@ import pytest
 import tomli_w
 
 from shardwise.errors import ConfigError
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.plan.parallel_options import (
     CONFIG_KEYS,
     FULL_PARAMETERS,
     OPTION_DEFAULTS,
     OPTION_SPECS,
+    TRAIN_DEFAULTS,
     ParallelOptions,
     StepOptions,
     has_effect,
 )
 from shardwise.plan.plan import Plan, axis_problems
 from shardwise.plan.strategy import parse_strategy
-from shardwise.run.job import with_options
+from shardwise.run.job import draft_plan, with_options
 from shardwise.search.candidate import Pins
 from shardwise.search.search import axis_options
 from shardwise.train.config import ParallelTable, read_config
@@ -115,3 +117,20 @@ def test_every_option_has_a_line_that_a_sabotage_makes_false() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     assert [name for name in OPTIONS if OPTION_SPECS[name].receipt not in words] == sorted(ON_GPUS)
+
+
+def test_train_and_planner_have_one_set_of_defaults() -> None:
+    strategy = parse_strategy("fsdp+tp2")
+    planned = {**OPTION_DEFAULTS, **axis_options(Pins(), strategy)}
+    assert {name: planned[name] for name in OPTIONS} == TRAIN_DEFAULTS
+    table = ParallelTable(strategy="fsdp+tp2").options_for(strategy)
+    assert table == {name: TRAIN_DEFAULTS[name] for name in table} and table["loss_parallel"] is True
+
+
+@pytest.mark.parametrize(("cluster", "precision"), [("2xA100-80GB", "bf16"), ("2xT4", "fp16"), ("2xcpu", "fp32")])
+def test_train_computes_in_what_plan_assumes(cluster: str, precision: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(CONFIG)
+    assert draft_plan(read_config(file), parse_cluster(cluster)).precision == precision
+    named = read_config(file, ["parallel.precision=fp32"])
+    assert draft_plan(named, parse_cluster(cluster)).precision == "fp32"

@@ -18,6 +18,7 @@ from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.load_model import load_profile
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
+from shardwise.plan.plan import Plan, not_runnable
 from shardwise.plan.strategy import BASES, parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.advice import search_and_advise
@@ -26,7 +27,7 @@ from shardwise.search.choose import choose_profiled
 from shardwise.search.enumerate import complexity, divisors, layouts, nearest_multiples
 from shardwise.search.explain_plan import against
 from shardwise.search.heuristics import rough_step_time_s, totals_of
-from shardwise.search.problem import SAID_TIE, USABLE, Costs, ask, default_precision
+from shardwise.search.problem import SAID_TIE, USABLE, Costs, ask, default_precision, precision_text
 from shardwise.search.search import PLAIN_TIE, SCREEN_SLACK, TIE, laid_out, plan_for, recomputes, syncs, time_of
 from shardwise.units import GIB
 
@@ -314,6 +315,58 @@ class TestChoice:
         assert best.hours == pytest.approx(hours) and best.cost == pytest.approx(hours * 8 * 2.0)
 
 
+class TestRunnable:
+    """``zero1+tp2`` is planned and not run; here it is the fastest that fits by far."""
+
+    def costs(self):
+        def close(profile, plan, workload, cluster):
+            total = {"zero1+tp2": 1.0, "fsdp": 2.0, "ddp+tp2": 3.0}.get(plan.strategy, 9.0)
+            return StepTime(step_s=total, low_s=total, high_s=total, compute_s=total)
+
+        return Costs(estimate, needs, close)
+
+    def answer(self, **more):
+        machine = cluster(memory=200 * GIB)
+        return search_and_advise(model(), WORK, machine, more.pop("pins", Pins()), costs=self.costs(), **more)
+
+    def test_a_plan_that_runs_is_recommended(self):
+        result = self.answer()
+        best, other = result.candidates[:2]
+        assert best.plan.strategy == "fsdp" and best.runnable and best.why_not_runnable == ""
+        assert "the fastest of" in best.plan.reason and "that fit and run" in best.plan.reason
+        assert other.plan.strategy == "zero1+tp2" and other.fits and not other.runnable
+        assert other.why_not_runnable == "zero1 with +tp2"
+        assert other.reason == "planned, but not run by this version (zero1 with +tp2); 50.0% faster than fsdp"
+
+    def test_any(self):
+        best = self.answer(any_plan=True).candidates[0]
+        assert best.plan.strategy == "zero1+tp2" and "that fit:" in best.plan.reason
+
+    def test_where_nothing_that_runs_fits(self):
+        pins = Pins(strategy=parse_strategy("zero1+tp2"))
+        assert self.answer(pins=pins).recommended == 0, "a pinned one is kept"
+        result = self.answer(pins=Pins(precision="fp8"))
+        assert result.recommended == 0 and {c.why_not_runnable for c in result.candidates} >= {"precision fp8"}
+        assert not any(c.runnable for c in result.candidates)
+
+    @pytest.mark.parametrize(
+        ("strategy", "precision", "why"),
+        [
+            ("fsdp", "bf16", ""),
+            ("fsdp+tp2+lora", "bf16", "+lora with +tp2"),
+            ("zero1+pp2", "fp8", "zero1 with +pp2, precision fp8"),
+            ("deepspeed-zero3+tp2", "bf16", "deepspeed with +tp2"),
+        ],
+    )
+    def test_what_is_not_run(self, strategy, precision, why):
+        plan = Plan(strategy=strategy, precision=precision)
+        assert ", ".join(not_runnable(plan)) == why
+
+    def test_the_whole_model(self):
+        result = self.answer(pins=Pins(whole_model=True))
+        assert not any(c.plan.dims.splits_model for c in result.candidates)
+
+
 class TestUnknown:
     def test_memory(self):
         result = found(machine=cluster(memory=None))
@@ -372,6 +425,17 @@ class TestUnknown:
         assert default_precision(cluster(gpu=GPU.model_copy(update={"peak_flops": {"fp16": 1e14}}))) == "fp16"
         assert default_precision(cluster(gpu=None)) == "bf16"
         assert default_precision(cluster(gpu=None, device="cpu")) == "fp32"
+
+    def test_the_reason_of_a_precision(self):
+        volta = GPU.model_copy(update={"peak_flops": {"fp16": 1e14}})
+        for machine, text in (
+            (cluster(), "bf16 (Device has it)"),
+            (cluster(gpu=volta), "fp16 (Device has no bf16)"),
+            (cluster(gpu=None), "bf16 (whether Device has it is not known)"),
+            (cluster(gpu=None, device="cpu"), "fp32 (the default on a CPU)"),
+        ):
+            assert precision_text(default_precision(machine), machine, named=False) == text
+        assert precision_text("fp32", cluster(), named=True) == "fp32 (asked for by name)"
 
     def test_a_cpu_has_no_offload_and_no_time(self):
         result = found(machine=cluster(gpu=None, device="cpu", memory=500 * GIB))
@@ -616,3 +680,50 @@ class TestGuess:
 
     def test_context_parallel_sends_fewer_bytes_with_fewer_key_value_heads(self):
         assert self.seconds("ddp+tp8+cp2", kv_heads=1) < self.seconds("ddp+tp8+cp2", kv_heads=16)
+
+
+class TestSavingMemory:
+    """Logits of 40 GiB a sample; chunks divide them by 8, the optimizer in the backward frees the gradients."""
+
+    def costs(self, state: int = 10):
+        def more(profile, plan, workload):
+            logits = 40 * GIB * plan.micro_batch / plan.loss_chunks
+            gradients = 0 if plan.optimizer_in_backward else 30 * GIB
+            return int(logits + gradients + (state if workload.optimizer == "adamw" else 1) * GIB)
+
+        def same(profile, plan, workload, cluster):
+            needed = more(profile, plan, workload)
+            return estimate(profile, plan, workload, cluster).model_copy(update={"device": needed})
+
+        return Costs(same, more, seconds)
+
+    def answer(self, memory: int, state: int = 10, **pins):
+        machine, asked = cluster(memory=memory * GIB), Pins.model_validate(pins)
+        work = Workload(seq_len=4096, global_batch=8)
+        return search_and_advise(model(), work, machine, asked, costs=self.costs(state), saves_memory=True)
+
+    def test_nothing_is_changed_where_there_is_room(self):
+        best = self.answer(500).candidates[0].plan
+        assert (best.loss_chunks, best.optimizer_in_backward) == (1, False)
+
+    def test_chunks(self):
+        result = self.answer(60)
+        best = result.candidates[0]
+        assert best.fits and best.plan.loss_chunks == 8 and not best.plan.optimizer_in_backward
+        assert result.optimizer is None and "fastest of" in best.plan.reason
+
+    def test_the_optimizer_in_the_backward(self):
+        result = self.answer(30)
+        best = result.candidates[0]
+        assert best.fits and best.plan.optimizer_in_backward and best.plan.loss_chunks == 8
+        assert result.optimizer is None
+
+    def test_another_optimizer_is_named(self):
+        result = self.answer(60, state=60)
+        assert result.candidates[0].fits and result.optimizer == "adamw8bit"
+        result = self.answer(4, state=60)
+        assert result.recommended is None and result.optimizer is None and result.advice
+
+    def test_what_is_pinned_is_left_as_it_is(self):
+        result = self.answer(60, strategy=parse_strategy("ddp"))
+        assert result.recommended is None and result.candidates[0].plan.loss_chunks == 1

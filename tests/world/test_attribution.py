@@ -70,7 +70,7 @@ def trained(case: Case, patched: pytest.MonkeyPatch) -> dict[str, Any] | None:
         compile=case.compile,
         precision=case.precision,
     )
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     attribution = Attribution.attach(session)
     late = case.sleeper in (None, ranks.rank)
 
@@ -295,7 +295,7 @@ def order_that_changes(every: int, recheck: int) -> dict[str, str] | None:
             return x
 
     plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     attribution = Attribution.attach(session)
     model = Turns()
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -317,7 +317,7 @@ def late_for_buffers() -> dict[str, Any] | None:
     """Rank 0, whose buffers DDP sends round before a forward, comes late to it."""
     ranks = join("cpu")
     plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     attribution = Attribution.attach(session)
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -345,7 +345,7 @@ def two_sessions() -> list[float] | None:
     made = []
     for _ in range(2):
         plan = Plan(strategy="fsdp", dims=dims_for(parse_strategy("fsdp"), 2))
-        session = Session(ranks=ranks, planner=lambda model, optimizer, plan=plan: plan)
+        session = Session(ranks=ranks, planner=lambda *_, plan=plan: plan)
         attribution = Attribution.attach(session)
         model = torch.nn.Linear(8, 8)
         outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -373,7 +373,7 @@ def own_backward() -> dict[str, Any] | None:
     """Between two steps the loop takes gradients of its own, and works on."""
     ranks = join("cpu")
     plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     attribution = Attribution.attach(session)
     model = torch.nn.Linear(8, 8)
     outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -399,7 +399,7 @@ def session_dropped() -> list[bool]:
     """Train a little, and forget the session without closing it."""
     ranks = join("cpu")
     plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2))
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     session.timekeeper = Attribution.attach(session)
     model = torch.nn.Linear(8, 8)
     outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

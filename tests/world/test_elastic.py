@@ -103,7 +103,7 @@ def train_here(text: str, stop_after: int | None) -> dict[int, list[list[int]]]:
     from shardwise.train.session import Session
 
     job = Job.model_validate_json(text)
-    session = Session(ranks=join(job.plan.device), planner=lambda model, optimizer: job.plan)
+    session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
     session.observers.append(observer := _Observer(stop_after))
     run = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, _Silent())
     fetch = run.samples.batch

@@ -32,7 +32,7 @@ def train_here(text: str, stop_after: int | None, slow_disk_s: float) -> tuple[l
     sync = os.fsync
     os.fsync = lambda handle: (time.sleep(slow_disk_s), sync(handle))[1]
     job = Job.model_validate_json(text)
-    session = Session(ranks=join(job.plan.device), planner=lambda model, optimizer: job.plan)
+    session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
     session.observers.append(_Stopper(stop_after))
     reporter = _Listener()
     options: list[dict[str, Any]] = []

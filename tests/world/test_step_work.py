@@ -56,7 +56,7 @@ def count(
     plan = Plan(
         strategy=strategy, dims=dims, micro_batch=micro, grad_accum=grad_accum, recompute=recompute, compile=compiled
     )  # type: ignore[arg-type]
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     probe = FlopsRecorder(axis_of)
     session.observers.append(probe)
     model: Any = llama(attention)
@@ -129,7 +129,7 @@ def watched_by_another() -> tuple[int, bool]:
     from torch.utils.flop_counter import FlopCounterMode
 
     plan = Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 1), micro_batch=BATCH)
-    session = Session(ranks=join("cpu"), planner=lambda model, optimizer: plan)
+    session = Session(ranks=join("cpu"), planner=lambda *_: plan)
     probe, sums = FlopsRecorder(axis_of), []
     session.observers.append(probe)
     model: Any = llama("sdpa")

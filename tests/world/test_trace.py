@@ -33,7 +33,7 @@ def train(folder: str, strategy: str, table: TrainTable, first: int, steps: int,
     ranks = join("cpu")
     dims = dims_for(parse_strategy(strategy), ranks.world_size)
     plan = Plan(strategy=strategy, dims=dims, micro_batch=2, grad_accum=2)
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     session.steps_done = first
     trace = StepTrace(table.model_copy(update={"output": folder}), ranks.rank, ranks.world_size)
     session.observers.append(trace)

@@ -62,6 +62,8 @@ def run_bench_step(
             console.print("no hand-written loops here (they are in benchmarks/ of the repository): Shardwise alone")
         else:
             _check_comparable(config)
+            fp32 = config.parallel.model_copy(update={"precision": "fp32"})
+            config = config.model_copy(update={"parallel": fp32})
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
         plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
         console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
@@ -82,7 +84,8 @@ def run_bench_step(
 
 
 def _check_comparable(config: Config) -> None:
-    if config.parallel.precision != "fp32" or config.parallel.recompute != "none" or config.parallel.compile:
+    parallel = config.parallel
+    if parallel.precision not in ("auto", "fp32") or parallel.recompute != "none" or parallel.compile:
         raise UserError("bench step compares fp32 loops without recompute and compile; leave them at their defaults")
     if "lora" in config.parallel.strategy:
         raise UserError(

@@ -12,9 +12,9 @@ import typer
 
 from shardwise.cli.arguments import Calibration, Json, PlanFile
 from shardwise.cli.plan import answer_console
+from shardwise.cli.plan_config import profile_of_model
 from shardwise.cli.plan_request import LOSSES, PlanRequest, choice_problems, read_question
 from shardwise.errors import PlanError, UserError
-from shardwise.model.load_model import load_profile
 from shardwise.plan.plan import Plan, read_plan
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.report.candidates import print_explanation, print_facts
@@ -50,7 +50,7 @@ def run_explain(
         asked = asked.model_copy(update={"calibration": links})
         for line in notes:
             console.print(line, markup=False)
-    profile = load_profile(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
+    profile = profile_of_model(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
     pins = asked.pins.model_copy(update={"precision": plan.precision})
     costs = corrected_costs(asked.cluster, asked.calibration)
     pinned = pins.model_copy(update={"strategy": plan.parsed})

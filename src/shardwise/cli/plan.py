@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json
+from shardwise.cli.plan_config import is_config, profile_of_model
+from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options, write_plan_file
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.strategy import alias_note
 from shardwise.report.candidates import print_candidates, print_recommendation
 from shardwise.report.plan_json import document, json_schema
 from shardwise.run.calibration import corrected_costs
@@ -34,6 +35,9 @@ def run_plan(
     calibration: Calibration = None,
     prove: Annotated[bool, typer.Option("--prove", help="Dry run of the plan under fake tensors.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the recommended plan.")] = None,
+    listed: Annotated[
+        str | None, typer.Option("--list", metavar="models|gpus", help="Print the names that are known, and exit.")
+    ] = None,
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
@@ -46,17 +50,18 @@ def run_plan(
     if schema:
         print(json_schema())
         return
+    if listed is not None:
+        print_list(listed, answer_console(as_json))
+        return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
-    asked, profile, prices, notes = read_request(words, price=price, calibration=calibration, output=output)
+    asked, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
-    for line in (*notes, *filter(None, [alias_note(words["strategy"] or "")])):
+    for line in notes:
         console.print(line, markup=False)
 
     def shorter(length: int) -> ModelProfile:
-        from shardwise.model.load_model import load_profile
-
-        return load_profile(asked.model, seq_len=length, compiled=asked.compiled)
+        return profile_of_model(asked.model, seq_len=length, compiled=asked.compiled)
 
     pins = asked.pins
     result = search_and_advise(
@@ -66,8 +71,12 @@ def run_plan(
         pins,
         costs=corrected_costs(asked.cluster, asked.calibration),
         shorter=shorter if profile.seq_len else None,
+        any_plan=asked.any_plan,
+        saves_memory=not is_config(asked.model),  # ``train`` takes a config's options as they are
         command=asked.command,
     )
+    if result.optimizer is not None:
+        asked = asked.model_copy(update={"optimizer": result.optimizer})
     if pins.strategy is not None and pins.strategy.adapter != "none":
         profile = ask(profile, asked.workload, asked.cluster, pins).profile
     print_candidates(profile, asked.cluster, result, console)
@@ -79,7 +88,7 @@ def run_plan(
 
         proof = prove_candidate(asked.model, asked, best, console)
     if as_json:
-        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=notes)
+        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=notes, prices=prices)
         print(answer.model_dump_json(by_alias=True))
     if output is not None and result.recommended is None and asked.strategy is None:
         console.print(f"-o {output}: not written, because nothing fits", markup=False)

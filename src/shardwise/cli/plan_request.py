@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, ParameterInfo
 
+from shardwise.cli.plan_config import batch_of, is_config, profile_of_model, with_config
 from shardwise.cost.link_calibration import CalibrationFile, covers
 from shardwise.cost.price import Prices, price_of, read_prices
 from shardwise.document import read_json, read_toml
@@ -24,15 +25,16 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan, Precision, Recompute
-from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.strategy import complete_strategy, parse_strategy
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.run.calibration import read_links
 from shardwise.search.candidate import Pins
-from shardwise.search.problem import unknown_links
+from shardwise.search.problem import default_precision, precision_text, unknown_links
 
 FoundT = TypeVar("FoundT")
 
 USUAL_LENGTH = 4096
+LONGEST = 2**27
 SHORTER = (2048, 1024, 512, 128)
 LOSSES = ("plain", "fused")
 THIS_MACHINE = "this machine"
@@ -63,7 +65,10 @@ class PlanRequest(BaseModel):
 
     model: Annotated[
         str,
-        typer.Argument(help="Catalogue name, config.json, its folder, or package.module:factory.", show_default=False),
+        typer.Argument(
+            help="Catalogue name, config.json, its folder, package.module:factory, or a config file of train.",
+            show_default=False,
+        ),
         Word(),
     ]
     cluster: ClusterSpec
@@ -72,9 +77,9 @@ class PlanRequest(BaseModel):
         typer.Option(
             "--cluster", help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a TOML file; default: this machine."
         ),
-        Word(name="cluster", write=lambda text: None if text == THIS_MACHINE else str(text)),
+        Word(list[str] | None, name="cluster", write=lambda text: None if text == THIS_MACHINE else str(text)),
     ]
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.", min=1, max=2**27), Word(int | None)] = None
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample, such as 4096 or 4k."), Word()] = None
     global_batch: Annotated[
         int, typer.Option(help="Samples per step, all devices.", min=1, max=2**24), Word(int | None), Field(ge=1)
     ]
@@ -125,6 +130,12 @@ class PlanRequest(BaseModel):
         typer.Option(help="Count CUDA context, NCCL, launches: on, off."),
         Word(str, "on", write=lambda on: "off"),
     ] = True
+    grad_accum: int | None = None  # of a config file
+    any_plan: Annotated[
+        bool,
+        typer.Option("--any", help="Recommend plans that this version does not run, too."),
+        Word(bool, False),
+    ] = False
     calibration: CalibrationFile | None = None
 
     @property
@@ -148,6 +159,7 @@ class PlanRequest(BaseModel):
         return Pins(
             strategy=None if self.strategy is None else parse_strategy(self.strategy),
             micro_batch=self.micro_batch,
+            grad_accum=self.grad_accum,
             recompute=self.recompute,
             precision=self.precision,
             options=self._options,
@@ -214,20 +226,29 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_request(
-    words: Mapping[str, Any], *, price: Path | None, calibration: Path | None, output: Path | None
+    words: dict[str, Any], *, price: Path | None, calibration: Path | None, output: Path | None
 ) -> tuple[PlanRequest, ModelProfile, Prices, list[str]]:
     """Check all arguments, find model and cluster; also return notes on filled-in values.
 
     Raises:
         UserError: every invalid argument, at once.
     """
-    problems = _bad_choices(words) + _unwritable(output)
+    problems, first_notes = _unwritable(output), list[str]()
+    words["seq_len"] = _tried(problems, lambda: read_length(words["seq_len"]))
+    words["cluster"] = _tried(problems, lambda: _only(words["cluster"]))
+    if is_config(words["model"]):
+        words, first_notes = _tried(problems, partial(with_config, words)) or (words, [])
+    if words["strategy"] not in (None, "auto"):
+        words["strategy"], taken = complete_strategy(words["strategy"])
+        first_notes += [taken] if taken else []
+    problems += _bad_choices(words)
     tokens = _tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
     pinned = words["strategy"]
     strategy = _tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
-    cluster = _tried(problems, lambda: find_cluster(words["cluster"]))
+    cluster = _tried(problems, lambda: find_cluster(words["cluster"], words.get("device", "auto"), words.get("nproc")))
     prices = _tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
     profile, notes = _tried(problems, lambda: _profile(words)) or (None, [])
+    notes = first_notes + notes
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
@@ -236,14 +257,18 @@ def read_request(
         links, about = _tried(problems, partial(read_links, calibration, cluster)) or (None, [])
         notes += about
     if problems or cluster is None or profile is None:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
     notes += _left_out(words, profile, cluster, links)
+    if words["precision"] is None:
+        notes.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": hour})
-    batch = words["global_batch"]
+    batch = words["global_batch"] or batch_of(words, cluster)
     if batch is None:
         batch = cluster.world_size * (words["micro_batch"] or 1)
         notes.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
+    if tokens is None and words.get("steps") and profile.seq_len:
+        tokens = words["steps"] * batch * profile.seq_len
     asked = PlanRequest.model_validate(
         {
             **{name: value for name, value in words.items() if name in PlanRequest.model_fields},
@@ -351,8 +376,29 @@ def read_count(text: str) -> float:
     return number
 
 
-def find_cluster(text: str | None) -> ClusterSpec:
-    """Find the cluster of a ``--cluster`` text or file; by default this machine."""
+def read_length(text: str | None) -> int | None:
+    """``4096`` or ``4k`` as a number of tokens.
+
+    Raises:
+        UserError: it is none, or out of range.
+    """
+    if text is None:
+        return None
+    digits, times = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    number = int(digits) * times if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
+    if not 1 <= number <= LONGEST:
+        raise UserError(f"--seq-len '{text:.20}' must be from 1 to {LONGEST} tokens; write 4096, or 4k for it")
+    return number
+
+
+def _only(clusters: list[str] | None) -> str | None:
+    if clusters and len(clusters) > 1:
+        raise UserError(f"--cluster is given {len(clusters)} times ({', '.join(clusters)}); plan for one at a time")
+    return clusters[0] if clusters else None
+
+
+def find_cluster(text: str | None, device: str = "auto", nproc: int | None = None) -> ClusterSpec:
+    """The cluster of a ``--cluster`` text or file; without one this machine, of which a config may take a part."""
     if text is not None:
         from shardwise.hardware.parse_cluster import parse_cluster
 
@@ -360,7 +406,7 @@ def find_cluster(text: str | None) -> ClusterSpec:
     from shardwise.environment import visible_devices
     from shardwise.hardware.cluster import detect
 
-    return detect(visible=visible_devices())
+    return detect(device, nproc, visible=visible_devices())
 
 
 def _prices(path: Path) -> Prices:
@@ -374,13 +420,11 @@ def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
 
     Without a given length, the usual or the longest supported one is used, and noted.
     """
-    from shardwise.model.load_model import load_profile
-
     lengths = [words["seq_len"]] if words["seq_len"] is not None else [USUAL_LENGTH, *SHORTER]
     before: list[str] = []
     for length in lengths:
         try:
-            profile = load_profile(words["model"], seq_len=length, compiled=words["compiled"])
+            profile = profile_of_model(words["model"], seq_len=length, compiled=words["compiled"])
         except UserError as error:
             if length == lengths[-1] or list(error.problems) == before:
                 raise  # an error unrelated to the length is not repeated five times
@@ -389,7 +433,7 @@ def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
         break
     longest = profile.max_seq_len
     if words["seq_len"] is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
-        profile = load_profile(words["model"], seq_len=longest, compiled=words["compiled"])
+        profile = profile_of_model(words["model"], seq_len=longest, compiled=words["compiled"])
     notes = []
     if words["seq_len"] is None and profile.seq_len is not None:
         notes.append(f"--seq-len was not given: {profile.seq_len} tokens")

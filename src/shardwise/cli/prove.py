@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.cli.plan_config import is_config
 from shardwise.errors import UserError
 from shardwise.plan.optimizers import OPTIMIZERS, either, names_without
 from shardwise.search.candidate import Candidate
@@ -42,10 +43,10 @@ def prove_candidate(model: str, asked: PlanRequest, candidate: Candidate, consol
         raise UserError(
             f"--prove runs this version's own program, which has no {' and no '.join(ignored)}; leave one of them out"
         )
-    if plan.parsed.not_runnable or plan.precision == "fp8":
-        words = ", ".join(plan.parsed.not_runnable) or plan.precision
+    if not candidate.runnable:
         raise UserError(
-            f"--prove runs the plan's own program, and this version plans {words} but does not run it; "
+            "--prove runs the plan's own program, and this version plans "
+            f"{candidate.why_not_runnable} but does not run it; "
             "pin a strategy that runs, such as --strategy fsdp"
         )
     spec = OPTIMIZERS[optimizer]
@@ -68,6 +69,13 @@ def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
     """
     from shardwise.dryrun.dry_run import ModelSource
 
+    if is_config(model):
+        from shardwise.train.config import read_config
+
+        table = read_config(Path(model)).model
+        if table.kwargs or table.freeze:
+            raise UserError("--prove builds a config's model without model.kwargs and model.freeze; take them out")
+        model = str(table.config or table.factory)
     path = Path(model)
     if path.is_dir() or path.suffix == ".json":
         return ModelSource(config=json.loads((path / "config.json" if path.is_dir() else path).read_text()))

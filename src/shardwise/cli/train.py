@@ -21,7 +21,8 @@ from shardwise.errors import ConfigError, Interrupted, KilledForMemory, OutOfMem
 from shardwise.launch import fork_server
 
 if TYPE_CHECKING:
-    from shardwise.run.job import Job
+    from shardwise.plan.plan import Plan
+    from shardwise.run.job import Job, PreparedJob
     from shardwise.train.config import Config
 
 
@@ -38,6 +39,9 @@ def run_train(
     nproc: Nproc = None,
     master_port: Annotated[int, typer.Option(help="Rendezvous port of the ranks; 0 picks a free port.", min=0)] = 0,
     calibration: Calibration = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan, batch, predicted memory and time, and start nothing.")
+    ] = False,
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a config file and exit.")] = False,
 ) -> None:
@@ -49,14 +53,14 @@ def run_train(
         return
     if config_file is None:
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
-    fork_server.start()  # it imports torch for the ranks, while this process plans
+    if not dry_run:
+        fork_server.start()  # it imports torch for the ranks, while this process plans
     from shardwise.plan.plan import read_plan, runnable
-    from shardwise.plan.strategy import alias_note
-    from shardwise.report.terminal import print_plan
+    from shardwise.plan.strategy import complete_strategy
     from shardwise.run.checks import check_output
-    from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
 
+    strategy, taken = complete_strategy(strategy) if strategy is not None else (None, "")
     overrides = chosen(overrides, strategy=strategy, nproc=nproc)
     named = [item for item in overrides if item.startswith("parallel.strategy=")]
     if plan_file is not None and named:
@@ -65,7 +69,11 @@ def run_train(
     config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    if _is_finished(config, console, as_json=as_json):
+    if taken:
+        console.print(taken, markup=False)
+    if dry_run and rendezvous() is not None:
+        raise UserError("--dry-run starts no ranks, and a launcher has started this one; run it without the launcher")
+    if not dry_run and _is_finished(config, console, as_json=as_json):
         return
     if rendezvous() is not None:
         from shardwise.run.rank_main import run_under_launcher
@@ -74,20 +82,52 @@ def run_train(
         return
     check_output(Path(config.train.output))
     with only_run_in(Path(config.train.output)), interrupted_before_start():
-        prepared = prepare_job(
-            config,
-            lambda text: console.print(f"data: {text}", markup=False),
-            plan=plan,
-            as_json=as_json,
-            calibration=calibration,
-            command=("shardwise", *sys.argv[1:]),
-        )
-        if (note := alias_note(config.parallel.strategy)) is not None:
-            console.print(note, markup=False)
-        print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config.data)
-        for note in prepared.notes:
-            console.print(f"links: {note}", markup=False)
+        prepared = _prepared(config, plan, console, as_json=as_json, calibration=calibration)
+        if dry_run:
+            print_dry_run(prepared, console, as_json=as_json)
+            return
         launch(prepared.job, master_port)
+
+
+def _prepared(
+    config: Config, plan: Plan | None, console: Console, *, as_json: bool, calibration: Path | None
+) -> PreparedJob:
+    """Prepare the job and print its plan."""
+    from shardwise.plan.strategy import alias_note
+    from shardwise.report.terminal import print_plan
+    from shardwise.run.job import prepare_job
+
+    def log(text: str) -> None:
+        console.print(f"data: {text}", markup=False)
+
+    command = ("shardwise", *sys.argv[1:])
+    prepared = prepare_job(config, log, plan=plan, as_json=as_json, calibration=calibration, command=command)
+    if (note := alias_note(config.parallel.strategy)) is not None:
+        console.print(note, markup=False)
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config.data)
+    for note in prepared.notes:
+        console.print(f"links: {note}", markup=False)
+    return prepared
+
+
+def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> None:
+    """Print what is known of the run's time, and that nothing was started."""
+    from shardwise.units import seconds_text
+
+    job, time = prepared.job, prepared.job.step_time
+    steps = job.config.train.steps
+    if time is None:
+        console.print("time of a step: unknown, because the device's or a link's speed is")
+    else:
+        span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)} in 8 of 10 cases"
+        run = "" if steps is None else f"; {steps} steps in {seconds_text(steps * time.step_s)}"
+        console.print(f"time of a step: {seconds_text(time.step_s)} ({span}){run}")
+    console.print("dry run: nothing was started", markup=False)
+    if as_json:
+        facts = {"plan": job.plan, "memory": job.estimate, "step_time": time}
+        print(
+            json.dumps({"schema": 1, **{k: v and v.model_dump(mode="json", by_alias=True) for k, v in facts.items()}})
+        )
 
 
 def _is_finished(config: Config, console: Console, *, as_json: bool) -> bool:

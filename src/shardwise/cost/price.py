@@ -7,25 +7,103 @@ traffic out of the cloud, people.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.document import read_toml
 from shardwise.errors import UserError, did_you_mean
+from shardwise.hardware.cluster import ClusterSpec
 
 HOURS_PER_MONTH = 8766 / 12  # a Julian year
 POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, relative to the GPU's power
 DOLLARS_PER_KWH = 0.12
+YEARS = 3.0  # that a bought device is used
+NUMBERS = {"per_kwh": DOLLARS_PER_KWH, "used_share": 1.0, "years": YEARS}  # of a price file, beside its prices
 
 
 class Prices(BaseModel):
-    """Dollars by GPU name: for one GPU-hour, and for one GPU with its share of the server."""
+    """Dollars by GPU name: of one GPU's hour, on demand and as spot, and of buying one with its share of the server.
+
+    A bought GPU is used for ``years``, ``used_share`` of the time.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     hour: dict[str, float] = {}
+    spot: dict[str, float] = {}
     buy: dict[str, float] = {}
     per_kwh: float = DOLLARS_PER_KWH
+    used_share: float = 1.0
+    years: float = YEARS
+
+
+class Offer(BaseModel):
+    """What a run costs one way, and what that assumes; ``None`` where the price is not known."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["on demand", "spot", "own"]
+    dollars: float | None
+    per_device_hour: float | None
+    assumption: str
+
+
+def offers(hours: float, cluster: ClusterSpec, prices: Prices) -> tuple[Offer, ...]:
+    """Return what ``hours`` on ``cluster`` cost on demand, as spot and on bought devices."""
+    gpu, name, devices = cluster.gpu, cluster.device_name, cluster.world_size
+    source = f"{gpu.price_source.partition('; purchase')[0]}" if gpu is not None else ""
+    hourly = cluster.price_per_device_hour
+    own_spot = price_of(prices.spot, name)
+    spot = own_spot if own_spot is not None or gpu is None else gpu.spot_price_per_hour
+    listed = {"on demand": gpu is not None and hourly == gpu.price_per_hour, "spot": own_spot is None}
+    found = []
+    rented: tuple[tuple[Literal["on demand", "spot"], float | None, str], ...]
+    rented = (("on demand", hourly, ""), ("spot", spot, "; as if never interrupted"))
+    for kind, price, beside in rented:
+        whose = source if listed[kind] else "as given"
+        known = f"${price:g} an hour and GPU ({whose}){beside}" if price is not None else NO_PRICE.format(name=name)
+        found.append(
+            Offer(
+                kind=kind,
+                dollars=training_cost(hours, devices, price),
+                per_device_hour=price,
+                assumption=known,
+            )
+        )
+    return (*found, _own(hours, cluster, prices))
+
+
+NO_PRICE = "no source gives a price of {name}; give one with --price"
+
+
+def _own(hours: float, cluster: ClusterSpec, prices: Prices) -> Offer:
+    gpu, name = cluster.gpu, cluster.device_name
+    given = price_of(prices.buy, name)
+    price = given if given is not None or gpu is None else gpu.purchase_price
+    watts = gpu.tdp_w if gpu is not None else None
+    if price is None or watts is None:
+        missing = "no source gives a price to buy {name} at; give one in a table [buy] of --price"
+        return Offer(kind="own", dollars=None, per_device_hour=None, assumption=missing.format(name=name))
+    each = price / (prices.years * 12 * HOURS_PER_MONTH * prices.used_share) + _power(watts, prices.per_kwh)
+    months = break_even_months(
+        price, cluster.price_per_device_hour, watts, per_kwh=prices.per_kwh, used_share=prices.used_share
+    )
+    pays = "" if months is None else f"; cheaper than on demand after {months:.0f} months of that"
+    return Offer(
+        kind="own",
+        dollars=training_cost(hours, cluster.world_size, each),
+        per_device_hour=each,
+        assumption=(
+            f"${price:,.0f} a GPU ({'as given' if given is not None else 'launch price'}) over {prices.years:g} years, "
+            f"{prices.used_share:.0%} of the time in use, and power at ${prices.per_kwh:g}/kWh{pays}"
+        ),
+    )
+
+
+def _power(watts: float, per_kwh: float) -> float:
+    """Dollars of an hour's power."""
+    return watts * POWER_OVERHEAD / 1000 * per_kwh
 
 
 def training_hours(tokens: float | None, tokens_per_step: float | None, step_s: float | None) -> float | None:
@@ -64,12 +142,14 @@ def break_even_months(
     """
     if purchase_price is None or price_per_hour is None or power_w is None:
         return None
-    saved = price_per_hour - power_w * POWER_OVERHEAD / 1000 * per_kwh
+    saved = price_per_hour - _power(power_w, per_kwh)
     return purchase_price / (saved * used_share * HOURS_PER_MONTH) if saved > 0 else None
 
 
 def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
-    """Read dollars from TOML: ``A100-80GB = 1.89`` per hour, optional ``[buy]`` and ``per_kwh``.
+    """Read a TOML file of dollars: ``A100-80GB = 1.89`` is an hour.
+
+    Optional are tables ``[spot]`` and ``[buy]``, and keys ``per_kwh``, ``used_share`` and ``years``.
 
     Raises:
         UserError: the file is missing, is not TOML, or contains a value that is not a price; all problems at once.
@@ -80,17 +160,22 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
         raise UserError(f"--price '{path}': {error.strerror}; give the path of a TOML file with NAME = $/h") from None
     except ValueError as error:
         raise UserError(f"--price '{path}' is not TOML: {error}; write lines such as A100-80GB = 1.89") from None
-    buy = data.pop("buy", {})
-    per_kwh = data.pop("per_kwh", DOLLARS_PER_KWH)
-    if not isinstance(buy, dict):
-        raise UserError(f"--price '{path}': buy is {buy!r}; it must be a table [buy] of lines NAME = $")
-    tables = {"": data, "buy.": buy}
+    numbers = {key: data.pop(key, usual) for key, usual in NUMBERS.items()}
+    spot, buy = data.pop("spot", {}), data.pop("buy", {})
+    for key, table in (("spot", spot), ("buy", buy)):
+        if not isinstance(table, dict):
+            raise UserError(f"--price '{path}': {key} is {table!r}; it must be a table [{key}] of lines NAME = $")
+    tables = {"": data, "spot.": spot, "buy.": buy}
     problems = [
         f"--price '{path}': {prefix}{name} is {value!r}; it must be dollars, 0 or more"
-        for prefix, table in (*tables.items(), ("", {"per_kwh": per_kwh}))
+        for prefix, table in (*tables.items(), ("", {"per_kwh": numbers["per_kwh"]}))
         for name, value in table.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
     ]
+    for key, most in (("used_share", 1.0), ("years", 100.0)):
+        value = numbers[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            problems.append(f"--price '{path}': {key} is {value!r}; it must be above 0 and at most {most:g}")
     if known and not problems:
         problems += [
             f"--price '{path}': no GPU is called '{name}'{did_you_mean(name, known)}"
@@ -100,7 +185,7 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
         ]
     if problems:
         raise UserError(*problems)
-    return Prices(hour=data, buy=buy, per_kwh=per_kwh)
+    return Prices(hour=data, spot=spot, buy=buy, **numbers)
 
 
 def _same(name: str, known: tuple[str, ...]) -> bool:

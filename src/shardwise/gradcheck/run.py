@@ -124,7 +124,7 @@ def verify_all(
 
 def _verify(task: VerifyTask, plan: Plan, ranks: Ranks, references: References) -> StrategyResult:
     torch.manual_seed(SEED + ranks.rank)  # a rank's own random state must not matter
-    session = Session(ranks=dataclasses.replace(ranks, owns_group=False, owns_control=False), planner=lambda m, o: plan)
+    session = Session(ranks=dataclasses.replace(ranks, owns_group=False, owns_control=False), planner=lambda *_: plan)
     problem, failed = "", False
     found: list[Judged] = []
     receipts: dict[str, Receipt] = {}

@@ -102,13 +102,13 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def unknown_gpu_message(name: str) -> str:
-    """Message for a GPU that the table does not have: the nearest name, all names, and the fix."""
+    """Message for a GPU that the table does not have: the nearest names, and the fix."""
     names = gpu_names()
     same_model = [known for known in names if (model := _split(name)) and model[0] in _keys_of(known)]
     hint = f" (known are {', '.join(same_model)})" if same_model else _nearest(name, names)
     return (
-        f"GPU '{name}' is not in the hardware table{hint}; use one of {', '.join(names)}, "
-        "or describe it in a cluster file with its memory_bytes"
+        f"GPU '{name}' is not in the hardware table{hint}; shardwise plan --list gpus prints its {len(names)} names, "
+        "and a cluster file can describe another GPU with its memory_bytes"
     )
 
 

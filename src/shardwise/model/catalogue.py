@@ -20,6 +20,8 @@ CONVNETS = ("resnet-50",)  # known by name, but not an `Architecture`: see `shar
 
 # Parts of a name that do not change the shape.
 _NOISE = frozenset({"meta", "instruct", "chat", "it", "pt", "hf", "base", "deduped", "uncased", "4k", "8k", "128k"})
+_NUMBER, _FAMILY = re.compile(r"\d+(?:\.\d+)?"), re.compile(r"[a-z]{3,}")
+NEWEST = 5  # names of a family in a message
 _NUMBERS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -59,11 +61,23 @@ def published_parameters(name: str) -> int | None:
 
 def unknown_model_message(name: str) -> str:
     """Format the message for an unknown model: the nearest name, and other ways to give a model."""
-    hint = did_you_mean(name.lower().rsplit("/", 1)[-1], catalogue_names())
     return (
-        f"model '{name}' is not in the catalogue{hint}; give one of its names ({', '.join(catalogue_names()[:4])}, …), "
-        "a config.json or its folder, or package.module:factory for any nn.Module"
+        f"model '{name}' is not in the catalogue{_nearest(name)}; give one of its names "
+        "(shardwise plan --list models), a config.json or its folder, or package.module:factory for any nn.Module"
     )
+
+
+def _nearest(name: str) -> str:
+    """Suggest a misspelt name; of a version that is not there, the newest ones of its family instead."""
+    plain, names = name.lower().rsplit("/", 1)[-1], catalogue_names()
+    hint = did_you_mean(plain, names)
+    close = next((known for known in names if f"'{known}'" in hint), "")
+    version = _NUMBER.findall(plain)[:1]
+    if close and set(version) <= set(_NUMBER.findall(close)):
+        return hint
+    family = _FAMILY.match(plain)
+    found = [known for known in names if family is not None and known.startswith(family[0])]
+    return f" (of {family[0]} it has {', '.join(found[-NEWEST:])})" if family is not None and found else hint
 
 
 def _plain(name: str, *, quiet: bool = False) -> str:

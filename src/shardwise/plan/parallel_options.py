@@ -32,12 +32,14 @@ class OptionSpec:
     ``requires`` is what a strategy must have for the option to have an effect, ``receipt`` the line that shows it in
     the effects receipt, ``config`` the key of a config file (``parallel.NAME`` by default), and ``computes`` is false
     for an option that changes the placement of tensors and not the result: it is not part of a plan's fingerprint.
+    ``in_train`` is the default where the loss is the one of ``train``; a custom loop's loss may not be able to do it.
     """
 
     receipt: str
     requires: Requirement | None = None
     config: str | None = None
     computes: bool = True
+    in_train: Any = None
 
 
 class ParallelOptions(BaseModel):
@@ -48,7 +50,7 @@ class ParallelOptions(BaseModel):
     sequence_parallel: Annotated[bool, OptionSpec("sequence parallel", "+tp")] = Field(
         True, description="+tp: shard activations between its regions along the sequence"
     )
-    loss_parallel: Annotated[bool, OptionSpec("loss parallel", "+tp")] = Field(
+    loss_parallel: Annotated[bool, OptionSpec("loss parallel", "+tp", in_train=True)] = Field(
         False,
         description="+tp: logits stay sharded over the vocabulary up to the loss, which must take them so",
     )
@@ -131,6 +133,11 @@ OPTION_SPECS: dict[str, OptionSpec] = {name: spec for name, (_, spec) in _DECLAR
 OPTION_DEFAULTS: dict[str, Any] = {
     name: field.get_default(call_default_factory=True) for name, (field, _) in _DECLARED.items()
 }
+TRAIN_DEFAULTS: dict[str, Any] = {
+    name: default if spec.in_train is None else spec.in_train
+    for (name, default), spec in zip(OPTION_DEFAULTS.items(), OPTION_SPECS.values(), strict=True)
+}
+"""Defaults of a plan for ``train``, and so of the planner."""
 CONFIG_KEYS: dict[str, str] = {
     name: spec.config or f"parallel.{name}" for name, spec in OPTION_SPECS.items() if spec.config != ""
 }
@@ -169,6 +176,6 @@ def changed(values: Mapping[str, Any]) -> list[str]:
     return [name for name, default in OPTION_DEFAULTS.items() if values.get(name, default) != default]
 
 
-def option_field(name: str, *, default: Any = ...) -> Any:
-    """Build the config field of an option: its help, and its default or another one."""
-    return Field(OPTION_DEFAULTS[name] if default is ... else default, description=_DECLARED[name][0].description)
+def option_field(name: str) -> Any:
+    """Build the config field of an option: its default in ``train``, and its help."""
+    return Field(TRAIN_DEFAULTS[name], description=_DECLARED[name][0].description)

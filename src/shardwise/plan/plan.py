@@ -30,6 +30,7 @@ Recompute = Literal["none", "selective", "full"]
 DeviceType = Literal["cpu", "cuda"]
 
 _STAGES = ("strategy", "dims", "pipeline_schedule", "virtual_stages")  # what the number of stages depends on
+_PLANNED = " can be planned but is not run"
 _NO_EFFECT = "gradient_sync = 'every' has no effect; remove it"
 
 
@@ -158,6 +159,13 @@ def runnable(plan: Plan) -> Plan:
     if plan.precision == "fp8":
         raise PlanError("precision fp8 can be planned but is not run by this version; use bf16")
     return plan
+
+
+def not_runnable(plan: Plan) -> tuple[str, ...]:
+    """Return what of ``plan`` this version only plans; empty if it runs."""
+    words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else [])]
+    engine = engine_problems(plan) if plan.parsed.engine == "deepspeed" else []
+    return (*words, *(line.partition(_PLANNED)[0] for line in engine if _PLANNED in line))
 
 
 def axis_problems(plan: Plan) -> list[str]:

@@ -89,6 +89,22 @@ class Strategy(BaseModel):
         return self.tp * self.pp * self.cp > 1
 
 
+def complete_strategy(text: str) -> tuple[str, str]:
+    """Return ``text`` with the strategy that it leaves out, and what to say about that; empty where nothing is.
+
+    Degrees alone stand beside ``ddp``, adapters and offload beside ``fsdp``; ``auto`` chooses none of them.
+    """
+    first, *rest = (word.strip().lower() for word in text.split("+"))
+    words = rest if first == "auto" else [first, *rest]
+    if first in ALIASES:
+        return "+".join([ALIASES[first], *rest]), alias_note(first) or ""
+    if not words or not all(word in FLAGS or word.rstrip("0123456789") in DEGREES for word in words):
+        return text, ""
+    base = "deepspeed-zero3" if "nvme" in words else "fsdp" if set(words) & set(FLAGS) else "ddp"
+    full = "+".join([base, *words])
+    return full, f"strategy '{text}' is taken as {full}"
+
+
 def runnable_strategy(text: str) -> Strategy:
     """Parse a strategy that is to be run.
 
@@ -126,7 +142,11 @@ def parse_strategy(text: str) -> Strategy:
     problems: list[str] = []
     engine: Engine = "deepspeed" if words[0] in DEEPSPEED else "torch"
     base: str = {**ALIASES, **DEEPSPEED}.get(words[0], words[0])
-    if base not in BASES:
+    full, completed = complete_strategy(text)
+    if base not in BASES and completed:
+        rule = "auto stands alone" if words[0] == "auto" else f"'{words[0]}' stands beside a strategy"
+        problems.append(f"strategy '{text}': {rule}; write {full}")
+    elif base not in BASES:
         known = [*BASES, *ALIASES, *DEEPSPEED, "auto"]
         hint = did_you_mean(words[0], known)
         problems.append(f"strategy '{text}': '{words[0]}' is none of {', '.join(BASES)}, auto{hint}")

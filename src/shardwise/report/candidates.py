@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cost.memory.estimate import Estimate
-from shardwise.cost.price import Prices, break_even_months, dollars_per_million_tokens, price_of
+from shardwise.cost.price import Prices, dollars_per_million_tokens, offers
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
@@ -24,14 +24,15 @@ ROWS, REASONS = 12, 8
 BAR, NARROW_BAR = 16, 10
 WIDE = 100  # columns of a terminal
 RECOMPUTE = {"none": "–", "selective": "selective", "full": "full"}
+MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: "?"}
+PLANNED = "◇"  # of a plan that this version does not run
 AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline"}
 
 
 def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
     """Print facts, table, reasons against other strategies, and fixes if nothing fits."""
     print_facts(profile, cluster, console)
-    if result.candidates and (options := options_text(result.candidates[0].plan)):
-        console.print(f"with: {options}", markup=False)
+    _print_options(result, console)
     shown = _shown(result)
     console.print(_table(shown, result, cluster, console.width))
     left = len(result.candidates) - len(shown)
@@ -40,6 +41,8 @@ def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: Search
         + (f", {left} more strategies in --json" if left else "")
         + ("; a bar ends at the device's memory │" if cluster.device_memory_bytes else "")
     )
+    if any(not c.runnable for c in shown):
+        console.print(f"{PLANNED} planned, but not run by this version (--any recommends it like all others)")
     best = None if result.recommended is None else result.candidates[result.recommended]
     for candidate in [c for c in shown if c is not best][:REASONS]:
         console.print(f"  not {candidate.plan.strategy}: {candidate.reason}", markup=False)
@@ -65,6 +68,18 @@ def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -
     )
     for line in profile.unknown:
         console.print(f"unknown: {line}", markup=False, style="yellow")
+
+
+def _print_options(result: SearchResult, console: Console) -> None:
+    """Print the options that plans have beside their strategies, and which plans, where not all."""
+    if result.optimizer is not None:
+        console.print(f"nothing fits with AdamW: planned with {result.optimizer}, whose updates differ", markup=False)
+    by_options: dict[str, list[str]] = {}
+    for candidate in result.candidates:
+        by_options.setdefault(options_text(candidate.plan), []).append(candidate.plan.strategy)
+    for options, names in by_options.items():
+        if options:
+            console.print(f"with: {options}" + (f" ({', '.join(names)})" if len(by_options) > 1 else ""), markup=False)
 
 
 def options_text(plan: Plan) -> str:
@@ -109,7 +124,9 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
     for candidate in shown:
         plan, time = candidate.plan, candidate.time
         best = result.recommended is not None and candidate is result.candidates[result.recommended]
-        mark = "[bold green]▶[/]" if best else {True: "[green]✓[/]", False: "[red]✗[/]", None: "?"}[candidate.fits]
+        mark = "[bold green]▶[/]" if best else MARKS[candidate.fits]
+        if not candidate.runnable:
+            mark = "[bold yellow]▶[/]" + PLANNED if best else MARKS[False] if candidate.fits is False else PLANNED
         row: list[str | Text] = [
             mark,
             f"[bold]{plan.strategy}[/]" if best else plan.strategy,
@@ -167,16 +184,20 @@ def print_recommendation(
             console.print(f"  {line}", markup=False)
         return
     best = result.candidates[result.recommended]
-    for sentence in sentences(best, cluster, result, prices):
+    for sentence in sentences(best, cluster, result):
         console.print(sentence, markup=False)
     console.print(best.plan.batch_equation(), markup=False)
+    for offer in () if best.hours is None else offers(best.hours, cluster, prices):
+        cost = "unknown" if offer.dollars is None else dollars(offer.dollars)
+        console.print(f"  {offer.kind:<9} {cost:>9}  {offer.assumption}", markup=False)
 
 
-def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: Prices) -> list[str]:
+def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> list[str]:
     """Write the recommendation with reason, needs and speed, and cost or runner-up."""
     plan, time = best.plan, best.time
     recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
-    lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}: {plan.reason}."]
+    beside = f", {options}" if (options := options_text(plan)) else ""
+    lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}{beside}: {plan.reason}."]
     needs = f"A device needs {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
     if best.memory.offloaded_bytes:
         has = cluster.host_memory_bytes
@@ -193,12 +214,12 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, price
         mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}"
         span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)}"
         lines.append(f"{needs}, and a step takes {seconds_text(time.step_s)} ({span} in 8 of 10 cases){speed}{mfu}.")
-    lines.append(_third(best, cluster, result, prices))
+    lines.append(_third(best, cluster, result))
     lines.append(_not_run(best, result))
     return [line for line in lines if line]
 
 
-def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: Prices) -> str:
+def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> str:
     hourly = cluster.price_per_device_hour
     if best.hours is not None:
         cost = "at a price that is not known (--price)" if best.cost is None else f"for {dollars(best.cost)}"
@@ -206,9 +227,9 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: 
         million = dollars_per_million_tokens(speed, hourly)
         each = "" if million is None else f", {money_text(million)} a million tokens"
         length = f"The full run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
-        return f"{length} {cost}{each}.{_buy(cluster, prices)}"
+        return f"{length} {cost}{each}."
     others = [c for c in result.candidates if c is not best]
-    ties = [c.plan.strategy for c in others if c.tie]
+    ties = [c.plan.strategy for c in others if c.tie and c.runnable >= best.runnable]
     if ties:
         return f"Indistinguishable in predicted speed: {', '.join(ties[:3])}."
     return f"Next comes {others[0].plan.strategy}: {others[0].reason}." if others else ""
@@ -216,26 +237,17 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult, prices: 
 
 def _not_run(best: Candidate, result: SearchResult) -> str:
     """Return what this version runs, if it does not run the recommended plan."""
-    words = best.plan.parsed.not_runnable
-    if not words:
+    if best.runnable:
         return ""
-    runs = [c for c in result.candidates if not c.plan.parsed.not_runnable and c.fits is not False]
-    what = f"this version plans {', '.join(words)} but does not run it"
+    runs = [c for c in result.candidates if c.runnable and c.fits is not False]
+    what = f"this version plans {best.why_not_runnable} but does not run it"
+    if best.plan.precision == "fp8":
+        return f"Note that {what}; plan with --precision bf16 for the best of what it runs."
     if len(result.candidates) == 1:
         return f"Note that {what}."
     if not runs:
         return f"Note that {what}, and that nothing it runs fits."
     return f"Note that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
-
-
-def _buy(cluster: ClusterSpec, prices: Prices) -> str:
-    gpu = cluster.gpu
-    own = price_of(prices.buy, cluster.device_name)
-    price = own if own is not None else (gpu.purchase_price if gpu else None)
-    months = break_even_months(price, cluster.price_per_device_hour, gpu.tdp_w if gpu else None, per_kwh=prices.per_kwh)
-    if months is None or price is None:
-        return ""
-    return f" Bought at ${price:,.0f} a device, it pays after {months:.0f} months of full use."
 
 
 def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console) -> None:

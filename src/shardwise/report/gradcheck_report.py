@@ -33,7 +33,7 @@ def print_heading(shrunk: Shrunk, seq_len: int, micro_batch: int, config: Config
     for line in shrunk.kept:
         log(f"       kept: {line}")
     parallel = config.parallel
-    left = [f"precision {parallel.precision}"] if parallel.precision != "fp32" else []
+    left = [f"precision {parallel.precision}"] if parallel.precision not in ("auto", "fp32") else []
     left += ["compile"] if parallel.compile else []
     left += ["async_tp"] if parallel.async_tp else []
     if left:

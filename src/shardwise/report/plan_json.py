@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.cost.flops import palm_flops
 from shardwise.cost.memory.estimate import Estimate
-from shardwise.cost.price import dollars_per_million_tokens
+from shardwise.cost.price import Offer, Prices, dollars_per_million_tokens, offers
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
@@ -128,6 +128,8 @@ class CandidateEntry(Facts):
 
     strategy: str
     fits: bool | None
+    runnable: bool = Field(description="this version runs it, and does not only plan it")
+    why_not_runnable: str = Field(description="what of it is not run; empty if it runs")
     reason: str = Field(description="why it is not the recommended plan; empty for that one")
     tie: bool
     dims: ParallelDims
@@ -165,6 +167,7 @@ class PlanDocument(Facts):
     recommended: int | None
     considered: int = Field(description="plans considered, including those excluded by an argument")
     candidates: list[CandidateEntry]
+    offers: list[Offer] = Field(description="what --tokens cost with the recommended plan: on demand, spot and own")
     recommendation: str | None = Field(description="why the recommended plan is recommended")
     advice: list[str] = Field(description="what would fit, if nothing does")
     notes: list[str] = Field(description="what was not given and filled in, and what was given without effect")
@@ -184,6 +187,7 @@ def document(
     proof: dict[str, Any] | None = None,
     *,
     notes: Sequence[str] = (),
+    prices: Prices | None = None,
 ) -> PlanDocument:
     """Build the document; ``notes`` are defaults that were used and options without effect."""
     precision = result.candidates[0].plan.precision if result.candidates else None
@@ -208,6 +212,7 @@ def document(
         recommended=result.recommended,
         considered=result.considered,
         candidates=[_entry(candidate, cluster) for candidate in result.candidates],
+        offers=[*offers(chosen.hours, cluster, prices or Prices())] if chosen is not None and chosen.hours else [],
         recommendation=chosen.plan.reason if chosen else None,
         advice=list(result.advice),
         notes=list(notes),
@@ -273,6 +278,8 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
     return CandidateEntry(
         strategy=plan.strategy,
         fits=candidate.fits,
+        runnable=candidate.runnable,
+        why_not_runnable=candidate.why_not_runnable,
         reason=candidate.reason,
         tie=candidate.tie,
         dims=plan.dims,

@@ -177,9 +177,8 @@ def print_plan(
         )
     memory = bytes_text(cluster.device_memory_bytes)
     where = f"{cluster.world_size} × {cluster.device_name}, {memory} each"
-    console.print(
-        f"plan: [bold]{plan.strategy}[/] on {where} ({plan.dims}), {plan.precision}, recompute {plan.recompute}"
-    )
+    computes = f"{choice.precision or plan.precision}, recompute {plan.recompute}"
+    console.print(f"plan: [bold]{plan.strategy}[/] on {where} ({plan.dims}), {computes}")
     console.print(f"      {plan.reason}")
     for name, why in choice.rejected:
         console.print(f"      not {name}: {why}")

@@ -42,7 +42,7 @@ from shardwise.search.alternatives import Alternative, alternatives, smaller
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import Choice, choose, choose_profiled, exact
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
-from shardwise.search.problem import ask
+from shardwise.search.problem import ask, default_precision, precision_text
 from shardwise.search.search import cost_of
 from shardwise.train.config import Config, optimizer_problems
 from shardwise.train.data.corpus import Corpus, prepare_corpus
@@ -192,7 +192,7 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
         micro_batch=micro,
         grad_accum=accum,
         seq_len=config.data.seq_len,
-        precision=parallel.precision,
+        precision=default_precision(cluster) if parallel.precision == "auto" else parallel.precision,
         recompute=parallel.recompute,
         loss_chunks=train.loss_chunks,
         optimizer_in_backward=config.optimizer.in_backward,
@@ -284,7 +284,9 @@ def choose_plan(
             cut=cut,
         )
     if not fixed:
-        choice = replace(choice, plan=with_options(choice.plan, config))
+        named = config.parallel.precision != "auto"
+        told = precision_text(choice.plan.precision, cluster, named=named)
+        choice = replace(choice, plan=with_options(choice.plan, config), precision=told)
     check_model(spec, choice.plan)
     if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
         raise PlanError(*unfit)
@@ -318,7 +320,7 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
     return Pins(
         strategy=None if parallel.strategy == "auto" else parse_strategy(parallel.strategy),
         recompute=parallel.recompute,
-        precision=parallel.precision,
+        precision=None if parallel.precision == "auto" else parallel.precision,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,
         options=_given_options(config),

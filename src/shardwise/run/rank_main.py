@@ -28,11 +28,7 @@ def main() -> int:
 
 def run_job(job: Any, ranks: Any = None) -> int:
     """Train on this rank; return the exit code."""
-    from torch import nn
-    from torch.optim import Optimizer
-
     from shardwise.distributed.process_group import join
-    from shardwise.plan.plan import Plan
     from shardwise.report.html.environment_section import write_environment
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
@@ -49,11 +45,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
         except OSError as error:  # the run's report lacks it, and says so
             reporter.log(f"the versions of this run are not kept: {error.strerror}")
 
-    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
-        plan: Plan = job.plan
-        return plan
-
-    session = Session(ranks=ranks, planner=planner)
+    session = Session(ranks=ranks, planner=lambda *_: job.plan)
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
     watch = RunRecorder(job, session, reporter.log, reporter.console)

@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from shardwise.distributed.process_group import Ranks, join, leave_at_exit
+from shardwise.distributed.process_group import Ranks, join, leave_at_exit, prepared_by_main
 from shardwise.environment import visible_devices
-from shardwise.errors import PlanError
-from shardwise.hardware.cluster import detect
+from shardwise.errors import ModelError, PlanError
+from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.measure.step_time.attribution import Attribution
+from shardwise.model.profile import ModelProfile
 from shardwise.model.read import read_model
+from shardwise.model.trace import trace_module
 from shardwise.parallel.apply import parameter_names
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.parallel_options import ParallelOptions, without_effect
 from shardwise.plan.plan import Plan, Recompute, RunPrecision, plan_problems, read_plan, runnable
 from shardwise.plan.strategy import alias_note, runnable_strategy
+from shardwise.plan.workload import Workload
 from shardwise.run.out_of_memory import ForeseenLoop, OutOfMemoryRecorder, explain_at_exit
-from shardwise.search.choose import choose
+from shardwise.search.candidate import Pins
+from shardwise.search.choose import choose, choose_profiled
 from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Planner, Session
 
@@ -46,7 +52,8 @@ def start(
     creates is destroyed when the process ends or at ``session.close()``.
 
     Args:
-        plan: a strategy (``"auto"``, ``"fsdp"``, ...), a `Plan`, or the path of a plan file.
+        plan: a strategy (``"fsdp"``, ...), a `Plan`, the path of a plan file, or ``"auto"``: the planner's choice among
+            strategies that any loop runs, for batches like the sample that ``session.prepare`` gets.
         grad_accum: micro batches per optimizer step on one rank; this and the next two are the plan's if one is given.
         precision: compute dtype; weights, gradients and their reduction stay fp32.
         recompute: activation checkpointing of the repeated blocks.
@@ -148,18 +155,61 @@ def _checked_options(options: Mapping[str, Any] | None, plan: str | Plan | Path)
 
 
 def _fixed(plan: Plan) -> Planner:
-    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+    def planner(model: nn.Module, optimizer: Optimizer, sample: Any) -> Plan:
         return plan
 
     return planner
 
 
 def _searching(strategy: str, draft: Plan, ranks: Ranks) -> Planner:
-    def planner(model: nn.Module, optimizer: Optimizer) -> Plan:
+    def planner(model: nn.Module, optimizer: Optimizer, sample: Any) -> Plan:
         cluster = detect(draft.device, ranks.local_world_size, visible=visible_devices()).model_copy(
             update={"nodes": max(1, ranks.world_size // ranks.local_world_size)}
         )
         workload = workload_of(optimizer, parameter_names(model))
-        return runnable(choose(draft, read_model(model), workload, cluster, strategy=strategy).plan)
+        if strategy != "auto":
+            return runnable(choose(draft, read_model(model), workload, cluster, strategy=strategy).plan)
+
+        def found() -> str:  # on one rank: the ranks' samples may differ in length
+            return automatic(draft, model, workload, cluster, sample).to_json()
+
+        return Plan.model_validate_json(prepared_by_main(found, ranks, "the plan"))
 
     return planner
+
+
+def automatic(draft: Plan, model: nn.Module, workload: Workload, cluster: ClusterSpec, sample: Any) -> Plan:
+    """Return the planner's choice for a custom loop: among strategies that any loop runs, for batches like ``sample``.
+
+    Without a sample, or where the model does not run on fake tensors, the simplest whose known bytes fit.
+
+    Raises:
+        DoesNotFit: nothing fits.
+    """
+    spec = read_model(model)
+    profile = None if sample is None else _profile(model, sample, draft)
+    if profile is None:
+        choice = choose(draft, spec, workload, cluster)
+        known = "what a forward saves is unknown: give session.prepare(model, optimizer, sample) a micro batch"
+        reason = choice.plan.reason if sample is not None else f"{choice.plan.reason}; {known}"
+        return choice.plan.model_copy(update={"reason": reason})
+    micro = next(len(leaf) for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.ndim)
+    pins = Pins(
+        micro_batch=micro,
+        grad_accum=draft.grad_accum,
+        recompute=draft.recompute,
+        precision=draft.precision,
+        whole_model=True,
+    )
+    batch = micro * draft.grad_accum * cluster.world_size
+    asked = workload.model_copy(update={"seq_len": profile.seq_len, "global_batch": batch})
+    plan = choose_profiled(profile, spec, asked, cluster, pins).plan
+    return plan.model_copy(update={"micro_batch": None, "seq_len": None})  # the loader's own, which may differ
+
+
+def _profile(model: nn.Module, sample: Any, draft: Plan) -> ModelProfile | None:
+    width: Literal["fp32", "bf16"] = "fp32" if draft.precision == "fp32" else "bf16"
+    try:
+        return trace_module(model, inputs=sample, precision=width, device=draft.device, under_autocast=True)
+    except ModelError:
+        return None

@@ -15,12 +15,12 @@ from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import find_gpu, gpu_names
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.strategy import SHARDED, Strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity, divisors
 from shardwise.search.explain_plan import room_text
+from shardwise.search.memory_savers import lean_workloads, orders, saving_memory
 from shardwise.search.problem import Costs, Question, ask, usable_bytes
 from shardwise.search.search import search, simplest_fit
 from shardwise.units import bytes_text, seconds_text
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 MOST_NODES = 4096
 SHORTEST = 256
-CHUNKS = 8  # of the loss, where it is proposed
 
 Command = Callable[[Mapping[str, str | None]], str]  # the request's own command with these options
 
@@ -72,21 +71,25 @@ def search_and_advise(
     rates: Rates | None = None,
     shorter: Callable[[int], ModelProfile] | None = None,
     only_runnable: bool = False,
+    any_plan: bool = False,
+    saves_memory: bool = False,
     command: Callable[[Mapping[str, str | None]], str] | None = None,
 ) -> SearchResult:
     """Run `search`, and where nothing fits, add alternatives that do.
 
-    ``shorter`` builds the profile at another length; ``command`` formats the command line of an alternative from its
-    options.
-
+    ``saves_memory`` includes the ways of `shardwise.search.memory_savers`. ``shorter`` builds the profile at another
+    length; ``command`` formats the command line of an alternative from its options.
 
     Raises:
         PlanError: the pinned values have no layout, or the global batch matches no strategy.
     """
-    found = search(profile, workload, cluster, pins, costs=costs, rates=rates, only_runnable=only_runnable)
+    facts: dict[str, Any] = {"costs": costs, "rates": rates, "only_runnable": only_runnable, "any_plan": any_plan}
+    found = search(profile, workload, cluster, pins, **facts)
+    question = ask(profile, workload, cluster, pins or Pins(), **facts)
+    if saves_memory:
+        found = saving_memory(question, found)
     if found.recommended is not None:
         return found
-    question = ask(profile, workload, cluster, pins or Pins(), costs=costs, rates=rates, only_runnable=only_runnable)
     return found.model_copy(update={"advice": advice(question, found.candidates, shorter, command)})
 
 
@@ -108,13 +111,20 @@ def advice(
             )
     ways = _Ways(question, _limitless_s(question), command)
     lines += _unpin(question)
-    for way in (_same_optimizer, _other_optimizer, _off_device, _adapters):
+    usual = [_same_optimizer, _other_optimizer, _off_device]
+    for way in [_adapters, *usual] if _is_far_too_large(question) else [*usual, _adapters]:
         lines += way(ways)
     lines += _other_gpu(question)
     if shorter is not None:
         lines += _shorter(question, shorter)
     lines += _more_devices(question)
     return tuple(lines) or ("no way was found; the model is too large for every device of the table",)
+
+
+def _is_far_too_large(question: Question) -> bool:
+    """Return whether not even fp32 weights and gradients fit in all devices: people train adapters then."""
+    held = 8 * question.profile.num_parameters
+    return question.usable is not None and held > question.usable * question.cluster.world_size
 
 
 def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
@@ -126,6 +136,7 @@ def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
         "pins": question.pins,
         "costs": question.costs,
         "only_runnable": question.only_runnable,
+        "any_plan": question.any_plan,
     }
     return {**facts, **changes}
 
@@ -173,29 +184,12 @@ def _told(candidate: Candidate, cluster: ClusterSpec) -> str:
 
 def _same_optimizer(ways: _Ways) -> Iterator[str]:
     """Propose the same results, computed in another order."""
-    for name, options, flags in _orders(ways.question):
+    for name, options, flags in orders(ways.question):
         pins = ways.question.pins.model_copy(update={"options": {**ways.question.pins.options, **options}})
         if found := _best(ways.question, pins=pins):
             ways.kept = found
             yield f"{name} fits: {ways.told(found, flags)}"
             return
-
-
-_Order = tuple[str, dict[str, object], dict[str, str | None]]  # name, options of the plan, options of the command
-
-
-def _orders(question: Question) -> Iterator[_Order]:
-    """Yield chunked loss, optimizer in backward, and both."""
-    given, found = question.pins.options, list[_Order]()
-    if question.profile.vocab_size and not question.workload.fused_loss and given.get("loss_chunks", 1) == 1:
-        found.append((f"the loss in {CHUNKS} chunks", {"loss_chunks": CHUNKS}, {"--loss-chunks": str(CHUNKS)}))
-    if not given.get("optimizer_in_backward"):
-        early: dict[str, object] = {"optimizer_in_backward": True}
-        found.append(("the optimizer in the backward", early, {"--optimizer-in-backward": None}))
-    yield from found
-    if len(found) == 2:
-        first, second = found
-        yield f"{first[0]} and {second[0]}", {**first[1], **second[1]}, {**first[2], **second[2]}
 
 
 def _other_optimizer(ways: _Ways) -> Iterator[str]:
@@ -205,14 +199,8 @@ def _other_optimizer(ways: _Ways) -> Iterator[str]:
     """
     question = ways.question
     limit = (9,) if ways.kept is None else complexity(ways.kept.plan.parsed)
-    if question.workload.optimizer != "adamw":
-        return
-    for name, spec in OPTIMIZERS.items():
-        if not spec.proposed:
-            continue
-        lean = {"optimizer": name, "optimizer_states": spec.states, "optimizer_temporaries": spec.temporaries[0]}
-        work = question.workload.model_copy(update=lean)
-        for order, options, flags in (("", {}, {}), *_orders(question)):
+    for name, work in lean_workloads(question.workload):
+        for order, options, flags in (("", {}, {}), *orders(question)):
             pins = question.pins.model_copy(update={"options": {**question.pins.options, **options}})
             found = _best(question, pins=pins, workload=work)
             if found is not None and complexity(found.plan.parsed) < limit:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.time.step_time import StepTime
-from shardwise.plan.plan import Plan, Precision, Recompute
+from shardwise.plan.plan import Plan, Precision, Recompute, not_runnable
 from shardwise.plan.strategy import Strategy
 
 
@@ -16,7 +16,8 @@ class Pins(BaseModel):
     """Values fixed by the user; ``None`` is free.
 
     A pinned value is evaluated as given, even if it does not fit. ``options`` are fields of `Plan` for its axes (
-    ``sequence_parallel``, ``pipeline_schedule``, …).
+    ``sequence_parallel``, ``pipeline_schedule``, …). ``whole_model`` leaves out ``+tp``, ``+pp`` and ``+cp``, which a
+    custom loop has to be written for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,6 +30,7 @@ class Pins(BaseModel):
     dp_replicate: int | None = None
     dp_shard: int | None = None
     options: dict[str, Any] = {}
+    whole_model: bool = False
 
 
 class Candidate(BaseModel):
@@ -49,9 +51,22 @@ class Candidate(BaseModel):
     cost: float | None = None
     tie: bool = False
 
+    @property
+    def runnable(self) -> bool:
+        """Return True where this version runs the plan."""
+        return not self.why_not_runnable
+
+    @property
+    def why_not_runnable(self) -> str:
+        """What this version plans but does not run; empty if it runs the plan."""
+        return ", ".join(not_runnable(self.plan))
+
 
 class SearchResult(BaseModel):
-    """All candidates, best first; ``recommended`` is an index, ``None`` where nothing fits."""
+    """All candidates, best first; ``recommended`` is an index, ``None`` where nothing fits.
+
+    ``optimizer`` is the one that they are planned with, where nothing fits with the one that was asked for.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -59,3 +74,4 @@ class SearchResult(BaseModel):
     recommended: int | None
     considered: int
     advice: tuple[str, ...] = ()
+    optimizer: str | None = None

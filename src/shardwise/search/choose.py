@@ -1,7 +1,7 @@
 """Choose the plan of a run on this machine; every rejected plan keeps its reason.
 
-`choose_profiled` is the planner's search among runnable plans. `choose` is for custom loops, where neither batch nor
-length is known before the first step, and for models that cannot be traced: the simplest plan whose known bytes fit.
+`choose_profiled` is the planner's search among runnable plans. `choose` is for models that cannot be traced, and for
+custom loops that give no sample, whose batch and length are not known: the simplest plan whose known bytes fit.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import Parts, estimate_memory
+from shardwise.cost.memory.framework_overhead import context_bytes
+from shardwise.cost.memory.local_shapes import layout_of
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import DoesNotFit, ModelError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
@@ -24,27 +26,25 @@ from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import Costs, Question, ask
+from shardwise.search.problem import Costs, Question, ask, usable_bytes
 from shardwise.search.search import USABLE_IF_UNKNOWN, cost_of, rank
 from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
-USABLE = 0.9  # of device memory: the rest is for the framework, the communicator and fragmentation
 
-
-Cutter = Callable[
-    [Plan], Parts | None
-]  # raises ModelError or PlanError where the live module does not support the plan
+# raises ModelError or PlanError where the live module does not support the plan
+Cutter = Callable[[Plan], Parts | None]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen plan, its predicted memory, and the reasons against simpler ones."""
+    """Chosen plan, its predicted memory, the reasons against simpler ones, and its precision with the reason."""
 
     plan: Plan
     estimate: Estimate
     rejected: tuple[tuple[str, str], ...] = ()
     time: StepTime | None = None
+    precision: str = ""
 
 
 def check_degrees(
@@ -92,8 +92,9 @@ def choose(
 ) -> Choice:
     """Complete ``draft`` (batch split, precision, recompute) with a strategy and its degrees.
 
-    A named strategy is kept, fitting or not. ``auto`` takes the first of `SIMPLEST_FIRST` whose known bytes stay
-    under 90 % of the device's memory (60 % where saved activations are unknown); unknown memory counts as enough.
+    A named strategy is kept, fitting or not. ``auto`` takes the first of `SIMPLEST_FIRST` whose known bytes, with the
+    device's context, are usable (60 % of its memory where saved activations are unknown); unknown memory counts as
+    enough.
     ``cut`` checks the live module under a named strategy that shards it.
 
     Raises:
@@ -121,9 +122,10 @@ def choose(
         except PlanError as error:
             rejected.append((name, str(error)))
             continue
-        share = USABLE_IF_UNKNOWN if found.estimate.unknown else USABLE
-        limit = None if cluster.device_memory_bytes is None else int(cluster.device_memory_bytes * share)
-        needed = found.estimate.device_bytes
+        memory = cluster.device_memory_bytes
+        some = None if memory is None else int(memory * USABLE_IF_UNKNOWN)
+        limit = some if found.estimate.unknown else usable_bytes(cluster)
+        needed = found.estimate.device_bytes + context_bytes(layout_of(found.plan), cluster)
         if limit is None or needed <= limit:
             room = "device memory unknown" if limit is None else f"of {bytes_text(limit)} usable"
             reason = f"the simplest that fits: {bytes_text(needed)} {room}"

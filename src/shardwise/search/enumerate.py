@@ -196,6 +196,8 @@ def _tensor_problem(profile: ModelProfile, tp: int) -> str:
 
 def _misplaced(strategy: Strategy, profile: ModelProfile, cluster: ClusterSpec, pins: Pins) -> str:
     """Return why a free search does not try this strategy."""
+    if pins.whole_model and strategy.splits_model:
+        return "the model is to stay whole on a rank"
     dp = cluster.world_size // (strategy.tp * strategy.pp * strategy.cp)
     if dp == 1 and not strategy.offload and strategy.base not in ("ddp", "fsdp"):
         return "one data-parallel rank: nothing to shard"

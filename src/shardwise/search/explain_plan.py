@@ -62,13 +62,15 @@ def _verdict(question: Question, best: Candidate, ranked: Sequence[Candidate]) -
     room = room_text(best.memory, question.usable)
     if best.time is None:
         return f"the simplest that fits: {room}"
-    fitting = [c for c in ranked if c.fits is not False and c.time is not None]
+    every = [c for c in ranked if c.fits is not False and c.time is not None]
+    fitting = [c for c in every if c.runnable] if best.runnable and not question.any_plan else every
+    both = "fit and run" if len(fitting) < len(every) else "fit"
     fastest = min(fitting, key=lambda c: c.time.step_s if c.time else 0.0)
     speed = f"{seconds_text(best.time.step_s)} a step"
     if len(fitting) == 1:
-        return f"the only one that fits: {speed}; {room}"
+        return f"the only one that {both.replace('fit', 'fits').replace('run', 'runs')}: {speed}; {room}"
     if fastest is best:
-        return f"the fastest of {len(fitting)} that fit: {speed}; {room}"
+        return f"the fastest of {len(fitting)} that {both}: {speed}; {room}"
     gap = best.time.step_s / fastest.time.step_s - 1 if fastest.time else 0.0
     close = f"within {gap:.1%} of its step time (less than the model's error)"
     return f"simpler than {fastest.plan.strategy}, and {close}: {speed}; {room}"
@@ -86,6 +88,8 @@ def against(question: Question, candidate: Candidate, best: Candidate | None) ->
         return short_of_memory(candidate.memory, question.usable, question.cluster)
     if best is None:
         return f"not known to fit: {room_text(candidate.memory, question.usable)}, {unknown_text(candidate.memory)}"
+    if not candidate.runnable and best.runnable:
+        return f"planned, but not run by this version ({candidate.why_not_runnable}){_gap_text(candidate, best)}"
     if best.time is None or candidate.time is None:
         if candidate.fits is None and best.fits:
             return f"not known to fit: {unknown_text(candidate.memory)}"
@@ -93,6 +97,13 @@ def against(question: Question, candidate: Candidate, best: Candidate | None) ->
             return f"its speed is unknown, and that of {best.plan.strategy} is not"
         return f"not needed: {best.plan.strategy} is simpler and fits"
     return slower_text(question, candidate, best)
+
+
+def _gap_text(candidate: Candidate, best: Candidate) -> str:
+    if candidate.time is None or best.time is None:
+        return ""
+    gap = candidate.time.step_s / best.time.step_s - 1
+    return f"; {abs(gap):.1%} {'slower' if gap >= 0 else 'faster'} than {best.plan.strategy}"
 
 
 def unknown_text(memory: Estimate) -> str:

@@ -10,7 +10,7 @@ from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.time.step_time import StepTime
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.plan import Plan, Precision
+from shardwise.plan.plan import Plan, Precision, RunPrecision
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted, with_adapter
@@ -51,6 +51,7 @@ class Question:
     usable: int | None
     timed: bool
     only_runnable: bool = False
+    any_plan: bool = False  # recommend what this version does not run, too
     plain: ModelProfile | None = None  # the profile before a pinned adapter changed it; None where none did
 
 
@@ -71,12 +72,25 @@ def unknown_links(cluster: ClusterSpec) -> list[str]:
     return [name for name, link, ends in asked if ends > 1 and (link is None or link.bytes_per_s is None)]
 
 
-def default_precision(cluster: ClusterSpec) -> Precision:
-    """Return bf16 on GPUs that support it, fp16 on Volta and Turing, fp32 on CPUs."""
+def default_precision(cluster: ClusterSpec) -> RunPrecision:
+    """Return bf16 on GPUs that have it, fp16 on Volta and Turing, fp32 on CPUs: the rule of ``plan`` and ``train``."""
+    return _precision(cluster)[0]
+
+
+def precision_text(precision: str, cluster: ClusterSpec, *, named: bool) -> str:
+    """Format a precision with its reason: ``bf16 (A100-SXM-80GB has it)``."""
+    return f"{precision} ({'asked for by name' if named else _precision(cluster)[1]})"
+
+
+def _precision(cluster: ClusterSpec) -> tuple[RunPrecision, str]:
     if cluster.device == "cpu":
-        return "fp32"
-    peaks = cluster.gpu.peak_flops if cluster.gpu is not None else {}
-    return "bf16" if not peaks or "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
+        return "fp32", "the default on a CPU"
+    peaks, name = cluster.gpu.peak_flops if cluster.gpu is not None else {}, cluster.device_name
+    if not peaks:
+        return "bf16", f"whether {name} has it is not known"
+    if "bf16" in peaks:
+        return "bf16", f"{name} has it"
+    return ("fp16", f"{name} has no bf16") if "fp16" in peaks else ("fp32", f"{name} has no 16-bit units")
 
 
 def default_costs(rates: Rates | None = None, calibration: Calibration | None = None) -> Costs:
@@ -102,6 +116,7 @@ def ask(
     costs: Costs | None = None,
     rates: Rates | None = None,
     only_runnable: bool = False,
+    any_plan: bool = False,
 ) -> Question:
     """Build a search request; a pinned adapter changes the profile.
 
@@ -131,5 +146,6 @@ def ask(
             and ((costs is not None and costs.links_known) or not unknown_links(cluster))
         ),
         only_runnable=only_runnable,
+        any_plan=any_plan,
         plain=plain,
     )

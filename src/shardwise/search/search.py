@@ -18,7 +18,7 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.parallel_options import GradientSync, has_effect
+from shardwise.plan.parallel_options import OPTION_DEFAULTS, TRAIN_DEFAULTS, GradientSync, has_effect
 from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.workload import Workload
@@ -82,18 +82,22 @@ def search(
     costs: Costs | None = None,
     rates: Rates | None = None,
     only_runnable: bool = False,
+    any_plan: bool = False,
 ) -> SearchResult:
     """Search all plans for ``profile`` on ``cluster``, best first.
 
     One for each strategy, in its best split and recompute. ``rates`` are this machine's measured ones;
-    ``only_runnable`` excludes plans that this version does not run. `shardwise.search.advice.search_and_advise` adds
+    ``only_runnable`` excludes plans that this version does not run; ``any_plan`` recommends them like all others, which
+    is otherwise done only where nothing that runs fits. `shardwise.search.advice.search_and_advise` adds
     alternatives where nothing fits.
 
     Raises:
         PlanError: the pinned values have no layout, or the global batch matches no strategy.
     """
     asked = pins or Pins()
-    question = ask(profile, workload, cluster, asked, costs=costs, rates=rates, only_runnable=only_runnable)
+    question = ask(
+        profile, workload, cluster, asked, costs=costs, rates=rates, only_runnable=only_runnable, any_plan=any_plan
+    )
     found, refused = laid_out(question)
     ways = len(recomputes(question))
     considered = sum(len(layout.micros) * ways for layout in found) + len(refused)
@@ -143,7 +147,8 @@ def plan_for(question: Question, layout: Layout, micro: int, recompute: Recomput
 
 def axis_options(pins: Pins, strategy: Strategy) -> dict[str, Any]:
     """Return the options of a plan's axes: pinned, or the defaults of ``train``."""
-    wanted = {"loss_parallel": True} | {key: value for key, value in pins.options.items() if key != "adapter"}
+    usual = {name: default for name, default in TRAIN_DEFAULTS.items() if default != OPTION_DEFAULTS[name]}
+    wanted = usual | {key: value for key, value in pins.options.items() if key != "adapter"}
     return {name: value for name, value in wanted.items() if has_effect(name, strategy)}
 
 
@@ -400,6 +405,8 @@ def rank(question: Question, candidates: Sequence[Candidate]) -> tuple[list[Cand
     """Return all candidates in order, and the index of the recommended one."""
     ordered = sorted(candidates, key=lambda candidate: _order(question, candidate))
     eligible = [c for c in ordered if _eligible(question, c)]
+    if not question.any_plan:
+        eligible = [c for c in eligible if c.runnable] or eligible
     if not eligible:
         return ordered, None
     best = eligible[0]
@@ -426,7 +433,8 @@ def _eligible(question: Question, candidate: Candidate) -> bool:
 def simplest_fit(question: Question) -> Candidate | None:
     """Return the simplest plan that fits at all, in its smallest form; for advice only."""
     plain = replace(question, timed=False)
-    for layout in laid_out(question)[0]:
+    found = laid_out(question)[0]
+    for layout in found if question.any_plan else sorted(found, key=lambda one: bool(one.strategy.not_runnable)):
         if question.usable is not None and floor_bytes(question.totals, layout) > question.usable:
             continue
         plan = smallest(plain, layout)

@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS, Mode, either, names_without
 from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
-from shardwise.plan.plan import Plan, Recompute, RunPrecision, chunk_problems, in_backward_problems
+from shardwise.plan.plan import Plan, Recompute, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_problems import explain
@@ -254,9 +254,11 @@ class ParallelTable(ParallelOptions, Table):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is the GPUs, else the CPU")
     dp_replicate: Positive | None = Field(None, description="data-parallel replicas; chosen if left out")
     dp_shard: Positive | None = Field(None, description="ranks that shard one replica; chosen if left out")
-    precision: RunPrecision = Field("fp32", description="compute dtype; weights and gradient reduction stay fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="compute dtype; auto: bf16 where a GPU has it, else fp16; fp32 on a CPU"
+    )
     recompute: Recompute = Field("none", description="activation checkpointing of the repeated blocks")
-    loss_parallel: bool = option_field("loss_parallel", default=True)  # the loss of ``train`` takes sharded logits
+    loss_parallel: bool = option_field("loss_parallel")
     nvme_path: Named | None = option_field("nvme_path")
     threads: Ranks | None = Field(None, description="CPU threads of a rank; the cores divided by the ranks if left out")
 
@@ -392,7 +394,8 @@ class Config(Table):
             )
         elif optimizer.in_backward:
             accum = self.train.grad_accum or 1
-            plan = Plan(strategy=parallel.strategy, grad_accum=accum, precision=parallel.precision)
+            precision = "fp32" if parallel.precision == "auto" else parallel.precision
+            plan = Plan(strategy=parallel.strategy, grad_accum=accum, precision=precision)
             problems += in_backward_problems(plan)
         if problems:
             raise ValueError(*problems)

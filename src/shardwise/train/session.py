@@ -53,7 +53,7 @@ from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
 from shardwise.train.structure import StructureRecorder
 
-Planner = Callable[[nn.Module, Optimizer], Plan]
+Planner = Callable[[nn.Module, Optimizer, Any], Plan]  # the last is the sample that `Session.prepare` got
 
 
 class Observer(Protocol):
@@ -247,7 +247,7 @@ class Session:
         """
         if self._applied is not None:
             raise ModelError("session.prepare was called before; a session trains one model")
-        self._plan = self.planner(model, optimizer)
+        self._plan = self.planner(model, optimizer, sample)
         if self._plan.device != self.device.type:
             raise PlanError(
                 f"the plan is for {self._plan.device}, and this rank computes on {self.device.type}; give "

@@ -221,7 +221,7 @@ class OngoingTraining:
         self.ranks = ranks
         self.plan = plan
         self._table = table
-        self._session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+        self._session = Session(ranks=ranks, planner=lambda *_: plan)
         torch.manual_seed(seed)
         made = factory()
         self.model, self.optimizer = self._session.prepare(made, build_optimizer(made.parameters(), table))

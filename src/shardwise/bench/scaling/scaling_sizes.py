@@ -385,7 +385,7 @@ def measure_size(
     timed step and after the last one; in between only training itself synchronizes.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     attribution = Attribution.attach(session)
     try:
         model = build(factory, config.train.seed, real=ranks.is_main)

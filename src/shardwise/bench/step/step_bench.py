@@ -150,7 +150,7 @@ def session_loop(
     plan: Plan, ranks: Ranks, clip_norm: float | None
 ) -> tuple[Session, Callable[[nn.Module, torch.optim.Optimizer, Sequence[Batch]], float]]:
     """Build a session with external batches, and a function that runs a step for its loss."""
-    session = Session(ranks=ranks, planner=lambda model, optimizer: plan)
+    session = Session(ranks=ranks, planner=lambda *_: plan)
     waiting: list[list[Any]] = []
 
     def feed() -> Iterator[list[Any]]:

@@ -1,0 +1,82 @@
+"""``shardwise plan CONFIG.toml``: the model and the options that a config file of ``shardwise train`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.load_model import load_profile
+from shardwise.model.profile import ModelProfile
+
+
+def is_config(model: str | None) -> bool:
+    """Return whether a MODEL argument is a config file."""
+    return model is not None and model.lower().endswith(".toml")
+
+
+def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> ModelProfile:
+    """Return the profile of a MODEL argument: of a config file, that of its table ``[model]``.
+
+    Raises:
+        UserError: the config is wrong, or its model cannot be built.
+    """
+    if not is_config(model):
+        return load_profile(model, seq_len=seq_len, compiled=compiled)
+    from shardwise.train.config import read_config
+
+    config = read_config(Path(model))
+    if config.model.config is not None and not config.model.freeze:
+        return load_profile(config.model.config, seq_len=seq_len, compiled=compiled)
+    from shardwise.model.trace import trace_module
+    from shardwise.train.model import model_factory
+
+    return trace_module(model_factory(config, 0), seq_len=seq_len, name=config.model.factory or config.model.config)
+
+
+def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fill options that were left out from the config file, and say what it could not tell.
+
+    The options ``grad_accum``, ``device``, ``nproc`` and ``steps`` are of the config alone.
+
+    Raises:
+        ConfigError: the config is wrong.
+    """
+    from shardwise.train.config import read_config
+
+    config = read_config(Path(words["model"]))
+    parallel, train, lora = config.parallel, config.train, config.lora
+    has_adapters = "lora" in parallel.strategy
+    found = {
+        "seq_len": config.data.seq_len,
+        "global_batch": train.global_batch,
+        "micro_batch": train.micro_batch,
+        "strategy": None if parallel.strategy == "auto" else parallel.strategy,
+        "recompute": parallel.recompute,
+        "precision": None if parallel.precision == "auto" else parallel.precision,
+        "lora_rank": lora.rank if has_adapters else None,
+        "lora_targets": ",".join(lora.targets) if has_adapters and lora.targets != ["all-linear"] else None,
+    }
+    filled = dict(words) | {key: value for key, value in found.items() if words[key] is None}
+    usual = {"optimizer": ("adamw", config.optimizer.name), "compiled": (False, parallel.compile)}
+    usual |= {"loss_chunks": (1, train.loss_chunks), "optimizer_in_backward": (False, config.optimizer.in_backward)}
+    filled |= {key: value for key, (default, value) in usual.items() if words[key] == default}
+    filled |= {"grad_accum": train.grad_accum, "device": parallel.device, "nproc": parallel.nproc, "steps": train.steps}
+    told = []
+    if config.optimizer.factory is not None:
+        told.append(f"optimizer.factory '{config.optimizer.factory}' is planned as {filled['optimizer']}")
+    if train.steps is None and words["tokens"] is None:
+        told.append("how long train.epochs are is known once the data is read; give --tokens for hours and cost")
+    return filled, told
+
+
+def batch_of(words: Mapping[str, Any], cluster: ClusterSpec) -> int | None:
+    """Return the global batch of a config that names its parts; ``None`` where it names none."""
+    if "grad_accum" not in words or not (words["grad_accum"] or words["micro_batch"]):
+        return None
+    from shardwise.plan.strategy import parse_strategy
+
+    strategy = None if words["strategy"] is None else parse_strategy(words["strategy"])
+    ranks = cluster.world_size // (1 if strategy is None else strategy.tp * strategy.pp * strategy.cp)
+    return max(1, ranks) * (words["micro_batch"] or 1) * (words["grad_accum"] or 1)
