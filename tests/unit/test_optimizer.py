@@ -140,8 +140,8 @@ def test_an_optimizer_of_the_users_own():
     ("path", "says"),
     [
         (f"{HERE}:not_an_optimizer", "returned a dict; it must return an Optimizer"),
-        ("torch.optim", "is not package.module:function"),
-        ("torch.optim:", "is not package.module:function"),
+        ("torch.optim", "is neither package.module:function nor file.py:function"),
+        ("torch.optim:", "is neither package.module:function nor file.py:function"),
         ("torch.optim:AdamWW", r"has no 'AdamWW' \(did you mean 'AdamW'\?\)"),
         ("no_such_module_of_ours:make", "no module named 'no_such_module_of_ours'"),
     ],
