@@ -172,7 +172,7 @@ def trained(strategy: str, kind: str, *, early: bool) -> tuple[dict[str, torch.T
     session = start(plan_for(strategy, optimizer_in_backward=early), device="cpu", receipts=False)
     made = lean(kind, model.parameters())
     workload = workload_of(made, parameter_names(model))
-    estimate = estimate_memory(read_model(model), session.planner(model, made), workload)
+    estimate = estimate_memory(read_model(model), session.planner(model, made, None), workload)
     effects, fit = EffectsRecorder(strict=False), FitRecorder(estimate)
     session.observers += [effects, fit]
     outer, optimizer = session.prepare(model, made)
