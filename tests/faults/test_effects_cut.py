@@ -22,6 +22,7 @@ import shardwise.parallel.split_parameters as split_module
 import shardwise.parallel.tensor_parallel.tp_forwards as tensor_forward
 import shardwise.plan.stage_balance as balance_module
 import shardwise.train.data.position as stream_module
+import shardwise.train.group_samples as grouping
 import shardwise.train.session as session_module
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
@@ -175,7 +176,7 @@ def no_row_sums() -> Alarms:
 
 def tensor_ranks_differ() -> Alarms:
     """Each rank of a tensor-parallel group has samples of its own."""
-    session_module.check_same_batches = lambda *_: None  # it would say so before
+    grouping.check_same_batches = lambda *_: None  # it would say so before
     stream_module.rank_batches = lambda loader, ranks, share, **skip: list(loader)[ranks.rank :: ranks.world_size]
     return run("ddp+tp2", accum=1, windows=4)
 
@@ -236,7 +237,7 @@ def reduced_every_time() -> Alarms:
 
 def stages_differ() -> Alarms:
     """The last stage has labels of other samples."""
-    session_module.check_same_batches = lambda *_: None  # it would say so before
+    grouping.check_same_batches = lambda *_: None  # it would say so before
     stream_module.rank_batches = lambda loader, ranks, share, **skip: list(loader)[ranks.rank :: ranks.world_size]
     return run("ddp+pp2", windows=4)
 

@@ -114,7 +114,7 @@ class Outcome:
 def train(case: Case, sabotage: str = "") -> Outcome:
     """A whole window and a partial one, each against one process."""
     session = start(case.plan(dist.get_world_size()), receipts=False)
-    per_window = session.planner(nn.Module(), None).dims.dp * case.accum  # type: ignore[arg-type]
+    per_window = session.planner(nn.Module(), None, None).dims.dp * case.accum  # type: ignore[arg-type]
     batches = ragged(per_window + max(1, per_window // 2))
     watch = Watch(gradients_here)
     session.observers.append(watch)

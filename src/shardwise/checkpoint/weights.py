@@ -85,25 +85,29 @@ def _matched(slots: list[Slot], source: Source, skipped: set[str], others: set[s
     where = {name.removeprefix(_PREFIX): name for name in source.tensors if name.startswith(_PREFIX)}
     where |= {name.removeprefix(_PREFIX): kept for name, kept in source.aliases.items() if name.startswith(_PREFIX)}
     known = others | {name for slot in slots for name in slot.names}
-    problems: list[str] = []
+    missing: list[str] = []
+    reshaped: list[str] = []
     jobs: list[tuple[Slot, str]] = []
     for slot in slots:
         present = [name for name in slot.names if name in where]
         if not present:
             tied = f" (nor its tied names {', '.join(slot.aliases)})" if slot.aliases else ""
-            problems.append(f"{slot.name}{tied}: not in '{source.place}'{did_you_mean(slot.name, set(where) - known)}")
+            missing.append(f"{slot.name}{tied}: not in '{source.place}'{did_you_mean(slot.name, set(where) - known)}")
         for name in present:
             shape = source.tensors[where[name]].shape
             if shape != tuple(slot.tensor.shape):
-                problems.append(f"{name}: {shape} in '{source.place}', {tuple(slot.tensor.shape)} in the model")
+                reshaped.append(f"{name}: {shape} in '{source.place}', {tuple(slot.tensor.shape)} in the model")
         if present:
             jobs.append((slot, where[present[0]]))
-    unexpected = [name for name in where if name not in known and name not in skipped]
-    problems += [f"{name}: in '{source.place}', not in the model" for name in unexpected]
+    unexpected = [f"{n}: in '{source.place}', not in the model" for n in where if n not in known and n not in skipped]
+    # ten of each kind: many missing ones must not hide a shape or a name that tells whose weights these are
+    problems = [
+        line for kind in (reshaped, missing, unexpected) if kind for line in short_list(kind).strip().split("\n  ")
+    ]
     if problems:
         raise ModelError(
             f"'{source.place}' is not of this model; give other weights, or the model that these were saved from: "
-            f"{short_list(problems)}"
+            f"{short_list(problems, len(problems))}"
         )
     return jobs
 
