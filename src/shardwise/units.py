@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -53,3 +55,9 @@ def money_text(dollars: float | None) -> str:
     if dollars >= 1000:
         return f"${dollars:,.0f}"
     return f"${dollars:.2f}" if dollars >= 0.1 or dollars == 0 else f"${dollars:.2g}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

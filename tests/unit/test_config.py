@@ -208,7 +208,7 @@ class TestOverrides:
             (" train.steps=1_000", "train", "steps", 1000),
             ("optimizer.lr=3e-4", "optimizer", "lr", 3e-4),
             ("optimizer.betas=[0.8, 0.9]", "optimizer", "betas", [0.8, 0.9]),
-            ("data.pack=false", "data", "pack", False),
+            ("data.pack=false", "data", "pack", "none"),
             ("train.output=runs/a b", "train", "output", "runs/a b"),
             ("train.output=a=b", "train", "output", "a=b"),
             ("train.output='7'", "train", "output", "7"),

@@ -169,7 +169,8 @@ class TestKinds:
         lines: list[str] = []
         corpus = prepare(tmp_path / "a.txt", tmp_path / "cache", lines)
         assert documents(corpus.train) == ["caf\ufffd"]
-        assert "1 documents contain U+FFFD, the replacement of bytes that are not UTF-8" in lines
+        said = "1 documents contain U+FFFD, the replacement of bytes that are not UTF-8: the first is file 'a.txt'"
+        assert said in lines
         assert "nothing is held out: there is only one document; give data.heldout_path" in lines
 
 
@@ -370,13 +371,15 @@ class TestCache:
         assert lines == ["reading 40 files", end]
 
     def test_long_work_reports_the_rate_and_what_is_left(self, tmp_path: Path, monkeypatch) -> None:
-        rows = write_jsonl(tmp_path / "many.jsonl", [{"text": f"{i:10d}"} for i in range(1280)])
+        rows = write_jsonl(tmp_path / "many.jsonl", [{"text": f"{i:10d}"} for i in range(1280)])  # 23 bytes a line
         clock = iter(range(10_000))
         monkeypatch.setattr(corpus_module.time, "monotonic", lambda: float(next(clock)))
         lines: list[str] = []
         prepare(rows, tmp_path / "cache", lines)
+        kib = 1280 * 23 / 1024
         assert lines[1:-1] == [
-            f"tokenised {2.5 * i:.2f} KiB of 12.50 KiB, 1.25 KiB/s, {10 - 2 * i:.1f} s left" for i in (1, 2, 3, 4)
+            f"tokenised {kib * i / 10:.2f} KiB of {kib:.2f} KiB, {kib / 10:.2f} KiB/s, {10 - i:.1f} s left"
+            for i in (2, 4, 6, 8)
         ]
 
     def test_what_changes_the_fingerprint(self, folder: Path, tmp_path: Path) -> None:
@@ -502,7 +505,8 @@ class TestErrors:
 
         rows = write_jsonl(tmp_path / "rows.jsonl", [{"texts": "a", "n": 1}])
         start = "data.text_field 'text' is not a column of data.path"
-        end = " (did you mean 'texts'?); it has: texts, n"
+        end = " (did you mean 'texts'?); it has: texts, n; columns of conversations are named in data.columns, such as "
+        end += "messages = 'chat'"
         message = fails(DataError, rows, tmp_path / "cache")
         assert message == f"{start} '{rows}' (file 'rows.jsonl', line 1){end}"
         data = datasets.Dataset.from_dict({"texts": ["a"], "n": [1]})
@@ -551,7 +555,7 @@ class TestErrors:
             "    print(error)\n"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-        message = "data.path 'data' cannot be read as parquet: Invalid UTF8 payload; repair it or set data.format\n"
+        message = "data.text_field 'text' holds binary, not text; set it to a text column\n"
         assert (done.stdout, done.stderr) == (message, "")
 
     def test_a_dataset_that_is_none(self, folder: Path, tmp_path: Path) -> None:
@@ -566,9 +570,12 @@ class TestErrors:
         data = datasets.Dataset.from_dict({"text": ["a", "b"]})
         datasets.DatasetDict(one=data, two=data).save_to_disk(str(tmp_path / "splits"))
         message = fails(DataError, tmp_path / "splits", tmp_path / "cache")
-        rule = "has several splits and no 'train'; give the folder of one split: one, two"
+        rule = "has several splits and no 'train'; set data.split, or give the folder of one split: one, two"
         assert message == f"data.path '{tmp_path / 'splits'}' {rule}"
         assert everything(prepare(tmp_path / "splits" / "one", tmp_path / "cache")) == ["a", "b"]
+        assert everything(prepare(tmp_path / "splits", tmp_path / "cache", split="two")) == ["a", "b"]
+        message = fails(DataError, tmp_path / "splits", tmp_path / "cache", split="three")
+        assert message == f"data.split 'three' is none of data.path '{tmp_path / 'splits'}', which has one, two"
 
     def test_a_link_to_nothing(self, folder: Path, tmp_path: Path) -> None:
         (folder / "link.txt").symlink_to("nowhere")
@@ -600,9 +607,7 @@ class TestErrors:
         def fail(*args: object, **keys: object) -> None:
             raise OSError(code, os.strerror(code))
 
-        import pyarrow
-
-        places = [(corpus_module.np, "save"), (corpus_module.os, "replace"), (pyarrow, "RecordBatchStreamWriter")]
+        places = [(corpus_module.np, "save"), (corpus_module.os, "replace"), (corpus_module.Path, "mkdir")]
         for owner, name in places:
             with monkeypatch.context() as patch, pytest.raises(kind) as error:
                 patch.setattr(owner, name, fail)
@@ -612,8 +617,10 @@ class TestErrors:
             assert list((tmp_path / "cache").iterdir()) == []
 
     def test_a_missing_package_is_named(self, folder: Path, tmp_path: Path, monkeypatch) -> None:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(str(tmp_path / "saved"))
         monkeypatch.setitem(sys.modules, "datasets", None)
-        message = fails(DataError, folder, tmp_path / "cache")
+        message = fails(DataError, tmp_path / "saved", tmp_path / "cache")
         assert message.startswith("the corpus needs the package 'datasets' (")
         assert message.endswith("); pip install 'shardwise[hf]'")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import DataError
-from shardwise.train.config import DataTable
+from shardwise.train.config import Config, DataTable
 from shardwise.train.data.corpus import Tokens, prepare_corpus
 from shardwise.train.data.samples import DocumentSamples, NumberedSamples, PackedSamples, samples_for
 
@@ -166,9 +166,9 @@ def test_a_real_corpus_from_its_table(tmp_path: Path) -> None:
         ({}, PackedSamples),
         ({"pack": False}, DocumentSamples),
     ):
-        table = DataTable(**common, **keys)
-        for tokens in (corpus.train, corpus.heldout):
-            samples = samples_for(tokens, table, corpus.separator)
+        config = Config(model={"factory": "a:b"}, data={**common, **keys}, train={"steps": 1, "global_batch": 1})
+        for tokens, heldout in ((corpus.train, False), (corpus.heldout, True)):
+            samples = samples_for(corpus, config, heldout=heldout)
             assert type(samples) is kind and samples.seq_len == 64
             documents = len(tokens.starts) - 1
             never = documents if keys else 1  # labels that the first tokens of documents are not

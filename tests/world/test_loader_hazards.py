@@ -639,7 +639,7 @@ def test_packing_is_said_in_the_plan_and_in_the_receipt(tmp_path: Path, masked: 
     config = read_config(write_config(tmp_path, data={"mask_borders": masked}), ["parallel.nproc=1"])
     prepared = prepare_job(config, lambda text: None)
     console = Console(file=io.StringIO(), width=300)
-    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config.data)
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     loss = "no loss" if masked else "loss"
     assert f"packed: documents of one sample attend to each other, and it has {loss} on their first tokens" in text

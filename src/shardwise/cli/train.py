@@ -104,7 +104,7 @@ def _prepared(
     prepared = prepare_job(config, log, plan=plan, as_json=as_json, calibration=calibration, command=command)
     if (note := alias_note(config.parallel.strategy)) is not None:
         console.print(note, markup=False)
-    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config.data)
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config)
     for note in prepared.notes:
         console.print(f"links: {note}", markup=False)
     return prepared

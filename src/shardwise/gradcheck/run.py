@@ -98,11 +98,11 @@ class VerifyTask(BaseModel):
     @cached_property
     def data(self) -> Data:
         """Return short samples of the config's data, in the run's own order."""
-        corpus, table = open_corpus(self.corpus), self._short.data
-        samples = samples_for(corpus.train, table, corpus.separator)
+        corpus, config = open_corpus(self.corpus), self._short
+        samples = samples_for(corpus, config)
         small = self.shrunk.vocab_size
         modulo = small if small is not None and small < corpus.vocab_size else None
-        return Data(samples, Order(len(samples), self.config.train.seed, table.shuffle), modulo)
+        return Data(samples, Order(len(samples), self.config.train.seed, config.data.shuffle), modulo)
 
 
 def verify_all(

@@ -16,8 +16,9 @@ from shardwise.measure.step_time.timing import NAMES, PARTS, Timing
 from shardwise.model.facts import ModelSpec
 from shardwise.receipts.receipt import Receipt
 from shardwise.search.choose import Choice
-from shardwise.train.config import DataTable
+from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
+from shardwise.train.data.data_receipt import data_receipt
 from shardwise.units import bytes_text, count_text, counted, money_text
 
 _MARKS = {"alarm": "[bold red]alarm[/]", "hint": "[yellow]hint[/]", "fine": "[green]fine[/]"}
@@ -152,7 +153,7 @@ def operations_table(summary: TraceSummary, peak_flops: float | None = None, byt
 
 
 def print_plan(
-    choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console, data: DataTable
+    choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console, config: Config
 ) -> None:
     """Print the full plan."""
     plan = choice.plan
@@ -166,13 +167,15 @@ def print_plan(
         + f", {len(spec.blocks)} repeated blocks"
         + (f", tied: {'; '.join(' = '.join(names) for names in spec.tied)}" if spec.tied else "")
     )
-    heldout = count_text(len(corpus.heldout.tokens)) if corpus.heldout else "no"
-    console.print(f"data: {count_text(len(corpus.train.tokens))} training tokens, {heldout} held-out tokens")
-    if data.pack:
-        borders = "has no loss on their first tokens" if data.mask_borders else "has loss on their first tokens, too"
+    receipt = data_receipt(corpus, config)
+    for number, line in enumerate(receipt.lines()):
+        console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
+    if receipt.packing == "joined":
+        masked = config.data.mask_borders
+        borders = "has no loss on their first tokens" if masked else "has loss on their first tokens, too"
         console.print(
-            f"      packed: documents of one sample attend to each other, and it {borders}; data.pack=false keeps each "
-            "document apart (and pads)",
+            f"      joined: documents of one sample attend to each other, and it {borders}; "
+            'data.pack="isolated" keeps each document apart',
             markup=False,
         )
     memory = bytes_text(cluster.device_memory_bytes)

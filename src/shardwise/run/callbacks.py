@@ -25,9 +25,10 @@ from shardwise.receipts.drift import DriftRecorder
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder
-from shardwise.receipts.lines.sample_lines import quantized_line
+from shardwise.receipts.lines.sample_lines import isolation_line, packed_line
 from shardwise.run.job import Job
 from shardwise.train.data.corpus import open_corpus
+from shardwise.train.data.isolation import Isolation
 from shardwise.train.metrics import logged_losses
 from shardwise.train.session import Session
 from shardwise.train.trackers import Trackers, open_trackers
@@ -45,7 +46,8 @@ class RunRecorder:
         ranks = session.ranks
         self.job, self.session, self.log, self.console = job, session, log, console
         data = job.config.data
-        told = (quantized_line(mask_borders=data.mask_borders),) if data.pack else ()
+        joined = job.config.packing(open_corpus(job.corpus).kind) == "joined"
+        told = (packed_line(mask_borders=data.mask_borders),) if joined else ()
         self.effects, self.fit, self.work = (
             EffectsRecorder(told=told),
             FitRecorder(job.estimate),
@@ -67,8 +69,10 @@ class RunRecorder:
 
     # called by the loop
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: Session, isolation: Isolation | None = None) -> None:
         """Called before the first step, with the model built and the checkpoint loaded."""
+        if isolation is not None:
+            self.effects.told += (isolation_line(isolation),)
         if session.ranks.is_main:
             self.trackers = open_trackers(self.job.config, session.steps_done, self.log)
         if self.sampler is not None:

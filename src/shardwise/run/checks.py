@@ -131,9 +131,9 @@ def check_samples(config: Config, corpus: Corpus) -> None:
     """
     from shardwise.train.data.samples import samples_for
 
-    samples_for(corpus.train, config.data, corpus.separator)
+    samples_for(corpus, config)
     if corpus.heldout is not None:
-        heldout = samples_for(corpus.heldout, config.data, corpus.separator)
+        heldout = samples_for(corpus, config, heldout=True)
         if not heldout.label_bytes(config.train.eval_samples or None):
             raise DataError(
                 "the held-out documents have no byte with a predecessor to predict it from; "

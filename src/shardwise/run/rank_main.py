@@ -225,8 +225,7 @@ def _print_plan(prepared: Any, as_json: bool) -> None:
     from shardwise.report.terminal import print_plan
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    data = prepared.job.config.data
-    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, data)
+    print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, prepared.job.config)
     for note in prepared.notes:
         console.print(f"links: {note}", markup=False)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardwise.document import MOST_DEEP, parse_toml, read_toml
 from shardwise.errors import ConfigError, PlanError
@@ -38,8 +38,10 @@ from shardwise.train.config_values import (
     RunFolder,
     unfit_values,
 )
+from shardwise.units import listed
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
+Part = Literal["messages", "prompt", "completion", "instruction", "input", "output", "tools"]
 
 
 class Table(BaseModel):
@@ -82,24 +84,45 @@ class DataTable(Table):
     """``[data]``: documents, and how they become samples."""
 
     path: Named = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
-    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
+    format: Literal["auto", "text", "jsonl", "csv", "parquet", "dataset"] = Field(
         "auto", description="auto inspects the files; dataset is a folder written by datasets.save_to_disk"
     )
+    split: Named | None = Field(None, description="split of a folder of datasets; 'train' if left out")
     include: list[str] = Field(default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns")
     exclude: list[str] = Field(default_factory=list, description="files left out: glob patterns")
-    text_field: str = Field("text", description="column with the documents")
+    text_field: str = Field("text", description="column with plain documents; columns of conversations are found")
+    columns: dict[Part, str] = Field(
+        default_factory=dict, description="other names of columns: messages, prompt, completion, instruction, ..."
+    )
     tokenizer: Named = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
+    chat_template: Named | None = Field(
+        None, description="'chatml' or a file with a Jinja template; the tokenizer's own if left out"
+    )
+    loss_on: Literal["auto", "assistant", "completion", "last", "all"] = Field(
+        "auto", description="tokens with a loss: the assistant's turns, the completion, the last turn, or all"
+    )
+    bad_rows: Literal["refuse", "skip"] = Field("refuse", description="what becomes of rows that cannot be rendered")
     seq_len: Length = Field(description="tokens in a sample")
-    pack: bool = Field(True, description="join documents and split; if false, a document starts a sample and is padded")
-    mask_borders: bool = Field(False, description="no loss on the first token of the next document in a sample")
+    pack: Literal["auto", "isolated", "joined", "none"] = Field(
+        "auto",
+        description="documents in a sample: isolated (none sees another), joined and split, or none (one, padded); "
+        "auto: isolated for conversations and pretrained weights, else joined",
+    )
+    mask_borders: bool = Field(False, description="no loss on the first token of the next document in a joined sample")
     heldout_fraction: Fraction = Field(0.05, description="share of documents kept for evaluation, chosen by content")
     heldout_path: Named | None = Field(None, description="held-out documents from here instead")
     shuffle: bool = Field(True, description="a new order each epoch, a function of train.seed")
 
+    @field_validator("pack", mode="before")
+    @classmethod
+    def _once_a_switch(cls, value: Any) -> Any:
+        """Take what was written before there were three ways."""
+        return {True: "joined", False: "none"}[value] if isinstance(value, bool) else value
+
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
-        if self.mask_borders and not self.pack:
-            raise ValueError("'mask_borders' has no effect if pack is false; remove it")
+        if self.mask_borders and self.pack in ("isolated", "none"):
+            raise ValueError(f"'mask_borders' has no effect if pack is '{self.pack}'; remove it")
         if self.heldout_path is not None and "heldout_fraction" in self.model_fields_set:
             raise ValueError("'heldout_path' and 'heldout_fraction' both select the held-out documents; remove one")
         return self
@@ -145,12 +168,12 @@ class OptimizerTable(Table):
         if self.kwargs and self.factory is None and not own:
             raise ValueError("'kwargs' are the arguments of a factory, and there is none; remove them")
         if self.factory is None and (unknown := sorted(set(self.kwargs) - own)):
-            raise ValueError(f"'kwargs' of {self.name} are {_listed(sorted(own))}, not {_listed(unknown)}")
+            raise ValueError(f"'kwargs' of {self.name} are {listed(sorted(own))}, not {listed(unknown)}")
         kind = "a factory" if self.factory is not None else self.name
         for key in ("name", "betas", "eps", "momentum", "weight_decay"):
             if key in self.model_fields_set and key not in takes:
                 owners = [spec.name for spec in OPTIMIZERS.values() if key == "name" or key in spec.hyperparameters]
-                raise ValueError(f"'{key}' does nothing for {kind}, only for {_listed(owners)}; take it out")
+                raise ValueError(f"'{key}' does nothing for {kind}, only for {listed(owners)}; take it out")
         if self.in_backward and self.clip_norm is not None:
             raise ValueError(
                 "'in_backward' steps before the norm of all gradients is known, and 'clip_norm' is "
@@ -159,11 +182,6 @@ class OptimizerTable(Table):
         if "min_lr_ratio" in self.model_fields_set and self.schedule == "constant":
             raise ValueError("'min_lr_ratio' has no effect with schedule 'constant'; remove it")
         return self
-
-
-def _listed(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 FIRST_TRACED, MOST_TRACED = 4, 100  # receipts inspect the earlier steps; viewers cannot open a trace of many steps
@@ -348,6 +366,18 @@ class Config(Table):
     parallel: ParallelTable = ParallelTable()
     lora: LoraTable = LoraTable()
     checkpoint: CheckpointTable = CheckpointTable()
+
+    def packing(self, kind: str) -> Literal["isolated", "joined", "none"]:
+        """Return how rows of a ``kind`` share a sample: ``data.pack``, or what suits the training.
+
+        Documents that see each other do not matter in pretraining; fine-tuning keeps them apart. A model of a factory
+        may have no positions to restart: its conversations are padded.
+        """
+        if self.data.pack != "auto":
+            return self.data.pack
+        if self.data.mask_borders or (kind == "text" and (self.model.weights is None or self.model.config is None)):
+            return "joined"
+        return "none" if self.model.config is None else "isolated"
 
     @model_validator(mode="after")
     def _adapters_are_asked_for(self) -> Self:

@@ -28,12 +28,14 @@ from shardwise.parallel.data_parallel.ddp import finish_reduction
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.lora.adapters import add_adapters
 from shardwise.parallel.materialize import build
+from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.data.order import Order
-from shardwise.train.data.samples import NumberedSamples, samples_for, step_batches
+from shardwise.train.data.isolation import Isolation, measure_isolation
+from shardwise.train.data.order import Order, rank_ids
+from shardwise.train.data.samples import IsolatedSamples, NumberedSamples, on_device, samples_for, step_batches
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
@@ -69,8 +71,11 @@ class Reporter(Protocol):
 class RunCallback(Protocol):
     """Callback during a run, on every rank."""
 
-    def begin(self, session: Session) -> None:
-        """Called before the first step, with the model built and the checkpoint loaded."""
+    def begin(self, session: Session, isolation: Isolation | None = None) -> None:
+        """Called before the first step, with the model built and the checkpoint loaded.
+
+        ``isolation`` is what was measured where documents share samples and must not see each other.
+        """
 
     def told(self) -> dict[str, Any]:
         """Return additional values for a logged line, on rank 0."""
@@ -119,10 +124,10 @@ class TrainingRun:
         self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
         self.watch = watch
         self.output = Path(config.train.output)
-        self.samples = samples_for(corpus.train, config.data, corpus.separator)
+        self.samples = samples_for(corpus, config)
         self.heldout: NumberedSamples | None = None
         if corpus.heldout is not None:
-            self.heldout = samples_for(corpus.heldout, config.data, corpus.separator)
+            self.heldout = samples_for(corpus, config, heldout=True)
         self.order = Order(len(self.samples), config.train.seed, config.data.shuffle, config.train.epochs)
         self.micro_batch = plan.micro_batch or 1
         self.global_batch = plan.global_batch or plan.dims.dp
@@ -158,7 +163,7 @@ class TrainingRun:
         self.saver = saver
         self._resume()
         if self.watch is not None:
-            self.watch.begin(self.session)
+            self.watch.begin(self.session, self._isolation())
         metrics = None
         if self.is_main:
             also = None if self.watch is None else self.watch.wrote
@@ -183,6 +188,14 @@ class TrainingRun:
                 "the same command resumes from there"
             )
         return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits)
+
+    def _isolation(self) -> Isolation | None:
+        """Measure whether documents of this rank's first micro batch see each other."""
+        if not isinstance(self.samples, IsolatedSamples):
+            return None
+        dp = self.plan.dims.dp
+        row = rank_ids(self.order, self.position, dp, self.session.place.dp, self.micro_batch, 1)[0]
+        return measure_isolation(self.session, self.samples, row)
 
     def _prepare(self) -> nn.Module:
         config = self.config
@@ -333,7 +346,7 @@ class TrainingRun:
             resume.LISTING: self.corpus.fingerprint,
             "train.seed": self.config.train.seed,
             "data.seq_len": data.seq_len,
-            "data.pack": data.pack,
+            "data.pack": self.config.packing(self.corpus.kind),
             "data.mask_borders": data.mask_borders,
             "data.shuffle": data.shuffle,
         }
@@ -351,7 +364,8 @@ class TrainingRun:
         if self.plan.dims.cp > 1:
             inputs, labels = sequence_share((inputs, labels), self.plan, self.session.place.cp)
         device = self.session.device
-        (token_loss_sum(self.session.applied.outer(inputs.to(device)), labels.to(device)) * 0.0).backward()
+        outputs = call(self.session.applied.outer, on_device(inputs, device))
+        (token_loss_sum(outputs, labels.to(device)) * 0.0).backward()
         finish_reduction(self.session.applied.outer)
         self.session.optimizer.zero_grad()
 
@@ -428,13 +442,13 @@ def held_out_bits_per_byte(
     module.eval()
     with torch.no_grad():
         for index, row in enumerate(share):
-            inputs, labels = (part.to(session.device) for part in samples.batch(row))
+            inputs, labels = on_device(samples.batch(row), session.device)
             if dims.cp > 1:
                 inputs, labels = sequence_share((inputs, labels), session.plan, place.cp)
             if pipeline is not None:
                 loss = pipeline.evaluate([inputs], [labels], token_loss_sum)
             else:
-                loss = token_loss_sum(module(inputs), labels)
+                loss = token_loss_sum(call(module, inputs), labels)
             if place.tp == 0:  # the others of its group have the same
                 total += loss
             if tick is not None:

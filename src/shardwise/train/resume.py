@@ -97,6 +97,8 @@ def refuse_other_samples(manifest: Manifest, path: Folder, facts: Mapping[str, A
         ConfigError: the checkpoint is not of this loop, or some of them have changed.
     """
     then = manifest.state.get("order")
+    if then is not None and isinstance(then.get("data.pack"), bool):  # an earlier version had two ways
+        then = {**then, "data.pack": "joined" if then["data.pack"] else "none"}
     if then is None:
         raise ConfigError(
             f"'{path}' has no data position: it was converted, or saved by a custom loop; to start from "

@@ -105,7 +105,7 @@ def _case(request: CheckpointBenchRequest, strategy: str, ranks: Ranks) -> dict[
 def _corpus_batches(job: Job, ranks: Ranks) -> tuple[int, Any]:
     """Return the size of the vocabulary, and this rank's micro batches of the config's data."""
     corpus = open_corpus(job.corpus)
-    data = samples_for(corpus.train, job.config.data, corpus.separator)
+    data = samples_for(corpus, job.config)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
     micro = job.plan.micro_batch or 1
 

@@ -202,7 +202,7 @@ def measure(task: SizeTask, ranks: Ranks) -> list[Sample]:
 
     config, opened = task.config, open_corpus(task.corpus)
     factory = model_factory(config, opened.vocab_size)
-    data = samples_for(opened.train, config.data, opened.separator)
+    data = samples_for(opened, config)
     order = Order(len(data), config.train.seed, config.data.shuffle)
     known: dict[str, Sample | None] = {}  # None on ranks that do not report
     found: list[Sample] = []

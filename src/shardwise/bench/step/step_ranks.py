@@ -24,7 +24,7 @@ from shardwise.run.job import Job
 from shardwise.train.config import optimizer_problems
 from shardwise.train.data.corpus import open_corpus
 from shardwise.train.data.order import Order
-from shardwise.train.data.samples import samples_for, step_batches
+from shardwise.train.data.samples import on_device, samples_for, step_batches
 from shardwise.train.model import model_factory
 
 
@@ -83,10 +83,10 @@ def time_steps(task: StepBenchTask, ranks: Ranks) -> dict[str, Any] | None:
 
 def windows(job: Job, corpus: Any, plan: Plan, ranks: Ranks) -> Any:
     """Yield this rank's micro batches of each step on its device: plain loops do not move them."""
-    data = samples_for(corpus.train, job.config.data, corpus.separator)
+    data = samples_for(corpus, job.config)
     order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
     for batches in step_batches(data, order, plan, ranks.rank):
-        yield [tuple(part.to(ranks.device) for part in batch) for batch in batches]
+        yield [on_device(batch, ranks.device) for batch in batches]
 
 
 def facts(job: Job, ranks: Ranks) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.receipts.receipt import Line
+from shardwise.train.data.isolation import Isolation
 from shardwise.train.session import Session
 from shardwise.train.step import Micro
 
@@ -42,10 +43,25 @@ def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Ite
         yield Line(name=SHARED, planned=f"the same on each {size} ranks", found=found, ok=not odd)
 
 
-def quantized_line(*, mask_borders: bool) -> Line:
+def packed_line(*, mask_borders: bool) -> Line:
     """Report that packing lets attention cross documents, whatever the labels at their borders."""
     borders = "first tokens without loss" if mask_borders else "first tokens with loss"
     return Line(name=PACKED, planned="packed", found=f"attend to each other, {borders}", ok=None)
+
+
+def isolation_line(found: Isolation) -> Line:
+    """Report whether one document of a sample moves the loss of another."""
+    if found.wrong_rows:
+        said = f"{found.wrong_rows} samples of the first step are not whole documents with their own labels"
+    elif not found.documents:
+        said = "one document in each sample of the first step"
+    else:
+        kind = "isolated" if found.ok else "not isolated"
+        said = (
+            f"{kind}: another document moves a loss by {found.change:.2g} of it "
+            f"({found.documents} compared; without borders {found.open_change:.2g})"
+        )
+    return Line(name=PACKED, planned="isolated", found=said, ok=found.ok)
 
 
 def _distinct(everyone: dict[int, list[str]], dealer: str, *, repeats: bool) -> Line:

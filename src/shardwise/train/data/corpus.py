@@ -1,44 +1,39 @@
 """Documents to tokens on disk: read, split by content, tokenise once, memory-map everywhere.
 
-One process calls `prepare_corpus`; every other one calls `open_corpus` on the folder it returned. Documents are read
-with the ``datasets`` library, which is not imported when the cache already contains the same corpus.
+One process calls `prepare_corpus`; every other one calls `open_corpus` on the folder it returned. Documents are
+tokenised while they are read, once; no library is imported when the cache already contains the same corpus.
 """
 
 from __future__ import annotations
 
-import errno
-import glob
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
-import sysconfig
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.errors import DataError, MachineError, ShardwiseError, UserError, did_you_mean
+from shardwise.errors import DataError, MachineError, UserError
 from shardwise.train.config import DataTable
-from shardwise.train.data.paths import documents_at, matches, place_of
-from shardwise.units import bytes_text, count_text, seconds_text
+from shardwise.train.data.chat import ROLES
+from shardwise.train.data.documents import Columns, Document
+from shardwise.train.data.encode import Encoded, Encoder, encoded_batches
+from shardwise.train.data.sources import DENIED, BadRows, Batch, Source, find_source
+from shardwise.train.data.tokenizer import template_file, tokenizer_files, utf8
+from shardwise.units import bytes_text, count_text, counted, seconds_text
 
-_LAYOUT = 1  # version of the corpus folder; a change of its content makes old folders unused
+_LAYOUT = 2  # version of the corpus folder; a change of its content makes old folders unused
 _REPORT_S = 2.0
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+_MOST_SKIPPED = 0.1  # share of rows that may be left out
 _Say = Callable[[str], None]
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-_SOURCE_SKIP = ["site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"]
-_FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # anything else is text
-_END_OF_TEXT = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]"]
 
 
 @dataclass(frozen=True)
@@ -47,14 +42,25 @@ class Tokens:
 
     ``tokens`` is a memory map of the smallest unsigned type that fits the vocabulary, [num_tokens]; ``starts``
     is int64, [num_documents + 1]: the index of the first token of each document, then the number of tokens;
-    ``num_bytes`` is the length of the documents in UTF-8, in bytes. ``content`` is a hash of the tokens and of the
-    documents' starts, independent of file locations; empty in a corpus that an earlier version prepared.
+    ``num_bytes`` is the length of the documents in UTF-8, in bytes. ``content`` is a hash of all this,
+    independent of file locations. ``marks`` is uint8 [num_tokens] where the loss leaves tokens out (conversations,
+    prompts): twice the index of the token's role in `ROLES`, and one more if it has a loss; conversations end as their
+    template says, without a separator.
     """
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
     num_bytes: int
     content: str = ""
+    marks: NDArray[np.uint8] | None = None
+
+    def roles(self) -> dict[str, tuple[int, int]]:
+        """Count the tokens of each role, and those of them with a loss; empty where all tokens have one."""
+        if self.marks is None:
+            return {}
+        counts = np.bincount(self.marks, minlength=2 * len(ROLES))
+        found = {role: (int(counts[2 * i] + counts[2 * i + 1]), int(counts[2 * i + 1])) for i, role in enumerate(ROLES)}
+        return {role: pair for role, pair in found.items() if pair[0]}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Corpus:
 
     ``order0_bits`` and ``order1_bits`` are the entropy of a byte, and of a byte given the one before it, in bits
     per byte over all documents (training and held-out) joined: what a model without context, or with one byte of
-    it, can reach at best. ``heldout`` is ``None`` without held-out documents.
+    it, can reach at best; 0 for conversations. ``heldout`` is ``None`` without held-out documents. ``kind`` is what
+    the rows hold, ``left_out`` the number of rows without a label or that were skipped, with the first of them.
     """
 
     folder: Path
@@ -74,26 +81,16 @@ class Corpus:
     fingerprint: str
     order0_bits: float
     order1_bits: float
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Files of one config key: ``where`` is key and value, ``files`` are sorted, below ``root``."""
-
-    where: str
-    format: str
-    root: Path
-    files: tuple[str, ...]
-
-    def listing(self) -> list[Any]:
-        facts = [[name, s.st_size, s.st_mtime_ns] for name in self.files for s in [(self.root / name).stat()]]
-        return [self.format, str(self.root.resolve()), facts]
+    kind: str = "text"
+    left_out: int = 0
+    left_out_first: tuple[str, ...] = ()
 
 
 def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) -> Corpus:
     """Tokenise the documents of ``table`` into a folder of ``cache``, or reuse an unchanged one.
 
-    Documents are in the order of their relative paths, then of the rows in a file; empty ones are left out. The choice
+    Documents are in the order of their relative paths, then of the rows in a file; empty ones are left out, and
+    conversations without a label, up to a tenth of them. The choice
     of held-out documents depends only on their content, so copies are always on the same side; if the fraction selects
     none (or all), the one with the smallest hash is held out (the largest trained on). The folder is created completely
     or not at all. ``log`` gets one line at the start, one at the end and, while tokenising, at most one every two
@@ -104,11 +101,14 @@ def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) ->
         UserError: the cache folder cannot be written.
         MachineError: the disk of the cache folder is full.
     """
-    source = _find(table.path, "data.path", table, cache)
-    heldout = _find(table.heldout_path, "data.heldout_path", table, cache) if table.heldout_path is not None else None
-    tokenizer = [[file.name, _hash(file.read_bytes())] for file in _tokenizer_files(table.tokenizer)]
-    sides = [source.listing(), heldout.listing() if heldout else table.heldout_fraction]
-    fingerprint = _hash(json.dumps([_LAYOUT, sides, table.text_field, tokenizer]).encode())
+    sources = [find_source(table.path, "data.path", table, cache)]
+    if table.heldout_path is not None:
+        sources.append(find_source(table.heldout_path, "data.heldout_path", table, cache))
+    names = [*tokenizer_files(table.tokenizer), *filter(None, [template_file(table.tokenizer, table.chat_template)])]
+    tokenizer = [[file.name, _hash(file.read_bytes())] for file in names]
+    sides = [one.listing() for one in sources] + ([] if len(sources) == 2 else [table.heldout_fraction])
+    rows = [table.text_field, table.columns, table.loss_on, table.chat_template, table.bad_rows]
+    fingerprint = _hash(json.dumps([_LAYOUT, sides, rows, tokenizer]).encode())
     folder = cache / fingerprint[:16]
     if folder.is_dir():
         try:
@@ -120,7 +120,7 @@ def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) ->
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
         try:
             (work / "corpus").mkdir()
-            facts = _build(table, [source] + ([heldout] if heldout else []), work, log)
+            facts = _build(table, sources, work, log)
             (work / "corpus" / "corpus.json").write_text(json.dumps(facts | {"fingerprint": fingerprint}, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(work / "corpus", folder)
@@ -138,6 +138,7 @@ def open_corpus(cache_folder: Path) -> Corpus:
     try:
         facts = json.loads((cache_folder / "corpus.json").read_text())
         parts = {name: _open_part(cache_folder, name, part) for name, part in facts.pop("parts").items()}
+        facts["left_out_first"] = tuple(facts["left_out_first"])
         return Corpus(folder=cache_folder, train=parts["train"], heldout=parts.get("heldout"), **facts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -148,325 +149,291 @@ def _open_part(folder: Path, name: str, facts: dict[str, Any]) -> Tokens:
     tokens, starts = (np.load(folder / f"{name}{e}.npy", mmap_mode="r", allow_pickle=False) for e in ("", "_starts"))
     if len(tokens) != facts["num_tokens"] or starts[-1] != len(tokens):
         raise ValueError(f"{name}.npy has {len(tokens)} tokens instead of {facts['num_tokens']}")
-    return Tokens(tokens, starts, facts["num_bytes"], facts.get("content", ""))
+    marks = None
+    if facts["marked"]:
+        marks = np.load(folder / f"{name}_marks.npy", mmap_mode="r", allow_pickle=False)
+        if len(marks) != len(tokens):
+            raise ValueError(f"{name}_marks.npy has {len(marks)} marks instead of {len(tokens)}")
+    return Tokens(tokens, starts, facts["num_bytes"], facts["content"], marks)
 
 
-# ---------------------------------------------------------------------------------------------- which files
+class _Column(ExitStack):
+    """One array on disk that grows: ``name.npy``, whose header is written again at the end."""
 
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.file: BinaryIO = self.enter_context(path.open("wb"))
+        self._header(0)
 
-def _find(value: str, key: str, table: DataTable, cache: Path) -> _Source:
-    """Find the files of a path, in order; hidden files and the cache itself are left out."""
-    where, skip, suffix = f"{key} '{value}'", list[str](), ""
-    form: str = table.format
-    if value.startswith("python:"):
-        root, skip, suffix = _python_source(value.removeprefix("python:"), where), _SOURCE_SKIP, ".py"
-    else:
-        root = documents_at(value, where)
-    saved = (root / "state.json").is_file() or (root / "dataset_dict.json").is_file()
-    if form == "dataset" and not saved:
-        raise DataError(f"{where} is not a saved dataset; give a folder that datasets.save_to_disk wrote")
-    if root.is_file():
-        names, folder = [root.name], root.parent
-    elif saved and form in ("auto", "dataset"):
-        names, folder, form = _walk(root, [], cache), root, "dataset"
-    else:
-        names = [n for n in _walk(root, table.exclude, cache, skip) if n.endswith(suffix)]
-        names, folder = [n for n in names if matches(Path(n), table.include)], root
-    if not names:
-        rule = f"no file matches data.include {table.include} and not data.exclude {table.exclude}"
-        raise DataError(f"{where} has no documents: {rule}; patterns are relative to it, such as '**/*.txt'")
-    kinds = [_FORMATS.get(Path(n).suffix, "text") for n in names]
-    if form == "auto":
-        form = "text" if len(set(kinds)) > 1 else kinds[0]
-    if form in kinds and form != "text":
-        names = [n for n, kind in zip(names, kinds, strict=True) if kind == form]
-    for name in names:
-        if not (folder / name).is_file() or not os.access(folder / name, os.R_OK):
-            why = "cannot be read" if (folder / name).exists() else "is a link to nothing"
-            raise DataError(f"{where}: file '{name}' {why}; repair it or add it to data.exclude")
-    return _Source(where, form, folder, tuple(names))
+    def _header(self, length: int) -> None:
+        facts = {"descr": self.dtype.str, "fortran_order": False, "shape": (length,)}
+        self.file.write(np.lib.format.magic(1, 0) + (118).to_bytes(2, "little") + f"{facts!s:117}\n".encode())
 
-
-def _walk(root: Path, exclude: Sequence[str], cache: Path, skip: Sequence[str] = ()) -> list[str]:
-    """List relative paths of files and links below ``root``, sorted.
-
-    Links to folders are not followed.
-    """
-    names, avoid = [], cache.resolve()
-    for top, folders, files in os.walk(root):
-        here = Path(top).relative_to(root)
-        kept = {name for name in folders + files if not name.startswith(".") and not matches(here / name, exclude)}
-        folders[:] = [f for f in folders if f in kept and f not in skip and Path(top, f).resolve() != avoid]
-        plain = (Path(top, f) for f in files if f in kept)
-        names += [p.relative_to(root).as_posix() for p in plain if p.is_file() or p.is_symlink()]
-    return sorted(names)
-
-
-def _python_source(package: str, where: str) -> Path:
-    """Return the standard library's folder, or an installed package's path, without import."""
-    if package == "stdlib":
-        return Path(sysconfig.get_paths()["stdlib"])
-    top, *rest = package.split(".")
-    spec = None
-    with suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(top)
-    inside = [Path(folder).joinpath(*rest) for folder in (spec and spec.submodule_search_locations) or []]
-    found = [p for path in inside for p in (path, path.with_name(f"{path.name}.py")) if p.exists()]
-    if spec and spec.origin and spec.origin.endswith(".py") and not inside and not rest:
-        found = [Path(spec.origin)]
-    if not found:
-        raise DataError(
-            f"{where}: '{package}' is not an installed package with Python source; install it or give a folder"
-        )
-    return found[0]
-
-
-# ------------------------------------------------------------------------------------------------ documents
-
-
-def _load(source: _Source, field: str, cache_dir: Path) -> Any:
-    """Load the documents as a ``datasets.Dataset`` with one text column; return its name, too."""
-    paths = [str(source.root / name) for name in source.files]
-    with _loading(source) as datasets:
-        if source.format == "dataset":
-            data = datasets.load_from_disk(str(source.root))
-            if isinstance(data, datasets.DatasetDict):
-                if "train" not in data and len(data) != 1:
-                    fix = f"give the folder of one split: {', '.join(data)}"
-                    raise DataError(f"{source.where} has several splits and no 'train'; {fix}")
-                data = data["train"] if "train" in data else next(iter(data.values()))
-            _need_column(source, field, data.column_names, "")
-        elif source.format == "parquet":
-            parquet = _need("pyarrow.parquet")
-            for path, name in zip(paths, source.files, strict=True):
-                _need_column(source, field, parquet.read_schema(path).names, f" (file '{name}')")
-            exact = [glob.escape(path) for path in paths if parquet.read_metadata(path).num_rows]  # literal names
-            if not exact:
-                raise DataError(f"{source.where} has only empty documents; give some with text")
-            data = datasets.Dataset.from_parquet(exact, columns=[field], cache_dir=str(cache_dir))
-        else:  # datasets' text reader changes line ends, and its JSON reader guesses the type of every column
-            rows = _text_rows if source.format == "text" else _json_rows
-            named = datasets.Features({field: datasets.Value("large_string")})
-            given = {"paths": tuple(paths), "source": source, "field": field}
-            data = datasets.Dataset.from_generator(rows, named, str(cache_dir), gen_kwargs=given)
-        dtype = getattr(data.features[field], "dtype", type(data.features[field]).__name__)
-        if "string" not in dtype:
-            raise _not_text(field, dtype)
-        return data.select_columns([field])
-
-
-def _text_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[dict[str, str]]:
-    for path in paths:
-        yield {field: Path(path).read_bytes().decode("utf-8", errors="replace")}
-
-
-def _json_rows(paths: Sequence[str], source: _Source, field: str) -> Iterator[dict[str, str | None]]:
-    """Yield rows of JSON lines, or of a file that is one JSON list.
-
-    Every row must have the field.
-    """
-    for path, name in zip(paths, source.files, strict=True):
-        with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-            full = file.read(4096).lstrip().startswith("[")
-            file.seek(0)
-            for number, text in enumerate([file.read()] if full else file, 1):
-                at = f"file '{name}'" if full else f"file '{name}', line {number}"
-                try:
-                    rows = json.loads(text) if text.strip() else []
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{source.where}: {at} is not JSON: {error.msg}; repair it") from None
-                for row in rows if isinstance(rows, list) else [rows]:
-                    if not isinstance(row, dict):
-                        raise DataError(f"{source.where}: {at} holds {row!r:.40}, not an object; repair it")
-                    _need_column(source, field, row, f" ({at})")
-                    if not isinstance(row[field], str | None):
-                        raise _not_text(field, f"{type(row[field]).__name__} ({at})")
-                    yield {field: row[field]}
-    yield {field: None}  # no document: datasets cannot represent zero rows
-
-
-def _need_column(source: _Source, field: str, names: Iterable[str], at: str) -> None:
-    known = [str(name) for name in names]
-    if field not in known:
-        hint, has = did_you_mean(field, known), ", ".join(known)
-        raise DataError(f"data.text_field '{field}' is not a column of {source.where}{at}{hint}; it has: {has}")
-
-
-def _not_text(field: str, got: str) -> DataError:
-    return DataError(f"data.text_field '{field}' holds {got}, not text; set it to a text column")
-
-
-def _batches(data: Any, field: str) -> Iterator[list[str]]:
-    """Yield the texts in order, without empty ones, at most 128 at a time."""
-    for rows in data.iter(batch_size=128):
-        if texts := [text for text in rows[field] if text]:
-            yield texts
-
-
-# --------------------------------------------------------------------------------------------------- tokens
-
-
-@dataclass(frozen=True)
-class _Tokenizer:
-    vocab_size: int
-    separator: int
-    encode: Callable[[list[str]], Iterable[Any]]  # the tokens of each text
-
-
-def _tokenizer_files(name: str) -> list[Path]:
-    """List the files that determine a tokenizer's behaviour; none for ``bytes``."""
-    if name == "bytes":
-        return []
-    path = place_of(name, f"data.tokenizer '{name}'")
-    files = [path] if path.is_file() else sorted(f for e in ("json", "txt", "model") for f in path.glob(f"*.{e}"))
-    if not files:
-        what = "has no tokenizer file" if path.is_dir() else "does not exist here"
-        raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder with one")
-    return files
-
-
-def _tokenizer(name: str) -> _Tokenizer:
-    """Load ``bytes``, a ``tokenizer.json`` (without truncation and padding) or a folder."""
-    if name == "bytes":
-        return _Tokenizer(257, 256, lambda texts: (np.frombuffer(_utf8(text), np.uint8) for text in texts))
-    path = Path(name).expanduser()
-    file, settings = (path / "tokenizer.json" if path.is_dir() else path), path / "tokenizer_config.json"
-    library = _need("tokenizers" if file.is_file() else "transformers")
-    end: Any = None
-    try:
-        if file.is_file():
-            fast = library.Tokenizer.from_file(str(file))
-            fast.no_truncation()
-            fast.no_padding()
-            vocab = fast.get_vocab(with_added_tokens=True)
-            if settings.is_file():
-                end = json.loads(settings.read_text()).get("eos_token")
-        else:
-            slow = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-            vocab, end = slow.get_vocab(), slow.eos_token
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"data.tokenizer '{name}' cannot be read: {_first_line(error)}; give another") from None
-    end = end.get("content") if isinstance(end, dict) else end
-    end = next((word for word in [end, *_END_OF_TEXT] if word in vocab), None)
-    if end is None:
-        known = ", ".join(_END_OF_TEXT)
-        raise DataError(f"data.tokenizer '{name}' has no token that ends a document; add one of these: {known}")
-
-    def encode(texts: list[str]) -> Iterable[Any]:
-        if file.is_file():
-            return (coded.ids for coded in fast.encode_batch(texts, add_special_tokens=False))
-        return slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-    return _Tokenizer(max(vocab.values()) + 1, vocab[end], encode)
+    def end(self, length: int) -> None:
+        """Write the number of elements."""
+        self.file.seek(0)
+        self._header(length)
+        self.close()
 
 
 class _Writer(ExitStack):
-    """Writer that appends documents to ``name.npy`` and rewrites its header at the end."""
+    """The documents of one side: ``name.npy``, ``name_starts.npy`` and, if marked, ``name_marks.npy``."""
 
-    def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
+    def __init__(self, folder: Path, name: str, encoder: Encoder) -> None:
         super().__init__()
-        self.folder, self.name, self.tokenizer = folder, name, tokenizer
-        self.dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        self.lengths, self.num_bytes, self.content = [0], 0, hashlib.blake2b(digest_size=16)
-        self.file: BinaryIO = self.enter_context((folder / f"{name}.npy").open("wb"))
-        self._header(0)
+        self.folder, self.name, self.marked = folder, name, encoder.marked
+        self.dtype = np.min_scalar_type(encoder.tokenizer.vocab_size - 1)
+        self.lengths, self.sizes, self.hashes = list[int](), list[int](), list[int]()
+        self.tokens = self.enter_context(_Column(folder / f"{name}.npy", self.dtype))
+        if self.marked:
+            self.marks = self.enter_context(_Column(folder / f"{name}_marks.npy", np.dtype(np.uint8)))
 
-    def _header(self, num_tokens: int) -> None:
-        facts = {"descr": self.dtype.str, "fortran_order": False, "shape": (num_tokens,)}
-        self.file.write(np.lib.format.magic(1, 0) + (118).to_bytes(2, "little") + f"{facts!s:117}\n".encode())
-
-    def add(self, texts: list[str]) -> None:
-        """Append texts, each followed by the separator."""
-        for text, ids in zip(texts, self.tokenizer.encode(texts) if texts else [], strict=True):
-            tokens = np.empty(len(ids) + 1, self.dtype)
-            tokens[:-1], tokens[-1] = ids, self.tokenizer.separator
-            self.file.write(tokens.data)
-            self.content.update(tokens.data)
-            self.lengths.append(len(tokens))
-            self.num_bytes += len(_utf8(text))
+    def add(self, one: Encoded, content: int) -> None:
+        """Append a document with the hash of its content."""
+        self.tokens.file.write(np.ascontiguousarray(one.ids, self.dtype).data)
+        if self.marked:
+            self.marks.file.write(one.marks)
+        self.lengths.append(len(one.ids))
+        self.sizes.append(one.num_bytes)
+        self.hashes.append(content)
 
     def finish(self) -> dict[str, Any]:
-        """Finish both files and return a description of their content."""
-        starts = np.cumsum(self.lengths, dtype=np.int64)
-        self.file.seek(0)
-        self._header(int(starts[-1]))
+        """Finish the files and return a description of their content."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
+        total = int(starts[-1])
+        self.tokens.end(total)
+        content = hashlib.blake2b(digest_size=16)
+        names = [self.name]
+        if self.marked:
+            self.marks.end(total)
+            names.append(f"{self.name}_marks")
+        for name in names:
+            for part in _pieces(np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)):
+                content.update(part.data)
         np.save(self.folder / f"{self.name}_starts.npy", starts)
-        self.content.update(starts.data)
-        return {"num_tokens": int(starts[-1]), "num_bytes": self.num_bytes, "content": self.content.hexdigest()}
+        content.update(starts.data)
+        facts = {"num_tokens": total, "num_bytes": sum(self.sizes), "content": content.hexdigest()}
+        return facts | {"marked": self.marked}
+
+    def take(self, content: int) -> Iterator[tuple[Encoded, int]]:
+        """Remove the documents with this hash, and yield them."""
+        ends = np.cumsum(self.lengths)
+        moved = [index for index, found in enumerate(self.hashes) if found == content]
+        columns = [self.tokens, *([self.marks] if self.marked else [])]
+        data: list[list[NDArray[Any]]] = []
+        for column in columns:
+            column.file.flush()
+            array = np.fromfile(column.file.name, column.dtype, offset=128)
+            data.append([array[ends[i] - self.lengths[i] : ends[i]].copy() for i in moved])
+            gone = np.concatenate([np.arange(ends[i] - self.lengths[i], ends[i]) for i in moved])
+            column.file.seek(128)
+            column.file.truncate()
+            column.file.write(np.delete(array, gone).data)
+        marks = [one.tobytes() for one in data[1]] if self.marked else [b""] * len(moved)
+        sizes = [self.sizes[i] for i in moved]
+        for index in reversed(moved):
+            del self.lengths[index], self.sizes[index], self.hashes[index]
+        for one, mark, size in zip(data[0], marks, sizes, strict=True):
+            yield Encoded(one, mark, size), content
+
+
+def _pieces(array: NDArray[Any], size: int = 1 << 22) -> Iterator[NDArray[Any]]:
+    """Yield a memory-mapped array in parts."""
+    for start in range(0, len(array), size):
+        yield np.ascontiguousarray(array[start : start + size])
 
 
 # ---------------------------------------------------------------------------------------------------- build
 
 
-def _build(table: DataTable, sources: Sequence[_Source], work: Path, log: _Say) -> dict[str, Any]:
+@dataclass
+class _Building:
+    """A corpus being written: the two sides, and what is counted on the way."""
+
+    fraction: float
+    sides: list[_Writer]
+    bad: BadRows
+    scan: _Scan
+    documents: list[int] = field(default_factory=lambda: [0, 0])
+    unlabelled: int = 0
+
+    def side_of(self, content: int, own: int | None) -> int:
+        """Return 1 for held-out documents; ``own`` is the side of a source of one's own."""
+        return own if own is not None else int(content < int(self.fraction * 2**64))
+
+
+def _build(table: DataTable, sources: Sequence[Source], work: Path, log: _Say) -> dict[str, Any]:
     """Write the sources (training documents, then held-out ones, if any) to ``work/corpus``."""
-    tokenizer = _tokenizer(table.tokenizer)
     num_files = sum(len(source.files) for source in sources)
-    log(f"reading {num_files} file{'s' * (num_files != 1)}")
-    loaded = [_load(source, table.text_field, work / "datasets") for source in sources]
-    scan = _Scan()
-    hashes = [scan.read(_batches(data, table.text_field)) for data in loaded]
-    for source, found in zip(sources, hashes, strict=True):
-        if not len(found):
-            raise DataError(f"{source.where} has only empty documents; give some with text")
-    if scan.replaced:
-        log(f"{scan.replaced} documents contain U+FFFD, the replacement of bytes that are not UTF-8")
-    held = [np.full(len(found), index == 1) for index, found in enumerate(hashes)]
-    if len(sources) == 1:
-        held = [_held_out(hashes[0], table.heldout_fraction)]
-        if table.heldout_fraction and not held[0].any():
-            log("nothing is held out: there is only one document; give data.heldout_path")
-    elif leaked := int(np.isin(hashes[1], hashes[0]).sum()):
-        log(f"{leaked} of {len(hashes[1])} held-out documents are trained on too: they are in data.path")
-    pieces = (texts for data in loaded for texts in _batches(data, table.text_field))
+    log(f"reading {counted(num_files, 'file')}")
+    columns = [one.columns(table) for one in sources]
+    known = [one or Columns("text", {"text": table.text_field}) for one in columns]
+    if len({one.kind for one in known}) > 1:
+        raise DataError(
+            f"{sources[1].where} holds {known[1]}, and {sources[0].where} {known[0]}; "
+            "give held-out rows of the same kind"
+        )
+    if known[0].kind != "text":
+        log(f"rows are {known[0]}")
+    encoder = Encoder(table.tokenizer, known[0].kind, table.chat_template, table.loss_on)
+    bad = BadRows(skip=table.bad_rows == "skip")
     with ExitStack() as stack:
-        files = [stack.enter_context(_Writer(work / "corpus", name, tokenizer)) for name in ("train", "heldout")]
-        _tokenise(pieces, np.concatenate(held), scan.num_bytes, files, log)
-        parts = {file.name: file.finish() for file in files if len(file.lengths) > 1}
-    tokens, documents = count_text(sum(part["num_tokens"] for part in parts.values())), sum(map(len, held))
-    log(f"{bytes_text(scan.num_bytes)}, {tokens} tokens, {documents} documents, {sum(map(sum, held))} held out")
-    return scan.entropies() | {"parts": parts, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator}
+        sides = [stack.enter_context(_Writer(work / "corpus", name, encoder)) for name in ("train", "heldout")]
+        building = _Building(table.heldout_fraction, sides, bad, _Scan())
+        progress = _Progress(sum(source.num_bytes for source in sources), log)
+        before = 0
+        for index, (source, one) in enumerate(zip(sources, known, strict=True)):
+            own = index if len(sources) == 2 else None
+            _read(building, source, one, encoder, own, progress, before)
+            before += source.num_bytes
+            _check_rows(building, source, before_this=0 if index == 0 else building.documents[0])
+        if len(sources) == 1 and table.heldout_fraction:
+            _balance(building, log)
+        elif leaked := sum(map(set(sides[0].hashes).__contains__, sides[1].hashes)):
+            log(f"{leaked} of {len(sides[1].hashes)} held-out documents are trained on too: they are in data.path")
+        parts = {side.name: side.finish() for side in sides if side.lengths}
+    scan, held = building.scan, len(sides[1].lengths)
+    if scan.replaced:
+        log(
+            f"{scan.replaced} documents contain U+FFFD, the replacement of bytes that are not UTF-8: "
+            f"the first is {scan.replaced_first}"
+        )
+    num_bytes = sum(part["num_bytes"] for part in parts.values())
+    tokens = count_text(sum(part["num_tokens"] for part in parts.values()))
+    log(f"{bytes_text(num_bytes)}, {tokens} tokens, {sum(building.documents)} documents, {held} held out")
+    left_out = building.unlabelled + bad.number
+    if left_out:
+        log(f"{counted(left_out, 'row')} left out: {bad.number} malformed, {building.unlabelled} without a label")
+    return scan.entropies() | {
+        "parts": parts,
+        "vocab_size": encoder.tokenizer.vocab_size,
+        "separator": encoder.tokenizer.separator,
+        "kind": known[0].kind,
+        "left_out": left_out,
+        "left_out_first": bad.told,
+    }
 
 
-def _tokenise(batches: Iterable[list[str]], held: NDArray[Any], total: int, writers: list[_Writer], log: _Say) -> None:
-    """Write every document to its side; ``total`` is the bytes of all, for progress reports."""
-    began = last = time.monotonic()
-    at = 0
-    for texts in batches:
-        sides = held[at : at + len(texts)]
-        for side, writer in enumerate(writers):
-            writer.add([text for text, mine in zip(texts, sides == side, strict=True) if mine])
-        at, done, now = at + len(texts), sum(writer.num_bytes for writer in writers), time.monotonic()
-        if now - last >= _REPORT_S and done < total:
-            last, rate = now, done / (now - began)
-            left = seconds_text((total - done) / rate)
-            log(f"tokenised {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s, {left} left")
+def _read(
+    building: _Building,
+    source: Source,
+    columns: Columns,
+    encoder: Encoder,
+    own: int | None,
+    progress: _Progress,
+    before: int,
+) -> None:
+    """Encode the documents of a source, and append each to its side."""
+    plain = columns.kind == "text"
+
+    def scanned() -> Iterator[Batch]:
+        for batch in source.batches(columns, building.bad):
+            building.scan.read(batch.documents, pairs=plain)
+            yield batch
+
+    for batch, found in encoded_batches(encoder, scanned(), source.num_bytes):
+        for document, one in zip(batch.documents, found, strict=True):
+            if isinstance(one, str):
+                building.bad.add(f"{source.where}: {document.at} {one}")
+                continue
+            content = _content(document)
+            side = building.side_of(content, own)
+            if encoder.marked and not any(mark & 1 for mark in one.marks[1:]):
+                building.unlabelled += 1
+                if len(building.bad.told) < 20:
+                    building.bad.told.append(
+                        f"{source.where}: {document.at} has no label: all of it is left out of the loss"
+                    )
+                continue
+            building.documents[side] += 1
+            building.sides[side].add(one, content)
+        progress.at(before + batch.read)
+    building.bad.refuse()
+
+
+def _check_rows(building: _Building, source: Source, before_this: int) -> None:
+    """Refuse a source of nothing, or of which too much is left out."""
+    found = sum(building.documents) - before_this
+    left_out = building.unlabelled + building.bad.number
+    if left_out > _MOST_SKIPPED * (left_out + found):
+        raise DataError(
+            f"{source.where}: {left_out} of {counted(left_out + found, 'row')}, over a tenth, cannot be trained on:",
+            *building.bad.told,
+        )
+    if not found:
+        raise DataError(f"{source.where} has only empty documents; give some with text")
+
+
+def _balance(building: _Building, log: _Say) -> None:
+    """Move documents so that neither side is empty, where there are two contents."""
+    train, heldout = building.sides
+    hashes = {*train.hashes, *heldout.hashes}
+    if len(hashes) < 2:
+        if heldout.hashes:
+            for one in list(heldout.take(heldout.hashes[0])):
+                train.add(*one)
+        log("nothing is held out: there is only one document; give data.heldout_path")
+    elif not heldout.hashes:
+        for one in list(train.take(min(hashes))):
+            heldout.add(*one)
+    elif not train.hashes:
+        for one in list(heldout.take(max(hashes))):
+            train.add(*one)
+
+
+class _Progress:
+    """A line every two seconds: how much of the files is read."""
+
+    def __init__(self, total: int, log: _Say) -> None:
+        self.total, self.log = total, log
+        self.began = self.last = time.monotonic()
+
+    def at(self, done: int) -> None:
+        """Report ``done`` bytes."""
+        now = time.monotonic()
+        if now - self.last >= _REPORT_S and done < self.total:
+            self.last, rate = now, done / (now - self.began)
+            left = seconds_text((self.total - done) / rate) if rate else "unknown"
+            self.log(f"tokenised {bytes_text(done)} of {bytes_text(self.total)}, {bytes_text(rate)}/s, {left} left")
+
+
+def _content(document: Document) -> int:
+    """Return a 64-bit hash of what a document says."""
+    if document.messages:
+        data = json.dumps(document.messages, sort_keys=True, ensure_ascii=False)
+    else:
+        data = (document.text or "") + (document.completion or "")
+    return int.from_bytes(hashlib.blake2b(utf8(data), digest_size=8).digest(), "big")
 
 
 class _Scan:
-    """Scan all documents once for their hashes and their byte-pair counts."""
+    """Count pairs of bytes in plain documents, and note those with replaced bytes."""
 
     def __init__(self) -> None:
         self.pairs = np.zeros(1 << 16, np.int64)
-        self.ends, self.num_bytes, self.replaced = b"", 0, 0  # ends: the first byte of all and the last so far
+        self.ends, self.replaced, self.replaced_first = b"", 0, ""  # ends: the first byte of all and the last so far
 
-    def read(self, batches: Iterable[list[str]]) -> NDArray[np.uint64]:
-        """Return the 64-bit content hash of each text."""
-        hashes = []
-        for texts in batches:
-            data = [_utf8(text) for text in texts]
-            hashes += [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") for text in data]
-            self.replaced += sum("\ufffd" in text for text in texts)
-            self.num_bytes += sum(map(len, data))
-            joined = np.frombuffer(self.ends[1:] + b"".join(data), np.uint8)
-            self.ends = (self.ends[:1] or data[0][:1]) + data[-1][-1:]
-            for start in range(0, len(joined) - 1, 1 << 20):
-                piece = joined[start : start + (1 << 20) + 1].astype(np.int64)
-                self.pairs += np.bincount(piece[:-1] * 256 + piece[1:], minlength=1 << 16)
-        return np.array(hashes, np.uint64)
+    def read(self, documents: Sequence[Document], *, pairs: bool) -> None:
+        """Add documents."""
+        for one in documents:
+            texts = [one.text or "", one.completion or "", *(str(message["content"]) for message in one.messages)]
+            if any("\ufffd" in text for text in texts):
+                self.replaced += 1
+                self.replaced_first = self.replaced_first or one.at
+        if not pairs or not documents:
+            return
+        data = [utf8(one.text or "") for one in documents]
+        joined = np.frombuffer(self.ends[1:] + b"".join(data), np.uint8)
+        self.ends = (self.ends[:1] or data[0][:1]) + data[-1][-1:]
+        for start in range(0, len(joined) - 1, 1 << 20):
+            piece = joined[start : start + (1 << 20) + 1].astype(np.int64)
+            self.pairs += np.bincount(piece[:-1] * 256 + piece[1:], minlength=1 << 16)
 
     def entropies(self) -> dict[str, Any]:
         """Return the entropy of a byte, and of a byte given the one before it; bits per byte."""
+        if not self.ends:
+            return {"order0_bits": 0.0, "order1_bits": 0.0}
         table = self.pairs.reshape(256, 256)
         counts = table.sum(0)
         counts[self.ends[0]] += 1
@@ -478,63 +445,8 @@ def _entropy(counts: NDArray[np.int64]) -> float:
     return float(-(shares * np.log2(shares)).sum()) + 0.0
 
 
-def _held_out(hashes: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Select held-out documents; never all, and at least one content if there are two."""
-    held = hashes < np.uint64(int(fraction * 2**64))
-    if fraction and not held.any():
-        held = hashes == hashes.min()
-    return hashes < hashes.max() if held.all() and fraction else held
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", errors="replace")
-
-
 def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-# --------------------------------------------------------------------------------------------------- errors
-
-
-def _need(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise DataError(f"the corpus needs the package '{package}' ({error}); pip install 'shardwise[hf]'") from None
-
-
-@contextmanager
-def _loading(source: _Source) -> Iterator[Any]:
-    """Import ``datasets`` offline and silent, and convert its failures to our errors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        datasets = _need("datasets")
-        config, log, bars = datasets.config, datasets.utils.logging, not datasets.are_progress_bars_disabled()
-        before = config.HF_HUB_OFFLINE, config.HF_DATASETS_OFFLINE, log.get_verbosity()
-        config.HF_HUB_OFFLINE = config.HF_DATASETS_OFFLINE = True
-        log.set_verbosity(log.CRITICAL + 1)
-        datasets.disable_progress_bars()
-        try:
-            yield datasets
-        except Exception as error:
-            chain: list[BaseException] = [error]
-            while below := chain[-1].__cause__ or chain[-1].__context__:
-                chain.append(below)
-            for cause in chain:
-                if isinstance(cause, ShardwiseError) or getattr(cause, "errno", None) in _FULL | _DENIED:
-                    raise cause from None
-            reason = f"{_first_line(chain[-1])}; repair it or set data.format"
-            raise DataError(f"{source.where} cannot be read as {source.format}: {reason}") from None
-        finally:
-            config.HF_HUB_OFFLINE, config.HF_DATASETS_OFFLINE = before[:2]
-            log.set_verbosity(before[2])
-            if bars:
-                datasets.enable_progress_bars()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
@@ -543,6 +455,6 @@ def _writing(cache: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"corpus cache '{cache}' cannot be written: {error.strerror or error}"
-        if error.errno in _DENIED:
+        if error.errno in DENIED:
             raise UserError(f"{what}; use a folder you may write") from None
         raise MachineError(f"{what}; free space or use another folder") from None

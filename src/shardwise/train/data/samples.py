@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils import _pytree
 
 from shardwise.errors import DataError
 from shardwise.plan.plan import Plan
-from shardwise.train.config import DataTable
-from shardwise.train.data.corpus import Tokens
+from shardwise.train.config import Config
+from shardwise.train.data.corpus import Corpus, Tokens
 from shardwise.train.data.order import Order, rank_ids
+from shardwise.train.data.packing import pack_rows, pieces_of
 
 IGNORED = -100
 
@@ -31,15 +33,20 @@ class NumberedSamples(Protocol):
         """Return the number of samples."""
         ...
 
-    def batch(self, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def batch(self, ids: NDArray[np.int64]) -> tuple[Any, Tensor]:
         """Return inputs and labels of samples, two LongTensors [len(ids), seq_len].
 
+        Inputs of isolated documents are a dict: ``input_ids``, and ``position_ids`` that begin at 0 with each document.
         Id -1 is an empty sample: inputs are the separator and labels are -100, as after the end of a
         shorter sample.
 
         Raises:
             IndexError: an id is below -1 or not below the number of samples.
         """
+        ...
+
+    def label_count(self, num_samples: int | None) -> int:
+        """Return the number of labels of the first ``num_samples`` samples; ``None`` is all samples."""
         ...
 
     def label_bytes(self, num_samples: int | None) -> float:
@@ -83,11 +90,22 @@ class _Cut:
         after = self._columns[:-1] >= lengths
         inputs = np.where(after, self.separator, window[:, :-1])
         labels = np.where(after, IGNORED, window[:, 1:])
+        if self.tokens.marks is not None:
+            marks = np.asarray(self.tokens.marks).take(begins + self._columns[1:], mode="clip")
+            labels[marks & 1 == 0] = IGNORED
         self._mask(begins, inputs, labels)
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
+    def label_count(self, num_samples: int | None) -> int:
+        """Return the number of labels of the first samples."""
+        count = len(self) if num_samples is None else min(num_samples, len(self))
+        begins, lengths = self._begins[:count], self._lengths[:count]
+        return int(lengths.sum()) if self.tokens.marks is None else _trained(self.tokens.marks, begins + 1, lengths)
+
     def label_bytes(self, num_samples: int | None) -> float:
         """Return the UTF-8 bytes of the first samples' labels; see `NumberedSamples.label_bytes`."""
+        if self.tokens.marks is not None:
+            return self.label_count(num_samples) * self.tokens.num_bytes / max(1, len(self._stream))
         count = len(self) if num_samples is None else min(num_samples, len(self))
         text_tokens = len(self._stream) - (len(self._starts) - 1)
         begins, lengths = self._begins[:count], self._lengths[:count]
@@ -138,24 +156,121 @@ class PackedSamples(_Cut):
 
 
 class DocumentSamples(_Cut):
-    """Samples that each start with a document.
+    """Samples that each start with a document, padded at the end; see `pieces_of`.
 
-    Long ones continue in further samples, padded at the end.
-
-    The labels of a document are its second token to its separator. A document without text has no sample.
+    The labels of a document are its second token to its last.
 
     Raises:
         DataError: no document has two tokens.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, separator: int) -> None:
-        num_labels = np.diff(tokens.starts) - 1
-        pieces = -(-num_labels // seq_len)
-        _need_labels(int(pieces.sum()))
-        done = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # earlier pieces of the document
-        done *= seq_len
-        lengths = np.minimum(seq_len, np.repeat(num_labels, pieces) - done)
-        super().__init__(tokens, seq_len, separator, np.repeat(tokens.starts[:-1], pieces) + done, lengths)
+        pieces = pieces_of(tokens, seq_len)
+        _need_labels(len(pieces.begins))
+        super().__init__(tokens, seq_len, separator, pieces.begins, pieces.lengths)
+        self.cuts = pieces.cuts
+
+
+class IsolatedSamples:
+    """Samples of several documents in a row, none of which sees another.
+
+    Positions begin at 0 with each document, from which a model makes its attention mask; also with the padding at the
+    end. The last token of a document is no input, so that no label crosses a border. Rows are packed by `pack_rows`.
+
+    Raises:
+        DataError: no document has two tokens.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, separator: int) -> None:
+        pieces = pieces_of(tokens, seq_len)
+        _need_labels(len(pieces.begins))
+        self.tokens, self.seq_len, self.separator = tokens, seq_len, separator
+        self.cuts = pieces.cuts
+        self._stream: NDArray[Any] = np.asarray(tokens.tokens)
+        self._marks = None if tokens.marks is None else np.asarray(tokens.marks)
+        self._begins, self._lengths = pieces.begins, pieces.lengths
+        self._order, self._rows = pack_rows(pieces.lengths, seq_len)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._rows) - 1
+
+    @property
+    def fill(self) -> float:
+        """Share of the inputs that are tokens of documents, not padding."""
+        return float(self._lengths.sum()) / (len(self) * self.seq_len)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents (pieces of long ones) in all samples."""
+        return len(self._order)
+
+    def batch(self, ids: NDArray[np.int64]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return inputs with positions, and labels; see `NumberedSamples.batch`."""
+        if len(ids) and not -1 <= ids.min() <= ids.max() < len(self):
+            raise IndexError(f"sample ids {ids.min()} to {ids.max()} are not all in -1 to {len(self) - 1}")
+        inputs = np.full((len(ids), self.seq_len), self.separator, np.int64)
+        labels = np.full((len(ids), self.seq_len), IGNORED, np.int64)
+        positions = np.empty((len(ids), self.seq_len), np.int64)
+        for row, number in enumerate(ids):
+            at = 0
+            for piece in self._order[self._rows[number] : self._rows[number + 1]] if number >= 0 else ():
+                begin, length = self._begins[piece], self._lengths[piece]
+                here = slice(at, at + length)
+                inputs[row, here] = self._stream[begin : begin + length]
+                labels[row, here] = self._stream[begin + 1 : begin + 1 + length]
+                if self._marks is not None:
+                    labels[row, here][self._marks[begin + 1 : begin + 1 + length] & 1 == 0] = IGNORED
+                positions[row, here] = np.arange(length)
+                at += length
+            positions[row, at:] = np.arange(self.seq_len - at)
+        given = {"input_ids": torch.from_numpy(inputs), "position_ids": torch.from_numpy(positions)}
+        return given, torch.from_numpy(labels)
+
+    def is_right(self, number: int, inputs: Tensor, positions: Tensor, labels: Tensor) -> bool:
+        """Compare a row with the corpus: whole pieces of documents, each with its own labels and positions from 0."""
+        at, pieces = 0, self._order[self._rows[number] : self._rows[number + 1]] if number >= 0 else ()
+        for begin, length in ((int(self._begins[piece]), int(self._lengths[piece])) for piece in pieces):
+            here = slice(at, at + length)
+            told = self._stream[begin : begin + length + 1].astype(np.int64)
+            wanted = told[1:].copy()
+            if self._marks is not None:
+                wanted[self._marks[begin + 1 : begin + 1 + length] & 1 == 0] = IGNORED
+            if not (
+                np.array_equal(inputs[here], told[:-1])
+                and np.array_equal(labels[here], wanted)
+                and np.array_equal(positions[here], np.arange(length))
+            ):
+                return False
+            at += length
+        return bool((labels[at:] == IGNORED).all()) and np.array_equal(positions[at:], np.arange(self.seq_len - at))
+
+    def label_count(self, num_samples: int | None) -> int:
+        """Return the number of labels of the first samples."""
+        pieces = self._first(num_samples)
+        if self._marks is None:
+            return int(self._lengths[pieces].sum())
+        return _trained(self._marks, self._begins[pieces] + 1, self._lengths[pieces])
+
+    def label_bytes(self, num_samples: int | None) -> float:
+        """Return the UTF-8 bytes of the first samples' labels, an estimate from the mean of a token."""
+        ends = 0 if self._marks is not None else len(self.tokens.starts) - 1
+        labels = self.label_count(num_samples)
+        if self._marks is None:  # a document's last label is its separator
+            pieces = self._first(num_samples)
+            after = self._begins[pieces] + self._lengths[pieces] + 1
+            labels -= int(np.isin(after, np.asarray(self.tokens.starts)).sum())
+        return labels * self.tokens.num_bytes / max(1, len(self._stream) - ends)
+
+    def _first(self, num_samples: int | None) -> NDArray[np.int64]:
+        return self._order[: self._rows[len(self) if num_samples is None else min(num_samples, len(self))]]
+
+
+def _trained(marks: NDArray[np.uint8], begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+    """Count the tokens with a loss in stretches of the stream."""
+    total = np.concatenate([[0], np.cumsum(np.asarray(marks) & 1, dtype=np.int64)])
+    ends = np.minimum(begins + lengths, len(marks))
+    return int((total[ends] - total[np.minimum(begins, len(marks))]).sum())
 
 
 def _need_labels(number: int) -> int:
@@ -164,20 +279,48 @@ def _need_labels(number: int) -> int:
     return number
 
 
-def samples_for(tokens: Tokens, table: DataTable, separator: int) -> NumberedSamples:
-    """Split tokens into samples by ``seq_len``, ``pack`` and ``mask_borders`` of ``[data]``.
+def samples_for(corpus: Corpus, config: Config, *, heldout: bool = False) -> NumberedSamples:
+    """Split a side of the corpus into samples, by ``[data]`` and what `Config.packing` says of ``data.pack``.
 
     Raises:
         DataError: the corpus is too short for a single label.
     """
-    if table.pack:
-        return PackedSamples(tokens, table.seq_len, separator, table.mask_borders)
-    return DocumentSamples(tokens, table.seq_len, separator)
+    tokens, table = corpus.train, config.data
+    if heldout:
+        if corpus.heldout is None:
+            raise DataError("nothing is held out; set data.heldout_fraction, or data.heldout_path")
+        tokens = corpus.heldout
+    packing = config.packing(corpus.kind)
+    if packing == "joined":
+        return PackedSamples(tokens, table.seq_len, corpus.separator, table.mask_borders)
+    kind = IsolatedSamples if packing == "isolated" else DocumentSamples
+    return kind(tokens, table.seq_len, corpus.separator)
+
+
+def check_borders(inputs: Any, labels: Tensor) -> None:
+    """Check that each label is the token after its own, unless a document ends there.
+
+    Raises:
+        DataError: a label belongs elsewhere.
+    """
+    if not isinstance(inputs, dict):
+        return
+    tokens, positions, wanted = (value.numpy() for value in (inputs["input_ids"], inputs["position_ids"], labels))
+    same = positions[:, 1:] == positions[:, :-1] + 1
+    if (same & (wanted[:, :-1] != IGNORED) & (wanted[:, :-1] != tokens[:, 1:])).any():
+        raise DataError("a label of a packed sample is not the token that follows; this is an error of shardwise")
+    if (~same & (positions[:, 1:] != 0)).any():
+        raise DataError("positions of a packed sample skip; this is an error of shardwise")
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch, or a part of one, on ``device``."""
+    return _pytree.tree_map_only(Tensor, lambda one: one.to(device), batch)
 
 
 def step_batches(
     samples: NumberedSamples, order: Order, plan: Plan, rank: int, position: int = 0
-) -> Iterator[list[tuple[Tensor, Tensor]]]:
+) -> Iterator[list[tuple[Any, Tensor]]]:
     """Yield the micro batches of ``rank`` per step from ``position`` on.
 
     Endless if ``order`` is.
@@ -187,5 +330,8 @@ def step_batches(
     dims, micro = plan.dims, plan.micro_batch or 1
     while True:
         ids = rank_ids(order, position, dims.dp, dims.place(rank).dp, micro, plan.grad_accum)
-        yield [samples.batch(row) for row in ids]
+        batches = [samples.batch(row) for row in ids]
+        for inputs, labels in batches:
+            check_borders(inputs, labels)
+        yield batches
         position += micro * plan.grad_accum * dims.dp

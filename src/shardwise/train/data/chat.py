@@ -1,0 +1,209 @@
+"""Conversations to tokens: rendered by the tokenizer's own chat template, with the role of each token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.errors import DataError
+from shardwise.train.data.documents import Document, Message, RowProblem
+
+LossOn = Literal["assistant", "completion", "last", "all"]
+ROLES = ("text", "system", "user", "assistant", "tool", "template")
+"""Roles of tokens. A mark is ``2 × index + whether it has a loss``."""
+_ROLE_OF = {"developer": "system", "function": "tool", "ipython": "tool"}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML (OpenAI's format, 2023), with the assistant's turns marked."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters ``begin`` to ``end`` of a rendered text, written by a role, with or without a loss."""
+
+    begin: int
+    end: int
+    role: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A document as text, and who wrote which part; other characters are the template's.
+
+    With ``full`` every token has a loss, also the template's.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template, and what it may refer to (``bos_token`` and other special tokens).
+
+    ``ends`` are the tokens that may end a turn: white space after the last of them is not the assistant's.
+    """
+
+    template: str
+    special: dict[str, str]
+    ends: tuple[str, ...] = ()
+
+    @property
+    def marks_generation(self) -> bool:
+        """True if the template marks what the assistant generates."""
+        return _GENERATION.search(self.template) is not None
+
+    def render(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> str:
+        """Render messages; ``prompt`` adds the words that ask for the assistant's next turn.
+
+        Raises:
+            RowProblem: the template refuses these messages.
+        """
+        return self._rendered(messages, tools, prompt)[0]
+
+    def _rendered(self, messages: Sequence[Message], tools: Any, prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        marked = self.marks_generation and not prompt
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=prompt,
+                **self.special,
+            )
+        except TemplateError as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise RowProblem(f"the chat template refuses it: {said:.200}") from None
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise RowProblem(f"the chat template fails: {type(error).__name__}: {error!s:.200}") from None
+        return texts[0], list(spans[0]) if marked else []
+
+    def document(self, document: Document, loss_on: LossOn) -> Rendered:
+        """Render a conversation, and find the parts with a loss.
+
+        A template that marks generation says itself what the assistant wrote. Of another one, an assistant's turn
+        begins where the rendered messages before it end, with the words that ask for it, as at inference; so each of
+        these texts has to begin the full one.
+
+        Raises:
+            RowProblem: the template refuses the messages, or renders a turn otherwise once others follow it.
+        """
+        messages, tools = document.messages, document.tools
+        text, marked = self._rendered(messages, tools, False)
+        turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+        chosen = _chosen(turns, loss_on, document.trained_from)
+        rest: list[int] = []
+        if self.marks_generation:
+            if len(marked) != len(turns) and chosen != set(turns):
+                raise RowProblem(
+                    f"the chat template marks {len(marked)} parts as generated, and the assistant has {len(turns)} "
+                    'turns; repair its {% generation %} blocks, or set data.loss_on = "assistant"'
+                )
+            every = chosen == set(turns)
+            spans = [Span(*part, "assistant", every or turns[i] in chosen) for i, part in enumerate(marked)]
+        elif loss_on == "all":
+            spans, rest = [], turns
+        else:
+            spans = [self._turn(messages, tools, text, turn) for turn in turns if turn in chosen]
+            rest = [turn for turn in turns if turn not in chosen]
+        others = _others(messages, text, [(one.begin, one.end) for one in spans], rest)
+        return Rendered(text, (*spans, *others), full=loss_on == "all")
+
+    def _turn(self, messages: Sequence[Message], tools: Any, text: str, turn: int) -> Span:
+        """Find one of the assistant's turns by what is rendered up to it."""
+        asked = self.render(messages[:turn], tools, prompt=True)
+        ended = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
+        if not text.startswith(asked) or not text.startswith(ended) or len(ended) < len(asked):
+            part = "the prompt of" if not text.startswith(asked) else "all up to"
+            raise RowProblem(
+                f"the chat template renders {part} message {turn + 1} otherwise once later messages follow it, so the "
+                'assistant\'s part is not known; use a template with {% generation %}, or data.loss_on = "last"'
+            )
+        kept = ended.rstrip()
+        end = len(kept) if kept.endswith(self.ends) else len(ended)
+        return Span(len(asked), max(end, len(asked)), "assistant", True)
+
+
+def _others(
+    messages: Sequence[Message], text: str, taken: Sequence[tuple[int, int]], turns: Sequence[int]
+) -> list[Span]:
+    """Find the contents of the other messages, in order, for the table of roles.
+
+    ``turns`` are those of the assistant that are not ``taken``. A content that the template changed is not found, and
+    counts as the template's.
+    """
+    found, at = [], 0
+    for number, one in enumerate(messages):
+        if one["role"] == "assistant" and number not in turns:
+            at = next((end for begin, end in taken if begin >= at), at)
+            continue
+        content = one["content"].strip()
+        begin = text.find(content, at) if content else -1
+        if begin < 0 or any(begin < stop and begin + len(content) > start for start, stop in taken):
+            continue
+        at = begin + len(content)
+        found.append(Span(begin, at, _ROLE_OF.get(str(one["role"]), str(one["role"])), trained=False))
+    return found
+
+
+def _chosen(turns: Sequence[int], loss_on: LossOn, trained_from: int) -> set[int]:
+    """Return the assistant's turns that have a loss."""
+    if loss_on == "last":
+        return set(turns[-1:])
+    if loss_on == "completion":
+        return {turn for turn in turns if turn >= trained_from}
+    return set(turns)
+
+
+def prompt_and_completion(document: Document, loss_on: LossOn) -> Rendered:
+    """Join a prompt and a completion that are plain text."""
+    prompt, completion = document.text or "", document.completion or ""
+    text = prompt + completion
+    spans = (Span(0, len(prompt), "user", trained=False), Span(len(prompt), len(text), "assistant", trained=True))
+    return Rendered(text, spans, full=loss_on == "all")
+
+
+def marks(rendered: Rendered, offsets: Sequence[tuple[int, int]]) -> bytearray:
+    """Return the mark of each token, given the characters that it stands for.
+
+    A token belongs to the part in which it begins: one that straddles the border before the assistant's part is part
+    of the prompt, as it would be at inference.
+    """
+    found = bytearray([2 * ROLES.index("template")]) * len(offsets)
+    spans = sorted(rendered.spans, key=lambda one: one.begin)
+    codes = [2 * ROLES.index(one.role) + one.trained for one in spans]
+    at = 0
+    for index, (begin, end) in enumerate(offsets):
+        while at < len(spans) and spans[at].end <= begin:
+            at += 1
+        if at < len(spans) and spans[at].begin <= begin < spans[at].end and end > begin:
+            found[index] = codes[at]
+    return bytearray(code | 1 for code in found) if rendered.full else found
+
+
+def check_template(template: str, where: str) -> None:
+    """Compile a template.
+
+    Raises:
+        DataError: it is not Jinja.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise DataError(f"{where} is not a Jinja template: {error.message} (line {error.lineno}); repair it") from None

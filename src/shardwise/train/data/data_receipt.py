@@ -1,0 +1,106 @@
+"""What became of the data: documents, tokens with a loss by role, rows left out, what a sample's length cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardwise.train.config import Config
+from shardwise.train.data.corpus import Corpus
+from shardwise.train.data.packing import Cuts, pieces_of
+from shardwise.train.data.samples import IsolatedSamples, samples_for
+from shardwise.units import count_text, counted
+
+
+@dataclass(frozen=True)
+class DataReceipt:
+    """The training side of a corpus as it will be trained on.
+
+    ``roles`` are tokens and those with a loss, empty where all have one; ``fill`` is the share of inputs that are not
+    padding (``None`` where samples are joined), ``cuts`` what ``data.seq_len`` costs; ``fingerprint`` is of the tokens,
+    and resuming compares it.
+    """
+
+    kind: str
+    packing: Literal["isolated", "joined", "none"]
+    documents: int
+    tokens: int
+    heldout_tokens: int
+    samples: int
+    seq_len: int
+    roles: dict[str, tuple[int, int]]
+    left_out: int
+    left_out_first: tuple[str, ...]
+    cuts: Cuts | None
+    fill: float | None
+    fingerprint: str
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the tokens with a loss."""
+        return sum(pair[1] for pair in self.roles.values()) / self.tokens if self.roles else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        return asdict(self) | {"trained_share": self.trained_share}
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for people."""
+        held = count_text(self.heldout_tokens) if self.heldout_tokens else "no"
+        yield f"{count_text(self.tokens)} training tokens, {held} held-out tokens"
+        if self.roles:
+            of = ", ".join(
+                f"{role} {trained / total:.0%} of {count_text(total)}" for role, (total, trained) in self.roles.items()
+            )
+            noun = {"messages": "conversation", "instruction": "instruction"}.get(self.kind, "prompt")
+            yield f"{counted(self.documents, noun)}; {self.trained_share:.1%} of the tokens have a loss: {of}"
+        if self.left_out:
+            yield f"{counted(self.left_out, 'row')} left out, such as {self.left_out_first[0]}"
+        if self.cuts is not None and self.cuts.cut:
+            if self.roles:
+                yield (
+                    f"{self.cuts.cut} of {counted(self.cuts.documents, 'document')} cut at {self.seq_len} tokens, "
+                    f"{self.cuts.lost} of them lost every label and are left out "
+                    f"({count_text(self.cuts.tokens_lost)} tokens with a loss are gone)"
+                )
+            else:
+                yield f"{counted(self.cuts.cut, 'document')} longer than {self.seq_len} tokens go on in further pieces"
+        if self.packing == "isolated":
+            yield (
+                f"packed, isolated: {counted(self.documents, 'document')} in {counted(self.samples, 'sample')} of "
+                f"{self.seq_len} tokens, {self.fill or 0:.1%} filled; none sees another"
+            )
+        elif self.packing == "none":
+            yield f"not packed: a document in each sample of {self.seq_len} tokens, {self.fill or 0:.1%} filled"
+
+
+def data_receipt(corpus: Corpus, config: Config) -> DataReceipt:
+    """Describe the training side of ``corpus`` under ``config``.
+
+    Raises:
+        DataError: it has not a single label.
+    """
+    tokens, packing, seq_len = corpus.train, config.packing(corpus.kind), config.data.seq_len
+    samples = samples_for(corpus, config)
+    fill, cuts = None, None
+    if isinstance(samples, IsolatedSamples):
+        fill, cuts = samples.fill, samples.cuts
+    elif packing == "none":
+        pieces = pieces_of(tokens, seq_len)
+        fill, cuts = float(pieces.lengths.sum()) / (len(samples) * seq_len), pieces.cuts
+    return DataReceipt(
+        kind=corpus.kind,
+        packing=packing,
+        documents=len(tokens.starts) - 1,
+        tokens=len(tokens.tokens),
+        heldout_tokens=0 if corpus.heldout is None else len(corpus.heldout.tokens),
+        samples=len(samples),
+        seq_len=seq_len,
+        roles=tokens.roles(),
+        left_out=corpus.left_out,
+        left_out_first=corpus.left_out_first,
+        cuts=cuts,
+        fill=fill,
+        fingerprint=tokens.content,
+    )

@@ -1,0 +1,179 @@
+"""Tokenizers: ``bytes``, a ``tokenizer.json``, or a transformers folder; with the chat template that goes with each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import DataError
+from shardwise.train.data.chat import CHATML, ChatTemplate, check_template
+from shardwise.train.data.paths import place_of
+from shardwise.train.data.sources import first_line, need
+
+_END_OF_TEXT = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]"]
+_TEMPLATE = "chat_template.jinja"
+Offsets = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids of tokens.
+
+    ``separator`` is the id of ``end``, the token that ends a document; ``encode`` gives the ids of each text, and
+    ``encode_with_offsets`` also the characters that each token stands for. ``name`` is the value of the config.
+    """
+
+    name: str
+    vocab_size: int
+    separator: int
+    end: str
+    encode: Callable[[list[str]], Iterable[Any]]
+    encode_with_offsets: Callable[[list[str]], Iterable[tuple[Any, Offsets]]]
+
+    def template(self, given: str | None) -> ChatTemplate:
+        """Return the template ``given`` in the config (a name, or a file), or else the tokenizer's own.
+
+        Raises:
+            DataError: there is none, or it is not Jinja.
+        """
+        return _template(self.name, given, self.end)
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """List the files that determine a tokenizer's behaviour; none for ``bytes``.
+
+    Raises:
+        DataError: there are none.
+    """
+    if name == "bytes":
+        return []
+    path = place_of(name, f"data.tokenizer '{name}'")
+    kinds = ("json", "txt", "model", "jinja")
+    files = [path] if path.is_file() else sorted(f for kind in kinds for f in path.glob(f"*.{kind}"))
+    if not [file for file in files if file.suffix != ".jinja"]:
+        what = "has no tokenizer file" if path.is_dir() else "does not exist here"
+        raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder with one")
+    return files
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load ``bytes``, a ``tokenizer.json`` (without truncation and padding) or a folder.
+
+    Raises:
+        DataError: it cannot be read, or has no token that ends a document.
+    """
+    if name == "bytes":
+        return Tokenizer(
+            name, 257, 256, "", lambda texts: (np.frombuffer(utf8(text), np.uint8) for text in texts), _byte_offsets
+        )
+    path = Path(name).expanduser()
+    file, settings = (path / "tokenizer.json" if path.is_dir() else path), path / "tokenizer_config.json"
+    library = need("tokenizers" if file.is_file() else "transformers")
+    end: Any = None
+    try:
+        if file.is_file():
+            fast = library.Tokenizer.from_file(str(file))
+            fast.no_truncation()
+            fast.no_padding()
+            vocab = fast.get_vocab(with_added_tokens=True)
+            if settings.is_file():
+                end = json.loads(settings.read_text()).get("eos_token")
+        else:
+            slow = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            vocab, end = slow.get_vocab(), slow.eos_token
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"data.tokenizer '{name}' cannot be read: {first_line(error)}; give another") from None
+    end = end.get("content") if isinstance(end, dict) else end
+    end = next((word for word in [end, *_END_OF_TEXT] if word in vocab), None)
+    if end is None:
+        known = ", ".join(_END_OF_TEXT)
+        raise DataError(f"data.tokenizer '{name}' has no token that ends a document; add one of these: {known}")
+
+    def encode(texts: list[str]) -> Iterable[Any]:
+        if file.is_file():
+            return (coded.ids for coded in fast.encode_batch(texts, add_special_tokens=False))
+        return slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def encode_with_offsets(texts: list[str]) -> Iterable[tuple[Any, Offsets]]:
+        if not file.is_file():
+            raise DataError(
+                f"data.tokenizer '{name}' does not tell which characters a token stands for, so no part of a "
+                "conversation can be left out of the loss; convert it to a tokenizer.json (a fast tokenizer)"
+            )
+        return ((coded.ids, coded.offsets) for coded in fast.encode_batch(texts, add_special_tokens=False))
+
+    return Tokenizer(name, max(vocab.values()) + 1, vocab[end], end, encode, encode_with_offsets)
+
+
+def _byte_offsets(texts: list[str]) -> Iterable[tuple[Any, Offsets]]:
+    """Yield the bytes of each text, and the one character that each belongs to."""
+    for text in texts:
+        data = np.frombuffer(utf8(text), np.uint8)
+        at = np.cumsum((data & 0xC0) != 0x80) - 1  # continuation bytes belong to the character that began
+        yield data, [(begin, begin + 1) for begin in at.tolist()]
+
+
+def template_file(name: str, given: str | None) -> Path | None:
+    """Return the file of a chat template; ``None`` where it is a built-in one, or part of another file.
+
+    Raises:
+        DataError: a given file does not exist.
+    """
+    if given == "chatml":
+        return None
+    if given is not None:
+        path = place_of(given, f"data.chat_template '{given}'")
+        if not path.is_file():
+            raise DataError(
+                f"data.chat_template '{given}' does not exist; give 'chatml', or a file with a Jinja template"
+            )
+        return path
+    path = Path(name).expanduser() / _TEMPLATE
+    return path if name != "bytes" and path.is_file() else None
+
+
+def _template(name: str, given: str | None, end: str) -> ChatTemplate:
+    file, special = template_file(name, given), dict[str, str]()
+    where = f"data.chat_template '{given}'" if given is not None else f"the chat template of data.tokenizer '{name}'"
+    folder = None if name == "bytes" else Path(name).expanduser()
+    settings: dict[str, Any] = {}
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    own: Any = settings.get("chat_template")
+    if isinstance(own, list):  # named templates
+        named = {one.get("name"): one.get("template") for one in own if isinstance(one, dict)}
+        own = named.get("default") or next(iter(named.values()), None)
+    text = CHATML if given == "chatml" else file.read_text(encoding="utf-8") if file is not None else own
+    if not isinstance(text, str):
+        raise DataError(
+            f"data.tokenizer '{name}' has no chat template, and the rows are conversations; "
+            "set data.chat_template to 'chatml' or to a file with the template of the model"
+        )
+    check_template(text, where)
+    for key, value in settings.items():
+        if key.endswith("_token") and value is not None:
+            special[key] = value.get("content", "") if isinstance(value, dict) else str(value)
+    special.setdefault("eos_token", end)
+    special.setdefault("bos_token", "")
+    ends = (end, special["eos_token"], *_added(folder, settings), "<|im_end|>")
+    return ChatTemplate(text, special, tuple(dict.fromkeys(word for word in ends if word)))
+
+
+def _added(folder: Path | None, settings: dict[str, Any]) -> list[str]:
+    """Return the contents of a tokenizer's special tokens."""
+    known = list(settings.get("added_tokens_decoder", {}).values())
+    if folder is not None and not known:
+        file = folder / "tokenizer.json" if folder.is_dir() else folder
+        if file.is_file():
+            known = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
+    return [one["content"] for one in known if isinstance(one, dict) and one.get("special") and one.get("content")]
+
+
+def utf8(text: str) -> bytes:
+    """Return a text's bytes; halves of surrogate pairs are replaced."""
+    return text.encode("utf-8", errors="replace")
