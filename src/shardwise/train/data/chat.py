@@ -126,15 +126,32 @@ class ChatTemplate:
         """Find one of the assistant's turns by what is rendered up to it."""
         asked = self.render(messages[:turn], tools, prompt=True)
         ended = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
-        if not text.startswith(asked) or not text.startswith(ended) or len(ended) < len(asked):
+        shared = next((i for i, pair in enumerate(zip(text, ended, strict=False)) if pair[0] != pair[1]), len(ended))
+        end = self._end_of_turn(ended[:shared]) if shared < len(ended) else shared
+        if not text.startswith(asked) or end is None or end < len(asked) or not self._says_nothing(ended[end:]):
             part = "the prompt of" if not text.startswith(asked) else "all up to"
             raise RowProblem(
                 f"the chat template renders {part} message {turn + 1} otherwise once later messages follow it, so the "
                 'assistant\'s part is not known; use a template with {% generation %}, or data.loss_on = "last"'
             )
-        kept = ended.rstrip()
-        end = len(kept) if kept.endswith(self.ends) else len(ended)
-        return Span(len(asked), max(end, len(asked)), "assistant", True)
+        return Span(len(asked), max(self._without_tail(text[:end]), len(asked)), "assistant", True)
+
+    def _end_of_turn(self, text: str) -> int | None:
+        """Return where the last token that ends a turn does, in a text that goes on otherwise from then on."""
+        return max((at + len(one) for one in self.ends if (at := text.rfind(one)) >= 0), default=None)
+
+    def _says_nothing(self, text: str) -> bool:
+        """Return whether there are only tokens that end something, such as one for the end of the conversation."""
+        for one in self.ends:
+            text = text.replace(one, "")
+        return not text.strip()
+
+    def _without_tail(self, text: str) -> int:
+        """Return the length up to the token at which generation ends: no white space or second end behind it."""
+        end, kept = len(text), text.rstrip()
+        while last := next((one for one in self.ends if kept.endswith(one)), None):
+            end, kept = len(kept), kept.removesuffix(last).rstrip()
+        return end
 
 
 def _others(

@@ -26,7 +26,7 @@ from shardwise.train.config import DataTable
 from shardwise.train.data.chat import ROLES
 from shardwise.train.data.documents import Columns, Document
 from shardwise.train.data.encode import Encoded, Encoder, encoded_batches
-from shardwise.train.data.sources import DENIED, BadRows, Batch, Source, find_source
+from shardwise.train.data.sources import DENIED, MOST_PROBLEMS, BadRows, Batch, Source, find_source
 from shardwise.train.data.tokenizer import template_file, tokenizer_files, utf8
 from shardwise.units import bytes_text, count_text, counted, seconds_text
 
@@ -256,7 +256,7 @@ class _Building:
     bad: BadRows
     scan: _Scan
     documents: list[int] = field(default_factory=lambda: [0, 0])
-    unlabelled: int = 0
+    silent: list[str] = field(default_factory=list)  # rows without a label
 
     def side_of(self, content: int, own: int | None) -> int:
         """Return 1 for held-out documents; ``own`` is the side of a source of one's own."""
@@ -302,16 +302,16 @@ def _build(table: DataTable, sources: Sequence[Source], work: Path, log: _Say) -
     num_bytes = sum(part["num_bytes"] for part in parts.values())
     tokens = count_text(sum(part["num_tokens"] for part in parts.values()))
     log(f"{bytes_text(num_bytes)}, {tokens} tokens, {sum(building.documents)} documents, {held} held out")
-    left_out = building.unlabelled + bad.number
+    left_out = len(building.silent) + bad.number
     if left_out:
-        log(f"{counted(left_out, 'row')} left out: {bad.number} malformed, {building.unlabelled} without a label")
+        log(f"{counted(left_out, 'row')} left out: {bad.number} malformed, {len(building.silent)} without a label")
     return scan.entropies() | {
         "parts": parts,
         "vocab_size": encoder.tokenizer.vocab_size,
         "separator": encoder.tokenizer.separator,
         "kind": known[0].kind,
         "left_out": left_out,
-        "left_out_first": bad.told,
+        "left_out_first": [*bad.told, *building.silent][:MOST_PROBLEMS],
     }
 
 
@@ -340,11 +340,7 @@ def _read(
             content = _content(document)
             side = building.side_of(content, own)
             if encoder.marked and not any(mark & 1 for mark in one.marks[1:]):
-                building.unlabelled += 1
-                if len(building.bad.told) < 20:
-                    building.bad.told.append(
-                        f"{source.where}: {document.at} has no label: all of it is left out of the loss"
-                    )
+                building.silent.append(f"{source.where}: {document.at} has no label: nothing of it is in the loss")
                 continue
             building.documents[side] += 1
             building.sides[side].add(one, content)
@@ -355,11 +351,11 @@ def _read(
 def _check_rows(building: _Building, source: Source, before_this: int) -> None:
     """Refuse a source of nothing, or of which too much is left out."""
     found = sum(building.documents) - before_this
-    left_out = building.unlabelled + building.bad.number
+    left_out = len(building.silent) + building.bad.number
     if left_out > _MOST_SKIPPED * (left_out + found):
         raise DataError(
             f"{source.where}: {left_out} of {counted(left_out + found, 'row')}, over a tenth, cannot be trained on:",
-            *building.bad.told,
+            *[*building.bad.told, *building.silent][:MOST_PROBLEMS],
         )
     if not found:
         raise DataError(f"{source.where} has only empty documents; give some with text")
