@@ -124,6 +124,7 @@ _GROUPS = {
     "": app,
     "bench": _group("Benchmark this machine or a config; raw samples are saved."),
     "checkpoint": _group("Inspect, verify, convert and merge checkpoints."),
+    "data": _group("Show what the data of a config becomes."),
 }
 for _name, _of in _GROUPS.items():
     if _name:
@@ -176,6 +177,12 @@ _verb(
     "report:run_report",
     "Write a self-contained HTML report of a run: loss, throughput, step time, memory, receipts, findings.\n\n"
     "Example: shardwise report runs/stdlib",
+)
+_verb(
+    "data preview",
+    "data:run_data_preview",
+    "Show documents as they are trained on: rendered, with the loss mask in colour, and what was cut or left out.\n\n"
+    "Example: shardwise data preview config.toml --html preview.html",
 )
 _verb(
     "bench step",

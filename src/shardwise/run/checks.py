@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError, DataError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
@@ -18,7 +20,10 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import check_degrees
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
-from shardwise.units import counted
+from shardwise.units import counted, listed
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
@@ -139,6 +144,31 @@ def check_samples(config: Config, corpus: Corpus) -> None:
                 "the held-out documents have no byte with a predecessor to predict it from; "
                 "give data.heldout_path longer documents, or set data.heldout_fraction=0"
             )
+
+
+def check_isolated(config: Config, kind: str, module: nn.Module, plan: Plan) -> None:
+    """Check that the model and the plan can keep documents of one sample apart, where they must.
+
+    Raises:
+        PlanError: they cannot.
+    """
+    if config.packing(kind) != "isolated":
+        return
+    fix = 'set data.pack = "none" (a document in each sample, padded), or "joined" (documents see each other)'
+    takes = inspect.signature(module.forward).parameters
+    problems = []
+    if missing := [name for name in ("input_ids", "position_ids") if name not in takes]:
+        problems.append(
+            f"data.pack 'isolated' restarts positions with each document, and {type(module).__name__}.forward takes no "
+            f"{listed(missing)}; {fix}"
+        )
+    if plan.dims.cp > 1:
+        problems.append(
+            f"data.pack 'isolated' is not for {plan.strategy}: context parallel exchanges attention heads of full "
+            f"sequences without a mask; name a strategy without +cp, or {fix}"
+        )
+    if problems:
+        raise PlanError(*problems)
 
 
 def check_output(folder: Path) -> None:

@@ -31,6 +31,7 @@ from shardwise.run.calibration import corrected_costs, read_links
 from shardwise.run.checks import (
     adapter_of,
     check_engine,
+    check_isolated,
     check_model_path,
     check_output,
     check_packages,
@@ -288,6 +289,7 @@ def choose_plan(
         told = precision_text(choice.plan.precision, cluster, named=named)
         choice = replace(choice, plan=with_options(choice.plan, config), precision=told)
     check_model(spec, choice.plan)
+    check_isolated(config, corpus.kind, module, choice.plan)
     if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
         raise PlanError(*unfit)
     if not choice.plan.dims.splits_model:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.errors import DataError
 from shardwise.train.data.chat import CHATML, ChatTemplate, check_template
@@ -25,7 +26,8 @@ class Tokenizer:
     """Text to ids of tokens.
 
     ``separator`` is the id of ``end``, the token that ends a document; ``encode`` gives the ids of each text, and
-    ``encode_with_offsets`` also the characters that each token stands for. ``name`` is the value of the config.
+    ``encode_with_offsets`` also the characters that each token stands for; ``decode`` gives the text of ids, special
+    tokens included. ``name`` is the value of the config.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Tokenizer:
     end: str
     encode: Callable[[list[str]], Iterable[Any]]
     encode_with_offsets: Callable[[list[str]], Iterable[tuple[Any, Offsets]]]
+    decode: Callable[[NDArray[Any]], str]
 
     def template(self, given: str | None) -> ChatTemplate:
         """Return the template ``given`` in the config (a name, or a file), or else the tokenizer's own.
@@ -69,7 +72,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return Tokenizer(
-            name, 257, 256, "", lambda texts: (np.frombuffer(utf8(text), np.uint8) for text in texts), _byte_offsets
+            name,
+            257,
+            256,
+            "",
+            lambda texts: (np.frombuffer(utf8(text), np.uint8) for text in texts),
+            _byte_offsets,
+            lambda ids: bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", errors="replace"),
         )
     path = Path(name).expanduser()
     file, settings = (path / "tokenizer.json" if path.is_dir() else path), path / "tokenizer_config.json"
@@ -107,7 +116,12 @@ def load_tokenizer(name: str) -> Tokenizer:
             )
         return ((coded.ids, coded.offsets) for coded in fast.encode_batch(texts, add_special_tokens=False))
 
-    return Tokenizer(name, max(vocab.values()) + 1, vocab[end], end, encode, encode_with_offsets)
+    def decode(ids: NDArray[Any]) -> str:
+        if file.is_file():
+            return str(fast.decode(ids.tolist(), skip_special_tokens=False))
+        return str(slow.decode(ids.tolist()))
+
+    return Tokenizer(name, max(vocab.values()) + 1, vocab[end], end, encode, encode_with_offsets, decode)
 
 
 def _byte_offsets(texts: list[str]) -> Iterable[tuple[Any, Offsets]]:
