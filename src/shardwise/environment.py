@@ -356,3 +356,8 @@ def _out_of_range(numbers: dict[str, int]) -> list[str]:
     if not 1 <= numbers["MASTER_PORT"] <= 65535:
         problems.append(f"MASTER_PORT is {numbers['MASTER_PORT']} in the environment: a port is from 1 to 65535")
     return problems
+
+
+def one_tokenizer_thread() -> None:
+    """Let the ``tokenizers`` library use one thread: several processes tokenise, one for each core."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -19,7 +19,7 @@ _CSS = {"system": "#8250df", "user": "#0550ae", "assistant": "#116329", "tool": 
 
 
 @dataclass(frozen=True)
-class Part:
+class MarkedText:
     """Text of consecutive tokens of one role, with or without a loss."""
 
     text: str
@@ -27,7 +27,7 @@ class Part:
     trained: bool
 
 
-def parts_of(corpus: Corpus, tokenizer: Tokenizer, document: int) -> list[Part]:
+def parts_of(corpus: Corpus, tokenizer: Tokenizer, document: int) -> list[MarkedText]:
     """Return a document of the training side as it is trained on, from its tokens.
 
     The first token of a document is never a label: nothing stands before it.
@@ -41,11 +41,11 @@ def parts_of(corpus: Corpus, tokenizer: Tokenizer, document: int) -> list[Part]:
     found = []
     for mark, group in groupby(range(len(ids)), key=lambda index: int(marks[index])):
         run = list(group)
-        found.append(Part(tokenizer.decode(ids[run[0] : run[-1] + 1]), ROLES[mark // 2], bool(mark & 1)))
+        found.append(MarkedText(tokenizer.decode(ids[run[0] : run[-1] + 1]), ROLES[mark // 2], bool(mark & 1)))
     return found
 
 
-def terminal_text(parts: Iterable[Part]) -> Text:
+def terminal_text(parts: Iterable[MarkedText]) -> Text:
     """Return parts in colours; what has a loss is bold and reversed, also where there are no colours: in «»."""
     text = Text()
     for part in parts:
@@ -59,12 +59,12 @@ def terminal_text(parts: Iterable[Part]) -> Text:
     return text
 
 
-def html_page(title: str, facts: Sequence[str], documents: Sequence[tuple[str, list[Part]]]) -> str:
+def html_page(title: str, facts: Sequence[str], documents: Sequence[tuple[str, list[MarkedText]]]) -> str:
     """Return a page of its own: no script, nothing fetched."""
     return "".join(_page(title, facts, documents))
 
 
-def _page(title: str, facts: Sequence[str], documents: Sequence[tuple[str, list[Part]]]) -> Iterator[str]:
+def _page(title: str, facts: Sequence[str], documents: Sequence[tuple[str, list[MarkedText]]]) -> Iterator[str]:
     colours = "".join(f".{role}{{color:{colour}}}" for role, colour in _CSS.items())
     yield (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

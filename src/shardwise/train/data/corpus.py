@@ -26,7 +26,7 @@ from shardwise.train.config import DataTable
 from shardwise.train.data.chat import ROLES
 from shardwise.train.data.documents import Columns, Document
 from shardwise.train.data.encode import Encoded, Encoder, encoded_batches
-from shardwise.train.data.sources import DENIED, MOST_PROBLEMS, BadRows, Batch, Source, find_source
+from shardwise.train.data.sources import DENIED, MOST_PROBLEMS, BadRows, Batch, DataSource, find_source
 from shardwise.train.data.tokenizer import template_file, tokenizer_files, utf8
 from shardwise.units import bytes_text, count_text, counted, seconds_text
 
@@ -263,7 +263,7 @@ class _Building:
         return own if own is not None else int(content < int(self.fraction * 2**64))
 
 
-def _build(table: DataTable, sources: Sequence[Source], work: Path, log: _Say) -> dict[str, Any]:
+def _build(table: DataTable, sources: Sequence[DataSource], work: Path, log: _Say) -> dict[str, Any]:
     """Write the sources (training documents, then held-out ones, if any) to ``work/corpus``."""
     num_files = sum(len(source.files) for source in sources)
     log(f"reading {counted(num_files, 'file')}")
@@ -317,7 +317,7 @@ def _build(table: DataTable, sources: Sequence[Source], work: Path, log: _Say) -
 
 def _read(
     building: _Building,
-    source: Source,
+    source: DataSource,
     columns: Columns,
     encoder: Encoder,
     own: int | None,
@@ -348,7 +348,7 @@ def _read(
     building.bad.refuse()
 
 
-def _check_rows(building: _Building, source: Source, before_this: int) -> None:
+def _check_rows(building: _Building, source: DataSource, before_this: int) -> None:
     """Refuse a source of nothing, or of which too much is left out."""
     found = sum(building.documents) - before_this
     left_out = len(building.silent) + building.bad.number

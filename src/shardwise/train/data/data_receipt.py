@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.data.packing import Cuts, pieces_of
+from shardwise.train.data.packing import CutDocuments, pieces_of
 from shardwise.train.data.samples import IsolatedSamples, samples_for
 from shardwise.units import count_text, counted
 
@@ -32,7 +32,7 @@ class DataReceipt:
     roles: dict[str, tuple[int, int]]
     left_out: int
     left_out_first: tuple[str, ...]
-    cuts: Cuts | None
+    cuts: CutDocuments | None
     fill: float | None
     fingerprint: str
 

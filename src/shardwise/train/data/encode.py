@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.environment import one_tokenizer_thread
 from shardwise.train.data.chat import ROLES, ChatTemplate, LossOn, Rendered, marks, prompt_and_completion
 from shardwise.train.data.documents import Document, Kind, RowProblem
 from shardwise.train.data.sources import Batch
@@ -111,7 +112,7 @@ _ENCODERS: list[Encoder] = []  # of a worker: its one
 
 
 def _begin(encoder: Encoder) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    one_tokenizer_thread()
     _ENCODERS.append(encoder)
 
 

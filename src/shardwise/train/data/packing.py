@@ -11,7 +11,7 @@ from shardwise.train.data.corpus import Tokens
 
 
 @dataclass(frozen=True)
-class Cuts:
+class CutDocuments:
     """What the length of a sample costs: documents cut, and those of them that lost every label."""
 
     documents: int
@@ -21,15 +21,15 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentPieces:
     """Stretches of the stream: ``lengths`` inputs from token ``begins`` on, each followed by a label."""
 
     begins: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    cuts: Cuts
+    cuts: CutDocuments
 
 
-def pieces_of(tokens: Tokens, seq_len: int) -> Pieces:
+def pieces_of(tokens: Tokens, seq_len: int) -> DocumentPieces:
     """Split documents into pieces of at most ``seq_len`` inputs.
 
     A long plain document goes on in further pieces. A conversation ends where its piece does: what follows would be
@@ -41,15 +41,15 @@ def pieces_of(tokens: Tokens, seq_len: int) -> Pieces:
         pieces = -(-labels // seq_len)
         done = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len  # earlier pieces
         lengths = np.minimum(seq_len, np.repeat(labels, pieces) - done)
-        cuts = Cuts(len(labels), int((pieces > 1).sum()), 0, 0)
-        return Pieces(np.repeat(starts[:-1], pieces) + done, lengths, cuts)
+        cuts = CutDocuments(len(labels), int((pieces > 1).sum()), 0, 0)
+        return DocumentPieces(np.repeat(starts[:-1], pieces) + done, lengths, cuts)
     trained = np.concatenate([[0], np.cumsum(np.asarray(tokens.marks) & 1, dtype=np.int64)])
     lengths = np.minimum(seq_len, labels)
     within = trained[starts[:-1] + lengths + (labels > 0)] - trained[starts[:-1] + (labels > 0)]
     full = trained[starts[:-1] + labels + (labels > 0)] - trained[starts[:-1] + (labels > 0)]
     kept = within > 0
-    cuts = Cuts(len(labels), int((labels > seq_len).sum()), int((~kept).sum()), int((full - within).sum()))
-    return Pieces(starts[:-1][kept], lengths[kept], cuts)
+    cuts = CutDocuments(len(labels), int((labels > seq_len).sum()), int((~kept).sum()), int((full - within).sum()))
+    return DocumentPieces(starts[:-1][kept], lengths[kept], cuts)
 
 
 def pack_rows(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

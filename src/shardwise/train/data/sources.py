@@ -74,7 +74,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Files of one config key: ``where`` is key and value, ``files`` are sorted, below ``root``."""
 
     where: str
@@ -135,7 +135,7 @@ class Source:
 # ---------------------------------------------------------------------------------------------- which files
 
 
-def find_source(value: str, key: str, table: DataTable, cache: Path) -> Source:
+def find_source(value: str, key: str, table: DataTable, cache: Path) -> DataSource:
     """Find the files of a path, in order; hidden files and the cache itself are left out.
 
     Raises:
@@ -171,7 +171,7 @@ def find_source(value: str, key: str, table: DataTable, cache: Path) -> Source:
         if not (folder / name).is_file() or not os.access(folder / name, os.R_OK):
             why = "cannot be read" if (folder / name).exists() else "is a link to nothing"
             raise DataError(f"{where}: file '{name}' {why}; repair it or add it to data.exclude")
-    return Source(where, form, folder, tuple(names), table.split)
+    return DataSource(where, form, folder, tuple(names), table.split)
 
 
 def _walk(root: Path, exclude: Sequence[str], cache: Path, skip: Sequence[str] = ()) -> list[str]:
@@ -211,7 +211,7 @@ def _python_source(package: str, where: str) -> Path:
 # ------------------------------------------------------------------------------------------------------ rows
 
 
-def _rows(source: Source, columns: Columns | None) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+def _rows(source: DataSource, columns: Columns | None) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Yield the place, the columns and the bytes read so far of each row; all columns if none are chosen."""
     if source.format == "dataset":
         yield from _saved_rows(source, columns)
@@ -228,12 +228,12 @@ def _rows(source: Source, columns: Columns | None) -> Iterator[tuple[str, Mappin
 _RowsOfFile = Iterator[tuple[str, Mapping[str, Any], int]]
 
 
-def _text_rows(source: Source, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
+def _text_rows(source: DataSource, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
     data = path.read_bytes()
     yield f"file '{name}'", {"text": data.decode("utf-8", errors="replace")}, len(data)
 
 
-def _json_rows(source: Source, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
+def _json_rows(source: DataSource, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
     """Yield rows of JSON lines, or of a file that is one JSON list."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
         full = file.read(4096).lstrip().startswith("[")
@@ -255,7 +255,7 @@ def _json_rows(source: Source, path: Path, name: str, columns: Columns | None) -
                 yield place, _checked(source, row, columns, place), read
 
 
-def _csv_rows(source: Source, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
+def _csv_rows(source: DataSource, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if path.suffix == ".tsv" else ","
     read = 0
@@ -283,7 +283,7 @@ def _csv_rows(source: Source, path: Path, name: str, columns: Columns | None) ->
             ) from None
 
 
-def _parquet_rows(source: Source, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
+def _parquet_rows(source: DataSource, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
     parquet = need("pyarrow.parquet")
     with parquet.ParquetFile(path) as file:
         chosen = None if columns is None else [n for n in columns.names.values() if n in file.schema_arrow.names]
@@ -297,7 +297,7 @@ def _parquet_rows(source: Source, path: Path, name: str, columns: Columns | None
                 yield f"file '{name}', row {number}", row, read
 
 
-def _saved_rows(source: Source, columns: Columns | None) -> _RowsOfFile:
+def _saved_rows(source: DataSource, columns: Columns | None) -> _RowsOfFile:
     data = _saved(source)
     size, number = source.num_bytes, 0
     if columns is not None:
@@ -311,7 +311,7 @@ def _saved_rows(source: Source, columns: Columns | None) -> _RowsOfFile:
             yield f"row {number}", dict(zip(names, values, strict=True)), size * number // len(data)
 
 
-def _saved(source: Source) -> Any:
+def _saved(source: DataSource) -> Any:
     datasets = need("datasets")
     data = datasets.load_from_disk(str(source.root))
     if isinstance(data, datasets.DatasetDict):
@@ -326,7 +326,7 @@ def _saved(source: Source) -> Any:
     return data
 
 
-def _first_columns(source: Source) -> Iterator[tuple[list[str], str]]:
+def _first_columns(source: DataSource) -> Iterator[tuple[list[str], str]]:
     """Yield the columns of the first row or table, and its place for messages; nothing without rows."""
     if source.format == "dataset":
         yield list(_saved(source).column_names), ""
@@ -338,7 +338,7 @@ def _first_columns(source: Source) -> Iterator[tuple[list[str], str]]:
             yield [str(key) for key in row], f" ({at})"
 
 
-def _checked(source: Source, row: Mapping[str, Any], columns: Columns | None, at: str) -> Mapping[str, Any]:
+def _checked(source: DataSource, row: Mapping[str, Any], columns: Columns | None, at: str) -> Mapping[str, Any]:
     """Refuse a row of text without the text column, or where it holds something else."""
     if columns is not None and columns.kind == "text":
         name = columns.names["text"]
@@ -348,7 +348,7 @@ def _checked(source: Source, row: Mapping[str, Any], columns: Columns | None, at
     return row
 
 
-def _check_text(source: Source, columns: Columns, types: Mapping[str, Any], at: str) -> None:
+def _check_text(source: DataSource, columns: Columns, types: Mapping[str, Any], at: str) -> None:
     """Refuse a table whose text column is missing or holds something else."""
     name = columns.names["text"]
     columns_of(list(types), name, {}, f"{source.where}{at}")
@@ -376,7 +376,7 @@ def need(package: str) -> Any:
 
 
 @contextmanager
-def _reading(source: Source) -> Iterator[None]:
+def _reading(source: DataSource) -> Iterator[None]:
     """Convert failures of the libraries to our errors; ``datasets`` is offline and silent meanwhile."""
     with _quiet() if source.format == "dataset" else nullcontext():
         try:
