@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import DataError
-from shardwise.train.config import DataTable
+from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate, marks, prompt_and_completion
 from shardwise.train.data.corpus import prepare_corpus
 from shardwise.train.data.documents import Document, RowProblem, columns_of, conversation, document

@@ -328,7 +328,7 @@ class TestSchema:
             ("optimizer", "name", "adam", ".optimizer.name: none of ['adamw', 'adamw8bit', 'sgd', 'adafactor']"),
             ("optimizer", "lr", 0, ".optimizer.lr: exclusiveMinimum 0"),
             ("optimizer", "betas", [0.9], ".optimizer.betas: minItems 2"),
-            ("data", "path", 3, ".data.path: no string"),
+            ("data", "path", 3, ".data.path: nothing of anyOf"),
             ("tarin", "x", 3, ".tarin: not known"),
         ],
     )

@@ -15,7 +15,8 @@ from shardwise.document import MOST_DEEP, read_json, read_toml
 from shardwise.errors import ConfigError, DataError, ModelError, UserError
 from shardwise.model.load_model import load_profile
 from shardwise.train.causal import causal_configuration
-from shardwise.train.config import DataTable, read_config
+from shardwise.train.config import read_config
+from shardwise.train.config_data import DataTable
 from shardwise.train.data.corpus import prepare_corpus
 from shardwise.train.data.paths import matches
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from shardwise.errors import DataError, MachineError, UserError
-from shardwise.train.config import DataTable
+from shardwise.train.config_data import DataTable
 from shardwise.train.data import corpus as corpus_module
 from shardwise.train.data.corpus import Corpus, Tokens, open_corpus, prepare_corpus
 
@@ -349,7 +349,7 @@ class TestCache:
         first = prepare(folder, tmp_path / "cache")
         code = (
             "import sys, time, pathlib\n"
-            "from shardwise.train.config import DataTable\n"
+            "from shardwise.train.config_data import DataTable\n"
             "from shardwise.train.data.corpus import prepare_corpus\n"
             f"table = DataTable(path={str(folder)!r}, seq_len=99, pack=False, shuffle=False)\n"
             "began = time.perf_counter()\n"
@@ -447,7 +447,7 @@ class TestCache:
         write_parquet(tmp_path / "rows.parquet", text=["a"])
         code = (
             "import datasets, pathlib\n"
-            "from shardwise.train.config import DataTable\n"
+            "from shardwise.train.config_data import DataTable\n"
             "from shardwise.train.data.corpus import prepare_corpus\n"
             "before = datasets.config.HF_HUB_OFFLINE, datasets.utils.logging.get_verbosity()\n"
             f"for path in ({str(folder)!r}, 'rows.jsonl', 'rows.parquet'):\n"
@@ -547,7 +547,7 @@ class TestErrors:
         write_parquet(tmp_path / "data" / "b.parquet", text=[b"\xff\xfe"])
         code = (
             "import pathlib\n"
-            "from shardwise.train.config import DataTable\n"
+            "from shardwise.train.config_data import DataTable\n"
             "from shardwise.train.data.corpus import prepare_corpus\n"
             "try:\n"
             "    prepare_corpus(DataTable(path='data', seq_len=8), pathlib.Path('cache'), lambda line: None)\n"

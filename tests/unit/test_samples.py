@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardwise.errors import DataError
-from shardwise.train.config import Config, DataTable
+from shardwise.train.config import Config
+from shardwise.train.config_data import DataTable
 from shardwise.train.data.corpus import Tokens, prepare_corpus
 from shardwise.train.data.samples import DocumentSamples, NumberedSamples, PackedSamples, samples_for
 

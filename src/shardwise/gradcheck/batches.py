@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree
 
 from shardwise.gradcheck.compare import Gradients
+from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
-from shardwise.train.data.order import Order, rank_ids
+from shardwise.train.data.order import SampleOrder, rank_ids
 from shardwise.train.data.samples import NumberedSamples
 from shardwise.train.loss import IGNORED, token_loss_sum
 
@@ -20,7 +23,7 @@ STEPS = (RAGGED, WHOLE)
 
 Key = tuple[int, int]
 """Data-parallel rank and micro batch."""
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[Any, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Data:
     """Data source; ids are taken modulo ``vocab_size`` where the small model has fewer."""
 
     samples: NumberedSamples
-    order: Order
+    order: SampleOrder
     vocab_size: int | None
 
 
@@ -44,10 +47,17 @@ def global_batch(data: Data, plan: Plan, step: int) -> dict[Key, Batch]:
         for index, ids in enumerate(rank_ids(data.order, position, dp, rank, micro, accumulation)):
             inputs, labels = data.samples.batch(ids)
             if data.vocab_size is not None:
-                inputs = inputs % data.vocab_size
+                inputs = _within(inputs, data.vocab_size)
                 labels = torch.where(labels == IGNORED, labels, labels % data.vocab_size)
             batches[rank, index] = inputs, labels
     return _ragged(batches, plan) if step == RAGGED else batches
+
+
+def _within(inputs: Any, vocab_size: int) -> Any:
+    """Return token ids modulo ``vocab_size``; positions stay."""
+    if isinstance(inputs, dict):
+        return {**inputs, "input_ids": inputs["input_ids"] % vocab_size}
+    return inputs % vocab_size
 
 
 def _ragged(batches: dict[Key, Batch], plan: Plan) -> dict[Key, Batch]:
@@ -78,14 +88,15 @@ def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: boo
 
     At once, or sample by sample.
     """
-    inputs = torch.cat([batch[0] for batch in batches.values()])
+    inputs = _pytree.tree_map(lambda *parts: torch.cat(parts), *(batch[0] for batch in batches.values()))
     labels = torch.cat([batch[1] for batch in batches.values()])
     tokens = int((labels != IGNORED).sum())
     model.zero_grad(set_to_none=True)
-    size = 1 if one_by_one else len(inputs)
+    size = 1 if one_by_one else len(labels)
     total = 0.0
-    for rows, targets in zip(inputs.split(size), labels.split(size), strict=True):
-        outputs = model(rows)
+    for begin in range(0, len(labels), size):
+        here = slice(begin, begin + size)
+        outputs, targets = call(model, _pytree.tree_map(lambda part, here=here: part[here], inputs)), labels[here]
         logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
         # PyTorch's own loss: an error in Shardwise's must not be on both sides of the comparison
         loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -111,7 +122,7 @@ def contributions(make: Callable[[], nn.Module], batches: Mapping[Key, Batch]) -
     """Return the gradient of each micro batch's summed loss."""
     model, found = make(), {}
     for key, (inputs, labels) in batches.items():
-        token_loss_sum(model(inputs), labels).backward()
+        token_loss_sum(call(model, inputs), labels).backward()
         found[key] = taken(model)
     return found
 

@@ -31,8 +31,7 @@ from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.receipt import Receipt
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import open_corpus
-from shardwise.train.data.order import Order
-from shardwise.train.data.samples import samples_for
+from shardwise.train.data.samples import order_for, samples_for
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.model import model_factory
 from shardwise.train.optimizer import build_optimizer, workload_of
@@ -102,7 +101,7 @@ class VerifyTask(BaseModel):
         samples = samples_for(corpus, config)
         small = self.shrunk.vocab_size
         modulo = small if small is not None and small < corpus.vocab_size else None
-        return Data(samples, Order(len(samples), self.config.train.seed, config.data.shuffle), modulo)
+        return Data(samples, order_for(samples, config, endless=True), modulo)
 
 
 def verify_all(

@@ -10,10 +10,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from shardwise.document import MOST_DEEP, parse_toml, read_toml
 from shardwise.errors import ConfigError, PlanError
@@ -23,6 +22,7 @@ from shardwise.plan.parallel_options import ParallelOptions, option_field, witho
 from shardwise.plan.plan import Plan, Recompute, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.plan.workload import OptimizerName
+from shardwise.train.config_data import DataTable, Table
 from shardwise.train.config_problems import explain
 from shardwise.train.config_values import (
     Batch,
@@ -30,7 +30,6 @@ from shardwise.train.config_values import (
     Count,
     Few,
     Fraction,
-    Length,
     Named,
     Positive,
     Ranks,
@@ -41,22 +40,6 @@ from shardwise.train.config_values import (
 from shardwise.units import listed
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
-Part = Literal["messages", "prompt", "completion", "instruction", "input", "output", "tools"]
-
-
-class Table(BaseModel):
-    """Base of all tables: frozen, no unknown keys, no silent type conversion."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _none_is_nothing(cls, data: Any) -> Any:
-        """Convert ``"none"`` to ``None`` for optional keys, as TOML has no null."""
-        if not isinstance(data, dict):
-            return data
-        optional = {name for name, field in cls.model_fields.items() if NoneType in get_args(field.annotation)}
-        return {key: None if key in optional and value == "none" else value for key, value in data.items()}
 
 
 class ModelTable(Table):
@@ -77,54 +60,6 @@ class ModelTable(Table):
             raise ValueError(f"needs exactly one of 'config' and 'factory', got {given}")
         if self.kwargs and self.factory is None:
             raise ValueError("'kwargs' are the arguments of a factory, and there is none; remove them")
-        return self
-
-
-class DataTable(Table):
-    """``[data]``: documents, and how they become samples."""
-
-    path: Named = Field(description="file or folder; 'python:stdlib' or 'python:PACKAGE' is installed source code")
-    format: Literal["auto", "text", "jsonl", "csv", "parquet", "dataset"] = Field(
-        "auto", description="auto inspects the files; dataset is a folder written by datasets.save_to_disk"
-    )
-    split: Named | None = Field(None, description="split of a folder of datasets; 'train' if left out")
-    include: list[str] = Field(default_factory=lambda: ["**/*"], description="files of a text folder: glob patterns")
-    exclude: list[str] = Field(default_factory=list, description="files left out: glob patterns")
-    text_field: str = Field("text", description="column with plain documents; columns of conversations are found")
-    columns: dict[Part, str] = Field(
-        default_factory=dict, description="other names of columns: messages, prompt, completion, instruction, ..."
-    )
-    tokenizer: Named = Field("bytes", description="'bytes', a tokenizer.json, or a transformers folder")
-    chat_template: Named | None = Field(
-        None, description="'chatml' or a file with a Jinja template; the tokenizer's own if left out"
-    )
-    loss_on: Literal["auto", "assistant", "completion", "last", "all"] = Field(
-        "auto", description="tokens with a loss: the assistant's turns, the completion, the last turn, or all"
-    )
-    bad_rows: Literal["refuse", "skip"] = Field("refuse", description="what becomes of rows that cannot be rendered")
-    seq_len: Length = Field(description="tokens in a sample")
-    pack: Literal["auto", "isolated", "joined", "none"] = Field(
-        "auto",
-        description="documents in a sample: isolated (none sees another), joined and split, or none (one, padded); "
-        "auto: isolated for conversations and pretrained weights, else joined",
-    )
-    mask_borders: bool = Field(False, description="no loss on the first token of the next document in a joined sample")
-    heldout_fraction: Fraction = Field(0.05, description="share of documents kept for evaluation, chosen by content")
-    heldout_path: Named | None = Field(None, description="held-out documents from here instead")
-    shuffle: bool = Field(True, description="a new order each epoch, a function of train.seed")
-
-    @field_validator("pack", mode="before")
-    @classmethod
-    def _once_a_switch(cls, value: Any) -> Any:
-        """Take what was written before there were three ways."""
-        return {True: "joined", False: "none"}[value] if isinstance(value, bool) else value
-
-    @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> Self:
-        if self.mask_borders and self.pack in ("isolated", "none"):
-            raise ValueError(f"'mask_borders' has no effect if pack is '{self.pack}'; remove it")
-        if self.heldout_path is not None and "heldout_fraction" in self.model_fields_set:
-            raise ValueError("'heldout_path' and 'heldout_fraction' both select the held-out documents; remove one")
         return self
 
 

@@ -34,8 +34,16 @@ from shardwise.train import resume
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation, measure_isolation
-from shardwise.train.data.order import Order, rank_ids
-from shardwise.train.data.samples import IsolatedSamples, NumberedSamples, on_device, samples_for, step_batches
+from shardwise.train.data.order import rank_ids
+from shardwise.train.data.samples import (
+    IsolatedSamples,
+    JoinedSources,
+    NumberedSamples,
+    on_device,
+    order_for,
+    samples_for,
+    step_batches,
+)
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
@@ -128,10 +136,10 @@ class TrainingRun:
         self.heldout: NumberedSamples | None = None
         if corpus.heldout is not None:
             self.heldout = samples_for(corpus, config, heldout=True)
-        self.order = Order(len(self.samples), config.train.seed, config.data.shuffle, config.train.epochs)
+        self.order = order_for(self.samples, config)
         self.micro_batch = plan.micro_batch or 1
         self.global_batch = plan.global_batch or plan.dims.dp
-        self.total = resume.steps_in_all(config, len(self.samples), self.global_batch)
+        self.total = resume.steps_in_all(config, self.order.epoch, self.global_batch)
         self.position = 0
         self.tokens = 0
         self.last_loss = math.nan
@@ -191,7 +199,7 @@ class TrainingRun:
 
     def _isolation(self) -> Isolation | None:
         """Measure whether documents of this rank's first micro batch see each other."""
-        if not isinstance(self.samples, IsolatedSamples):
+        if not isinstance(self.samples, IsolatedSamples | JoinedSources) or not self.samples.isolated:
             return None
         dp = self.plan.dims.dp
         row = rank_ids(self.order, self.position, dp, self.session.place.dp, self.micro_batch, 1)[0]
@@ -348,6 +356,7 @@ class TrainingRun:
             "data.seq_len": data.seq_len,
             "data.pack": self.config.packing(self.corpus.kind),
             "data.mask_borders": data.mask_borders,
+            **({"data.sources": [[one.label, one.weight] for one in data.sources]} if data.sources else {}),
             "data.shuffle": data.shuffle,
         }
 
@@ -386,7 +395,7 @@ class TrainingRun:
         with resume.reading_state(path):
             resume.refuse_other_samples(manifest, path, self._order_facts())
             resume.refuse_other_base(manifest, path, self.adapter_facts)
-            resume.refuse_fewer(manifest, config, len(self.samples))
+            resume.refuse_fewer(manifest, config, self.order.epoch)
         made = resume.options_of(session.optimizer)
         if manifest.step:
             self.warmup_backward()
@@ -403,7 +412,7 @@ class TrainingRun:
             self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
             if session.scaler is not None and state["scaler"]:
                 session.scaler.load_state_dict(state["scaler"])
-            steps = resume.steps_in_all(config, len(self.samples), self.global_batch, manifest.step, self.position)
+            steps = resume.steps_in_all(config, self.order.epoch, self.global_batch, manifest.step, self.position)
             self.total, told = steps, resume.news(manifest, config, self.plan, steps)
         if saved is not None:
             restore_random_states(saved, session.device)

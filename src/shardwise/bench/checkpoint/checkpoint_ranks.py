@@ -23,8 +23,8 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.run.job import Job
 from shardwise.train.config import OptimizerTable
 from shardwise.train.data.corpus import open_corpus
-from shardwise.train.data.order import Order, rank_ids
-from shardwise.train.data.samples import samples_for
+from shardwise.train.data.order import rank_ids
+from shardwise.train.data.samples import order_for, samples_for
 from shardwise.train.model import model_factory
 
 STRATEGIES = ("ddp", "fsdp")
@@ -106,7 +106,7 @@ def _corpus_batches(job: Job, ranks: Ranks) -> tuple[int, Any]:
     """Return the size of the vocabulary, and this rank's micro batches of the config's data."""
     corpus = open_corpus(job.corpus)
     data = samples_for(corpus, job.config)
-    order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
+    order = order_for(data, job.config, endless=True)
     micro = job.plan.micro_batch or 1
 
     def batches() -> Iterator[Batch]:

@@ -196,14 +196,13 @@ def _started(job: Job, plans: dict[Mode, Plan], size: int, threads: int, steps: 
 def measure(task: SizeTask, ranks: Ranks) -> list[Sample]:
     """Measure each plan on this world, equal plans once; samples on rank 0. Collective."""
     from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.data.order import Order
-    from shardwise.train.data.samples import samples_for, step_batches
+    from shardwise.train.data.samples import order_for, samples_for, step_batches
     from shardwise.train.model import model_factory
 
     config, opened = task.config, open_corpus(task.corpus)
     factory = model_factory(config, opened.vocab_size)
     data = samples_for(opened, config)
-    order = Order(len(data), config.train.seed, config.data.shuffle)
+    order = order_for(data, config, endless=True)
     known: dict[str, Sample | None] = {}  # None on ranks that do not report
     found: list[Sample] = []
     for mode, plan in task.plans.items():

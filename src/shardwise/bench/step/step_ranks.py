@@ -23,8 +23,7 @@ from shardwise.plan.plan import Plan
 from shardwise.run.job import Job
 from shardwise.train.config import optimizer_problems
 from shardwise.train.data.corpus import open_corpus
-from shardwise.train.data.order import Order
-from shardwise.train.data.samples import on_device, samples_for, step_batches
+from shardwise.train.data.samples import on_device, order_for, samples_for, step_batches
 from shardwise.train.model import model_factory
 
 
@@ -84,7 +83,7 @@ def time_steps(task: StepBenchTask, ranks: Ranks) -> dict[str, Any] | None:
 def windows(job: Job, corpus: Any, plan: Plan, ranks: Ranks) -> Any:
     """Yield this rank's micro batches of each step on its device: plain loops do not move them."""
     data = samples_for(corpus, job.config)
-    order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
+    order = order_for(data, job.config, endless=True)
     for batches in step_batches(data, order, plan, ranks.rank):
         yield [on_device(batch, ranks.device) for batch in batches]
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import DataError, MachineError, UserError
-from shardwise.train.config import DataTable
+from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import ROLES
 from shardwise.train.data.documents import Columns, Document
 from shardwise.train.data.encode import Encoded, Encoder, encoded_batches
@@ -45,7 +45,8 @@ class Tokens:
     ``num_bytes`` is the length of the documents in UTF-8, in bytes. ``content`` is a hash of all this,
     independent of file locations. ``marks`` is uint8 [num_tokens] where the loss leaves tokens out (conversations,
     prompts): twice the index of the token's role in `ROLES`, and one more if it has a loss; conversations end as their
-    template says, without a separator.
+    template says, without a separator. Documents of one source of a mixture stand together: ``sources`` are the indices
+    of their first documents, then the number of documents.
     """
 
     tokens: NDArray[Any]
@@ -53,6 +54,24 @@ class Tokens:
     num_bytes: int
     content: str = ""
     marks: NDArray[np.uint8] | None = None
+    sources: tuple[int, ...] = ()
+
+    def source(self, number: int) -> Tokens | None:
+        """Return the documents of one source; ``None`` if it has none on this side."""
+        first, end = self.sources[number : number + 2]
+        if first == end:
+            return None
+        starts = np.asarray(self.starts[first : end + 1])
+        here = slice(int(starts[0]), int(starts[-1]))
+        share = (here.stop - here.start) / max(1, len(self.tokens))
+        return replace(
+            self,
+            tokens=self.tokens[here],
+            starts=starts - starts[0],
+            num_bytes=round(self.num_bytes * share),
+            marks=None if self.marks is None else self.marks[here],
+            sources=(0, end - first),
+        )
 
     def roles(self) -> dict[str, tuple[int, int]]:
         """Count the tokens of each role, and those of them with a loss; empty where all tokens have one."""
@@ -70,7 +89,8 @@ class Corpus:
     ``order0_bits`` and ``order1_bits`` are the entropy of a byte, and of a byte given the one before it, in bits
     per byte over all documents (training and held-out) joined: what a model without context, or with one byte of
     it, can reach at best; 0 for conversations. ``heldout`` is ``None`` without held-out documents. ``kind`` is what
-    the rows hold, ``left_out`` the number of rows without a label or that were skipped, with the first of them.
+    the rows hold, ``sources`` the names of a mixture's sources, ``left_out`` the number of rows that were skipped or
+    have no label, with the first of them.
     """
 
     folder: Path
@@ -84,6 +104,7 @@ class Corpus:
     kind: str = "text"
     left_out: int = 0
     left_out_first: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
 
 def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) -> Corpus:
@@ -101,13 +122,18 @@ def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) ->
         UserError: the cache folder cannot be written.
         MachineError: the disk of the cache folder is full.
     """
-    sources = [find_source(table.path, "data.path", table, cache)]
+    sources = [
+        _Reading(find_source(path, key, one, cache), one, None if table.heldout_path is None else 0, name)
+        for name, path, key, one in table.each_source()
+    ]
     if table.heldout_path is not None:
-        sources.append(find_source(table.heldout_path, "data.heldout_path", table, cache))
+        found = find_source(table.heldout_path, "data.heldout_path", table, cache)
+        sources.append(_Reading(found, table, 1, ""))
     names = [*tokenizer_files(table.tokenizer), *filter(None, [template_file(table.tokenizer, table.chat_template)])]
     tokenizer = [[file.name, _hash(file.read_bytes())] for file in names]
-    sides = [one.listing() for one in sources] + ([] if len(sources) == 2 else [table.heldout_fraction])
-    rows = [table.text_field, table.columns, table.loss_on, table.chat_template, table.bad_rows]
+    sides = [one.source.listing() for one in sources] + ([] if table.heldout_path else [table.heldout_fraction])
+    rows: list[list[Any]] = [[one.name, one.table.text_field, one.table.columns] for one in sources]
+    rows += [[table.loss_on, table.chat_template, table.bad_rows]]
     fingerprint = _hash(json.dumps([_LAYOUT, sides, rows, tokenizer]).encode())
     folder = cache / fingerprint[:16]
     if folder.is_dir():
@@ -138,7 +164,7 @@ def open_corpus(cache_folder: Path) -> Corpus:
     try:
         facts = json.loads((cache_folder / "corpus.json").read_text())
         parts = {name: _open_part(cache_folder, name, part) for name, part in facts.pop("parts").items()}
-        facts["left_out_first"] = tuple(facts["left_out_first"])
+        facts |= {key: tuple(facts[key]) for key in ("left_out_first", "sources")}
         return Corpus(folder=cache_folder, train=parts["train"], heldout=parts.get("heldout"), **facts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -154,7 +180,7 @@ def _open_part(folder: Path, name: str, facts: dict[str, Any]) -> Tokens:
         marks = np.load(folder / f"{name}_marks.npy", mmap_mode="r", allow_pickle=False)
         if len(marks) != len(tokens):
             raise ValueError(f"{name}_marks.npy has {len(marks)} marks instead of {len(tokens)}")
-    return Tokens(tokens, starts, facts["num_bytes"], facts["content"], marks)
+    return Tokens(tokens, starts, facts["num_bytes"], facts["content"], marks, tuple(facts["sources"]))
 
 
 class _Column(ExitStack):
@@ -184,7 +210,7 @@ class _Writer(ExitStack):
         super().__init__()
         self.folder, self.name, self.marked = folder, name, encoder.marked
         self.dtype = np.min_scalar_type(encoder.tokenizer.vocab_size - 1)
-        self.lengths, self.sizes, self.hashes = list[int](), list[int](), list[int]()
+        self.lengths, self.sizes, self.hashes, self.sources = list[int](), list[int](), list[int](), [0]
         self.tokens = self.enter_context(_Column(folder / f"{name}.npy", self.dtype))
         if self.marked:
             self.marks = self.enter_context(_Column(folder / f"{name}_marks.npy", np.dtype(np.uint8)))
@@ -214,12 +240,12 @@ class _Writer(ExitStack):
         np.save(self.folder / f"{self.name}_starts.npy", starts)
         content.update(starts.data)
         facts = {"num_tokens": total, "num_bytes": sum(self.sizes), "content": content.hexdigest()}
-        return facts | {"marked": self.marked}
+        return facts | {"marked": self.marked, "sources": self.sources}
 
-    def take(self, content: int) -> Iterator[tuple[Encoded, int]]:
-        """Remove the documents with this hash, and yield them."""
+    def take(self, content: int, first: int) -> Iterator[tuple[Encoded, int]]:
+        """Remove the documents with this hash from the ``first`` on, and yield them."""
         ends = np.cumsum(self.lengths)
-        moved = [index for index, found in enumerate(self.hashes) if found == content]
+        moved = [index for index in range(first, len(self.hashes)) if self.hashes[index] == content]
         columns = [self.tokens, *([self.marks] if self.marked else [])]
         data: list[list[NDArray[Any]]] = []
         for column in columns:
@@ -247,6 +273,16 @@ def _pieces(array: NDArray[Any], size: int = 1 << 22) -> Iterator[NDArray[Any]]:
 # ---------------------------------------------------------------------------------------------------- build
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A source, the table for its rows, the ``side`` that it belongs to (``None``: both), and its name."""
+
+    source: DataSource
+    table: DataTable
+    side: int | None
+    name: str
+
+
 @dataclass
 class _Building:
     """A corpus being written: the two sides, and what is counted on the way."""
@@ -255,7 +291,6 @@ class _Building:
     sides: list[_Writer]
     bad: BadRows
     scan: _Scan
-    documents: list[int] = field(default_factory=lambda: [0, 0])
     silent: list[str] = field(default_factory=list)  # rows without a label
 
     def side_of(self, content: int, own: int | None) -> int:
@@ -263,34 +298,42 @@ class _Building:
         return own if own is not None else int(content < int(self.fraction * 2**64))
 
 
-def _build(table: DataTable, sources: Sequence[DataSource], work: Path, log: _Say) -> dict[str, Any]:
+def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say) -> dict[str, Any]:
     """Write the sources (training documents, then held-out ones, if any) to ``work/corpus``."""
-    num_files = sum(len(source.files) for source in sources)
+    num_files = sum(len(one.source.files) for one in readings)
     log(f"reading {counted(num_files, 'file')}")
-    columns = [one.columns(table) for one in sources]
-    known = [one or Columns("text", {"text": table.text_field}) for one in columns]
-    if len({one.kind for one in known}) > 1:
-        raise DataError(
-            f"{sources[1].where} holds {known[1]}, and {sources[0].where} {known[0]}; "
-            "give held-out rows of the same kind"
-        )
-    if known[0].kind != "text":
-        log(f"rows are {known[0]}")
-    encoder = Encoder(table.tokenizer, known[0].kind, table.chat_template, table.loss_on)
+    known = [one.source.columns(one.table) or Columns("text", {"text": one.table.text_field}) for one in readings]
+    for one, columns in zip(readings, known, strict=True):
+        if columns.kind != "text":
+            log(f"rows {f'of {one.name} ' if one.name else ''}are {columns}")
+    kinds = {one.kind for one in known}
+    encoder = Encoder(
+        table.tokenizer, kinds.pop() if len(kinds) == 1 else "messages", table.chat_template, table.loss_on
+    )
     bad = BadRows(skip=table.bad_rows == "skip")
     with ExitStack() as stack:
         sides = [stack.enter_context(_Writer(work / "corpus", name, encoder)) for name in ("train", "heldout")]
         building = _Building(table.heldout_fraction, sides, bad, _Scan())
-        progress = _Progress(sum(source.num_bytes for source in sources), log)
+        progress = _Progress(sum(one.source.num_bytes for one in readings), log)
         before = 0
-        for index, (source, one) in enumerate(zip(sources, known, strict=True)):
-            own = index if len(sources) == 2 else None
-            _read(building, source, one, encoder, own, progress, before)
-            before += source.num_bytes
-            _check_rows(building, source, before_this=0 if index == 0 else building.documents[0])
-        if len(sources) == 1 and table.heldout_fraction:
-            _balance(building, log)
-        elif leaked := sum(map(set(sides[0].hashes).__contains__, sides[1].hashes)):
+        for reading, columns in zip(readings, known, strict=True):
+            firsts = [len(side.lengths) for side in sides]
+            _read(
+                building,
+                reading,
+                columns,
+                replace(encoder, kind=columns.kind, beside_marked=encoder.marked),
+                progress,
+                before,
+            )
+            before += reading.source.num_bytes
+            _check_rows(building, reading.source, sum(firsts))
+            if reading.side is None and table.heldout_fraction:
+                _balance(building, firsts, log)
+            for side in sides:
+                side.sources.append(len(side.lengths))
+        leaked = sum(map(set(sides[0].hashes).__contains__, sides[1].hashes)) if table.heldout_path else 0
+        if leaked:
             log(f"{leaked} of {len(sides[1].hashes)} held-out documents are trained on too: they are in data.path")
         parts = {side.name: side.finish() for side in sides if side.lengths}
     scan, held = building.scan, len(sides[1].lengths)
@@ -301,7 +344,8 @@ def _build(table: DataTable, sources: Sequence[DataSource], work: Path, log: _Sa
         )
     num_bytes = sum(part["num_bytes"] for part in parts.values())
     tokens = count_text(sum(part["num_tokens"] for part in parts.values()))
-    log(f"{bytes_text(num_bytes)}, {tokens} tokens, {sum(building.documents)} documents, {held} held out")
+    documents = sum(len(side.lengths) for side in sides)
+    log(f"{bytes_text(num_bytes)}, {tokens} tokens, {documents} documents, {held} held out")
     left_out = len(building.silent) + bad.number
     if left_out:
         log(f"{counted(left_out, 'row')} left out: {bad.number} malformed, {len(building.silent)} without a label")
@@ -309,48 +353,41 @@ def _build(table: DataTable, sources: Sequence[DataSource], work: Path, log: _Sa
         "parts": parts,
         "vocab_size": encoder.tokenizer.vocab_size,
         "separator": encoder.tokenizer.separator,
-        "kind": known[0].kind,
+        "kind": encoder.kind,
+        "sources": [one.name for one in readings if one.name],
         "left_out": left_out,
         "left_out_first": [*bad.told, *building.silent][:MOST_PROBLEMS],
     }
 
 
 def _read(
-    building: _Building,
-    source: DataSource,
-    columns: Columns,
-    encoder: Encoder,
-    own: int | None,
-    progress: _Progress,
-    before: int,
+    building: _Building, reading: _Reading, columns: Columns, encoder: Encoder, progress: _Progress, before: int
 ) -> None:
     """Encode the documents of a source, and append each to its side."""
-    plain = columns.kind == "text"
+    source = reading.source
+    where = f"{source.where}: "
 
     def scanned() -> Iterator[Batch]:
         for batch in source.batches(columns, building.bad):
-            building.scan.read(batch.documents, pairs=plain)
+            building.scan.read(batch.documents, pairs=not encoder.marked)
             yield batch
 
     for batch, found in encoded_batches(encoder, scanned(), source.num_bytes):
         for document, one in zip(batch.documents, found, strict=True):
             if isinstance(one, str):
-                building.bad.add(f"{source.where}: {document.at} {one}")
-                continue
-            content = _content(document)
-            side = building.side_of(content, own)
-            if encoder.marked and not any(mark & 1 for mark in one.marks[1:]):
-                building.silent.append(f"{source.where}: {document.at} has no label: nothing of it is in the loss")
-                continue
-            building.documents[side] += 1
-            building.sides[side].add(one, content)
+                building.bad.add(f"{where}{document.at} {one}")
+            elif encoder.marked and not any(mark & 1 for mark in one.marks[1:]):
+                building.silent.append(f"{where}{document.at} has no label: nothing of it is in the loss")
+            else:
+                content = _content(document)
+                building.sides[building.side_of(content, reading.side)].add(one, content)
         progress.at(before + batch.read)
     building.bad.refuse()
 
 
-def _check_rows(building: _Building, source: DataSource, before_this: int) -> None:
-    """Refuse a source of nothing, or of which too much is left out."""
-    found = sum(building.documents) - before_this
+def _check_rows(building: _Building, source: DataSource, before: int) -> None:
+    """Refuse a source of nothing, or of which too much is left out; ``before`` it there were documents."""
+    found = sum(len(side.lengths) for side in building.sides) - before
     left_out = len(building.silent) + building.bad.number
     if left_out > _MOST_SKIPPED * (left_out + found):
         raise DataError(
@@ -361,21 +398,24 @@ def _check_rows(building: _Building, source: DataSource, before_this: int) -> No
         raise DataError(f"{source.where} has only empty documents; give some with text")
 
 
-def _balance(building: _Building, log: _Say) -> None:
-    """Move documents so that neither side is empty, where there are two contents."""
-    train, heldout = building.sides
-    hashes = {*train.hashes, *heldout.hashes}
-    if len(hashes) < 2:
-        if heldout.hashes:
-            for one in list(heldout.take(heldout.hashes[0])):
-                train.add(*one)
+def _balance(building: _Building, firsts: Sequence[int], log: _Say) -> None:
+    """Move documents so that neither side of the last source is empty, where it has two contents."""
+    sides = building.sides
+    hashes = [side.hashes[first:] for side, first in zip(sides, firsts, strict=True)]
+    everything = {*hashes[0], *hashes[1]}
+    if len(everything) < 2:
+        _move(sides[1], sides[0], hashes[1][:1], firsts[1])
         log("nothing is held out: there is only one document; give data.heldout_path")
-    elif not heldout.hashes:
-        for one in list(train.take(min(hashes))):
-            heldout.add(*one)
-    elif not train.hashes:
-        for one in list(heldout.take(max(hashes))):
-            train.add(*one)
+    elif not hashes[1]:
+        _move(sides[0], sides[1], [min(everything)], firsts[0])
+    elif not hashes[0]:
+        _move(sides[1], sides[0], [max(everything)], firsts[1])
+
+
+def _move(origin: _Writer, to: _Writer, contents: Sequence[int], first: int) -> None:
+    for content in contents:
+        for one in list(origin.take(content, first)):
+            to.add(*one)
 
 
 class _Progress:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.data.packing import CutDocuments, pieces_of
-from shardwise.train.data.samples import IsolatedSamples, samples_for
+from shardwise.train.data.order import MixtureOrder, SampleOrder
+from shardwise.train.data.packing import CutDocuments
+from shardwise.train.data.samples import JoinedSources, NumberedSamples, order_for, samples_for
 from shardwise.units import count_text, counted
 
 
@@ -18,8 +19,9 @@ class DataReceipt:
     """The training side of a corpus as it will be trained on.
 
     ``roles`` are tokens and those with a loss, empty where all have one; ``fill`` is the share of inputs that are not
-    padding (``None`` where samples are joined), ``cuts`` what ``data.seq_len`` costs; ``fingerprint`` is of the tokens,
-    and resuming compares it.
+    padding (``None`` where samples are joined), ``cuts`` what ``data.seq_len`` costs; ``epoch`` are the samples of an
+    epoch, ``sources`` the samples of each source of a mixture and its share of the stream; ``fingerprint`` is of the
+    tokens, and resuming compares it.
     """
 
     kind: str
@@ -34,6 +36,8 @@ class DataReceipt:
     left_out_first: tuple[str, ...]
     cuts: CutDocuments | None
     fill: float | None
+    epoch: int
+    sources: dict[str, tuple[int, float]]
     fingerprint: str
 
     @property
@@ -55,6 +59,9 @@ class DataReceipt:
             )
             noun = {"messages": "conversation", "instruction": "instruction"}.get(self.kind, "prompt")
             yield f"{counted(self.documents, noun)}; {self.trained_share:.1%} of the tokens have a loss: {of}"
+        for name, (size, share) in self.sources.items():
+            passes = self.epoch * share / size
+            yield f"{name}: {share:.2%} of the stream, {counted(size, 'sample')}, {passes:.2f} × in an epoch"
         if self.left_out:
             yield f"{counted(self.left_out, 'row')} left out, such as {self.left_out_first[0]}"
         if self.cuts is not None and self.cuts.cut:
@@ -75,6 +82,17 @@ class DataReceipt:
             yield f"not packed: a document in each sample of {self.seq_len} tokens, {self.fill or 0:.1%} filled"
 
 
+def _shares(corpus: Corpus, samples: NumberedSamples, order: SampleOrder) -> dict[str, tuple[int, float]]:
+    """Return samples and share of the stream of each source of a mixture."""
+    if not isinstance(samples, JoinedSources):
+        return {}
+    weights = order.counts if isinstance(order, MixtureOrder) else samples.sizes
+    return {
+        name: (size, weight / sum(weights))
+        for name, size, weight in zip(corpus.sources, samples.sizes, weights, strict=True)
+    }
+
+
 def data_receipt(corpus: Corpus, config: Config) -> DataReceipt:
     """Describe the training side of ``corpus`` under ``config``.
 
@@ -83,12 +101,8 @@ def data_receipt(corpus: Corpus, config: Config) -> DataReceipt:
     """
     tokens, packing, seq_len = corpus.train, config.packing(corpus.kind), config.data.seq_len
     samples = samples_for(corpus, config)
-    fill, cuts = None, None
-    if isinstance(samples, IsolatedSamples):
-        fill, cuts = samples.fill, samples.cuts
-    elif packing == "none":
-        pieces = pieces_of(tokens, seq_len)
-        fill, cuts = float(pieces.lengths.sum()) / (len(samples) * seq_len), pieces.cuts
+    order = order_for(samples, config)
+    shares = _shares(corpus, samples, order)
     return DataReceipt(
         kind=corpus.kind,
         packing=packing,
@@ -100,7 +114,9 @@ def data_receipt(corpus: Corpus, config: Config) -> DataReceipt:
         roles=tokens.roles(),
         left_out=corpus.left_out,
         left_out_first=corpus.left_out_first,
-        cuts=cuts,
-        fill=fill,
+        cuts=samples.cuts,
+        fill=samples.fill,
+        sources=shares,
+        epoch=order.epoch,
         fingerprint=tokens.content,
     )

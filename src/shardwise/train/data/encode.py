@@ -37,12 +37,16 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """How documents of one kind become tokens; the names are those of the config."""
+    """How documents of one kind become tokens; the names are those of the config.
+
+    ``beside_marked``: other sources of the mixture leave tokens out of the loss, so that all need marks.
+    """
 
     tokenizer_name: str
     kind: Kind
     chat_template: str | None
     loss_on: LossOn | Literal["auto"]
+    beside_marked: bool = False
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +61,7 @@ class Encoder:
     @property
     def marked(self) -> bool:
         """True if the loss leaves tokens out."""
-        return self.kind != "text"
+        return self.kind != "text" or self.beside_marked
 
     @property
     def loss(self) -> LossOn:
@@ -79,10 +83,11 @@ class Encoder:
     def encode(self, documents: list[Document]) -> list[Encoded | str]:
         """Encode documents; a problem is its text."""
         tokenizer = self.tokenizer
-        if not self.marked:
+        if self.kind == "text":
             texts = [one.text or "" for one in documents]
-            plain = tokenizer.encode(texts) if texts else []
-            return [Encoded(self._ended(ids), b"", len(utf8(text))) for text, ids in zip(texts, plain, strict=True)]
+            ended = [self._ended(ids) for ids in tokenizer.encode(texts)] if texts else []
+            mark = bytes([_SEPARATOR["text"]]) if self.marked else b""
+            return [Encoded(ids, mark * len(ids), len(utf8(text))) for text, ids in zip(texts, ended, strict=True)]
         found: list[Encoded | str | Rendered] = []
         for document in documents:
             try:
@@ -128,7 +133,9 @@ def encoded_batches(
     Several processes encode what is more than 8 MiB of files, a few batches ahead of the caller.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if workers == 1 or num_bytes < _WORTH_WORKERS or not encoder.marked:  # libraries of tokens use all cores themselves
+    if (
+        workers == 1 or num_bytes < _WORTH_WORKERS or encoder.kind == "text"
+    ):  # libraries of tokens use all cores themselves
         for batch in batches:
             yield batch, encoder.encode(batch.documents)
         return

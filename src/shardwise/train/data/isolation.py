@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
-from shardwise.train.data.samples import IGNORED, IsolatedSamples
+from shardwise.train.data.samples import IGNORED, IsolatedSamples, JoinedSources
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session_interface import TrainingSession
 
@@ -45,7 +45,7 @@ class Isolation:
         return self.change <= max(_NOTHING, _SHARE * self.open_change)
 
 
-def measure_isolation(session: TrainingSession, samples: IsolatedSamples, ids: np.ndarray) -> Isolation:
+def measure_isolation(session: TrainingSession, samples: IsolatedSamples | JoinedSources, ids: np.ndarray) -> Isolation:
     """Compare losses with and without a change in another document, on the samples ``ids`` of this rank. Collective.
 
     Four forwards without gradients: two with the positions of the data, two with positions that go on over the borders,
@@ -60,8 +60,9 @@ def measure_isolation(session: TrainingSession, samples: IsolatedSamples, ids: n
     asked = [one for one in asked if (one != IGNORED).any()][:_MOST_ASKED]
     count = max(int(row[0]) for row in _gathered([len(asked)], session.ranks))
     asked += [torch.full_like(labels, IGNORED)] * (count - len(asked))
+    largest = int(inputs["input_ids"].max()) + 1
     other = torch.where(first, inputs["input_ids"].roll(1, 1).roll(1, 0), inputs["input_ids"])
-    unequal = torch.where(other == inputs["input_ids"], samples.separator, other)
+    unequal = torch.where(other == inputs["input_ids"], (other + 1) % largest, other)
     other = torch.where(first, unequal, inputs["input_ids"])
     length = torch.arange(positions.shape[1]).expand_as(positions)
     changes = []

@@ -7,7 +7,8 @@ counts in the loss and stands for 0 bytes, so bits per byte include the cost of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,15 +20,30 @@ from torch.utils import _pytree
 from shardwise.errors import DataError
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
+from shardwise.train.config_data import DataTable
 from shardwise.train.data.corpus import Corpus, Tokens
-from shardwise.train.data.order import Order, rank_ids
-from shardwise.train.data.packing import pack_rows, pieces_of
+from shardwise.train.data.order import MixtureOrder, Order, SampleOrder, rank_ids
+from shardwise.train.data.packing import CutDocuments, pack_rows, pieces_of
 
 IGNORED = -100
 
 
 class NumberedSamples(Protocol):
-    """Numbered samples of one length."""
+    """Numbered samples of one length.
+
+    ``fill`` is the share of inputs that are not padding, ``cuts`` what the length cut off; ``None`` where documents are
+    joined.
+    """
+
+    @property
+    def fill(self) -> float | None:
+        """Share of the inputs that are tokens of documents."""
+        ...
+
+    @property
+    def cuts(self) -> CutDocuments | None:
+        """What the length of a sample costs."""
+        ...
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -61,6 +77,9 @@ class NumberedSamples(Protocol):
 
 class _Cut:
     """Samples by offset: number ``i`` has ``lengths[i]`` labels from token ``begins[i] + 1`` on."""
+
+    cuts: CutDocuments | None = None
+    fill: float | None = None
 
     def __init__(
         self, tokens: Tokens, seq_len: int, separator: int, begins: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -168,7 +187,7 @@ class DocumentSamples(_Cut):
         pieces = pieces_of(tokens, seq_len)
         _need_labels(len(pieces.begins))
         super().__init__(tokens, seq_len, separator, pieces.begins, pieces.lengths)
-        self.cuts = pieces.cuts
+        self.cuts, self.fill = pieces.cuts, float(pieces.lengths.sum()) / (len(self) * seq_len)
 
 
 class IsolatedSamples:
@@ -190,6 +209,7 @@ class IsolatedSamples:
         self._marks = None if tokens.marks is None else np.asarray(tokens.marks)
         self._begins, self._lengths = pieces.begins, pieces.lengths
         self._order, self._rows = pack_rows(pieces.lengths, seq_len)
+        self.isolated = True
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -279,8 +299,72 @@ def _need_labels(number: int) -> int:
     return number
 
 
+class JoinedSources:
+    """Samples of several sources, numbered one source after the other; a row is of one source."""
+
+    def __init__(self, parts: Sequence[NumberedSamples]) -> None:
+        self.parts = list(parts)
+        self.sizes = [len(part) for part in parts]
+        self._firsts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        self.isolated = all(isinstance(part, IsolatedSamples) for part in self.parts)
+
+    @property
+    def cuts(self) -> CutDocuments | None:
+        """What the length of a sample costs, in all."""
+        found = [part.cuts for part in self.parts if part.cuts is not None]
+        return None if not found else CutDocuments(*map(sum, zip(*map(astuple, found), strict=True)))
+
+    @property
+    def fill(self) -> float | None:
+        """Share of the inputs that are tokens of documents."""
+        fills = [part.fill for part in self.parts]
+        if None in fills:
+            return None
+        return sum(fill * size for fill, size in zip(fills, self.sizes, strict=True) if fill) / len(self)
+
+    def is_right(self, number: int, inputs: Tensor, positions: Tensor, labels: Tensor) -> bool:
+        """Compare a row with the corpus; see `IsolatedSamples.is_right`."""
+        source = int(self.source_of(np.int64(max(number, 0))))
+        part, within = self.parts[source], number - int(self._firsts[source]) if number >= 0 else -1
+        return not isinstance(part, IsolatedSamples) or part.is_right(within, inputs, positions, labels)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return int(self._firsts[-1])
+
+    def source_of(self, ids: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
+        """Return the source of each sample."""
+        return np.searchsorted(self._firsts, ids, "right") - 1
+
+    def batch(self, ids: NDArray[np.int64]) -> tuple[Any, Tensor]:
+        """Return inputs and labels; see `NumberedSamples.batch`."""
+        if len(ids) and not -1 <= ids.min() <= ids.max() < len(self):
+            raise IndexError(f"sample ids {ids.min()} to {ids.max()} are not all in -1 to {len(self) - 1}")
+        rows: list[Any] = []
+        for number in ids:
+            source = int(self.source_of(number)) if number >= 0 else 0
+            rows.append(self.parts[source].batch(np.array([number - self._firsts[source] if number >= 0 else -1])))
+        return _pytree.tree_map(lambda *parts: torch.cat(parts), *rows)
+
+    def label_count(self, num_samples: int | None) -> int:
+        """Return the number of labels of the first samples."""
+        return sum(part.label_count(count) for part, count in self._each(num_samples))
+
+    def label_bytes(self, num_samples: int | None) -> float:
+        """Return the UTF-8 bytes of the first samples' labels."""
+        return sum(part.label_bytes(count) for part, count in self._each(num_samples))
+
+    def _each(self, num_samples: int | None) -> Iterator[tuple[NumberedSamples, int]]:
+        left = len(self) if num_samples is None else num_samples
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            yield part, min(size, max(0, left))
+            left -= size
+
+
 def samples_for(corpus: Corpus, config: Config, *, heldout: bool = False) -> NumberedSamples:
     """Split a side of the corpus into samples, by ``[data]`` and what `Config.packing` says of ``data.pack``.
+
+    A mixture's sources are split one by one.
 
     Raises:
         DataError: the corpus is too short for a single label.
@@ -290,11 +374,26 @@ def samples_for(corpus: Corpus, config: Config, *, heldout: bool = False) -> Num
         if corpus.heldout is None:
             raise DataError("nothing is held out; set data.heldout_fraction, or data.heldout_path")
         tokens = corpus.heldout
-    packing = config.packing(corpus.kind)
+    parts = [part for number in range(len(tokens.sources) - 1) if (part := tokens.source(number)) is not None]
+    found = [_samples(part, table, corpus.separator, config.packing(corpus.kind)) for part in parts]
+    return found[0] if len(found) == 1 else JoinedSources(found)
+
+
+def _samples(tokens: Tokens, table: DataTable, separator: int, packing: str) -> NumberedSamples:
     if packing == "joined":
-        return PackedSamples(tokens, table.seq_len, corpus.separator, table.mask_borders)
+        return PackedSamples(tokens, table.seq_len, separator, table.mask_borders)
     kind = IsolatedSamples if packing == "isolated" else DocumentSamples
-    return kind(tokens, table.seq_len, corpus.separator)
+    return kind(tokens, table.seq_len, separator)
+
+
+def order_for(samples: NumberedSamples, config: Config, *, endless: bool = False) -> SampleOrder:
+    """Return the order of a run's training samples: all, or by the weights of a mixture's sources."""
+    data, train = config.data, config.train
+    epochs = None if endless else train.epochs
+    weights = [one.weight for one in data.sources if one.weight is not None]
+    if not weights or not isinstance(samples, JoinedSources):
+        return Order(len(samples), train.seed, data.shuffle, epochs)
+    return MixtureOrder(samples.sizes, weights, train.seed, data.shuffle, epochs, data.stop_when)
 
 
 def check_borders(inputs: Any, labels: Tensor) -> None:
@@ -319,7 +418,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def step_batches(
-    samples: NumberedSamples, order: Order, plan: Plan, rank: int, position: int = 0
+    samples: NumberedSamples, order: SampleOrder, plan: Plan, rank: int, position: int = 0
 ) -> Iterator[list[tuple[Any, Tensor]]]:
     """Yield the micro batches of ``rank`` per step from ``position`` on.
 

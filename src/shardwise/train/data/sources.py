@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DataError, ShardwiseError
-from shardwise.train.config import DataTable
+from shardwise.train.config_data import DataTable
 from shardwise.train.data.documents import Columns, Document, RowProblem, columns_of, document
 from shardwise.train.data.paths import documents_at, matches
 
