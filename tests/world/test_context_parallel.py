@@ -29,7 +29,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
-from shardwise.train.loop import held_out_bits_per_byte
+from shardwise.train.evaluate import evaluate
 from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LENGTH, LIMIT, Still, Watch, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, configuration, family
@@ -213,7 +213,7 @@ def held_out(strategy: str, model: str) -> float | None:
     session = start(plan, receipts=False)
     module = family(model, layers=2)
     session.prepare(module, torch.optim.SGD(module.parameters(), lr=0.0))
-    bits = held_out_bits_per_byte(session, Corpus(), 0, 2)
+    bits = evaluate(session, Corpus(), 0, 2).bits_per_byte
     session.close()
     return bits
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import warnings
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -127,17 +128,18 @@ def named_latest(folder: Folder) -> str:
         return ""
 
 
-def prune(folder: Folder, keep: int, saved: Folder) -> None:
+def prune(folder: Folder, keep: int, saved: Folder, protected: Collection[str] = ()) -> None:
     """Remove all but the ``keep`` newest checkpoints.
 
-    ``saved``, the one just written, always stays. Warns of what cannot be removed; that does not fail the save.
+    ``saved``, the one just written, always stays, and so do those whose names are ``protected``. Warns of what cannot
+    be removed; that does not fail the save.
     """
     try:
         others = [path for _, path in saved_steps(folder) if path.name != saved.name]
     except Exception as error:
         warnings.warn(f"old checkpoints in '{folder}' could not be listed: {error}", stacklevel=2)
         return
-    for path in others[keep - 1 :]:
+    for path in (path for path in others[keep - 1 :] if path.name not in protected):
         try:
             take_away(path)
         except Exception as error:

@@ -91,6 +91,7 @@ class Saver:
             raise UserError(f"keep {keep}: at least one checkpoint must be kept; set checkpoint.keep to 1 or more")
         self.folder = folder_of(folder)
         self.keep = keep
+        self.protected: set[str] = set()  # names of checkpoints that stay, however old
         self.async_save = async_save
         self.guarded = guarded
         self.reports: list[SaveReport] = []
@@ -237,7 +238,7 @@ class Saver:
                 last = newest(self.folder) if there else None
                 if last is not None and last.name == target.name:
                     self._point_to(target)
-                    prune(self.folder, self.keep, target)
+                    prune(self.folder, self.keep, target, self.protected)
                 else:
                     if there:  # of a run that diverged at an earlier step, or that died before it counted
                         take_away(target)
@@ -318,7 +319,7 @@ class Saver:
                 commit(working, target, merged(working, reports, head))
                 place, committed = self.folder / LATEST, True
                 self._point_to(target)
-                prune(self.folder, self.keep, target)
+                prune(self.folder, self.keep, target, self.protected)
                 return None
         except Exception as error:
             faults = [{"rank": 0, "path": str(place), "fault": fault_of(error)}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardwise.measure.utilisation import Utilisation, utilisation_lines
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_findings, receipt_table, timing_table
 from shardwise.train.data.corpus import Corpus
+from shardwise.train.evaluate import Evaluation
 from shardwise.train.loop import Outcome
 from shardwise.units import count_text, seconds_text
 
@@ -81,9 +83,13 @@ class ProgressReporter:
             self._evaluation = self._bar.add_task("evaluating, %", total=100, news="")
         self._bar.update(self._evaluation, completed=round(share * 100), visible=share < 1)
 
-    def evaluated(self, number: int, bits_per_byte: float) -> None:
+    def evaluated(self, number: int, found: Evaluation) -> None:
         """Print the result of an evaluation."""
-        self.console.print(f"held out after step {number}: {bits_per_byte:.4f} bits per byte")
+        parts = [f"loss {found.loss:.4f}", f"perplexity {found.perplexity:.4g}"]
+        parts += [f"{found.bits_per_byte:.4f} bits per byte"] if math.isfinite(found.bits_per_byte) else []
+        parts += [f"{name} {value:.4g}" for name, value in found.metrics.items()]
+        parts += [f"{name} {loss:.4f}" for name, loss in found.sources.items()]
+        self.console.print(f"held out after step {number}: {', '.join(parts)}", markup=False)
 
     def end(self) -> None:
         """Close the bar."""
@@ -93,8 +99,10 @@ class ProgressReporter:
 
     def finish(self, outcome: Outcome, corpus: Corpus, receipts: Sequence[Receipt | None], output: str) -> None:
         """Print the end of a run: held-out result against its baselines, then the receipts."""
-        if outcome.heldout_bits_per_byte is not None:
-            bits = outcome.heldout_bits_per_byte
+        if outcome.best is not None and outcome.best.value is not None:
+            self.console.print(f"best: {outcome.best}; its checkpoint is kept", markup=False)
+        if outcome.evaluation is not None and corpus.order1_bits:
+            bits = outcome.evaluation.bits_per_byte
             verdict = "under" if bits < corpus.order1_bits else "over"
             self.console.print(
                 f"held-out bits per byte: [bold]{bits:.3f}[/], {verdict} the order-1 baseline {corpus.order1_bits:.3f} "

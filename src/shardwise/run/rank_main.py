@@ -108,12 +108,16 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     findings = () if timing is None else watch.findings(timing, use)
     measured = watch.fit.measurement
     receipts = {"effects": watch.effects.receipt, "fit": watch.fit.receipt}
+    found = outcome.evaluation
     document = {
         "schema": 1,
         "steps": outcome.steps,
         "tokens": outcome.tokens,
         "loss": finite(outcome.loss),
-        "heldout_bits_per_byte": finite(outcome.heldout_bits_per_byte),
+        "heldout_bits_per_byte": finite(None if found is None else found.bits_per_byte),
+        "heldout_loss": finite(None if found is None else found.loss),
+        "evaluation": None if found is None else {name: finite(value) for name, value in found.line().items()},
+        "best": None if outcome.best is None else outcome.best.state(),
         "strategy": job.plan.strategy,
         "step_time_s": step_time,
         "timing": None if timing is None else timing.model_dump(mode="json"),

@@ -158,6 +158,15 @@ class TrainTable(Table):
     log_every: Positive = Field(1, description="steps between logged lines")
     eval_every: Count = Field(0, description="steps between evaluations; 0 is only at the end")
     eval_samples: Count = Field(0, description="held-out samples to evaluate; 0 is all")
+    metrics: list[str] = Field(
+        default_factory=list,
+        description="package.module:function(outputs, labels) -> sum, count; evaluated beside the loss",
+    )
+    best_metric: Named | None = Field(
+        None, description="heldout_loss, heldout_loss/SOURCE or a metric: its best checkpoint is kept"
+    )
+    best_is: Literal["lowest", "highest"] = Field("lowest", description="which value of best_metric is best")
+    early_stopping: Count = Field(0, description="evaluations without a better best_metric that end the run; 0: none")
     profile: str | None = Field(None, description="a torch.profiler trace of 'STEP' or 'STEP:COUNT', such as '20:3'")
     profile_ranks: list[Count] = Field(default_factory=lambda: [0], min_length=1, description="ranks that are traced")
     trackers: list[Tracker] = Field(
@@ -177,6 +186,9 @@ class TrainTable(Table):
             given = "neither; add one" if self.steps is None else both
             problems.append(f"needs exactly one of 'steps' and 'epochs', got {given}")
         problems += self._profile_problems()
+        for key in ("best_is", "early_stopping"):
+            if key in self.model_fields_set and self.best_metric is None:
+                problems.append(f"'{key}' has an effect with 'best_metric' only; set that, or remove it")
         twice = [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]
         if twice:
             problems.append(f"'trackers' names {', '.join(twice)} more than once; name each once")
@@ -336,6 +348,8 @@ class Config(Table):
     def _something_to_evaluate(self) -> Self:
         if self.train.eval_every and not self.data.heldout_fraction and self.data.heldout_path is None:
             raise ValueError("'train.eval_every' does nothing where data.heldout_fraction is 0; remove it")
+        if self.train.best_metric is not None and not self.train.eval_every:
+            raise ValueError("'train.best_metric' is compared at evaluations; set train.eval_every")
         return self
 
     @model_validator(mode="after")

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint import messages as exchange
-from shardwise.checkpoint.format import read_manifest
+from shardwise.checkpoint.format import read_manifest, step_folder
 from shardwise.checkpoint.load import load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
@@ -25,12 +23,12 @@ from shardwise.checkpoint.weights import BaseWeights, load_weights
 from shardwise.errors import ConfigError, Interrupted
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.ddp import finish_reduction
-from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.lora.adapters import add_adapters
 from shardwise.parallel.materialize import build
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
+from shardwise.train.best import Best
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation, measure_isolation
@@ -44,6 +42,7 @@ from shardwise.train.data.samples import (
     samples_for,
     step_batches,
 )
+from shardwise.train.evaluate import Evaluation, evaluate, load_metrics
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
@@ -69,7 +68,7 @@ class Reporter(Protocol):
     def evaluating(self, share: float) -> None:
         """Report the progress of an evaluation."""
 
-    def evaluated(self, number: int, bits_per_byte: float) -> None:
+    def evaluated(self, number: int, found: Evaluation) -> None:
         """Report a finished evaluation."""
 
     def end(self) -> None:
@@ -105,7 +104,8 @@ class Outcome:
     steps: int
     tokens: int
     loss: float
-    heldout_bits_per_byte: float | None
+    evaluation: Evaluation | None
+    best: Best | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,10 @@ class TrainingRun:
         self.position = 0
         self.tokens = 0
         self.last_loss = math.nan
-        self.heldout_bits: float | None = None
+        self.evaluation: Evaluation | None = None
+        self.metrics = load_metrics(config.train.metrics)
+        asked = config.train
+        self.best = None if asked.best_metric is None else Best(asked.best_metric, asked.best_is)
         self.adapter_facts: dict[str, Any] = {}
 
     @property
@@ -170,6 +173,7 @@ class TrainingRun:
     def _run(self, model: nn.Module, saver: Saver) -> Outcome:
         self.saver = saver
         self._resume()
+        self._protect()
         if self.watch is not None:
             self.watch.begin(self.session, self._isolation())
         metrics = None
@@ -178,7 +182,8 @@ class TrainingRun:
             metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done, also)
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
-        self._steps(model, metrics)
+        if not self._enough():
+            self._steps(model, metrics)
         if self.watch is not None:
             self.watch.finish()
         path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
@@ -195,7 +200,7 @@ class TrainingRun:
                 f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
                 "the same command resumes from there"
             )
-        return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits)
+        return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.evaluation, self.best)
 
     def _isolation(self) -> Isolation | None:
         """Measure whether documents of this rank's first micro batch see each other."""
@@ -264,6 +269,8 @@ class TrainingRun:
             paused = time.perf_counter()
             self._between(result, metrics)
             clock += time.perf_counter() - paused  # evaluations and checkpoints are not step time
+            if self._enough():
+                break
 
     def _between(self, result: StepResult, metrics: MetricsFile | None) -> None:
         """Run evaluation and checkpoint after a step, if they are due."""
@@ -272,10 +279,10 @@ class TrainingRun:
             self.watch.between(self.session)
         if number == self.total:
             return
-        every = self.config.train.eval_every
+        every, better = self.config.train.eval_every, False
         if every and number % every == 0 and self.heldout is not None:
-            self._evaluate(metrics)
-        if self.config.checkpoint.every and number % self.config.checkpoint.every == 0:
+            better = self._evaluate(metrics)
+        if better or (self.config.checkpoint.every and number % self.config.checkpoint.every == 0):
             check_finite(result, scaled=self.session.scaler is not None)  # no checkpoint of weights that are NaN
             self._save(metrics)
 
@@ -296,18 +303,39 @@ class TrainingRun:
         )
         self.reporter.step(result.number, result.loss, per_second)
 
-    def _evaluate(self, metrics: MetricsFile | None) -> None:
+    def _evaluate(self, metrics: MetricsFile | None) -> bool:
+        """Evaluate on the held-out samples; return whether that is the best so far."""
         if self.heldout is None:
-            return
+            return False
         batch = max(self.micro_batch, 8)
         tick = self.reporter.evaluating if self.is_main else None
         limit = self.config.train.eval_samples
         self.session.phase = "evaluation"
-        self.heldout_bits = held_out_bits_per_byte(self.session, self.heldout, limit, batch, tick)
+        found = evaluate(self.session, self.heldout, limit, batch, self.metrics, tick)
         self.session.phase = "other"
-        if metrics is not None and self.heldout_bits is not None:
-            metrics.write(step=self.session.steps_done, heldout_bits_per_byte=self.heldout_bits)
-            self.reporter.evaluated(self.session.steps_done, self.heldout_bits)
+        if found is None:
+            return False
+        self.evaluation = found
+        if metrics is not None:
+            metrics.write(step=self.session.steps_done, **found.line())
+            self.reporter.evaluated(self.session.steps_done, found)
+        better = self.best is not None and self.best.is_better(found, self.session.steps_done)
+        self._protect()
+        return better
+
+    def _protect(self) -> None:
+        """Keep the best checkpoint, however old it becomes."""
+        if self.best is not None and self.best.step is not None:
+            self.saver.protected = {step_folder(self.best.step)}
+
+    def _enough(self) -> bool:
+        """Return whether the last evaluations were no better."""
+        patience = self.config.train.early_stopping
+        if not patience or self.best is None or self.best.worse < patience:
+            return False
+        if self.is_main:
+            self.reporter.log(f"early stopping: {self.best} was not bettered in {patience} evaluations")
+        return True
 
     def _save(self, metrics: MetricsFile | None) -> Folder:
         check_weights(self.session)
@@ -319,6 +347,7 @@ class TrainingRun:
             "scheduler": {"step": self.session.steps_done, "total": self.total},
             "optimizer": self.config.optimizer.model_dump(mode="json"),
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
+            **({} if self.best is None else {"best": self.best.state()}),
         }
         self.session.phase = "checkpoint"
         path = self.saver.save(
@@ -412,6 +441,8 @@ class TrainingRun:
             self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
             if session.scaler is not None and state["scaler"]:
                 session.scaler.load_state_dict(state["scaler"])
+            if self.best is not None:
+                self.best.restore(state.get("best"))
             steps = resume.steps_in_all(config, self.order.epoch, self.global_batch, manifest.step, self.position)
             self.total, told = steps, resume.news(manifest, config, self.plan, steps)
         if saved is not None:
@@ -429,45 +460,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])
         group["lr"] = rate * (initial / base)
-
-
-def held_out_bits_per_byte(
-    session: Session, samples: NumberedSamples, limit: int, batch: int, tick: Callable[[float], None] | None = None
-) -> float | None:
-    """Total cross-entropy of the first ``limit`` samples (0: all), in bits per byte of label.
-
-    Every rank evaluates its share with the same number of forwards; all return the same value. ``tick`` gets the
-    finished share. ``None`` if any rank was asked to stop meanwhile.
-    """
-    number = min(limit, len(samples)) if limit else len(samples)
-    dims, place, pipeline = session.plan.dims, session.place, session.applied.pipeline
-    rounds = math.ceil(number / (batch * dims.dp))
-    ids = np.full(rounds * dims.dp * batch, -1, dtype=np.int64)
-    ids[:number] = np.arange(number)
-    share = ids.reshape(rounds, dims.dp, batch)[:, place.dp]
-    total = torch.zeros((), dtype=torch.float64, device=session.device)
-    module = session.module
-    was_training = module.training
-    module.eval()
-    with torch.no_grad():
-        for index, row in enumerate(share):
-            inputs, labels = on_device(samples.batch(row), session.device)
-            if dims.cp > 1:
-                inputs, labels = sequence_share((inputs, labels), session.plan, place.cp)
-            if pipeline is not None:
-                loss = pipeline.evaluate([inputs], [labels], token_loss_sum)
-            else:
-                loss = token_loss_sum(call(module, inputs), labels)
-            if place.tp == 0:  # the others of its group have the same
-                total += loss
-            if tick is not None:
-                tick((index + 1) / rounds)
-            if session.stop_agreed():
-                break
-    module.train(was_training)
-    reshard(module)
-    if session.stopped:
-        return None
-    if session.ranks.world_size > 1:
-        dist.all_reduce(total)
-    return total.item() / math.log(2) / samples.label_bytes(number)

@@ -302,8 +302,8 @@ def _need_labels(number: int) -> int:
 class JoinedSources:
     """Samples of several sources, numbered one source after the other; a row is of one source."""
 
-    def __init__(self, parts: Sequence[NumberedSamples]) -> None:
-        self.parts = list(parts)
+    def __init__(self, parts: Sequence[NumberedSamples], names: Sequence[str]) -> None:
+        self.parts, self.names = list(parts), list(names)
         self.sizes = [len(part) for part in parts]
         self._firsts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
         self.isolated = all(isinstance(part, IsolatedSamples) for part in self.parts)
@@ -374,9 +374,10 @@ def samples_for(corpus: Corpus, config: Config, *, heldout: bool = False) -> Num
         if corpus.heldout is None:
             raise DataError("nothing is held out; set data.heldout_fraction, or data.heldout_path")
         tokens = corpus.heldout
-    parts = [part for number in range(len(tokens.sources) - 1) if (part := tokens.source(number)) is not None]
-    found = [_samples(part, table, corpus.separator, config.packing(corpus.kind)) for part in parts]
-    return found[0] if len(found) == 1 else JoinedSources(found)
+    names = (*corpus.sources, "heldout")  # documents of data.heldout_path come last
+    parts = {names[i]: part for i in range(len(tokens.sources) - 1) if (part := tokens.source(i)) is not None}
+    found = [_samples(part, table, corpus.separator, config.packing(corpus.kind)) for part in parts.values()]
+    return found[0] if len(found) == 1 else JoinedSources(found, list(parts))
 
 
 def _samples(tokens: Tokens, table: DataTable, separator: int, packing: str) -> NumberedSamples:
