@@ -78,7 +78,13 @@ def run_train(
     if rendezvous() is not None:
         from shardwise.run.rank_main import run_under_launcher
 
-        run_under_launcher(config, plan, as_json=as_json, calibration=calibration)
+        run_under_launcher(
+            config,
+            plan,
+            as_json=as_json,
+            calibration=calibration,
+            after=lambda: _export(config, console, as_json=as_json),
+        )
         return
     check_output(Path(config.train.output))
     with only_run_in(Path(config.train.output)), interrupted_before_start():
@@ -87,6 +93,16 @@ def run_train(
             print_dry_run(prepared, console, as_json=as_json)
             return
         launch(prepared.job, master_port)
+        _export(config, console, as_json=as_json)
+
+
+def _export(config: Config, console: Console, *, as_json: bool) -> None:
+    """Write the model where ``train.export`` asks for it."""
+    if config.train.export is None:
+        return
+    from shardwise.cli.export_model import export_model
+
+    export_model(config, console, as_json=as_json)
 
 
 def _prepared(
@@ -142,6 +158,7 @@ def _is_finished(config: Config, console: Console, *, as_json: bool) -> bool:
         f"({loss_text(done)}); raise train.steps to go on, or choose another train.output",
         markup=False,
     )
+    _export(config, console, as_json=as_json)
     if as_json:
         print(json.dumps(done))
     return True

@@ -9,6 +9,7 @@ import json
 import math
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,15 @@ def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, f
     return {"planned": planned, "found": found}
 
 
-def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Path | None = None) -> None:
-    """Run as a rank of torchrun, Slurm or similar: rank 0 prepares the job and sends it."""
+def run_under_launcher(
+    config: Any,
+    plan: Any,
+    *,
+    as_json: bool,
+    calibration: Path | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Run as a rank of torchrun, Slurm or similar: rank 0 prepares the job and sends it, and calls ``after`` it."""
 
     def inner() -> int:
         from shardwise.distributed.process_group import join, prepared_by_main
@@ -194,7 +202,10 @@ def run_under_launcher(config: Any, plan: Any, *, as_json: bool, calibration: Pa
             _print_plan(prepared, as_json)
             return prepared.job.to_json()
 
-        return run_launched(Job.model_validate_json(prepared_by_main(prepare, ranks, "the run")), ranks)
+        status = run_launched(Job.model_validate_json(prepared_by_main(prepare, ranks, "the run")), ranks)
+        if ranks.is_main and not status:
+            after()
+        return status
 
     guarded(inner)
 

@@ -91,7 +91,7 @@ def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
 def identity(config: Config) -> dict[str, Any]:
     """Return the facts that identify a run: all but distribution, saving and logging."""
     document = config.model_dump(mode="json")
-    told = ("log_every", "output", "profile", "profile_ranks", "trackers")
+    told = ("export", "log_every", "output", "profile", "profile_ranks", "trackers")
     train = {key: value for key, value in document["train"].items() if key not in told}
     tables = ["model", "data", "optimizer", *(["lora"] if adapter_of(config) != "none" else [])]
     return {**{key: document[key] for key in tables}, "train": train}

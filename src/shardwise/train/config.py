@@ -167,6 +167,9 @@ class TrainTable(Table):
     )
     best_is: Literal["lowest", "highest"] = Field("lowest", description="which value of best_metric is best")
     early_stopping: Count = Field(0, description="evaluations without a better best_metric that end the run; 0: none")
+    export: Literal["hf", "peft"] | None = Field(
+        None, description="at the end, a folder 'model' in output for transformers (adapters merged), or peft's"
+    )
     profile: str | None = Field(None, description="a torch.profiler trace of 'STEP' or 'STEP:COUNT', such as '20:3'")
     profile_ranks: list[Count] = Field(default_factory=lambda: [0], min_length=1, description="ranks that are traced")
     trackers: list[Tracker] = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,3 +192,47 @@ def _added(folder: Path | None, settings: dict[str, Any]) -> list[str]:
 def utf8(text: str) -> bytes:
     """Return a text's bytes; halves of surrogate pairs are replaced."""
     return text.encode("utf-8", errors="replace")
+
+
+def save_tokenizer(name: str, given: str | None, folder: Path) -> None:
+    """Write the tokenizer and its chat template as transformers loads them.
+
+    ``bytes`` becomes an equal tokenizer of the ``tokenizers`` library: the id of a byte is its value, 256 the end.
+
+    Raises:
+        DataError: the chat template does not exist.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    source = Path(name).expanduser()
+    if name == "bytes":
+        PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer(), eos_token=_END_OF_TEXT[1]).save_pretrained(folder)
+    elif source.is_dir():
+        for file in tokenizer_files(name):
+            if file.name.startswith(
+                ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat")
+            ):
+                shutil.copyfile(file, folder / file.name)
+    else:
+        end = load_tokenizer(name).end
+        PreTrainedTokenizerFast(tokenizer_file=str(source), eos_token=end).save_pretrained(folder)
+    if given is not None:
+        found = template_file(name, given)
+        text = CHATML if found is None else found.read_text(encoding="utf-8")
+        (folder / _TEMPLATE).write_text(text, encoding="utf-8")
+
+
+def _byte_tokenizer() -> Any:
+    """Return a tokenizer without merges whose ids are the values of bytes."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as FastTokenizer
+
+    # GPT-2's letters for bytes: printable Latin-1 stands for itself, the others for letters from 256 on
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in plain}
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in letters)}
+    made = FastTokenizer(models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(_END_OF_TEXT[1], special=True)])
+    return made
