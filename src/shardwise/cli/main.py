@@ -131,6 +131,12 @@ for _name, _of in _GROUPS.items():
         app.add_typer(_of, name=_name)
 
 _verb(
+    "init",
+    "init:run_init",
+    "Write a commented config that fine-tunes a model on your data, fitted to this machine. Downloads nothing.\n\n"
+    "Example: shardwise init ./my-model --data chats.jsonl -o chats.toml",
+)
+_verb(
     "train",
     "train:run_train",
     "Train a model from a config file; run the same command again to resume.\n\n"
