@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.run.job import prepare_job
 from shardwise.run.rank_main import run_job
+from shardwise.run.run_summary import keep_job
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.worlds import run_world
@@ -26,7 +27,9 @@ def train_example(name: str, overrides: Sequence[str]) -> None:
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"config": str(configs.ROOT / "examples" / "llama-2m")})}
     )
-    run_world(_rank, 2, prepare_job(config, lambda text: None).job.to_json())
+    job = prepare_job(config, lambda text: None).job
+    keep_job(job)
+    run_world(_rank, 2, job.to_json())
 
 
 @pytest.fixture(scope="session")
