@@ -65,6 +65,24 @@ def test_the_same_samples_and_losses(
     assert not far, far
 
 
+def test_a_mixture_fetches_the_same_samples_of_each_source(tmp_path: Path) -> None:
+    """4 → 2 → 1 ranks: each source goes on at its own place, and has its share."""
+    notes, texts = write_texts(tmp_path / "notes"), write_texts(tmp_path / "texts")
+    (notes / "0.txt").write_text("another beginning. " * 5)
+    sources = [{"path": str(texts), "weight": 0.75}, {"path": str(notes), "weight": 0.25}]
+    data = {"path": None, "sources": sources}
+    steps = {"steps": 24, "epochs": None, "eval_every": 0}
+    full = train(tmp_path / "alone", texts, ("ddp", 1, None), data, **steps)
+    found: Steps = {}
+    for leg in (("fsdp", 4, 7), ("ddp", 2, 15), ("zero1", 3, None)):
+        found |= train(tmp_path / "changing", texts, leg, data, **steps)
+    assert found == full
+    ids = [id_ for one in full.values() for id_ in one]
+    border = max(ids) // 2  # about as many samples each
+    share = sum(id_ <= border for id_ in ids) / len(ids)
+    assert len(ids) == 24 * GLOBAL_BATCH and abs(share - 0.75) < 3 * (0.75 * 0.25 / len(ids)) ** 0.5
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [

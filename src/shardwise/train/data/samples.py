@@ -220,10 +220,9 @@ class IsolatedSamples:
         """Share of the inputs that are tokens of documents, not padding."""
         return float(self._lengths.sum()) / (len(self) * self.seq_len)
 
-    @property
-    def num_documents(self) -> int:
-        """Number of documents (pieces of long ones) in all samples."""
-        return len(self._order)
+    def documents(self, ids: NDArray[np.int64]) -> int:
+        """Count the documents (pieces of long ones) in these samples."""
+        return int((self._rows[ids + 1] - self._rows[ids]).sum())
 
     def batch(self, ids: NDArray[np.int64]) -> tuple[dict[str, Tensor], Tensor]:
         """Return inputs with positions, and labels; see `NumberedSamples.batch`."""
