@@ -171,6 +171,24 @@ def check_isolated(config: Config, kind: str, module: nn.Module, plan: Plan) -> 
         raise PlanError(*problems)
 
 
+def check_generated(config: Config, kind: str, plan: Plan) -> None:
+    """Check the prompts of ``train.generate`` before ranks start.
+
+    Raises:
+        UserError: one does not fit, or the plan splits sequences.
+    """
+    if not config.train.generate:
+        return
+    from shardwise.train.generate import Generator
+
+    if plan.dims.cp > 1:
+        raise PlanError(
+            f"train.generate is not for {plan.strategy}, which splits sequences over ranks; remove it, or name a "
+            "strategy without +cp"
+        )
+    Generator(config, kind)
+
+
 def check_output(folder: Path) -> None:
     """Check that the run folder exists or can be created, and is writable.
 

@@ -31,6 +31,7 @@ from shardwise.run.calibration import corrected_costs, read_links
 from shardwise.run.checks import (
     adapter_of,
     check_engine,
+    check_generated,
     check_isolated,
     check_model_path,
     check_output,
@@ -290,6 +291,7 @@ def choose_plan(
         choice = replace(choice, plan=with_options(choice.plan, config), precision=told)
     check_model(spec, choice.plan)
     check_isolated(config, corpus.kind, module, choice.plan)
+    check_generated(config, corpus.kind, choice.plan)
     if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
         raise PlanError(*unfit)
     if not choice.plan.dims.splits_model:

@@ -162,6 +162,8 @@ class TrainTable(Table):
         default_factory=list,
         description="package.module:function(outputs, labels) -> sum, count; evaluated beside the loss",
     )
+    generate: list[str] = Field(default_factory=list, description="prompts that the model continues at evaluations")
+    generate_tokens: Few = Field(32, description="tokens of each continuation")
     best_metric: Named | None = Field(
         None, description="heldout_loss, heldout_loss/SOURCE or a metric: its best checkpoint is kept"
     )
@@ -189,6 +191,8 @@ class TrainTable(Table):
             given = "neither; add one" if self.steps is None else both
             problems.append(f"needs exactly one of 'steps' and 'epochs', got {given}")
         problems += self._profile_problems()
+        if "generate_tokens" in self.model_fields_set and not self.generate:
+            problems.append("'generate_tokens' has an effect with 'generate' only; set that, or remove it")
         for key in ("best_is", "early_stopping"):
             if key in self.model_fields_set and self.best_metric is None:
                 problems.append(f"'{key}' has an effect with 'best_metric' only; set that, or remove it")

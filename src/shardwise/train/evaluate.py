@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError
 from shardwise.import_object import load_object
+from shardwise.parallel.chunked_loss import LateLogits
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.data.samples import JoinedSources, NumberedSamples, on_device
-from shardwise.train.loss import token_loss_sum
+from shardwise.train.loss import full_logits, token_loss_sum
 from shardwise.train.session import Session
 
 Metric = Callable[[Any, torch.Tensor], tuple[Any, Any]]
@@ -131,6 +133,18 @@ def evaluate(
     )
 
 
+def _with_full_logits(outputs: Any) -> Any:
+    """Return outputs as one process has them."""
+    if isinstance(outputs, torch.Tensor | LateLogits) or not hasattr(outputs, "logits"):
+        return full_logits(outputs) if isinstance(outputs, torch.Tensor | LateLogits) else outputs
+    logits = full_logits(outputs)
+    if logits is outputs.logits:
+        return outputs
+    given = copy.copy(outputs)
+    given.logits = logits
+    return given
+
+
 def _sums(
     session: Session,
     samples: NumberedSamples,
@@ -148,8 +162,9 @@ def _sums(
     total = torch.zeros(1 + 2 * len(metrics), dtype=torch.float64, device=session.device)
 
     def measured(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        given = _with_full_logits(outputs) if metrics else outputs
         for index, metric in enumerate(metrics.values()):
-            value, terms = metric(outputs, labels)
+            value, terms = metric(given, labels)
             if place.tp == 0:  # the others of its group have the same
                 total[1 + 2 * index] += float(value)
                 total[2 + 2 * index] += float(terms)

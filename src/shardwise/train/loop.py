@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -44,6 +45,7 @@ from shardwise.train.data.samples import (
 )
 from shardwise.train.evaluate import Evaluation, evaluate, load_metrics
 from shardwise.train.finite import check_weights
+from shardwise.train.generate import Generator
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
@@ -146,6 +148,7 @@ class TrainingRun:
         self.evaluation: Evaluation | None = None
         self.metrics = load_metrics(config.train.metrics)
         asked = config.train
+        self.generator = Generator(config, corpus.kind) if asked.generate else None
         self.best = None if asked.best_metric is None else Best(asked.best_metric, asked.best_is)
         self.adapter_facts: dict[str, Any] = {}
 
@@ -319,9 +322,24 @@ class TrainingRun:
         if metrics is not None:
             metrics.write(step=self.session.steps_done, **found.line())
             self.reporter.evaluated(self.session.steps_done, found)
+        self._generate()
         better = self.best is not None and self.best.is_better(found, self.session.steps_done)
         self._protect()
         return better
+
+    def _generate(self) -> None:
+        """Let the model continue the prompts of ``train.generate``, and keep what it writes."""
+        if self.generator is None:
+            return
+        self.session.phase = "evaluation"
+        texts = self.generator.texts(self.session)
+        self.session.phase = "other"
+        if not self.is_main:
+            return
+        with (self.output / "samples.jsonl").open("a", encoding="utf-8") as file:
+            for prompt, text in zip(self.generator.prompts, texts, strict=True):
+                file.write(json.dumps({"step": self.session.steps_done, "prompt": prompt, "text": text}) + "\n")
+                self.reporter.log(f"{prompt!r} → {text!r}")
 
     def _protect(self) -> None:
         """Keep the best checkpoint, however old it becomes."""

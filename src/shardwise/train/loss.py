@@ -94,6 +94,14 @@ class _CutCrossEntropy(Function):
         return found.to(local.dtype), None, None, None, None
 
 
+def full_logits(outputs: Any) -> torch.Tensor:
+    """Return all logits of ``outputs`` on this rank: gathered over the vocabulary, or computed where they are late."""
+    logits = outputs if isinstance(outputs, torch.Tensor | LateLogits) else outputs.logits
+    if isinstance(logits, LateLogits):
+        return logits.full()
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
 def count_labels(labels: Any) -> int:
     """Count the terms of a summed loss: integer labels other than ``-100``, else samples."""
     if not isinstance(labels, torch.Tensor):
