@@ -132,7 +132,5 @@ def test_what_is_better() -> None:
 def test_prompts_that_cannot_be_continued(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.generate: the longest prompt and train.generate_tokens 99 are"):
         prepare_job(config(tmp_path, "ddp", generate_tokens=99), lambda text: None)
-    with pytest.raises(
-        PlanError, match=r"train\.generate is not for ddp\+cp2|data\.pack 'isolated' is not for ddp\+cp2"
-    ):
+    with pytest.raises(PlanError, match=r"is not for ddp\+cp2"):
         prepare_job(config(tmp_path, "ddp+cp2"), lambda text: None)

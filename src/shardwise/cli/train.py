@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,13 +79,8 @@ def run_train(
     if rendezvous() is not None:
         from shardwise.run.rank_main import run_under_launcher
 
-        run_under_launcher(
-            config,
-            plan,
-            as_json=as_json,
-            calibration=calibration,
-            after=lambda: _export(config, console, as_json=as_json),
-        )
+        export = partial(_export, config, console, as_json=as_json)
+        run_under_launcher(config, plan, as_json=as_json, calibration=calibration, after=export)
         return
     check_output(Path(config.train.output))
     with only_run_in(Path(config.train.output)), interrupted_before_start():

@@ -14,7 +14,15 @@ from typing import Any
 
 from shardwise.measure.step_time.timing import BETWEEN, WAITS, Timing
 from shardwise.report.html.layout_parts import colour, ordered, words
-from shardwise.report.html.run_record import BenchSamples, Column, Curve, Evaluation, Memory, SavedCheckpoint, Series
+from shardwise.report.html.run_record import (
+    BenchSamples,
+    Column,
+    Curve,
+    LoggedEvaluation,
+    Memory,
+    SavedCheckpoint,
+    Series,
+)
 
 Figure = dict[str, Any]
 SMALL = 0.005
@@ -94,7 +102,7 @@ def loss_figure(series: Series) -> Figure | None:
     return figure(data, x="step", y="training loss (nats a token)", annotations=labels, margin={"r": LABELS})
 
 
-def heldout_figure(evaluations: Sequence[Evaluation]) -> Figure | None:
+def heldout_figure(evaluations: Sequence[LoggedEvaluation]) -> Figure | None:
     """Plot held-out bits per byte over steps; ``None`` for fewer than two evaluations."""
     if len(evaluations) < 2:
         return None

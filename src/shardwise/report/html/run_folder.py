@@ -30,8 +30,8 @@ from shardwise.report.html.environment_section import ENVIRONMENT
 from shardwise.report.html.run_record import (
     BenchSamples,
     Column,
-    Evaluation,
     Figures,
+    LoggedEvaluation,
     Memory,
     RunRecord,
     SavedCheckpoint,
@@ -180,7 +180,7 @@ def read_run(
         figures=_figures(steps, saves, _Told(summary, job, timing, memory, plan, use), done),
         series=series_of(steps),
         evaluations=tuple(
-            Evaluation(step=line["step"], heldout_bits_per_byte=line["heldout_bits_per_byte"])
+            LoggedEvaluation(step=line["step"], heldout_bits_per_byte=line["heldout_bits_per_byte"])
             for line in lines
             if _finite(line.get("heldout_bits_per_byte")) is not None
         ),

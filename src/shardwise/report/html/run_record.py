@@ -78,7 +78,7 @@ class Series(_Frozen):
     between_s: dict[str, Column] = {}
 
 
-class Evaluation(_Frozen):
+class LoggedEvaluation(_Frozen):
     """Bits per byte of the held-out documents after a step."""
 
     step: int
@@ -152,7 +152,7 @@ class RunRecord(_Frozen):
     through_step: int | None = None
     figures: Figures = Figures()
     series: Series = Series()
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[LoggedEvaluation, ...] = ()
     saves: tuple[SavedCheckpoint, ...] = ()
     timing: Timing | None = None
     findings: tuple[Finding, ...] | None = None
