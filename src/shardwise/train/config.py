@@ -7,7 +7,6 @@ file, applies ``key=value`` overrides and reports every problem in one `ConfigEr
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
@@ -36,6 +35,7 @@ from shardwise.train.config_values import (
     Ranks,
     Rate,
     RunFolder,
+    profile_steps,
     unfit_values,
 )
 from shardwise.units import listed
@@ -141,10 +141,12 @@ class OptimizerTable(Table):
     eps: float = Field(1e-8, ge=1e-38, le=1, description="of the update's denominator")  # smaller ones are 0 in fp32
     weight_decay: float = Field(0.0, ge=0, le=100, description="decoupled from the gradient")
     momentum: Fraction = Field(0.0, description="of sgd")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="the learning rate after the warm-up, to the end of the run"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine",
+        description="the learning rate after the warm-up, to the end of the run; wsd: stable, then down",
     )
     warmup_steps: Count = Field(0, description="steps in which the learning rate rises to lr")
+    decay_fraction: float = Field(0.1, gt=0, le=1, description="of wsd: last part of the run, where the rate falls")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
     clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' means no limit")
     in_backward: bool = option_field("optimizer_in_backward")
@@ -181,30 +183,11 @@ class OptimizerTable(Table):
             )
         if "min_lr_ratio" in self.model_fields_set and self.schedule == "constant":
             raise ValueError("'min_lr_ratio' has no effect with schedule 'constant'; remove it")
+        if "decay_fraction" in self.model_fields_set and self.schedule != "wsd":
+            raise ValueError(
+                f"'decay_fraction' has no effect with schedule '{self.schedule}', only with wsd; remove it"
+            )
         return self
-
-
-FIRST_TRACED, MOST_TRACED = 4, 100  # receipts inspect the earlier steps; viewers cannot open a trace of many steps
-
-
-def profile_steps(text: str) -> tuple[int, int]:
-    """Parse ``STEP`` or ``STEP:COUNT`` into the first step and the number of steps.
-
-    Raises:
-        ValueError: malformed, or a number is out of range.
-    """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    if found is None:
-        raise ValueError(f"'profile' is '{text}': it must be STEP or STEP:COUNT, such as '20' or '20:3'")
-    first, count = int(found[1]), int(found[2] or 1)
-    if first < FIRST_TRACED:
-        raise ValueError(
-            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are checked by the "
-            f"receipts; begin at {FIRST_TRACED} or later"
-        )
-    if not 1 <= count <= MOST_TRACED:
-        raise ValueError(f"'profile' asks for {count} steps; a trace has 1 to {MOST_TRACED}")
-    return first, count
 
 
 class TrainTable(Table):

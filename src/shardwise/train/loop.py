@@ -44,6 +44,7 @@ from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
+from shardwise.train.training_parts import TrainingParts
 
 
 class Reporter(Protocol):
@@ -71,10 +72,11 @@ class Reporter(Protocol):
 class RunCallback(Protocol):
     """Callback during a run, on every rank."""
 
-    def begin(self, session: Session, isolation: Isolation | None = None) -> None:
+    def begin(self, session: Session, isolation: Isolation | None = None, parts: TrainingParts | None = None) -> None:
         """Called before the first step, with the model built and the checkpoint loaded.
 
-        ``isolation`` is what was measured where documents share samples and must not see each other.
+        ``isolation`` is what was measured where documents share samples and must not see each other; ``parts`` are
+        what the config's options add.
         """
 
     def told(self) -> dict[str, Any]:
@@ -162,8 +164,9 @@ class TrainingRun:
     def _run(self, model: nn.Module, saver: Saver) -> Outcome:
         self.saver = saver
         self._resume()
+        self.parts = TrainingParts(learning_rate(self.config.optimizer, self.total))
         if self.watch is not None:
-            self.watch.begin(self.session, self._isolation())
+            self.watch.begin(self.session, self._isolation(), self.parts)
         metrics = None
         if self.is_main:
             also = None if self.watch is None else self.watch.wrote
@@ -236,7 +239,7 @@ class TrainingRun:
 
     def _steps(self, model: nn.Module, metrics: MetricsFile | None) -> None:
         config, session, optimizer = self.config, self.session, self.session.optimizer
-        rate = learning_rate(config.optimizer, self.total)
+        rate = self.parts.rate
         clock = time.perf_counter()
         since, tokens_since = session.steps_done, 0
         batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)

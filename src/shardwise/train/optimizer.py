@@ -102,19 +102,23 @@ def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float
 
 
 def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], float]:
-    """Return the learning rate by step: linear warm-up, then constant, linear or cosine decay.
+    """Return the learning rate by step: linear warm-up, then what ``optimizer.schedule`` names.
 
-    A pure function of the step, so that a resumed run needs no scheduler state.
+    ``wsd`` (Hu 2024, arXiv 2404.06395; Hägele 2024, arXiv 2405.18392) stays at ``lr`` and falls in a line in the last
+    ``decay_fraction`` of all steps, not before the warm-up ends. A pure function of the step, so that a resumed run
+    needs no scheduler state.
     """
-    lowest = table.lr * table.min_lr_ratio
+    lowest, begin = table.lr * table.min_lr_ratio, table.warmup_steps
+    if table.schedule == "wsd":
+        begin = max(begin, total_steps - round(table.decay_fraction * total_steps))
 
     def rate(step: int) -> float:
         if step <= table.warmup_steps:
             return table.lr * step / table.warmup_steps
-        if table.schedule == "constant":
+        if table.schedule == "constant" or step <= begin:
             return table.lr
-        done = min(1.0, (step - table.warmup_steps) / max(1, total_steps - table.warmup_steps))
-        left = 1.0 - done if table.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        done = min(1.0, (step - begin) / max(1, total_steps - begin))
+        left = 0.5 * (1.0 + math.cos(math.pi * done)) if table.schedule == "cosine" else 1.0 - done
         return lowest + (table.lr - lowest) * left
 
     return rate
