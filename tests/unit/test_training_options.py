@@ -13,7 +13,6 @@ from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.train.config import OptimizerTable
 from shardwise.train.loop import set_learning_rate
 from shardwise.train.optimizer import learning_rate
-from shardwise.train.training_parts import TrainingParts
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -34,7 +33,7 @@ def test_the_rate_of_a_step_is_read_off_the_optimizer() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.5)
     session: Any = SimpleNamespace(optimizer=optimizer)
     step: Any = SimpleNamespace(number=2)
-    parts = TrainingParts(learning_rate(table, 20))
+    parts: Any = SimpleNamespace(rate=learning_rate(table, 20))
     for rate, ok in ((0.25, True), (0.5, False)):
         set_learning_rate(optimizer, rate, 0.5)
         (line,) = TrainingLines(config, parts).lines(session, step)

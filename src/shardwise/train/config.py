@@ -38,6 +38,7 @@ from shardwise.train.config_values import (
     profile_steps,
     unfit_values,
 )
+from shardwise.train.training_options import TrainingOptions
 from shardwise.units import listed
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -190,7 +191,7 @@ class OptimizerTable(Table):
         return self
 
 
-class TrainTable(Table):
+class TrainTable(TrainingOptions, Table):
     """``[train]``: duration, batch size and output."""
 
     steps: Positive | None = Field(None, description="optimizer steps; exactly one of steps and epochs")

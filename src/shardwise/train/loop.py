@@ -44,7 +44,7 @@ from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
-from shardwise.train.training_parts import TrainingParts
+from shardwise.train.training_parts import TrainingLoss, TrainingParts
 
 
 class Reporter(Protocol):
@@ -164,7 +164,8 @@ class TrainingRun:
     def _run(self, model: nn.Module, saver: Saver) -> Outcome:
         self.saver = saver
         self._resume()
-        self.parts = TrainingParts(learning_rate(self.config.optimizer, self.total))
+        rate = learning_rate(self.config.optimizer, self.total)
+        self.parts = TrainingParts(rate, TrainingLoss(self.config.train))
         if self.watch is not None:
             self.watch.begin(self.session, self._isolation(), self.parts)
         metrics = None
@@ -245,7 +246,7 @@ class TrainingRun:
         batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)
         for step in session.run_windows(batches, limit=self.total - session.steps_done):
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
-            step.run(model, token_loss_sum)
+            step.run(model, self.parts.loss)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             self.tokens += result.tokens

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.parallel.chunked_loss import LateLogits
 from shardwise.receipts.receipt import Line
 from shardwise.train.config import Config
+from shardwise.train.loss import IGNORED
 from shardwise.train.session import Session
 from shardwise.train.step import Step
+from shardwise.train.training_options import TrainingOptions
 from shardwise.train.training_parts import TrainingParts
+
+_SHARE, _ROUNDING = 0.01, 1e-6  # of what the terms add, and of the cross-entropy in fp32
+_ROWS = 256  # logits compared at once
+
+
+def loss_by_formula(outputs: Any, labels: torch.Tensor, options: TrainingOptions) -> tuple[float, float]:
+    """Return the summed loss with the options' terms, and the cross-entropy, in float64, written out."""
+    logits = outputs if isinstance(outputs, torch.Tensor | LateLogits) else outputs.logits
+    hidden = logits.hidden if isinstance(logits, LateLogits) else logits
+    whole = hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
+    found = torch.zeros(2, dtype=torch.float64)
+    for rows, some in zip(whole.flatten(0, -2).split(_ROWS), labels.flatten().split(_ROWS), strict=True):
+        part = LateLogits(rows, logits.head).full() if isinstance(logits, LateLogits) else rows
+        part, counts = part.double(), some != IGNORED
+        logsumexp = part.logsumexp(-1)
+        plain = logsumexp - part.gather(-1, some.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
+        even = logsumexp - part.mean(-1)
+        share = options.label_smoothing
+        full = (1 - share) * plain + share * even + options.z_loss * logsumexp.square()
+        found += torch.stack([full[counts].sum(), plain[counts].sum()]).cpu()
+    return float(found[0]), float(found[1])
 
 
 class TrainingLines:
@@ -16,17 +46,46 @@ class TrainingLines:
 
     def __init__(self, config: Config, parts: TrainingParts) -> None:
         self._config, self._parts = config, parts
+        self._losses: tuple[float, float, float] | None = None  # of a label: found, planned, and the cross-entropy
 
     def start(self, session: Session, step: Step) -> None:
         """Begin to observe."""
+        train = self._config.train
+        if train.label_smoothing or train.z_loss:
+            self._losses, self._parts.loss.watcher = None, functools.partial(self._see_loss, session)
 
     def stop(self) -> None:
         """Stop; the records stay."""
+        self._parts.loss.watcher = None
 
     def lines(self, session: Session, step: Step) -> Iterator[Line]:
         """Yield the lines that this rank can check alone."""
         if self._config.optimizer.schedule == "wsd":
             yield self._rate_line(session, step)
+        if self._losses is not None:
+            yield self._loss_line(*self._losses)
+
+    def _see_loss(self, session: Session, outputs: Any, labels: torch.Tensor, loss: torch.Tensor) -> None:
+        """Compare the loss of the first micro batch that has labels with the formula, unseen by other recorders."""
+        count = int((labels != IGNORED).sum())
+        if self._losses is not None or not count:
+            return
+        phase, session.phase = session.phase, "other"
+        with _disable_current_modes(), torch.no_grad():
+            planned, plain = loss_by_formula(outputs, labels, self._config.train)
+        session.phase = phase
+        self._losses = float(loss.detach()) / count, planned / count, plain / count
+
+    def _loss_line(self, found: float, planned: float, plain: float) -> Line:
+        train = self._config.train
+        terms = {"label_smoothing": train.label_smoothing, "z_loss": train.z_loss}
+        names = ", ".join(f"{name} {value:g}" for name, value in terms.items() if value)
+        return Line(
+            name="loss terms",
+            planned=f"{planned:.6g} a label ({names}; cross-entropy {plain:.6g})",
+            found=f"{found:.6g} a label",
+            ok=abs(found - planned) <= max(_SHARE * abs(planned - plain), _ROUNDING * abs(plain)),
+        )
 
     def _rate_line(self, session: Session, step: Step) -> Line:
         base = self._config.optimizer.lr

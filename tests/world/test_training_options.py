@@ -1,0 +1,205 @@
+"""Training options on real ranks: gradients are those of one process, and each option has a line that can be false."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise.train.training_parts as training_parts
+from shardwise.receipts.effects import EffectsRecorder
+from shardwise.receipts.lines.training_lines import TrainingLines
+from shardwise.run.job import Job, prepare_job
+from shardwise.run.start import start
+from shardwise.train.config import read_config
+from shardwise.train.loss import token_loss_sum
+from tests.cli import configs
+from tests.contract import CLIP, LIMIT, Case, Gradients, Still, Watch, gradients_here, ragged, worst
+from tests.families import family
+from tests.kept import kept
+from tests.worlds import run_each
+
+TERMS = {"label_smoothing": 0.15, "z_loss": 0.02}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+CASES = [
+    Case(2, "ddp", "llama"),
+    Case(2, "fsdp", "llama"),
+    Case(2, "ddp+tp2", "llama", options={"loss_parallel": True}),
+    Case(2, "fsdp+tp2", "qwen3", options={"loss_parallel": False}),
+    Case(2, "ddp+pp2", "llama"),
+    Case(2, "fsdp", "qwen3", options={"loss_chunks": 3}),
+    Case(2, "ddp", "gpt2", options={"loss_chunks": 7}),
+]
+
+
+def by_formula(model: nn.Module, batches: list[Any]) -> tuple[Gradients, float]:
+    """One process over the global batch; the loss of a label is written out."""
+    total: Any = 0.0
+    for inputs, labels in batches:
+        logits = model(inputs).logits
+        probabilities = logits.softmax(-1)
+        smooth = torch.full_like(logits, TERMS["label_smoothing"] / logits.shape[-1])
+        own = nn.functional.one_hot(labels.clamp_min(0), logits.shape[-1]).to(logits) * (1 - TERMS["label_smoothing"])
+        one = -((smooth + own) * probabilities.log()).sum(-1) + TERMS["z_loss"] * logits.exp().sum(-1).log() ** 2
+        total = total + one[labels != -100].sum()
+    loss = total / sum(int((labels != -100).sum()) for _, labels in batches)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, float(loss.detach())
+
+
+def terms(case: Case) -> float:
+    """The worst error of gradients and losses of two windows."""
+    per_window = case.plan.dims.dp * case.accum
+    batches = ragged(2 * per_window)
+    session = start(case.plan, receipts=False)
+    session.observers.append(watch := Watch(gradients_here))
+    model = family(case.model, layers=2)
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
+    errors = []
+    for index, step in enumerate(session.steps(batches)):
+        step.run(model, functools.partial(token_loss_sum, **TERMS))
+        result = step.update(optimizer, clip_norm=CLIP)
+        window = batches[index * per_window : (index + 1) * per_window]
+        gradients, loss = kept(
+            ("terms", case.model, len(batches), index),
+            lambda window=window: by_formula(family(case.model, layers=2), window),
+        )
+        errors += [worst(watch.raw, gradients)[0], abs(result.loss - loss) / abs(loss)]
+    session.close()
+    return max(errors)
+
+
+def test_the_gradient_of_smoothed_labels_and_z_loss_is_that_of_the_formula() -> None:
+    found = run_each(terms, 2, [(case,) for case in CASES])
+    wrong = {str(case): max(errors) for case, errors in zip(CASES, found, strict=True) if not max(errors) <= LIMIT}
+    assert not wrong
+
+
+class Silent:
+    """Reporter that keeps lines."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def log(self, text: str) -> None:
+        self.said.append(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+class Listener:
+    """Callbacks of a run: keeps the receipt of its second step."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.effects = EffectsRecorder(strict=False)
+
+    def begin(self, session: Any, isolation: Any = None, parts: Any = None) -> None:
+        self.effects.more.append(TrainingLines(self.job.config, parts))
+
+    def told(self) -> dict[str, Any]:
+        return {}
+
+    def wrote(self, line: dict[str, Any]) -> None: ...
+
+    def between(self, session: Any) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def train_here(text: str, sabotage: str = "") -> dict[str, tuple[str, str, bool | None]]:
+    """The loop of `shardwise train` on this rank: name → planned, found and ok of each line."""
+    from shardwise.distributed.process_group import join
+    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.loop import TrainingRun
+    from shardwise.train.session import Session
+
+    job = Job.model_validate_json(text)
+    session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
+    listener = Listener(job)
+    session.observers.append(listener.effects)
+    with broken(sabotage):
+        TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, Silent(), listener).train()
+    session.close()
+    receipt = listener.effects.receipt
+    assert receipt is not None
+    return {line.name: (line.planned, line.found, line.ok) for line in receipt.lines}
+
+
+def broken(how: str) -> Any:
+    """Undo one option where it takes effect."""
+    patch = pytest.MonkeyPatch()
+    if how == "no terms":
+        patch.setattr(
+            training_parts, "token_loss_sum", lambda outputs, labels, **terms: token_loss_sum(outputs, labels)
+        )
+    return _Undo(patch)
+
+
+class _Undo:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None:
+        self.patch.undo()
+
+
+def job_of(folder: Path, strategy: str, **tables: dict[str, Any]) -> str:
+    """A prepared run of four steps under a strategy."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"factory": None, "config": str(folder)},
+        "train": {"steps": 4, "eval_samples": 4},
+        "parallel": {"strategy": strategy},
+        "checkpoint": {"every": 0},
+    }
+    for table, keys in tables.items():
+        changes[table] = {**changes.get(table, {}), **keys}
+    return prepare_job(read_config(configs.write_config(folder, **changes)), lambda text: None).job.to_json()
+
+
+def receipts(tmp_path: Path, runs: dict[str, tuple[str, str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    """Strategy, sabotage and tables of each run: its lines, all in one world."""
+    calls = [
+        (job_of(tmp_path / str(number), strategy, **tables), sabotage)
+        for number, (strategy, sabotage, tables) in enumerate(runs.values())
+    ]
+    yield from ((name, ranks[0]) for name, ranks in zip(runs, run_each(train_here, 2, calls), strict=True))
+
+
+def test_lines_of_the_schedule_and_of_the_loss(tmp_path: Path) -> None:
+    wsd = {"schedule": "wsd", "decay_fraction": 0.5, "warmup_steps": 0}
+    runs = {
+        "ddp": ("ddp", "", {"train": TERMS, "optimizer": wsd}),
+        "fsdp": ("fsdp", "", {"train": {**TERMS, "loss_chunks": 3}}),
+        "tp": ("ddp+tp2", "", {"train": {"z_loss": 1e-4}, "parallel": {"loss_parallel": True}}),
+        "pp": ("ddp+pp2", "", {"train": {"label_smoothing": 0.1}}),
+        "broken": ("ddp", "no terms", {"train": TERMS}),
+        "neither": ("ddp", "", {}),
+    }
+    for name, lines in receipts(tmp_path, runs):
+        planned, found, ok = lines.pop("loss terms", ("", "", None))
+        assert ok is {"broken": False, "neither": None}.get(name, True), (name, planned, found)
+        assert not [line for line in lines.items() if line[1][2] is False], name
+        if name == "ddp":
+            assert "(label_smoothing 0.15, z_loss 0.02; cross-entropy " in planned
+            assert lines["learning rate (wsd)"] == ("0.01 at step 2", "0.01 at step 2", True)
