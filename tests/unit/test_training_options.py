@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from shardwise.errors import ConfigError, ModelError
 from shardwise.receipts.lines.training_lines import TrainingLines
-from shardwise.train.config import OptimizerTable
+from shardwise.train.config import OptimizerTable, read_config
 from shardwise.train.loop import set_learning_rate
+from shardwise.train.noise import EmbeddingNoise, embedding_name
 from shardwise.train.optimizer import learning_rate
+from tests.cli.configs import write_config
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -33,8 +38,56 @@ def test_the_rate_of_a_step_is_read_off_the_optimizer() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.5)
     session: Any = SimpleNamespace(optimizer=optimizer)
     step: Any = SimpleNamespace(number=2)
-    parts: Any = SimpleNamespace(rate=learning_rate(table, 20))
+    parts: Any = SimpleNamespace(rate=learning_rate(table, 20), noise=None)
     for rate, ok in ((0.25, True), (0.5, False)):
         set_learning_rate(optimizer, rate, 0.5)
         (line,) = TrainingLines(config, parts).lines(session, step)
         assert (line.planned, line.found, line.ok) == ("0.25 at step 2", f"{rate:g} at step 2", ok)
+
+
+class Two(torch.nn.Module):
+    """Tokens and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = torch.nn.Embedding(5, 4), torch.nn.Embedding(3, 4)
+
+
+class Named(Two):
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.tokens
+
+
+def test_the_embedding_of_the_tokens_is_found_or_asked_for() -> None:
+    assert embedding_name(Named()) == "tokens"
+    assert embedding_name(torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))) == "0"
+    with pytest.raises(ModelError, match=r"Two has 2 nn.Embedding \(tokens, positions\); define get_input_embeddings"):
+        embedding_name(Two())
+    with pytest.raises(ModelError, match=r"has no nn.Embedding"):
+        embedding_name(torch.nn.Linear(2, 2))
+
+
+def test_noise_is_uniform_and_only_in_training() -> None:
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(7, 64)
+    EmbeddingNoise(4.0, embedding)
+    ids = torch.randint(7, (9, 16))
+    clean = embedding.weight[ids]
+    added = embedding(ids) - clean
+    most = 4.0 / math.sqrt(16 * 64)
+    assert 0.99 * most < added.abs().max() <= most * 1.00001
+    assert added.mean().abs() < 0.02 * most
+    assert float(added.detach().square().mean()) == pytest.approx(most**2 / 3, rel=0.02)
+    assert torch.equal(embedding.eval()(ids), clean)
+
+
+def problems_of(tmp_path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        read_config(write_config(tmp_path), overrides)
+    return str(raised.value)
+
+
+def test_what_a_strategy_cannot_do_is_said_together(tmp_path: Path) -> None:
+    said = problems_of(tmp_path, "parallel.strategy=ddp+tp2", "train.neftune_alpha=5", "optimizer.name=adafactor")
+    assert "'train.neftune_alpha' is not for ddp+tp2: tensor parallel shards the embedding" in said
+    assert "optimizer.name 'adafactor' is not for +tp" in said

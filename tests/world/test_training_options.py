@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise.train.noise as noise
 import shardwise.train.training_parts as training_parts
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.lines.training_lines import TrainingLines
@@ -149,6 +150,9 @@ def broken(how: str) -> Any:
         patch.setattr(
             training_parts, "token_loss_sum", lambda outputs, labels, **terms: token_loss_sum(outputs, labels)
         )
+    if how == "half the noise":
+        honest = noise.EmbeddingNoise.__init__
+        patch.setattr(noise.EmbeddingNoise, "__init__", lambda self, alpha, *more: honest(self, alpha / 2, *more))
     return _Undo(patch)
 
 
@@ -184,6 +188,23 @@ def receipts(tmp_path: Path, runs: dict[str, tuple[str, str, dict[str, Any]]]) -
         for number, (strategy, sabotage, tables) in enumerate(runs.values())
     ]
     yield from ((name, ranks[0]) for name, ranks in zip(runs, run_each(train_here, 2, calls), strict=True))
+
+
+def test_lines_of_the_noise(tmp_path: Path) -> None:
+    """Each strategy's line; evaluation is without noise, so that it is the same whatever is drawn."""
+    train = {"neftune_alpha": 5.0}
+    name = "embedding noise (neftune_alpha 5)"
+    runs = {
+        "ddp": ("ddp", "", {"train": {**train, "loss_chunks": 3}}),
+        "fsdp": ("fsdp", "", {"train": train, "parallel": {"recompute": "full"}}),
+        "cp": ("fsdp+cp2", "", {"train": train}),
+        "pp": ("ddp+pp2", "", {"train": train}),
+        "broken": ("fsdp", "half the noise", {"train": train}),
+    }
+    for run, lines in receipts(tmp_path, runs):
+        assert lines[name][0] == "uniform, up to 0.221, 0.11 on average", run
+        assert lines.pop(name)[2] is (run != "broken"), run
+        assert not [line for line in lines.items() if line[1][2] is False], run
 
 
 def test_lines_of_the_schedule_and_of_the_loss(tmp_path: Path) -> None:

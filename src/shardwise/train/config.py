@@ -400,7 +400,9 @@ class Config(Table):
     def _optimizer_goes_with_the_strategy(self) -> Self:
         parallel, optimizer = self.parallel, self.optimizer
         named = None if parallel.strategy == "auto" else parse_strategy(parallel.strategy)
-        problems = [] if named is None else optimizer_problems(optimizer, named)
+        problems = []
+        if named is not None:
+            problems = [*optimizer_problems(optimizer, named), *self.train.strategy_problems(named)]
         if optimizer.in_backward and named is None:
             problems.append(
                 "'optimizer.in_backward' is not for every strategy, and 'parallel.strategy' is auto; "

@@ -40,6 +40,7 @@ from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
+from shardwise.train.noise import EmbeddingNoise, embedding_name
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.session import Session
@@ -139,6 +140,7 @@ class TrainingRun:
         self.last_loss = math.nan
         self.heldout_bits: float | None = None
         self.adapter_facts: dict[str, Any] = {}
+        self.noise: EmbeddingNoise | None = None
 
     @property
     def is_main(self) -> bool:
@@ -165,7 +167,7 @@ class TrainingRun:
         self.saver = saver
         self._resume()
         rate = learning_rate(self.config.optimizer, self.total)
-        self.parts = TrainingParts(rate, TrainingLoss(self.config.train))
+        self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise)
         if self.watch is not None:
             self.watch.begin(self.session, self._isolation(), self.parts)
         metrics = None
@@ -208,7 +210,11 @@ class TrainingRun:
         base = self._adapt(model)
         sample = torch.zeros(self.micro_batch, config.data.seq_len, dtype=torch.int64)
         optimizer = build_optimizer(model.parameters(), config.optimizer)
+        alpha = config.train.neftune_alpha
+        embedding = embedding_name(model) if alpha else ""
         model, _ = self.session.prepare(model, optimizer, sample, base)
+        if alpha:
+            self.noise = EmbeddingNoise.on(alpha, embedding, self.session.module, self.plan.dims.cp)
         if base is not None:
             base.close()
         elif config.model.weights is not None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from shardwise.plan.strategy import Strategy
 from shardwise.train.config_values import Fraction
 
 
@@ -16,3 +17,16 @@ class TrainingOptions(BaseModel):
     z_loss: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="weight of the squared logsumexp of the logits (PaLM: 1e-4); not in evaluation"
     )
+    neftune_alpha: Annotated[float, Field(ge=0, le=1000)] = Field(
+        0.0, description="NEFTune: noise of up to this / sqrt(length × width) on embedded tokens, only in training"
+    )
+
+    def strategy_problems(self, strategy: Strategy) -> list[str]:
+        """Return why a strategy cannot train with these options, a line each."""
+        problems = []
+        if self.neftune_alpha and strategy.tp > 1:
+            problems.append(
+                f"'train.neftune_alpha' is not for {strategy}: tensor parallel shards the embedding, and each rank "
+                "would add noise to its part of a sum; name a strategy without +tp, or remove neftune_alpha"
+            )
+        return problems

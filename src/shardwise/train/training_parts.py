@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.train.loss import token_loss_sum
+from shardwise.train.noise import EmbeddingNoise
 from shardwise.train.training_options import TrainingOptions
 
 Watcher = Callable[[Any, torch.Tensor, torch.Tensor], None]
@@ -31,7 +32,8 @@ class TrainingLoss:
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Parts of a run: ``rate`` is the learning rate by step, ``loss`` what is trained on."""
+    """Parts of a run: learning ``rate`` by step, ``loss`` that is trained on, and ``noise`` on this rank."""
 
     rate: Callable[[int], float]
     loss: TrainingLoss
+    noise: EmbeddingNoise | None = None

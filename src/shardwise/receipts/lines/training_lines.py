@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.parallel.chunked_loss import LateLogits
 from shardwise.receipts.receipt import Line
@@ -41,22 +44,42 @@ def loss_by_formula(outputs: Any, labels: torch.Tensor, options: TrainingOptions
     return float(found[0]), float(found[1])
 
 
+@dataclass(frozen=True)
+class Noise:
+    """Sizes of the noise of one forward: the largest planned, and the largest and the mean that were added."""
+
+    planned: float
+    largest: float
+    mean: float
+
+
 class TrainingLines:
     """Lines of the options that a config sets, observed in one step: `start` before it, `lines` after its update."""
 
     def __init__(self, config: Config, parts: TrainingParts) -> None:
         self._config, self._parts = config, parts
         self._losses: tuple[float, float, float] | None = None  # of a label: found, planned, and the cross-entropy
+        self._noise: list[Noise] = []
+        self._hooks: list[RemovableHandle] = []
 
     def start(self, session: Session, step: Step) -> None:
         """Begin to observe."""
         train = self._config.train
         if train.label_smoothing or train.z_loss:
             self._losses, self._parts.loss.watcher = None, functools.partial(self._see_loss, session)
+        if self._parts.noise is not None:
+            self._noise, before, part = [], [], self._parts.noise.embedding
+            self._hooks = [
+                part.register_forward_hook(lambda _, __, outputs: before.append(outputs.detach()), prepend=True),
+                part.register_forward_hook(lambda _, __, outputs: self._see_noise(session, before.pop(), outputs)),
+            ]
 
     def stop(self) -> None:
         """Stop; the records stay."""
         self._parts.loss.watcher = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def lines(self, session: Session, step: Step) -> Iterator[Line]:
         """Yield the lines that this rank can check alone."""
@@ -64,6 +87,8 @@ class TrainingLines:
             yield self._rate_line(session, step)
         if self._losses is not None:
             yield self._loss_line(*self._losses)
+        if self._parts.noise is not None:
+            yield self._noise_line()
 
     def _see_loss(self, session: Session, outputs: Any, labels: torch.Tensor, loss: torch.Tensor) -> None:
         """Compare the loss of the first micro batch that has labels with the formula, unseen by other recorders."""
@@ -75,6 +100,26 @@ class TrainingLines:
             planned, plain = loss_by_formula(outputs, labels, self._config.train)
         session.phase = phase
         self._losses = float(loss.detach()) / count, planned / count, plain / count
+
+    def _see_noise(self, session: Session, before: torch.Tensor, after: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():  # an evaluation inside the step
+            return
+        with _disable_current_modes(), torch.no_grad():
+            size = (after.detach().double() - before.double()).abs()
+            length = before.shape[-2] * session.plan.dims.cp
+            most = self._config.train.neftune_alpha / math.sqrt(length * before.shape[-1])
+            self._noise.append(Noise(most, float(size.max()), float(size.mean())))
+
+    def _noise_line(self) -> Line:
+        """Compare the largest and the mean size of the noise with those of a uniform one."""
+        name = f"embedding noise (neftune_alpha {self._config.train.neftune_alpha:g})"
+        if not self._noise:
+            return Line(name=name, planned="on", found="the embedding was not called", ok=False)
+        worst = max(self._noise, key=lambda one: abs(one.mean / one.planned - 0.5))
+        ok = worst.largest <= 1.05 * worst.planned and abs(worst.mean / worst.planned - 0.5) <= 0.1
+        planned = f"uniform, up to {worst.planned:.3g}, {worst.planned / 2:.3g} on average"
+        found = f"up to {worst.largest:.3g}, {worst.mean:.3g} on average"
+        return Line(name=name, planned=planned, found=found, ok=ok)
 
     def _loss_line(self, found: float, planned: float, plain: float) -> Line:
         train = self._config.train
