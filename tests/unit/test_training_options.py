@@ -38,7 +38,7 @@ def test_the_rate_of_a_step_is_read_off_the_optimizer() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.5)
     session: Any = SimpleNamespace(optimizer=optimizer)
     step: Any = SimpleNamespace(number=2)
-    parts: Any = SimpleNamespace(rate=learning_rate(table, 20), noise=None)
+    parts: Any = SimpleNamespace(rate=learning_rate(table, 20), noise=None, average=None)
     for rate, ok in ((0.25, True), (0.5, False)):
         set_learning_rate(optimizer, rate, 0.5)
         (line,) = TrainingLines(config, parts).lines(session, step)
@@ -91,3 +91,7 @@ def test_what_a_strategy_cannot_do_is_said_together(tmp_path: Path) -> None:
     said = problems_of(tmp_path, "parallel.strategy=ddp+tp2", "train.neftune_alpha=5", "optimizer.name=adafactor")
     assert "'train.neftune_alpha' is not for ddp+tp2: tensor parallel shards the embedding" in said
     assert "optimizer.name 'adafactor' is not for +tp" in said
+    said = problems_of(tmp_path, "parallel.strategy=deepspeed-zero2", "train.ema_decay=0.9", "train.ema_decay=1.0")
+    assert "train.ema_decay: got 1.0; it must be less than 1" in said
+    said = problems_of(tmp_path, "parallel.strategy=deepspeed-zero2", "train.ema_decay=0.9")
+    assert "'train.ema_decay' is not for deepspeed-zero2: DeepSpeed keeps the weights in flattened parts" in said

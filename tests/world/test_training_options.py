@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise.train.average as average
 import shardwise.train.noise as noise
 import shardwise.train.training_parts as training_parts
+from shardwise.errors import Interrupted
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.run.job import Job, prepare_job
@@ -21,7 +23,7 @@ from shardwise.run.start import start
 from shardwise.train.config import read_config
 from shardwise.train.loss import token_loss_sum
 from tests.cli import configs
-from tests.contract import CLIP, LIMIT, Case, Gradients, Still, Watch, gradients_here, ragged, worst
+from tests.contract import CLIP, LIMIT, Case, Gradients, Still, Watch, full, gradients_here, ragged, worst
 from tests.families import family
 from tests.kept import kept
 from tests.worlds import run_each
@@ -153,6 +155,16 @@ def broken(how: str) -> Any:
     if how == "half the noise":
         honest = noise.EmbeddingNoise.__init__
         patch.setattr(noise.EmbeddingNoise, "__init__", lambda self, alpha, *more: honest(self, alpha / 2, *more))
+    if how == "an average that stays":
+        patch.setattr(average.WeightAverage, "on_step_end", lambda *_: None)
+    if how == "an average of half the weights":
+        whole = average.WeightAverage.__init__
+
+        def half(self: Any, decay: float, module: nn.Module) -> None:
+            whole(self, decay, module)
+            self.weights = self.weights[::2]
+
+        patch.setattr(average.WeightAverage, "__init__", half)
     return _Undo(patch)
 
 
@@ -188,6 +200,109 @@ def receipts(tmp_path: Path, runs: dict[str, tuple[str, str, dict[str, Any]]]) -
         for number, (strategy, sabotage, tables) in enumerate(runs.values())
     ]
     yield from ((name, ranks[0]) for name, ranks in zip(runs, run_each(train_here, 2, calls), strict=True))
+
+
+def test_lines_of_the_average(tmp_path: Path) -> None:
+    train = {"ema_decay": 0.9}
+    name = "average of the weights (ema_decay 0.9)"
+    runs = {
+        "zero1": ("zero1", "", {"train": train}),
+        "stays": ("fsdp", "an average that stays", {"train": train}),
+        "half": ("ddp", "an average of half the weights", {"train": train}),
+    }
+    for run, lines in receipts(tmp_path, runs):
+        planned, found, ok = lines.pop(name)
+        assert ok is (run == "zero1"), (run, planned, found)
+        assert not [line for line in lines.items() if line[1][2] is False], run
+
+
+class Follower:
+    """Observer that averages whole weights as the formula says; ``stop_after`` asks for the end, as Ctrl-C does."""
+
+    def __init__(self, decay: float, stop_after: int | None) -> None:
+        self.decay, self.stop_after = decay, stop_after
+        self.average: Gradients = {}
+
+    def on_step_start(self, session: Any, step: Any) -> None:
+        self.average = self.average or self.weights(session)
+
+    def on_step_end(self, session: Any, step: Any) -> None:
+        now = self.weights(session)
+        self.average = {name: self.decay * old + (1 - self.decay) * now[name] for name, old in self.average.items()}
+        if step.number == self.stop_after:
+            session.stop()
+
+    def weights(self, session: Any) -> Gradients:
+        return {name: full(p).detach().double() for name, p in session.module.named_parameters()}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def followed(text: str, stop_after: int | None) -> dict[str, Any]:
+    """A run with an average: its error against the formula, and the last evaluation done again."""
+    from shardwise.distributed.process_group import join
+    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.loop import TrainingRun, held_out_bits_per_byte
+    from shardwise.train.session import Session
+
+    job = Job.model_validate_json(text)
+    session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
+    session.observers.append(follower := Follower(job.config.train.ema_decay, stop_after))
+    run = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter := Silent())
+    try:
+        run.train()
+    except Interrupted:
+        session.close()
+        return {"said": reporter.said}
+    names = {id(p): name for name, p in session.module.named_parameters()}
+    kept = {names[key]: full(tensor).double() for key, tensor in run.average.tensors.items()}
+    error = max(float((kept[name] - value).abs().max()) for name, value in follower.average.items())
+    weights = follower.weights(session)
+    moved = max(float((weights[name] - value).abs().max()) for name, value in kept.items())
+    bits = [held_out_bits_per_byte(session, run.heldout, 4, 8)]
+    with run.average.in_place_of_weights():
+        bits.append(held_out_bits_per_byte(session, run.heldout, 4, 8))
+    session.close()
+    return {"error": error, "moved": moved, "bits": bits, "last": run.heldout_bits, "said": reporter.said}
+
+
+def test_an_average_is_saved_resumed_and_evaluated(tmp_path: Path) -> None:
+    """Stopped and resumed it is the same to the bit, and what is evaluated last; under each layout of weights."""
+    strategies = ("ddp", "fsdp", "ddp+pp2", "fsdp+tp2")
+    calls: list[tuple[str, int | None]] = []
+    for strategy in strategies:
+        for folder, stops in (("whole", (None,)), ("stopped", (2, None))):
+            table = {"train": {"ema_decay": 0.75}, "checkpoint": {"async_save": strategy == "fsdp"}}
+            text = job_of(tmp_path / strategy / folder, strategy, **table)
+            calls += [(text, stop) for stop in stops]
+    results = [ranks[0] for ranks in run_each(followed, 2, calls)]
+    for number, strategy in enumerate(strategies):
+        whole, _, resumed = results[3 * number : 3 * number + 3]
+        assert whole["error"] < 1e-6 < 1e-3 < whole["moved"], strategy
+        assert whole["last"] == whole["bits"][1] != whole["bits"][0], strategy
+        assert whole["last"] == resumed["last"], strategy
+        assert "the last evaluation is of the averaged weights (decay 0.75)" in whole["said"]
+        kept, again = (
+            configs.hashes(tmp_path / strategy / folder / "run" / "checkpoints" / "step-00000004")
+            for folder in ("whole", "stopped")
+        )
+        assert kept == again, strategy
+        assert sum(name.startswith("ema/") for name in kept) == sum(name.startswith("model/") for name in kept), (
+            strategy
+        )
+
+
+def test_an_average_may_begin_later_and_end(tmp_path: Path) -> None:
+    texts = [
+        (job_of(tmp_path / str(number), "fsdp", train={"output": str(tmp_path / "run"), **changes}), stop)
+        for number, (changes, stop) in enumerate((({}, 1), ({"ema_decay": 0.5}, 2), ({"ema_decay": 0.5}, None)))
+    ]
+    said = ["\n".join(ranks[0]["said"]) for ranks in run_each(followed, 2, texts)]
+    assert "train.ema_decay 0 → 0.5; the average of the weights begins here" in said[1]
+    assert "changed since then" not in said[2]
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
+    assert manifest["state"]["options"]["ema_decay"] == 0.5
 
 
 def test_lines_of_the_noise(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import read_manifest
-from shardwise.checkpoint.load import load_checkpoint, rng_for
+from shardwise.checkpoint.load import has_average, load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.checkpoint.weights import BaseWeights, load_weights
@@ -31,6 +31,7 @@ from shardwise.parallel.materialize import build
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
+from shardwise.train.average import WeightAverage
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation, measure_isolation
@@ -141,6 +142,7 @@ class TrainingRun:
         self.heldout_bits: float | None = None
         self.adapter_facts: dict[str, Any] = {}
         self.noise: EmbeddingNoise | None = None
+        self.average: WeightAverage | None = None
 
     @property
     def is_main(self) -> bool:
@@ -167,7 +169,7 @@ class TrainingRun:
         self.saver = saver
         self._resume()
         rate = learning_rate(self.config.optimizer, self.total)
-        self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise)
+        self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
         if self.watch is not None:
             self.watch.begin(self.session, self._isolation(), self.parts)
         metrics = None
@@ -181,7 +183,7 @@ class TrainingRun:
             self.watch.finish()
         path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
-            self._evaluate(metrics)
+            self._evaluate_last(metrics)
         saver.wait()
         self._log_saves(metrics)
         if self.is_main:
@@ -219,6 +221,9 @@ class TrainingRun:
             base.close()
         elif config.model.weights is not None:
             load_weights(self.session.module, config.model.weights, verify=config.checkpoint.verify, collective=True)
+        if config.train.ema_decay:
+            self.average = WeightAverage(config.train.ema_decay, self.session.module)
+            self.session.observers.insert(0, self.average)  # receipts look at it afterwards
         seed_everything(config.train.seed, self._rng_state)
         return model
 
@@ -311,6 +316,16 @@ class TrainingRun:
             metrics.write(step=self.session.steps_done, heldout_bits_per_byte=self.heldout_bits)
             self.reporter.evaluated(self.session.steps_done, self.heldout_bits)
 
+    def _evaluate_last(self, metrics: MetricsFile | None) -> None:
+        """Evaluate at the end: the averaged weights, where there are some."""
+        if self.average is None:
+            return self._evaluate(metrics)
+        self.saver.before_update()
+        if self.is_main:
+            self.reporter.log(f"the last evaluation is of the averaged weights (decay {self.config.train.ema_decay:g})")
+        with self.average.in_place_of_weights():
+            self._evaluate(metrics)
+
     def _save(self, metrics: MetricsFile | None) -> Folder:
         check_weights(self.session)
         state = {
@@ -321,6 +336,7 @@ class TrainingRun:
             "scheduler": {"step": self.session.steps_done, "total": self.total},
             "optimizer": self.config.optimizer.model_dump(mode="json"),
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
+            "options": self.config.train.training_options,
         }
         self.session.phase = "checkpoint"
         path = self.saver.save(
@@ -331,6 +347,7 @@ class TrainingRun:
             state=state,
             rng=random_states(self.session.device),
             model_facts={**model_facts(self.config), **self.adapter_facts},
+            average=None if self.average is None else self.average.tensors,
         )
         self.session.phase = "other"
         self._log_saves(metrics)
@@ -401,7 +418,11 @@ class TrainingRun:
         if manifest.step:
             self.warmup_backward()
         with resume.advice(path, earlier):
-            load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=config.checkpoint.verify)
+            average = None if self.average is None else self.average.tensors
+            module, optimizer, verify = session.module, session.optimizer, config.checkpoint.verify
+            load_checkpoint(path, model=module, optimizer=optimizer, verify=verify, average=average)
+            if self.average is not None and not has_average(manifest):
+                self.average.restart()
             rng_state = rank_to_follow(manifest.plan, self.plan, session.ranks.rank)
             saved = exchange.together(lambda: rng_for(path, rng_state))
         state = manifest.state

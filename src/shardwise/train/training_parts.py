@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.train.average import WeightAverage
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.noise import EmbeddingNoise
 from shardwise.train.training_options import TrainingOptions
@@ -32,8 +33,9 @@ class TrainingLoss:
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Parts of a run: learning ``rate`` by step, ``loss`` that is trained on, and ``noise`` on this rank."""
+    """Parts of a run: learning ``rate`` by step, ``loss`` to train on, ``noise`` and ``average`` on this rank."""
 
     rate: Callable[[int], float]
     loss: TrainingLoss
     noise: EmbeddingNoise | None = None
+    average: WeightAverage | None = None

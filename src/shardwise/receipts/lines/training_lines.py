@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.measure.state import local
 from shardwise.parallel.chunked_loss import LateLogits
 from shardwise.receipts.receipt import Line
+from shardwise.train.average import WeightAverage
 from shardwise.train.config import Config
 from shardwise.train.loss import IGNORED
 from shardwise.train.session import Session
@@ -24,6 +26,7 @@ from shardwise.train.training_parts import TrainingParts
 
 _SHARE, _ROUNDING = 0.01, 1e-6  # of what the terms add, and of the cross-entropy in fp32
 _ROWS = 256  # logits compared at once
+_SAMPLED = 256  # elements of a tensor
 
 
 def loss_by_formula(outputs: Any, labels: torch.Tensor, options: TrainingOptions) -> tuple[float, float]:
@@ -44,6 +47,10 @@ def loss_by_formula(outputs: Any, labels: torch.Tensor, options: TrainingOptions
     return float(found[0]), float(found[1])
 
 
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)[:_SAMPLED].double()
+
+
 @dataclass(frozen=True)
 class Noise:
     """Sizes of the noise of one forward: the largest planned, and the largest and the mean that were added."""
@@ -61,12 +68,15 @@ class TrainingLines:
         self._losses: tuple[float, float, float] | None = None  # of a label: found, planned, and the cross-entropy
         self._noise: list[Noise] = []
         self._hooks: list[RemovableHandle] = []
+        self._before: list[torch.Tensor] = []  # the first elements of each local part of the average
 
     def start(self, session: Session, step: Step) -> None:
         """Begin to observe."""
         train = self._config.train
         if train.label_smoothing or train.z_loss:
             self._losses, self._parts.loss.watcher = None, functools.partial(self._see_loss, session)
+        if self._parts.average is not None:
+            self._before = [_sample(average) for average, _ in self._parts.average.pairs]
         if self._parts.noise is not None:
             self._noise, before, part = [], [], self._parts.noise.embedding
             self._hooks = [
@@ -89,6 +99,9 @@ class TrainingLines:
             yield self._loss_line(*self._losses)
         if self._parts.noise is not None:
             yield self._noise_line()
+        if self._parts.average is not None:
+            yield self._average_line(session, self._parts.average)
+            self._before = []
 
     def _see_loss(self, session: Session, outputs: Any, labels: torch.Tensor, loss: torch.Tensor) -> None:
         """Compare the loss of the first micro batch that has labels with the formula, unseen by other recorders."""
@@ -120,6 +133,25 @@ class TrainingLines:
         planned = f"uniform, up to {worst.planned:.3g}, {worst.planned / 2:.3g} on average"
         found = f"up to {worst.largest:.3g}, {worst.mean:.3g} on average"
         return Line(name=name, planned=planned, found=found, ok=ok)
+
+    def _average_line(self, session: Session, average: WeightAverage) -> Line:
+        """Compare how far the average moved, and the elements that it has, with the decay and the trained weights."""
+        part, rounding = 1.0 - self._config.train.ema_decay, 0.0
+        moves = torch.zeros(2, dtype=torch.float64)
+        for before, (now, weight) in zip(self._before, average.pairs, strict=True):
+            planned = (_sample(weight) - before).mul_(part)
+            found = _sample(now) - before
+            moves += torch.stack([planned.abs().sum(), found.abs().sum()]).cpu()
+            rounding += float(torch.finfo(now.dtype).eps * before.abs().sum())
+        trained = sum(local(p).numel() for p in session.module.parameters() if p.requires_grad)
+        held = sum(now.numel() for now, _ in average.pairs)
+        sizes = [float(move) for move in moves]
+        return Line(
+            name=f"average of the weights (ema_decay {self._config.train.ema_decay:g})",
+            planned=f"{trained} elements, moved by {sizes[0]:.3g} in the first of each tensor",
+            found=f"{held} elements, moved by {sizes[1]:.3g} in the first of each tensor",
+            ok=trained == held and abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0] + rounding,
+        )
 
     def _loss_line(self, found: float, planned: float, plain: float) -> Line:
         train = self._config.train
