@@ -16,7 +16,7 @@ from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.train.config import OptimizerTable, read_config
 from shardwise.train.loop import set_learning_rate
 from shardwise.train.noise import EmbeddingNoise, embedding_name
-from shardwise.train.optimizer import learning_rate
+from shardwise.train.optimizer import build_optimizer, learning_rate
 from tests.cli.configs import write_config
 
 
@@ -95,3 +95,15 @@ def test_what_a_strategy_cannot_do_is_said_together(tmp_path: Path) -> None:
     assert "train.ema_decay: got 1.0; it must be less than 1" in said
     said = problems_of(tmp_path, "parallel.strategy=deepspeed-zero2", "train.ema_decay=0.9")
     assert "'train.ema_decay' is not for deepspeed-zero2: DeepSpeed keeps the weights in flattened parts" in said
+
+
+def test_muon_says_where_it_runs(tmp_path: Path) -> None:
+    said = problems_of(tmp_path, "parallel.strategy=fsdp+tp2", "optimizer.name=muon")
+    assert "optimizer.name 'muon' is not for zero2, fsdp and hsdp: it orthogonalises whole matrices" in said
+    assert "use adamw, or ddp or zero1" in said and "optimizer.name 'muon' is not for +tp" in said
+    said = problems_of(tmp_path, "optimizer.name=muon")
+    assert "'parallel.strategy' is auto; name one: ddp or zero1" in said
+    config = read_config(write_config(tmp_path), ["parallel.strategy=zero1", "optimizer.name=muon"])
+    assert (config.optimizer.momentum, config.optimizer.weight_decay) == (0.95, 0.1)
+    with pytest.raises(ConfigError, match="no trained matrix in a repeated block"):
+        build_optimizer((model := torch.nn.Linear(3, 3)).parameters(), config.optimizer, model)

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,17 @@ import shardwise.train.average as average
 import shardwise.train.noise as noise
 import shardwise.train.training_parts as training_parts
 from shardwise.errors import Interrupted
+from shardwise.model.read import clean_name
+from shardwise.parallel.ownership import ownership_of
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.run.job import Job, prepare_job
 from shardwise.run.start import start
-from shardwise.train.config import read_config
+from shardwise.train.config import OptimizerTable, read_config
 from shardwise.train.loss import token_loss_sum
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.training_options import TrainingOptions
+from shardwise.train.training_parts import TrainingLoss, TrainingParts
 from tests.cli import configs
 from tests.contract import CLIP, LIMIT, Case, Gradients, Still, Watch, full, gradients_here, ragged, worst
 from tests.families import family
@@ -339,3 +345,79 @@ def test_lines_of_the_schedule_and_of_the_loss(tmp_path: Path) -> None:
         if name == "ddp":
             assert "(label_smoothing 0.15, z_loss 0.02; cross-entropy " in planned
             assert lines["learning rate (wsd)"] == ("0.01 at step 2", "0.01 at step 2", True)
+
+
+class Pair:
+    """PyTorch's own Muon and AdamW over the whole model, in one process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        self.matrices = sorted(n for n, p in named.items() if p.ndim == 2 and ("layers." in n or ".h." in n))
+        rest = [p for n, p in named.items() if n not in self.matrices]
+        self.muon = torch.optim.Muon(
+            [named[n] for n in self.matrices], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        )
+        self.adamw = torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def step(self) -> None:
+        for one in (self.muon, self.adamw):
+            one.step()
+            one.zero_grad()
+
+
+def muon_alone(name: str, per_window: int, batches: list[Any]) -> Gradients:
+    """Weights after a step for each window, in one process."""
+    model = family(name, layers=2)
+    pair = Pair(model)
+    for begin in range(0, len(batches), per_window):
+        window = batches[begin : begin + per_window]
+        count = sum(int((labels != -100).sum()) for _, labels in window)
+        (sum(token_loss_sum(model(inputs), labels) for inputs, labels in window) / count).backward()
+        pair.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def muon(strategy: str, name: str) -> tuple[float, tuple[str, str, bool | None]]:
+    """The worst error of a weight after three steps, and the line of the receipt."""
+    case = Case(2, strategy, name)
+    per_window = case.plan.dims.dp * case.accum
+    batches = ragged(3 * per_window)
+    table = OptimizerTable(name="muon", lr=1e-2)
+    config: Any = SimpleNamespace(optimizer=table, train=TrainingOptions())
+    session = start(case.plan, receipts=False)
+    session.observers.append(effects := EffectsRecorder(strict=False))
+    effects.more.append(TrainingLines(config, TrainingParts(lambda step: 1e-2, TrainingLoss(config.train))))
+    model = family(name, layers=2)
+    model, optimizer = session.prepare(model, build_optimizer(model.parameters(), table, model), batches[0][0])
+    for step in session.steps(batches):
+        step.run(model, token_loss_sum)
+        step.update(optimizer)
+    expected = kept(("muon", name, per_window), lambda: muon_alone(name, per_window, batches))
+    home = ownership_of(session.module)
+    named = {clean_name(n): full(p).detach() for n, p in session.module.named_parameters()}
+    found = named if home is None else {home.canonical(n): value for n, value in named.items()}
+    error = max(float((value - expected[n]).abs().max()) for n, value in found.items())
+    lines = {line.name: (line.planned, line.found, line.ok) for line in effects.receipt.lines}
+    assert not [line for line in lines.items() if line[1][2] is False]
+    session.close()
+    return error, lines["stepped by muon"]
+
+
+def test_muon_steps_as_pytorchs_own_in_one_process() -> None:
+    cases = [(strategy, name) for strategy in ("ddp", "zero1", "ddp+pp2") for name in ("llama", "gpt2")]
+    for case, ranks in zip(cases, run_each(muon, 2, cases), strict=True):
+        for error, line in ranks:
+            assert error <= LIMIT, (case, error)
+            assert line[2] is True, (case, line)
+
+
+def test_a_run_with_muon_says_what_it_holds(tmp_path: Path) -> None:
+    """All lines of the receipt, and the checkpoint: the state of each kind of parameter."""
+    optimizer = {"name": "muon", "lr": 1e-2, "schedule": "wsd"}
+    runs = {name: (name, "", {"optimizer": optimizer}) for name in ("ddp", "zero1")}
+    for run, lines in receipts(tmp_path, runs):
+        assert not [line for line in lines.items() if line[1][2] is False], run
+        assert lines["optimizer state held"][2] is True
+    folder = tmp_path / "0" / "run" / "checkpoints" / "step-00000004"
+    state = {name.rsplit("/", 1)[1] for name in configs.hashes(folder) if name.startswith("optimizer/")}
+    assert state == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}

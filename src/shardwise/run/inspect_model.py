@@ -156,7 +156,8 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
     from shardwise.train.optimizer import build_optimizer, workload_of
 
     with users_code(_key("optimizer", table.factory, table.name)):
-        workload = workload_of(build_optimizer(module.parameters(), table), parameter_names(module), device=device)
+        optimizer = build_optimizer(module.parameters(), table, module)
+        workload = workload_of(optimizer, parameter_names(module), device=device)
     known = workload.optimizer if workload.custom_state is not None else None
     return workload.model_copy(update={"optimizer": table.name if table.factory is None else known})
 

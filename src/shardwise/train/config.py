@@ -312,6 +312,9 @@ class CheckpointTable(Table):
     verify: bool = Field(True, description="compare the hashes of what is read on resume and as model.weights")
 
 
+_OTHERWISE = {"in_backward": "take in_backward out", "shards": "ddp or zero1"}
+
+
 def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
     """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
     if table.factory is not None:
@@ -324,12 +327,13 @@ def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
         ]
     asked: dict[str, tuple[Mode, bool]] = {
         "+tp": ("tp", strategy.tp > 1),
+        "zero2, fsdp and hsdp": ("shards", strategy.shards_parameters),
         "+offload": ("offload", strategy.offload),
         "in_backward": ("in_backward", table.in_backward),
     }
     return [
         f"optimizer.name '{table.name}' is not for {option}: {refused[mode]}; use {names_without(mode)[0]}, or "
-        + ("take in_backward out" if mode == "in_backward" else f"a strategy without {option}")
+        + _OTHERWISE.get(mode, f"a strategy without {option}")
         for option, (mode, is_asked) in asked.items()
         if is_asked and mode in refused
     ]
@@ -407,6 +411,11 @@ class Config(Table):
             problems.append(
                 "'optimizer.in_backward' is not for every strategy, and 'parallel.strategy' is auto; "
                 "name one: zero2, fsdp or hsdp (ddp on one rank)"
+            )
+        elif named is None and optimizer.factory is None and "shards" in OPTIMIZERS[optimizer.name].refuses:
+            problems.append(
+                f"optimizer.name '{optimizer.name}' is not for every strategy, and 'parallel.strategy' is auto; name "
+                "one: ddp or zero1"
             )
         elif optimizer.in_backward:
             accum = self.train.grad_accum or 1

@@ -211,7 +211,7 @@ class TrainingRun:
         model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
         base = self._adapt(model)
         sample = torch.zeros(self.micro_batch, config.data.seq_len, dtype=torch.int64)
-        optimizer = build_optimizer(model.parameters(), config.optimizer)
+        optimizer = build_optimizer(model.parameters(), config.optimizer, model)
         alpha = config.train.neftune_alpha
         embedding = embedding_name(model) if alpha else ""
         model, _ = self.session.prepare(model, optimizer, sample, base)

@@ -168,7 +168,8 @@ def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Part
     if (spec := workload.custom_state) is None:
         return size * (workload.optimizer_states or 0)
     here = local_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
-    return spec.state_bytes(ParameterShard(parameter.shape, here, here), parameter.itemsize)
+    shard = ParameterShard(parameter.shape, here, here, parameter.block is not None)
+    return spec.state_bytes(shard, parameter.itemsize)
 
 
 def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:

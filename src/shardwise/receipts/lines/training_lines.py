@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.measure.state import local
+from shardwise.model.read import clean_name
 from shardwise.parallel.chunked_loss import LateLogits
+from shardwise.parallel.ownership import ownership_of
+from shardwise.plan.optimizers import ParameterShard, declared
 from shardwise.receipts.receipt import Line
 from shardwise.train.average import WeightAverage
 from shardwise.train.config import Config
@@ -60,6 +63,22 @@ class Noise:
     mean: float
 
 
+def _groups_line(session: Session, optimizer: str, group_of: Callable[[ParameterShard], int]) -> Line:
+    """Compare the parameters that are stepped as matrices, by the state that they have, with those of the blocks."""
+    inner = getattr(session.optimizer, "optim", session.optimizer)
+    names = {id(p): clean_name(name) for name, p in session.module.named_parameters()}
+    home = ownership_of(session.module)
+    facts = {name: p for p in session.spec.parameters for name in (p.name, *p.aliases)}
+    planned, found = [0, 0], [0, 0]
+    for parameter in (p for group in inner.param_groups for p in group["params"] if inner.state.get(p)):
+        name = names[id(parameter)]
+        fact = facts[name if home is None else home.canonical(name)]
+        planned[group_of(ParameterShard(fact.shape, fact.shape, fact.shape, fact.block is not None))] += 1
+        found["momentum_buffer" not in inner.state[parameter]] += 1
+    texts = [f"{matrices} matrices of blocks, {rest} others by AdamW" for matrices, rest in (planned, found)]
+    return Line(name=f"stepped by {optimizer}", planned=texts[0], found=texts[1], ok=planned == found)
+
+
 class TrainingLines:
     """Lines of the options that a config sets, observed in one step: `start` before it, `lines` after its update."""
 
@@ -95,6 +114,9 @@ class TrainingLines:
         """Yield the lines that this rank can check alone."""
         if self._config.optimizer.schedule == "wsd":
             yield self._rate_line(session, step)
+        spec = declared(getattr(session.optimizer, "optim", session.optimizer))
+        if spec is not None and spec.group is not None:
+            yield _groups_line(session, spec.name, spec.group)
         if self._losses is not None:
             yield self._loss_line(*self._losses)
         if self._parts.noise is not None:
