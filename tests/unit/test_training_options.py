@@ -11,8 +11,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from shardwise.errors import ConfigError, ModelError
+from shardwise.errors import ConfigError, ModelError, PlanError
+from shardwise.hardware.parse_cluster import parse_cluster
+from shardwise.model.load_model import load_profile
+from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import Workload
 from shardwise.receipts.lines.training_lines import TrainingLines
+from shardwise.search.candidate import Pins
+from shardwise.search.enumerate import layouts
 from shardwise.train.config import OptimizerTable, read_config
 from shardwise.train.loop import set_learning_rate
 from shardwise.train.noise import EmbeddingNoise, embedding_name
@@ -101,9 +107,20 @@ def test_muon_says_where_it_runs(tmp_path: Path) -> None:
     said = problems_of(tmp_path, "parallel.strategy=fsdp+tp2", "optimizer.name=muon")
     assert "optimizer.name 'muon' is not for zero2, fsdp and hsdp: it orthogonalises whole matrices" in said
     assert "use adamw, or ddp or zero1" in said and "optimizer.name 'muon' is not for +tp" in said
-    said = problems_of(tmp_path, "optimizer.name=muon")
-    assert "'parallel.strategy' is auto; name one: ddp or zero1" in said
     config = read_config(write_config(tmp_path), ["parallel.strategy=zero1", "optimizer.name=muon"])
     assert (config.optimizer.momentum, config.optimizer.weight_decay) == (0.95, 0.1)
     with pytest.raises(ConfigError, match="no trained matrix in a repeated block"):
         build_optimizer((model := torch.nn.Linear(3, 3)).parameters(), config.optimizer, model)
+
+
+def test_the_planner_proposes_muon_where_weights_are_whole() -> None:
+    profile = load_profile("gpt2", seq_len=128)
+    cluster = parse_cluster("4xA100-80GB")
+    asked = Workload(optimizer="muon", seq_len=128, global_batch=8)
+    found, refused = layouts(profile, asked, cluster, Pins())
+    assert {layout.strategy.base for layout in found} == {"ddp", "zero1"}
+    assert not any(layout.strategy.tp > 1 for layout in found)
+    said = {one.strategy: one.reason for one in refused}
+    assert said["fsdp"] == "muon is not for sharded weights: it orthogonalises whole matrices, and a rank holds a part"
+    with pytest.raises(PlanError, match=r"strategy 'fsdp': muon is not for sharded weights.*use ddp or zero1"):
+        layouts(profile, asked, cluster, Pins(strategy=parse_strategy("fsdp")))

@@ -179,7 +179,7 @@ def _state_of_muon(shard: ParameterShard) -> tuple[StateTensor, ...]:
     return (StateTensor(shard.local),) * (1 + _group_of_muon(shard))
 
 
-_WHOLE = "it orthogonalises whole matrices, and a rank holds a part of each"
+_WHOLE = "it orthogonalises whole matrices, and a rank holds a part"
 _FLATTENED = "DeepSpeed cuts flattened weights anywhere, and its state goes by rows or blocks"
 
 declare(

@@ -412,11 +412,6 @@ class Config(Table):
                 "'optimizer.in_backward' is not for every strategy, and 'parallel.strategy' is auto; "
                 "name one: zero2, fsdp or hsdp (ddp on one rank)"
             )
-        elif named is None and optimizer.factory is None and "shards" in OPTIMIZERS[optimizer.name].refuses:
-            problems.append(
-                f"optimizer.name '{optimizer.name}' is not for every strategy, and 'parallel.strategy' is auto; name "
-                "one: ddp or zero1"
-            )
         elif optimizer.in_backward:
             accum = self.train.grad_accum or 1
             precision = "fp32" if parallel.precision == "auto" else parallel.precision
