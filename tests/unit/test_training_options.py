@@ -11,9 +11,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from shardwise.cost.memory.estimate_memory import estimate, screen
 from shardwise.errors import ConfigError, ModelError, PlanError
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.receipts.lines.training_lines import TrainingLines
@@ -124,3 +127,17 @@ def test_the_planner_proposes_muon_where_weights_are_whole() -> None:
     assert said["fsdp"] == "muon is not for sharded weights: it orthogonalises whole matrices, and a rank holds a part"
     with pytest.raises(PlanError, match=r"strategy 'fsdp': muon is not for sharded weights.*use ddp or zero1"):
         layouts(profile, asked, cluster, Pins(strategy=parse_strategy("fsdp")))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp+pp2", "fsdp+offload"])
+def test_the_planner_counts_an_average_as_the_trained_weights_of_a_rank(strategy: str) -> None:
+    profile, cluster = load_profile("gpt2", seq_len=128), parse_cluster("4xA100-80GB")
+    plan = Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), 4), micro_batch=1, device="cuda")
+    asked = Workload(seq_len=128, global_batch=8)
+    averaged = asked.model_copy(update={"average": True})
+    plain, kept = (estimate(profile, plan, one, cluster) for one in (asked, averaged))
+    more = 0 if strategy == "fsdp+offload" else plain.gradients
+    assert kept.allocated is not None and plain.allocated is not None
+    assert kept.allocated - plain.allocated == more
+    assert screen(profile, plan, averaged) - screen(profile, plan, asked) == more
+    assert (kept.parameters, kept.optimizer) == (plain.parameters, plain.optimizer)

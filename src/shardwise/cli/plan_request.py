@@ -128,7 +128,8 @@ class PlanRequest(BaseModel):
         typer.Option(help="Count CUDA context, NCCL, launches: on, off."),
         Word(str, "on", write=lambda on: "off"),
     ] = True
-    grad_accum: int | None = None  # of a config file
+    grad_accum: int | None = None  # of a config file, as the next
+    average: bool = False
     any_plan: Annotated[
         bool,
         typer.Option("--any", help="Recommend plans that this version does not run, too."),
@@ -149,6 +150,7 @@ class PlanRequest(BaseModel):
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             framework_overhead=self.framework_overhead,
+            average=self.average,
         )
 
     @property

@@ -61,6 +61,7 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> ModelInspect
     profile = traced_profile(
         base, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
     )
+    told["average"] = config.train.ema_decay > 0
     return ModelInspection(module, spec, profile, workload.model_copy(update=told))
 
 

@@ -455,6 +455,13 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
     )
 
 
+def average_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:
+    """Bytes on the device of the moving average of a stage's trained weights, as many as gradients at rest."""
+    if not workload.average or layout.offloads:
+        return 0
+    return sum(unit_weights(piece.unit, layout).gradients * piece.count for piece in pieces)
+
+
 def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
     """Mean optimizer state per rank of a stage under ``zero1``: a fast lower bound of the peak."""
     if workload.optimizer is None and workload.optimizer_states is None:
