@@ -117,7 +117,7 @@ class TestFile:
             assert f"got {value}" in said[key]
         assert "'config' and 'factory'" in said["model"] and "both" in said["model"]
         assert "missing" in said["data.seq_len"]
-        assert "'adamw'" in said["optimizer.name"] and "'sgd' or 'adafactor'" in said["optimizer.name"]
+        assert "'adamw'" in said["optimizer.name"] and "'adafactor' or 'muon'" in said["optimizer.name"]
         assert "(did you mean 'steps'?)" in said["train.stpes"] and "global_batch" in said["train.stpes"]
         assert "'fdsp' is none of" in said["parallel"] and "'+ofload'" in said["parallel"]
         assert "(did you mean 'parallel'?)" in said["paralel"] and "checkpoint" in said["paralel"]
@@ -325,7 +325,12 @@ class TestSchema:
         [
             ("train", "stpes", 3, ".train.stpes: not known"),
             ("train", "steps", 0, ".train.steps: nothing of anyOf"),
-            ("optimizer", "name", "adam", ".optimizer.name: none of ['adamw', 'adamw8bit', 'sgd', 'adafactor']"),
+            (
+                "optimizer",
+                "name",
+                "adam",
+                ".optimizer.name: none of ['adamw', 'adamw8bit', 'sgd', 'adafactor', 'muon']",
+            ),
             ("optimizer", "lr", 0, ".optimizer.lr: exclusiveMinimum 0"),
             ("optimizer", "betas", [0.9], ".optimizer.betas: minItems 2"),
             ("data", "path", 3, ".data.path: nothing of anyOf"),

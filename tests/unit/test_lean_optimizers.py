@@ -175,7 +175,10 @@ def config(tmp_path: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["optimizer.name=adafactor", "optimizer.eps=1e-6"], "'eps' does nothing for adafactor, only for adamw and"),
+        (
+            ["optimizer.name=adafactor", "optimizer.eps=1e-6"],
+            "'eps' does nothing for adafactor, only for adamw, adamw8bit and muon",
+        ),
         (["optimizer.name=adamw8bit", "optimizer.momentum=0.9"], "'momentum' does nothing for adamw8bit, only for sgd"),
         (["optimizer.in_backward=true"], "'clip_norm' is 1; set optimizer.clip_norm=\"none\""),
         (["optimizer.name=adamw8bit", "parallel.strategy=fsdp+tp2"], "not for +tp: its blocks of 256"),

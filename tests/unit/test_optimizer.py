@@ -36,7 +36,7 @@ def rates(total: int, **options) -> list[float]:
     return [rate(step) for step in range(1, total + 1)]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
 def test_warm_up_climbs_in_equal_parts_to_the_full_rate(schedule):
     found = rates(20, lr=0.8, warmup_steps=4, schedule=schedule)
     assert found[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
@@ -64,11 +64,22 @@ def test_cosine_is_a_cosine_and_linear_a_line():
     assert warm[2:] == pytest.approx([1 - step / 8 for step in range(1, 9)]), "the fall starts after the warm-up"
 
 
+def test_wsd_warms_up_stays_and_falls_in_a_line():
+    found = rates(20, lr=1.0, schedule="wsd", warmup_steps=4, decay_fraction=0.25, min_lr_ratio=0.5)
+    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert found[4:15] == [1.0] * 11
+    assert found[15:] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5])
+    late = rates(10, lr=1.0, schedule="wsd", warmup_steps=6, decay_fraction=0.9)
+    assert late[5:] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0]), "the fall waits for the end of the warm-up"
+    longer = rates(40, lr=1.0, schedule="wsd", warmup_steps=4, decay_fraction=0.25)
+    assert longer[:15] == found[:15], "a longer run is the same one up to the fall"
+
+
 def test_constant_is_constant():
     assert rates(6, lr=0.3, schedule="constant", warmup_steps=1) == [0.3] * 6
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (5, 5), (9, 5), (5, 6)])
 def test_short_runs_have_a_rate_too(schedule, warmup, total):
     rate = learning_rate(OptimizerTable(lr=1.0, schedule=schedule, warmup_steps=warmup), total)

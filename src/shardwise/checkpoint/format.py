@@ -27,6 +27,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in a run's folder
 TEMPORARY = ".tmp-"
+AVERAGE = "ema/"  # begins the names of averages of weights
 HASH = "xxh3-128"  # 31 GB/s on one core (BLAKE2b of schema 1: 1.4); it detects damage, not forgery
 LARGEST_MANIFEST = 1 << 29  # bytes; a few million shards
 LARGEST_LATEST = 1 << 12

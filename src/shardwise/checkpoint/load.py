@@ -14,9 +14,19 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.engine_state import shadow_of
-from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, newest, read_manifest, short_list
+from shardwise.checkpoint.format import (
+    AVERAGE,
+    MANIFEST,
+    Manifest,
+    Shard,
+    TensorEntry,
+    newest,
+    read_manifest,
+    short_list,
+)
 from shardwise.checkpoint.layout import Box, Slot, engine_of, like, local_of, part_of, slots_of
 from shardwise.checkpoint.parts import is_in_parts, joined
+from shardwise.checkpoint.save_plan import Average
 from shardwise.checkpoint.shard_files import (
     ShardReader,
     code_of,
@@ -70,7 +80,14 @@ class _Work:
     moved: list[tuple[str, RelaidState]] = field(default_factory=list)
 
 
-def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | None, verify: bool = True) -> Manifest:
+def load_checkpoint(
+    path: Folder,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    verify: bool = True,
+    average: Average | None = None,
+) -> Manifest:
     """Fill ``model`` and ``optimizer`` in place from a checkpoint; return its manifest.
 
     ``path`` is the checkpoint's folder. Collective over the default group. Strategy and world size may differ from
@@ -78,6 +95,7 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
     Optimizer state is created as needed, on the parameter's device and in its layout (8-bit state in another layout of
     blocks is requantized, with a notice); hyperparameters are restored by parameter names, except how the optimizer
     computes (``foreach``, ``fused``, ``capturable``, ``differentiable``). ``optimizer=None`` leaves its state unread.
+    ``average`` are filled where the checkpoint has averages (`has_average`).
     With ``verify`` the hashes of all the shards that any rank needs are compared: shards that a rank reads completely
     are hashed during the read, each of the others by one rank. No tensor is changed before all names and shapes were
     found to match; damage found later leaves the model partly filled.
@@ -92,7 +110,7 @@ def load_checkpoint(path: Folder, *, model: nn.Module, optimizer: Optimizer | No
         manifest = load_checkpoint(path, model=shadow.model, optimizer=states, verify=verify)
         shadow.put_back(states=optimizer is not None)
         return manifest
-    work = exchange.together(lambda: _match(path, model, optimizer))
+    work = exchange.together(lambda: _match(path, model, optimizer, average))
     if is_in_parts(model):
         work.problems, work.ownerships = joined(work.problems, work.ownerships)
     exchange.together(lambda: _choose_options(path, optimizer, work))
@@ -156,11 +174,18 @@ def rng_for(path: Folder, rank: int) -> dict[str, torch.Tensor] | None:
     return found or None
 
 
-def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None) -> _Work:
+def has_average(manifest: Manifest) -> bool:
+    """Return whether a checkpoint has averages of the weights."""
+    return any(name.startswith(AVERAGE) for name in manifest.tensors)
+
+
+def _match(path: Folder, model: nn.Module, optimizer: Optimizer | None, average: Average | None) -> _Work:
     """Match names and shapes of this rank; nothing of the model is changed."""
     work = _Work(read_manifest(path))
     slots, home = slots_of(model), part_of(model)
     _match_model(slots, home, work)
+    if average is not None and has_average(work.manifest):
+        _match_average(slots, average, work)
     if optimizer is not None:
         _match_groups(slots, home, optimizer, work)
         _match_state(slots, optimizer, work)
@@ -268,6 +293,19 @@ def _match_model(slots: list[Slot], home: StageOwnership | None, work: _Work) ->
                 work.problems.append(f"{alias}: tied to {name} in the model, on its own in the checkpoint")
     extra = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith("model/") and name not in live]
     work.problems += [f"{name}: in the checkpoint, not in the model" for name in extra]
+
+
+def _match_average(slots: list[Slot], average: Average, work: _Work) -> None:
+    """Match each average to its own in the checkpoint; a tied weight's is stored once."""
+    for slot in slots:
+        name = f"{AVERAGE}{_stored(slot.name, work.manifest)}"
+        entry, held = work.manifest.entry(name), average.get(id(slot.tensor))
+        if held is None:
+            continue
+        if entry is None or entry.shape != tuple(held.shape) or entry.dtype != code_of(held):
+            work.problems.append(f"{name}: not in the checkpoint, or of another shape or dtype")
+        else:
+            work.jobs.append((held, touched(held, entry.shards)))
 
 
 def _match_groups(slots: list[Slot], part: StageOwnership | None, optimizer: Optimizer, work: _Work) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.checkpoint.dtypes import CODES
-from shardwise.checkpoint.format import short_list
+from shardwise.checkpoint.format import AVERAGE, short_list
 from shardwise.checkpoint.readers.reader import Source, TensorInfo
 from shardwise.errors import CheckpointError, ModelError, did_you_mean
 from shardwise.units import bytes_text
@@ -135,7 +135,10 @@ def _item(source: Source, name: str, origin: str, dtype: torch.dtype | None) -> 
 
 
 def _state_name(name: str, renamed: Mapping[str, str]) -> str:
-    """Rename an optimizer tensor after its parameter."""
+    """Rename an optimizer tensor, or an average, after its parameter."""
+    if name.startswith(AVERAGE):
+        parameter = name.removeprefix(AVERAGE)
+        return f"{AVERAGE}{renamed.get(parameter, parameter)}"
     if not name.startswith(OPTIMIZER):
         return name
     parameter, key = name.removeprefix(OPTIMIZER).rsplit("/", 1)
@@ -218,11 +221,14 @@ def _is_ignored(name: str, expected: Expected) -> bool:
 
 def _left_out(source: Source, other: list[str], reason: str) -> list[str]:
     state = [name for name in other if name.startswith(OPTIMIZER)]
-    rest = len(other) - len(state)
+    averages = sum(name.startswith(AVERAGE) for name in other)
+    rest = len(other) - len(state) - averages
     notes = []
     if state:
         size = bytes_text(sum(source.tensors[name].num_bytes for name in state))
         notes.append(f"not carried over: {len(state)} tensors of optimizer state ({size}); {reason}")
+    if averages:
+        notes.append(f"not carried over: {averages} averages of weights; {reason}")
     if rest:
         notes.append(f"not carried over: {rest} states of random generators; {reason}")
     return notes

@@ -27,7 +27,7 @@ from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
 from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
-from shardwise.checkpoint.save_plan import Holdings, Share, deal, holdings_of
+from shardwise.checkpoint.save_plan import Average, Holdings, Share, deal, holdings_of
 from shardwise.checkpoint.save_report import ManifestHead, failure_of, fault_of, merged, write_share
 from shardwise.checkpoint.staging import Copy, Stage
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
@@ -133,11 +133,13 @@ class Saver:
         state: dict[str, Any],
         rng: dict[str, torch.Tensor] | None = None,
         model_facts: dict[str, Any] | None = None,
+        average: Average | None = None,
     ) -> Folder:
         """Save everything as ``step-00000020``; a no-op where that is already the newest checkpoint.
 
         ``state`` is JSON, taken from rank 0. ``rng`` are this rank's generator states as uint8 tensors. Unsharded
-        buffers are taken from rank 0. ``model_facts`` describes how the model is built; see `Manifest.model`. A partial
+        buffers are taken from rank 0. ``model_facts`` describes how the model is built; see `Manifest.model`.
+        ``average`` are averages of weights by the id of the weight, in its layout. A partial
         checkpoint is never visible: a folder with this name is complete, and ``latest`` names it only then. Collective.
 
         Raises:
@@ -166,7 +168,7 @@ class Saver:
             model_facts,
             names=() if ownership is None else ownership.names,
         )
-        head, share = self._settle(working, make_head, model, optimizer, rng)
+        head, share = self._settle(working, make_head, lambda: holdings_of(model, optimizer, rng, average), model)
         if not self.async_save:
             failure = self._write(working, target, share, head)
             if failure:
@@ -254,16 +256,15 @@ class Saver:
         self,
         working: Folder,
         head_of: Callable[[], ManifestHead],
+        holdings_here: Callable[[], Holdings],
         model: nn.Module,
-        optimizer: Optimizer,
-        rng: dict[str, torch.Tensor] | None,
     ) -> tuple[ManifestHead, Share]:
         """Agree on the save plan; an error on any rank is raised on all. Collective."""
         wrong: Exception | None = None
         made: list[tuple[ManifestHead, Share]] = []
         holdings = Holdings()
         try:
-            holdings = holdings_of(model, optimizer, rng)
+            holdings = holdings_here()
         except Exception as error:
             wrong = error
         if is_in_parts(model):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import messages as exchange
-from shardwise.checkpoint.format import ParamGroup
+from shardwise.checkpoint.format import AVERAGE, ParamGroup
 from shardwise.checkpoint.layout import (
     Box,
     Slot,
@@ -117,8 +117,14 @@ class Holdings:
             self.mine[name] = (tensor, steady)
 
 
-def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None) -> Holdings:
-    """List everything this rank has of a model, its optimizer and its RNG states (uint8).
+Average = Mapping[int, torch.Tensor]
+"""Averages of weights, by the id of the weight and in its layout."""
+
+
+def holdings_of(
+    model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None, average: Average | None = None
+) -> Holdings:
+    """List everything this rank has of a model, its optimizer, its RNG states (uint8) and its averages.
 
     Not a collective.
 
@@ -136,6 +142,8 @@ def holdings_of(model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Ten
         is_plain_buffer = slot.is_buffer and not isinstance(slot.tensor, DTensor)
         copies = [[first]] if is_plain_buffer else copies_of(slot.tensor, found.ranks)
         found.add(name, slot.tensor, copies, steady=not slot.is_buffer)
+        if average is not None and (held := average.get(id(slot.tensor))) is not None:
+            found.add(f"{AVERAGE}{slot.name}", held, copies)
         if is_plain_buffer and exchange.rank() == first:
             found.buffers.append(name)
         found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}

@@ -38,7 +38,7 @@ def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> Mode
 def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fill options that were left out from the config file, and say what it could not tell.
 
-    The options ``grad_accum``, ``device``, ``nproc`` and ``steps`` are of the config alone.
+    The options ``grad_accum``, ``device``, ``nproc``, ``steps`` and ``average`` are of the config alone.
 
     Raises:
         ConfigError: the config is wrong.
@@ -63,6 +63,7 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     usual |= {"loss_chunks": (1, train.loss_chunks), "optimizer_in_backward": (False, config.optimizer.in_backward)}
     filled |= {key: value for key, (default, value) in usual.items() if words[key] == default}
     filled |= {"grad_accum": train.grad_accum, "device": parallel.device, "nproc": parallel.nproc, "steps": train.steps}
+    filled["average"] = train.ema_decay > 0
     told = []
     if config.optimizer.factory is not None:
         told.append(f"optimizer.factory '{config.optimizer.factory}' is planned as {filled['optimizer']}")

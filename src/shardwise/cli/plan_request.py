@@ -23,7 +23,7 @@ from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.optimizers import OPTIMIZERS
+from shardwise.plan.optimizers import OPTIMIZERS, either
 from shardwise.plan.plan import Plan, Precision, Recompute
 from shardwise.plan.strategy import complete_strategy, parse_strategy
 from shardwise.plan.workload import OptimizerName, Workload
@@ -98,9 +98,7 @@ class PlanRequest(BaseModel):
     precision: Annotated[
         Precision | None, typer.Option(help="bf16, fp32, fp16 or fp8; default: bf16 if supported."), Word()
     ] = None
-    optimizer: Annotated[
-        OptimizerName, typer.Option(help="adamw, adamw8bit, sgd or adafactor."), Word(str, "adamw")
-    ] = "adamw"
+    optimizer: Annotated[OptimizerName, typer.Option(help=f"{either([*OPTIMIZERS])}."), Word(str, "adamw")] = "adamw"
     optimizer_in_backward: Annotated[
         bool,
         typer.Option("--optimizer-in-backward", help="Update each weight as its gradient is ready; no accumulation."),
@@ -130,7 +128,8 @@ class PlanRequest(BaseModel):
         typer.Option(help="Count CUDA context, NCCL, launches: on, off."),
         Word(str, "on", write=lambda on: "off"),
     ] = True
-    grad_accum: int | None = None  # of a config file
+    grad_accum: int | None = None  # of a config file, as the next
+    average: bool = False
     any_plan: Annotated[
         bool,
         typer.Option("--any", help="Recommend plans that this version does not run, too."),
@@ -151,6 +150,7 @@ class PlanRequest(BaseModel):
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             framework_overhead=self.framework_overhead,
+            average=self.average,
         )
 
     @property

@@ -24,6 +24,7 @@ from torch.utils import _pytree
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.facts import ModelSpec
 from shardwise.parallel.fake_forward import inputs_of, run_forward
+from shardwise.parallel.loss_terms import LossTerms
 from shardwise.plan.plan import Plan, chunk_problems
 
 _FIX = "take loss_chunks out"
@@ -81,13 +82,13 @@ class LateLogits:
             logits = functional.linear(self.hidden.to(self.head.dtype), weight, bias)
         return logits.float() if logits.dtype in _NARROW else logits
 
-    def loss_sum(self, labels: torch.Tensor, ignored: int) -> torch.Tensor:
-        """Summed cross-entropy of ``labels`` [...] that are not ``ignored``.
+    def loss_sum(self, labels: torch.Tensor, ignored: int, terms: LossTerms = LossTerms()) -> torch.Tensor:
+        """Summed cross-entropy of ``labels`` [...] that are not ``ignored``, with ``terms``.
 
         0-d, in fp32 (float64 for a float64 head).
         """
         head, flat = self.head, self.hidden.flatten(0, -2)
-        how = _How(head.dtype, chunk_rows(len(flat), head.chunks), head.chunks, ignored)
+        how = _How(head.dtype, chunk_rows(len(flat), head.chunks), head.chunks, ignored, terms)
         if not torch.is_grad_enabled():
             return _in_chunks((flat, head.weight, head.bias), labels.flatten(), how, (False,) * 3)[0]
         found: torch.Tensor = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.flatten(), how)
@@ -241,12 +242,13 @@ class _Enter(Function):
 
 @dataclass(frozen=True)
 class _How:
-    """Options of the chunked loss: compute dtype, rows and number of chunks, ignored label."""
+    """Options of the chunked loss: compute dtype, rows and number of chunks, ignored label, and its terms."""
 
     dtype: torch.dtype
     rows: int
     chunks: int
     ignored: int
+    terms: LossTerms
 
 
 class _ChunkedLoss(Function):
@@ -298,7 +300,7 @@ def _in_chunks(
         for start in range(0, len(hidden), how.rows):
             rows = hidden[start : start + how.rows].to(how.dtype)
             logits = functional.linear(rows, weight, bias).to(wide)
-            loss += _loss_of(logits, labels[start : start + how.rows], how.ignored, gradient=any(needs))
+            loss += _loss_of(logits, labels[start : start + how.rows], how, gradient=any(needs))
             if any(needs):
                 logits = logits if scale is None else logits.mul_(scale)
                 _add(found, logits, rows, weight, start, how)
@@ -306,21 +308,27 @@ def _in_chunks(
     return loss, found
 
 
-def _loss_of(logits: torch.Tensor, labels: torch.Tensor, ignored: int, *, gradient: bool) -> torch.Tensor:
+def _loss_of(logits: torch.Tensor, labels: torch.Tensor, how: _How, *, gradient: bool) -> torch.Tensor:
     """Compute a chunk's summed loss.
 
     With ``gradient``, overwrite ``logits`` with their gradient.
     """
-    counts = labels != ignored
+    counts, terms, vocab = labels != how.ignored, how.terms, logits.shape[-1]
     at = labels.masked_fill(~counts, 0).unsqueeze(-1)
-    logits.sub_(logits.amax(-1, keepdim=True))
-    own = logits.gather(-1, at)
+    largest = logits.amax(-1, keepdim=True)
+    logits.sub_(largest)
+    total = logits.sum(-1, keepdim=True) if terms.label_smoothing else None
+    target = terms.target(logits.gather(-1, at), total, vocab)
     sums = logits.exp_().sum(-1, keepdim=True)
+    logsumexp = sums.log()
+    loss = logsumexp - target
+    logsumexp.add_(largest)
+    if terms.z_loss:
+        loss += terms.z_loss * logsumexp.square()
     if gradient:
-        logits.div_(sums)
-        logits.scatter_(-1, at, logits.gather(-1, at).sub_(1))
+        terms.to_gradient(logits.div_(sums), logsumexp, at, 1.0, vocab)
         logits.masked_fill_(~counts.unsqueeze(-1), 0)
-    return sums.log_().sub_(own).squeeze(-1).masked_fill_(~counts, 0).sum()
+    return loss.squeeze(-1).masked_fill_(~counts, 0).sum()
 
 
 def _add(

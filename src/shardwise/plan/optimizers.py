@@ -20,16 +20,20 @@ QUANTISED_FROM = 4096  # tensors with fewer elements keep fp32 state (bitsandbyt
 _ITEMSIZES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _LARGE = (4096, 4096)
 
-Mode = Literal["deepspeed", "tp", "offload", "in_backward", "dry_run"]
+Mode = Literal["deepspeed", "tp", "shards", "offload", "in_backward", "dry_run"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """The shape of a parameter, of its rows on this rank, and of those on the rank that has most."""
+    """The shape of a parameter, of its rows on this rank, and of those on the rank that has most.
+
+    ``in_block``: it is one of a repeated block's.
+    """
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
     fullest: tuple[int, ...]
+    in_block: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class OptimizerSpec:
     moved_bytes: float
     # modes that are not possible, and why
     refuses: Mapping[Mode, str] = field(default_factory=dict)
+    # the number of the parameter group that a parameter is in, where there are several
+    group: Callable[[ParameterShard], int] | None = None
     # the step of an element depends on no other element, so sharded parameters need no trial
     elementwise: bool = False
     # suggested where nothing fits with AdamW
@@ -163,6 +169,17 @@ def _factored_state(shard: ParameterShard) -> tuple[StateTensor, ...]:
     return StateTensor((*local[:-1], 1)), StateTensor(columns)
 
 
+def _group_of_muon(shard: ParameterShard) -> int:
+    """The first group has the matrices of the blocks, the second all else."""
+    return 0 if shard.in_block and len(shard.shape) == 2 else 1
+
+
+def _state_of_muon(shard: ParameterShard) -> tuple[StateTensor, ...]:
+    """A momentum for each matrix of the blocks, the two moments of AdamW for all else."""
+    return (StateTensor(shard.local),) * (1 + _group_of_muon(shard))
+
+
+_WHOLE = "it orthogonalises whole matrices, and a rank holds a part"
 _FLATTENED = "DeepSpeed cuts flattened weights anywhere, and its state goes by rows or blocks"
 
 declare(
@@ -232,5 +249,24 @@ declare(
         },
         proposed=True,
         state_class="torch.optim:Adafactor",
+    )
+)
+declare(
+    OptimizerSpec(
+        name="muon",
+        factory="shardwise.optim.muon:Muon",
+        help="orthogonalised momentum for matrices of the blocks, AdamW for the rest (Jordan 2024)",
+        states=2,
+        state=_state_of_muon,
+        group=_group_of_muon,
+        temporaries=(0.0, 3.0),  # of a matrix: the update, and in bf16 its orthogonalised copy, the next, and products
+        moved_bytes=24.0,
+        hyperparameters={"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.95},
+        refuses={
+            "deepspeed": _FLATTENED,
+            "tp": _WHOLE,
+            "shards": _WHOLE,
+            "in_backward": "it steps all matrices together after the backward",
+        },
     )
 )

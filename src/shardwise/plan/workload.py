@@ -30,7 +30,8 @@ class Workload(BaseModel):
     run under ``torch.compile``; ``fused_loss``: the loss never upcasts the logits to fp32 (a compiled one,
     flash-attn's, Liger's). ``framework_overhead`` counts the device's context, communicator buffers, and the host time
     between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters, where it has some
-    (`shardwise.model.lora.AdapterFacts`).
+    (`shardwise.model.lora.AdapterFacts`). ``average``: a moving average of the trained weights is kept, in their
+    layout.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +55,7 @@ class Workload(BaseModel):
     lora_dropout: float = 0.0
     lora_dora: bool = False
     double_quant: bool = True
+    average: bool = False
 
     @model_validator(mode="before")
     @classmethod

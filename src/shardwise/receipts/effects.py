@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 from torch import nn
 
@@ -40,6 +41,19 @@ _FACTORS = ("bfloat16", "float16", "float32", "float64")
 _AS_REAL = {"complex64": "float32", "complex128": "float64"}  # dtypes in which DDP sends them
 
 
+class LineSource(Protocol):
+    """Observer of the recorded step that has lines of its own."""
+
+    def start(self, session: Session, step: Step) -> None:
+        """Begin to observe, before the first forward."""
+
+    def stop(self) -> None:
+        """Stop; the records stay."""
+
+    def lines(self, session: Session, step: Step) -> Iterator[Line]:
+        """Yield the lines, after the update."""
+
+
 class EffectsRecorder:
     """Observer of a session's second step that creates the effects receipt.
 
@@ -47,12 +61,15 @@ class EffectsRecorder:
         on_receipt: called on rank 0 with the receipt, before a false line raises.
         strict: raise `ReceiptError` on all ranks if a line is false on any.
         told: lines about the run that cannot be checked here.
+
+    ``more`` are other sources of lines.
     """
 
     def __init__(
         self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True, told: tuple[Line, ...] = ()
     ) -> None:
         self.told = told
+        self.more: list[LineSource] = []
         self.receipt: Receipt | None = None
         self._on_receipt = on_receipt
         self._strict = strict
@@ -75,6 +92,8 @@ class EffectsRecorder:
             return
         reshard(session.applied.outer)  # an evaluation may have left parameters gathered
         self._scale = 0.0 if session.scaler is None else session.scaler.get_scale()
+        for source in self.more:
+            source.start(session, step)
         self._watch = StepRecorder(session, step)
 
     def on_gradients(self, session: Session, step: Step) -> None:
@@ -98,6 +117,7 @@ class EffectsRecorder:
         lines = [*own, *sample_lines(session, step.micros, self._before)]
         lines += tied_lines(session)
         lines += [*replica_lines(session), *self.told]
+        lines += [line for source in self.more for line in source.lines(session, step)]
         if any(skipped):
             found = f"rank {', '.join(str(rank) for rank, skips in enumerate(skipped) if skips)} alone"
             lines.append(Line(name="an overflow skips the step on", planned="every rank", found=found, ok=False))
@@ -114,6 +134,8 @@ class EffectsRecorder:
     def _stop_recording(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+            for source in self.more:
+                source.stop()
             self._seen -= 1
         self._watch = None
 

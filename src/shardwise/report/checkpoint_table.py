@@ -270,9 +270,10 @@ def _optimizer(facts: Mapping[str, Any]) -> str:
 
 
 def _groups(lines: Sequence[TensorLine]) -> Sequence[tuple[str, list[TensorLine]]]:
-    groups: dict[str, list[TensorLine]] = {"weights": [], "optimizer state": [], "other": []}
+    groups: dict[str, list[TensorLine]] = {"weights": [], "optimizer state": [], "averaged weights": [], "other": []}
     for line in lines:
-        kind = {"model": "weights", "optimizer": "optimizer state"}.get(line.name.split("/", 1)[0], "other")
+        kinds = {"model": "weights", "optimizer": "optimizer state", "ema": "averaged weights"}
+        kind = kinds.get(line.name.split("/", 1)[0], "other")
         groups[kind].append(line)
     return list(groups.items())
 
@@ -313,7 +314,7 @@ def _folded(lines: Sequence[TensorLine]) -> list[_Row]:
 
 def _short(name: str) -> str:
     """Drop the first part of a name, which the table's title has."""
-    return name.split("/", 1)[1] if name.startswith(("model/", "optimizer/")) else name
+    return name.split("/", 1)[1] if name.startswith(("model/", "optimizer/", "ema/")) else name
 
 
 def _together(names: Sequence[str]) -> str:

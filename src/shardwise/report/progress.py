@@ -18,7 +18,7 @@ from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_findings, receipt_table, timing_table
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.evaluate import Evaluation
-from shardwise.train.loop import Outcome
+from shardwise.train.run_interface import Outcome
 from shardwise.units import count_text, seconds_text
 
 PLAIN_LINES = 10

@@ -26,12 +26,14 @@ from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.lines.sample_lines import isolation_line, packed_line
+from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.run.job import Job
 from shardwise.train.data.corpus import open_corpus
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.metrics import logged_losses
 from shardwise.train.session import Session
 from shardwise.train.trackers import Trackers, open_trackers
+from shardwise.train.training_parts import TrainingParts
 
 TIMING, FINDINGS = "timing.json", "findings.json"
 
@@ -69,8 +71,10 @@ class RunRecorder:
 
     # called by the loop
 
-    def begin(self, session: Session, isolation: Isolation | None = None) -> None:
+    def begin(self, session: Session, isolation: Isolation | None = None, parts: TrainingParts | None = None) -> None:
         """Called before the first step, with the model built and the checkpoint loaded."""
+        if parts is not None:
+            self.effects.more.append(TrainingLines(self.job.config, parts))
         if isolation is not None:
             self.effects.told += (isolation_line(isolation),)
         if session.ranks.is_main:

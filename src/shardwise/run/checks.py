@@ -15,10 +15,10 @@ from shardwise.errors import ConfigError, DataError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.parallel_options import CONFIG_KEYS
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, axis_problems
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import check_degrees
-from shardwise.train.config import Config
+from shardwise.train.config import Config, optimizer_problems
 from shardwise.train.data.corpus import Corpus
 from shardwise.units import counted, listed
 
@@ -187,6 +187,22 @@ def check_generated(config: Config, kind: str, plan: Plan) -> None:
             "strategy without +cp"
         )
     Generator(config, kind)
+
+
+def check_options(config: Config, module: nn.Module, plan: Plan) -> None:
+    """Check that a chosen plan goes with the optimizer and the options of the training.
+
+    Raises:
+        PlanError: it does not.
+        ModelError: the model does not say which embedding gets noise.
+    """
+    from shardwise.train.noise import embedding_name
+
+    problems = [*axis_problems(plan), *optimizer_problems(config.optimizer, plan.parsed)]
+    if problems := [*problems, *config.train.strategy_problems(plan.parsed)]:
+        raise PlanError(*problems)
+    if config.train.neftune_alpha:
+        embedding_name(module)
 
 
 def check_output(folder: Path) -> None:

@@ -61,6 +61,7 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> ModelInspect
     profile = traced_profile(
         base, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
     )
+    told["average"] = config.train.ema_decay > 0
     return ModelInspection(module, spec, profile, workload.model_copy(update=told))
 
 
@@ -156,7 +157,8 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
     from shardwise.train.optimizer import build_optimizer, workload_of
 
     with users_code(_key("optimizer", table.factory, table.name)):
-        workload = workload_of(build_optimizer(module.parameters(), table), parameter_names(module), device=device)
+        optimizer = build_optimizer(module.parameters(), table, module)
+        workload = workload_of(optimizer, parameter_names(module), device=device)
     known = workload.optimizer if workload.custom_state is not None else None
     return workload.model_copy(update={"optimizer": table.name if table.factory is None else known})
 

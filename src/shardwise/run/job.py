@@ -16,14 +16,13 @@ from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import Parts
 from shardwise.cost.time.step_time import StepTime
 from shardwise.environment import visible_devices
-from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.model.facts import ModelSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.parallel_options import CONFIG_KEYS
-from shardwise.plan.plan import Plan, axis_problems, split_batch
+from shardwise.plan.plan import Plan, split_batch
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
@@ -34,6 +33,7 @@ from shardwise.run.checks import (
     check_generated,
     check_isolated,
     check_model_path,
+    check_options,
     check_output,
     check_packages,
     check_plan,
@@ -292,8 +292,7 @@ def choose_plan(
     check_model(spec, choice.plan)
     check_isolated(config, corpus.kind, module, choice.plan)
     check_generated(config, corpus.kind, choice.plan)
-    if unfit := [*axis_problems(choice.plan), *optimizer_problems(config.optimizer, choice.plan.parsed)]:
-        raise PlanError(*unfit)
+    check_options(config, module, choice.plan)
     if not choice.plan.dims.splits_model:
         cut(choice.plan)  # its options; a plan that splits the model was checked when it was chosen
     return replace(choice, plan=staged(choice.plan)), spec, (profile, workload)

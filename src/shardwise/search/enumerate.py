@@ -14,6 +14,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.divisibility import context_fits, context_problem, length_problem, tensor_problem
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.parallel_options import StepOptions, changed
 from shardwise.plan.plan import Plan, Recompute, axis_problems
 from shardwise.plan.strategy import BASES, DEGREES, SHARDED, Base, Strategy
@@ -74,7 +75,8 @@ def layouts(
     found: list[Layout] = []
     refused: list[Refusal] = []
     for strategy in names:
-        if pins.strategy is None and (why := _misplaced(strategy, profile, cluster, pins)):
+        why = _misplaced(strategy, profile, cluster, pins) or _optimizer_problem(strategy, workload)
+        if pins.strategy is None and why:
             refused.append(Refusal(str(strategy), why))
             continue
         dims_found, why = _degrees(strategy, cluster, pins)
@@ -182,7 +184,18 @@ def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, clust
             f"{shown} = {ranks} does not divide the {cluster.world_size} devices; "
             f"use degrees whose product divides {cluster.world_size}"
         )
+    if why := _optimizer_problem(strategy, workload):
+        problems.append(f"{why}; use ddp or zero1, or another optimizer")
     return problems
+
+
+def _optimizer_problem(strategy: Strategy, workload: Workload) -> str:
+    """Return why an optimizer that needs whole weights cannot step those of a strategy; empty if it can."""
+    spec = OPTIMIZERS.get(workload.optimizer or "")
+    is_whole = not (strategy.shards_parameters or strategy.tp > 1 or strategy.engine == "deepspeed")
+    if spec is None or "shards" not in spec.refuses or is_whole:
+        return ""
+    return f"{spec.name} is not for sharded weights: {spec.refuses['shards']}"
 
 
 def _tensor_problem(profile: ModelProfile, tp: int) -> str:

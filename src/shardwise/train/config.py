@@ -7,7 +7,6 @@ file, applies ``key=value`` overrides and reports every problem in one `ConfigEr
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -35,8 +34,10 @@ from shardwise.train.config_values import (
     Ranks,
     Rate,
     RunFolder,
+    profile_steps,
     unfit_values,
 )
+from shardwise.train.training_options import TrainingOptions
 from shardwise.units import listed
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -76,10 +77,12 @@ class OptimizerTable(Table):
     eps: float = Field(1e-8, ge=1e-38, le=1, description="of the update's denominator")  # smaller ones are 0 in fp32
     weight_decay: float = Field(0.0, ge=0, le=100, description="decoupled from the gradient")
     momentum: Fraction = Field(0.0, description="of sgd")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="the learning rate after the warm-up, to the end of the run"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine",
+        description="the learning rate after the warm-up, to the end of the run; wsd: stable, then down",
     )
     warmup_steps: Count = Field(0, description="steps in which the learning rate rises to lr")
+    decay_fraction: float = Field(0.1, gt=0, le=1, description="of wsd: last part of the run, where the rate falls")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr × this")
     clip_norm: float | None = Field(1.0, ge=1e-12, description="largest norm of the gradient; 'none' means no limit")
     in_backward: bool = option_field("optimizer_in_backward")
@@ -116,33 +119,14 @@ class OptimizerTable(Table):
             )
         if "min_lr_ratio" in self.model_fields_set and self.schedule == "constant":
             raise ValueError("'min_lr_ratio' has no effect with schedule 'constant'; remove it")
+        if "decay_fraction" in self.model_fields_set and self.schedule != "wsd":
+            raise ValueError(
+                f"'decay_fraction' has no effect with schedule '{self.schedule}', only with wsd; remove it"
+            )
         return self
 
 
-FIRST_TRACED, MOST_TRACED = 4, 100  # receipts inspect the earlier steps; viewers cannot open a trace of many steps
-
-
-def profile_steps(text: str) -> tuple[int, int]:
-    """Parse ``STEP`` or ``STEP:COUNT`` into the first step and the number of steps.
-
-    Raises:
-        ValueError: malformed, or a number is out of range.
-    """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    if found is None:
-        raise ValueError(f"'profile' is '{text}': it must be STEP or STEP:COUNT, such as '20' or '20:3'")
-    first, count = int(found[1]), int(found[2] or 1)
-    if first < FIRST_TRACED:
-        raise ValueError(
-            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are checked by the "
-            f"receipts; begin at {FIRST_TRACED} or later"
-        )
-    if not 1 <= count <= MOST_TRACED:
-        raise ValueError(f"'profile' asks for {count} steps; a trace has 1 to {MOST_TRACED}")
-    return first, count
-
-
-class TrainTable(Table):
+class TrainTable(TrainingOptions, Table):
     """``[train]``: duration, batch size and output."""
 
     steps: Positive | None = Field(None, description="optimizer steps; exactly one of steps and epochs")
@@ -282,6 +266,9 @@ class CheckpointTable(Table):
     verify: bool = Field(True, description="compare the hashes of what is read on resume and as model.weights")
 
 
+_OTHERWISE = {"in_backward": "take in_backward out", "shards": "ddp or zero1"}
+
+
 def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
     """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
     if table.factory is not None:
@@ -294,12 +281,13 @@ def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
         ]
     asked: dict[str, tuple[Mode, bool]] = {
         "+tp": ("tp", strategy.tp > 1),
+        "zero2, fsdp and hsdp": ("shards", strategy.shards_parameters),
         "+offload": ("offload", strategy.offload),
         "in_backward": ("in_backward", table.in_backward),
     }
     return [
         f"optimizer.name '{table.name}' is not for {option}: {refused[mode]}; use {names_without(mode)[0]}, or "
-        + ("take in_backward out" if mode == "in_backward" else f"a strategy without {option}")
+        + _OTHERWISE.get(mode, f"a strategy without {option}")
         for option, (mode, is_asked) in asked.items()
         if is_asked and mode in refused
     ]
@@ -372,7 +360,9 @@ class Config(Table):
     def _optimizer_goes_with_the_strategy(self) -> Self:
         parallel, optimizer = self.parallel, self.optimizer
         named = None if parallel.strategy == "auto" else parse_strategy(parallel.strategy)
-        problems = [] if named is None else optimizer_problems(optimizer, named)
+        problems = []
+        if named is not None:
+            problems = [*optimizer_problems(optimizer, named), *self.train.strategy_problems(named)]
         if optimizer.in_backward and named is None:
             problems.append(
                 "'optimizer.in_backward' is not for every strategy, and 'parallel.strategy' is auto; "

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 MOST_LR = 1e4  # LSTMs were trained at 30; larger values are mistakes, and soon infinite in fp32
 MOST_RANKS = 1024  # of one machine
+FIRST_TRACED, MOST_TRACED = 4, 100  # receipts inspect the earlier steps; viewers cannot open a trace of many steps
 _NOT_KEPT = {
     "memory": "is gone when a process ends, and ranks do not share it",
     "http": "cannot be written to",
@@ -58,6 +59,26 @@ def _scheme(text: str) -> str:
 Named = Annotated[str, AfterValidator(_named)]
 RunFolder = Annotated[Named, AfterValidator(_on_disk)]
 CheckpointFolder = Annotated[Named, AfterValidator(_kept)]
+
+
+def profile_steps(text: str) -> tuple[int, int]:
+    """Parse ``STEP`` or ``STEP:COUNT`` into the first step and the number of steps.
+
+    Raises:
+        ValueError: malformed, or a number is out of range.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if found is None:
+        raise ValueError(f"'profile' is '{text}': it must be STEP or STEP:COUNT, such as '20' or '20:3'")
+    first, count = int(found[1]), int(found[2] or 1)
+    if first < FIRST_TRACED:
+        raise ValueError(
+            f"'profile' begins at step {first}: steps before {FIRST_TRACED} warm up and are checked by the "
+            f"receipts; begin at {FIRST_TRACED} or later"
+        )
+    if not 1 <= count <= MOST_TRACED:
+        raise ValueError(f"'profile' asks for {count} steps; a trace has 1 to {MOST_TRACED}")
+    return first, count
 
 
 def unfit_values(data: Any, where: str = "") -> Iterator[str]:

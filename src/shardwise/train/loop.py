@@ -6,9 +6,8 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import read_manifest, step_folder
-from shardwise.checkpoint.load import load_checkpoint, rng_for
+from shardwise.checkpoint.load import has_average, load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.checkpoint.weights import BaseWeights, load_weights
@@ -29,6 +28,7 @@ from shardwise.parallel.materialize import build
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
+from shardwise.train.average import WeightAverage
 from shardwise.train.best import Best
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
@@ -49,74 +49,13 @@ from shardwise.train.generate import Generator
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import model_factory, model_facts
+from shardwise.train.noise import EmbeddingNoise, embedding_name
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
+from shardwise.train.run_interface import Outcome, Reporter, RunCallback, StepWindow
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
-
-
-class Reporter(Protocol):
-    """Reporter of progress; every call is made on rank 0 only."""
-
-    def log(self, text: str) -> None:
-        """Print a line."""
-
-    def begin(self, first: int, total: int) -> None:
-        """Start reporting after step ``first`` of ``total``."""
-
-    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
-        """Report a logged step."""
-
-    def evaluating(self, share: float) -> None:
-        """Report the progress of an evaluation."""
-
-    def evaluated(self, number: int, found: Evaluation) -> None:
-        """Report a finished evaluation."""
-
-    def end(self) -> None:
-        """Stop reporting: there are no more steps."""
-
-
-class RunCallback(Protocol):
-    """Callback during a run, on every rank."""
-
-    def begin(self, session: Session, isolation: Isolation | None = None) -> None:
-        """Called before the first step, with the model built and the checkpoint loaded.
-
-        ``isolation`` is what was measured where documents share samples and must not see each other.
-        """
-
-    def told(self) -> dict[str, Any]:
-        """Return additional values for a logged line, on rank 0."""
-
-    def wrote(self, line: dict[str, Any]) -> None:
-        """Called after a line of metrics was written, on rank 0."""
-
-    def between(self, session: Session) -> None:
-        """Called between two steps."""
-
-    def finish(self) -> None:
-        """Called after the last step. Collective."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a run. ``loss`` is the last step's."""
-
-    steps: int
-    tokens: int
-    loss: float
-    evaluation: Evaluation | None
-    best: Best | None = None
-
-
-@dataclass(frozen=True)
-class StepWindow:
-    """Interval between two logged steps; ``seconds`` exclude evaluations and checkpoints."""
-
-    steps: int
-    tokens: int
-    seconds: float
+from shardwise.train.training_parts import TrainingLoss, TrainingParts
 
 
 class TrainingRun:
@@ -151,6 +90,8 @@ class TrainingRun:
         self.generator = Generator(config, corpus.kind) if asked.generate else None
         self.best = None if asked.best_metric is None else Best(asked.best_metric, asked.best_is)
         self.adapter_facts: dict[str, Any] = {}
+        self.noise: EmbeddingNoise | None = None
+        self.average: WeightAverage | None = None
 
     @property
     def is_main(self) -> bool:
@@ -177,8 +118,10 @@ class TrainingRun:
         self.saver = saver
         self._resume()
         self._protect()
+        rate = learning_rate(self.config.optimizer, self.total)
+        self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
         if self.watch is not None:
-            self.watch.begin(self.session, self._isolation())
+            self.watch.begin(self.session, self._isolation(), self.parts)
         metrics = None
         if self.is_main:
             also = None if self.watch is None else self.watch.wrote
@@ -191,7 +134,7 @@ class TrainingRun:
             self.watch.finish()
         path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
-            self._evaluate(metrics)
+            self._evaluate_last(metrics)
         saver.wait()
         self._log_saves(metrics)
         if self.is_main:
@@ -219,12 +162,19 @@ class TrainingRun:
         model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
         base = self._adapt(model)
         sample = torch.zeros(self.micro_batch, config.data.seq_len, dtype=torch.int64)
-        optimizer = build_optimizer(model.parameters(), config.optimizer)
+        optimizer = build_optimizer(model.parameters(), config.optimizer, model)
+        alpha = config.train.neftune_alpha
+        embedding = embedding_name(model) if alpha else ""
         model, _ = self.session.prepare(model, optimizer, sample, base)
+        if alpha:
+            self.noise = EmbeddingNoise.on(alpha, embedding, self.session.module, self.plan.dims.cp)
         if base is not None:
             base.close()
         elif config.model.weights is not None:
             load_weights(self.session.module, config.model.weights, verify=config.checkpoint.verify, collective=True)
+        if config.train.ema_decay:
+            self.average = WeightAverage(config.train.ema_decay, self.session.module)
+            self.session.observers.insert(0, self.average)  # receipts look at it afterwards
         seed_everything(config.train.seed, self._rng_state)
         return model
 
@@ -252,13 +202,13 @@ class TrainingRun:
 
     def _steps(self, model: nn.Module, metrics: MetricsFile | None) -> None:
         config, session, optimizer = self.config, self.session, self.session.optimizer
-        rate = learning_rate(config.optimizer, self.total)
+        rate = self.parts.rate
         clock = time.perf_counter()
         since, tokens_since = session.steps_done, 0
         batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)
         for step in session.run_windows(batches, limit=self.total - session.steps_done):
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
-            step.run(model, token_loss_sum)
+            step.run(model, self.parts.loss)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             self.tokens += result.tokens
@@ -306,8 +256,11 @@ class TrainingRun:
         )
         self.reporter.step(result.number, result.loss, per_second)
 
-    def _evaluate(self, metrics: MetricsFile | None) -> bool:
-        """Evaluate on the held-out samples; return whether that is the best so far."""
+    def _evaluate(self, metrics: MetricsFile | None, *, averaged: bool = False) -> bool:
+        """Evaluate on the held-out samples; return whether that is the best so far.
+
+        What ``averaged`` weights reach is compared with nothing: checkpoints are exported with the trained ones.
+        """
         if self.heldout is None:
             return False
         batch = max(self.micro_batch, 8)
@@ -323,7 +276,7 @@ class TrainingRun:
             metrics.write(step=self.session.steps_done, **found.line())
             self.reporter.evaluated(self.session.steps_done, found)
         self._generate()
-        better = self.best is not None and self.best.is_better(found, self.session.steps_done)
+        better = self.best is not None and not averaged and self.best.is_better(found, self.session.steps_done)
         self._protect()
         return better
 
@@ -355,6 +308,17 @@ class TrainingRun:
             self.reporter.log(f"early stopping: {self.best} was not bettered in {patience} evaluations")
         return True
 
+    def _evaluate_last(self, metrics: MetricsFile | None) -> None:
+        """Evaluate at the end: the averaged weights, where there are some."""
+        if self.average is None:
+            self._evaluate(metrics)
+            return
+        self.saver.before_update()
+        if self.is_main:
+            self.reporter.log(f"the last evaluation is of the averaged weights (decay {self.config.train.ema_decay:g})")
+        with self.average.in_place_of_weights():
+            self._evaluate(metrics, averaged=True)
+
     def _save(self, metrics: MetricsFile | None) -> Folder:
         check_weights(self.session)
         state = {
@@ -366,6 +330,7 @@ class TrainingRun:
             "optimizer": self.config.optimizer.model_dump(mode="json"),
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
             **({} if self.best is None else {"best": self.best.state()}),
+            "options": self.config.train.training_options,
         }
         self.session.phase = "checkpoint"
         path = self.saver.save(
@@ -376,6 +341,7 @@ class TrainingRun:
             state=state,
             rng=random_states(self.session.device),
             model_facts={**model_facts(self.config), **self.adapter_facts},
+            average=None if self.average is None else self.average.tensors,
         )
         self.session.phase = "other"
         self._log_saves(metrics)
@@ -447,7 +413,11 @@ class TrainingRun:
         if manifest.step:
             self.warmup_backward()
         with resume.advice(path, earlier):
-            load_checkpoint(path, model=session.module, optimizer=session.optimizer, verify=config.checkpoint.verify)
+            average = None if self.average is None else self.average.tensors
+            module, optimizer, verify = session.module, session.optimizer, config.checkpoint.verify
+            load_checkpoint(path, model=module, optimizer=optimizer, verify=verify, average=average)
+            if self.average is not None and not has_average(manifest):
+                self.average.restart()
             rng_state = rank_to_follow(manifest.plan, self.plan, session.ranks.rank)
             saved = exchange.together(lambda: rng_for(path, rng_state))
         state = manifest.state

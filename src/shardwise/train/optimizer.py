@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,15 +12,18 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.import_object import check_kwargs, import_path, load_object
-from shardwise.plan.optimizers import OPTIMIZERS, declared
+from shardwise.model.read import clean_name, read_model
+from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec, ParameterShard, declared
 from shardwise.plan.workload import Workload
 from shardwise.train.config import OptimizerTable
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -> Optimizer:
-    """The optimizer of a config.
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], table: OptimizerTable, module: nn.Module | None = None
+) -> Optimizer:
+    """The optimizer of a config; ``module`` has the parameters, for one with several groups.
 
     Raises:
         ConfigError: the factory cannot be imported or does not return an optimizer, or a package is not installed.
@@ -38,8 +42,30 @@ def build_optimizer(parameters: Iterable[nn.Parameter], table: OptimizerTable) -
     chosen = {key: getattr(table, key, default) for key, default in spec.hyperparameters.items()} | table.kwargs
     if "betas" in chosen:
         chosen["betas"] = tuple(chosen["betas"])
-    optimizer: Optimizer = import_path(spec.factory)(trained, lr=table.lr, **chosen, **spec.arguments)
+    groups: list[Any] = trained if spec.group is None else _groups(trained, spec, module)
+    optimizer: Optimizer = import_path(spec.factory)(groups, lr=table.lr, **chosen, **spec.arguments)
     return optimizer
+
+
+def _groups(trained: list[nn.Parameter], spec: OptimizerSpec, module: nn.Module | None) -> list[dict[str, Any]]:
+    """Deal parameters to the optimizer's groups; the first has the matrices of the blocks.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    blocks = set() if module is None else {p.name for p in read_model(module).parameters if p.block is not None}
+    names = {} if module is None else {id(p): clean_name(name) for name, p in module.named_parameters()}
+    groups: list[dict[str, Any]] = [{"params": [], "matrices": True}, {"params": [], "matrices": False}]
+    for parameter in trained:
+        shape = tuple(parameter.shape)
+        shard = ParameterShard(shape, shape, shape, names.get(id(parameter)) in blocks)
+        groups[0 if spec.group is None else spec.group(shard)]["params"].append(parameter)
+    if not groups[0]["params"]:
+        raise ConfigError(
+            f"optimizer.name '{spec.name}': the model has no trained matrix in a repeated block, so nothing would be "
+            "stepped by it; use adamw"
+        )
+    return groups
 
 
 def workload_of(optimizer: Optimizer, names: dict[int, str] | None = None, *, device: str | None = None) -> Workload:
@@ -102,19 +128,23 @@ def _temporaries(optimizer: Optimizer, device: str | None) -> tuple[float, float
 
 
 def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], float]:
-    """Return the learning rate by step: linear warm-up, then constant, linear or cosine decay.
+    """Return the learning rate by step: linear warm-up, then what ``optimizer.schedule`` names.
 
-    A pure function of the step, so that a resumed run needs no scheduler state.
+    ``wsd`` (Hu 2024, arXiv 2404.06395; Hägele 2024, arXiv 2405.18392) stays at ``lr`` and falls in a line in the last
+    ``decay_fraction`` of all steps, not before the warm-up ends. A pure function of the step, so that a resumed run
+    needs no scheduler state.
     """
-    lowest = table.lr * table.min_lr_ratio
+    lowest, begin = table.lr * table.min_lr_ratio, table.warmup_steps
+    if table.schedule == "wsd":
+        begin = max(begin, total_steps - round(table.decay_fraction * total_steps))
 
     def rate(step: int) -> float:
         if step <= table.warmup_steps:
             return table.lr * step / table.warmup_steps
-        if table.schedule == "constant":
+        if table.schedule == "constant" or step <= begin:
             return table.lr
-        done = min(1.0, (step - table.warmup_steps) / max(1, total_steps - table.warmup_steps))
-        left = 1.0 - done if table.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        done = min(1.0, (step - begin) / max(1, total_steps - begin))
+        left = 0.5 * (1.0 + math.cos(math.pi * done)) if table.schedule == "cosine" else 1.0 - done
         return lowest + (table.lr - lowest) * left
 
     return rate

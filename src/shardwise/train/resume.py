@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import Manifest, saved_steps
-from shardwise.checkpoint.load import newest_of_all
+from shardwise.checkpoint.load import has_average, newest_of_all
 from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.errors import CheckpointError, CheckpointMismatch, ConfigError, ShardwiseError
 from shardwise.plan.plan import Plan
@@ -222,6 +222,11 @@ def news(manifest: Manifest, config: Config, plan: Plan, total: int) -> list[str
     with suppress(ValidationError):  # a later version's plan
         texts += _plan_news(Plan.model_validate(manifest.plan), plan)
     texts += [f"optimizer.{key} {old} → {new}" for key, (old, new) in changed_keys(manifest, config.optimizer).items()]
+    then = manifest.state.get("options") or {}
+    pairs = ((key, then.get(key, 0.0), value) for key, value in config.train.training_options.items())
+    texts += [f"train.{key} {old:g} → {new:g}" for key, old, new in pairs if old != new]
+    if config.train.ema_decay and not has_average(manifest):
+        texts.append("the average of the weights begins here")
     old_total = manifest.state["scheduler"]["total"]
     schedule = config.optimizer.schedule
     if old_total != total:

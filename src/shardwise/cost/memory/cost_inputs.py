@@ -29,6 +29,7 @@ class CostInputs:
     temporaries: int
     sent: float = 0.0
     received: float = 0.0
+    average: int = 0
 
     @property
     def waits(self) -> bool:

@@ -25,10 +25,11 @@ class Estimate(BaseModel):
 
     Each category is given at its peak; the peaks do not coincide. ``allocated`` is the peak of their sum, ``reserved``
     what the caching allocator takes for it, ``context`` what lies outside the allocator (CUDA context, communicator
-    buffers), ``device`` = ``reserved`` + ``context``: what must be below the device's memory. ``buffers`` are gathered
-    units, unsharded gradients before their reduction and autocast's low-precision weights; ``temporaries`` are the
-    optimizer's. ``offloaded_bytes`` is the part of parameters, gradients and optimizer state that lives in host memory,
-    ``host_bytes`` the total that a node's ranks need there.
+    buffers), ``device`` = ``reserved`` + ``context``: what must be below the device's memory. ``buffers`` are
+    gathered units, unsharded gradients before their reduction, autocast's low-precision weights and a moving
+    average of the weights; ``temporaries`` are the optimizer's. ``offloaded_bytes`` is the part of parameters,
+    gradients and optimizer state that lives in host memory, ``host_bytes`` the total that a node's ranks need
+    there.
     """
 
     model_config = ConfigDict(frozen=True)

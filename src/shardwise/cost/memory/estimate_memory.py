@@ -72,13 +72,14 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Part
     micro = plan.micro_batch or 1
     makes_room = plan.parsed.offload and plan.device != "cpu"  # a CPU's memory is the host's
     offloaded = parameters + gradients + (optimizer or 0) if makes_room else 0
+    average = max(one[3] for one in each) if workload.average and not makes_room else 0
     return Estimate(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=None if saved is None else (saved - (logits or 0) * chunked) * micro,
         logits=None if logits is None else math.ceil(logits * micro / plan.loss_chunks),
-        buffers=_gather_bytes(spec, plan),
+        buffers=_gather_bytes(spec, plan) + average,
         offloaded_bytes=offloaded,
     )
 
@@ -136,8 +137,8 @@ def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[lis
 
 def _held(
     spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts, names: frozenset[str] | None
-) -> tuple[int, int, int | None]:
-    """Bytes of parameters, gradients and state on a stage's fullest rank.
+) -> tuple[int, int, int | None, int]:
+    """Bytes of parameters, gradients, state and trained weights on a stage's fullest rank.
 
     ``names`` None is the full model.
     """
@@ -149,10 +150,10 @@ def _held(
         return local_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
 
     sizes = {p.name: held(p) for p in spec.parameters if is_here(p)}
-    gradients = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
-    gradients = 0 if plan.optimizer_in_backward else gradients  # freed as soon as each is stepped
+    trained = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
+    gradients = 0 if plan.optimizer_in_backward else trained  # freed as soon as each is stepped
     if workload.optimizer_states is None:
-        return sum(sizes.values()), gradients, None
+        return sum(sizes.values()), gradients, None, trained
     groups = [[p for p in group if p.name in sizes] for group in stepped_groups(spec, workload)]
     ranks = plan.dims.dp * plan.dims.cp
     shares = zero1_shares(groups, ranks) if plan.parsed.base == "zero1" else [[p for group in groups for p in group]]
@@ -160,7 +161,7 @@ def _held(
         sum(_state(p, plan, workload, parts, sizes[p.name]) + workload.scalar_states * STATE_ITEMSIZE for p in share)
         for share in shares
     )
-    return sum(sizes.values()), gradients, state
+    return sum(sizes.values()), gradients, state, trained
 
 
 def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Parts, size: int) -> int:
@@ -168,7 +169,8 @@ def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Part
     if (spec := workload.custom_state) is None:
         return size * (workload.optimizer_states or 0)
     here = local_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
-    return spec.state_bytes(ParameterShard(parameter.shape, here, here), parameter.itemsize)
+    shard = ParameterShard(parameter.shape, here, here, parameter.block is not None)
+    return spec.state_bytes(shard, parameter.itemsize)
 
 
 def _gather_bytes(spec: ModelSpec, plan: Plan) -> int:

@@ -446,7 +446,7 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
     return sum(
         piece.count
         * (
-            _state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload, w)
+            _state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload, w, piece.is_block)
             + master * _elements(w, piece, layout)
         )
         for piece in pieces
@@ -455,13 +455,20 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
     )
 
 
+def average_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:
+    """Bytes on the device of the moving average of a stage's trained weights, as many as gradients at rest."""
+    if not workload.average or layout.offloads:
+        return 0
+    return sum(unit_weights(piece.unit, layout).gradients * piece.count for piece in pieces)
+
+
 def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
     """Mean optimizer state per rank of a stage under ``zero1``: a fast lower bound of the peak."""
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
     master = FP32 if layout.masters else 0
     full = sum(
-        p.count * (_state_bytes(_local(w, p, layout), workload, w) + master * _elements(w, p, layout))
+        p.count * (_state_bytes(_local(w, p, layout), workload, w, p.is_block) + master * _elements(w, p, layout))
         for p in pieces
         for w in p.unit.weights
         if w.trainable
@@ -487,7 +494,7 @@ def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload
     The rule is that of `cost.memory.zero1_shares`, kept as sums on a heap.
     """
     shapes = [
-        (_local(w, piece, layout), w)
+        (_local(w, piece, layout), w, piece.is_block)
         for piece in pieces
         for _ in range(piece.count)
         for w in piece.unit.weights
@@ -495,17 +502,26 @@ def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload
     ]
     loads = [(0, rank) for rank in range(layout.replicas)]
     states = [0] * layout.replicas
-    for shape, weight in sorted(shapes, key=lambda one: math.prod(one[0]), reverse=True):
+    shapes.sort(key=lambda one: (_stepped_in(one[0], one[1], workload, in_block=one[2]), -math.prod(one[0])))
+    for shape, weight, in_block in shapes:
         load, rank = heapq.heappop(loads)
         heapq.heappush(loads, (load + math.prod(shape), rank))
-        states[rank] += _state_bytes(shape, workload, weight)
+        states[rank] += _state_bytes(shape, workload, weight, in_block)
     return max(states)
 
 
-def _state_bytes(shape: tuple[int, ...], workload: Workload, weight: Weight) -> int:
+def _stepped_in(shape: tuple[int, ...], weight: Weight, workload: Workload, *, in_block: bool) -> int:
+    """Number of the optimizer's parameter group that a weight is in."""
+    spec = workload.custom_state
+    if spec is None or spec.group is None:
+        return 0
+    return spec.group(ParameterShard(weight.shape, shape, shape, in_block))
+
+
+def _state_bytes(shape: tuple[int, ...], workload: Workload, weight: Weight, in_block: bool) -> int:
     """Bytes of state: in the weight's type; factors, counters and scales in fp32."""
     fixed = workload.scalar_states * STATE_ITEMSIZE
     if (spec := workload.custom_state) is not None:
-        return spec.state_bytes(ParameterShard(weight.shape, shape, shape), STATE_ITEMSIZE) + fixed
+        return spec.state_bytes(ParameterShard(weight.shape, shape, shape, in_block), STATE_ITEMSIZE) + fixed
     states = 2 if workload.optimizer_states is None else workload.optimizer_states
     return states * math.prod(shape) * math.ceil(weight.itemsize) + fixed

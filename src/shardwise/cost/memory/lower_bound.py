@@ -16,6 +16,7 @@ from shardwise.cost.memory.local_shapes import (
     LayerGroup,
     ShardLayout,
     UnitWeights,
+    average_bytes,
     heavy_stages,
     layout_of,
     micro_batches_in_flight,
@@ -71,6 +72,7 @@ class _Key:
             workload.optimizer_temporaries,
             workload.loop_temporaries,
             workload.compiled,
+            workload.average,
             workload.fused_loss,
         )
         self._hash = hash(self._facts)
@@ -114,6 +116,7 @@ def _stage_lines(
         gradients = max(w.gradients for _, w, _ in rows)
     shares = layout.strategy.base == "zero1" and layout.replicas > 1
     state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
+    state += average_bytes(pieces, layout, workload)
     rest = 0 if layout.offloads else parameters + state
     temporaries = 0.0
     if not shares and not layout.masters:

@@ -16,6 +16,7 @@ from shardwise.cost.memory.local_shapes import (
     FP32,
     LayerGroup,
     ShardLayout,
+    average_bytes,
     heavy_stages,
     micro_batches_in_flight,
     optimizer_bytes,
@@ -64,6 +65,7 @@ def settings_of(
             optimizer=state,
             temporaries=_temporaries(pieces, layout, workload, state, early=program.optimizer_in_backward),
             sent=sent,
+            average=average_bytes(pieces, layout, workload),
             received=2 * sent * program.grad_accum if layout.framework == "torchtitan" else 0.0,
         )
 

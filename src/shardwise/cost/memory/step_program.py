@@ -58,6 +58,7 @@ def write_program(setting: CostInputs) -> AllocationTrace:
     writer = _Writer(setting)
     writer.trace.phase("load")
     writer.load()
+    writer.trace.alloc(setting.average, BUFFERS)
     for first in (True, False):
         if first:
             writer.trace.phase("first_step")

@@ -192,7 +192,7 @@ def _scheduler(table: Mapping[str, Any], found: ImportedTraining) -> None:
         found.problems.append(f"scheduler.type '{name}' is none of {', '.join(SCHEDULERS)}{hint}")
         return
     if name not in _KNOWN:
-        why = "Shardwise has constant, linear and cosine; set optimizer.schedule to the nearest"
+        why = "Shardwise has constant, linear, cosine and wsd; set optimizer.schedule to the nearest"
         found.differs.append(FileKey("scheduler.type", name, why))
         found.differs += [
             FileKey(f"scheduler.params.{key}", value, f"belongs to {name}") for key, value in params.items()

@@ -20,7 +20,8 @@ from shardwise.environment import quiet_profiler
 from shardwise.errors import ConfigError
 from shardwise.measure.profiler.events import MARK, read_events
 from shardwise.measure.profiler.summary import Overhead, TraceSummary, summarise
-from shardwise.train.config import FIRST_TRACED, TrainTable
+from shardwise.train.config import TrainTable
+from shardwise.train.config_values import FIRST_TRACED
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 

@@ -126,7 +126,7 @@ def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -
 
 
 def _state_bytes(session: Session, parameter: ParameterSpec, local: tuple[int, ...], spec: OptimizerSpec) -> int:
-    shard = ParameterShard(parameter.shape, local, _held(session, parameter, 0))
+    shard = ParameterShard(parameter.shape, local, _held(session, parameter, 0), parameter.block is not None)
     return spec.state_bytes(shard, parameter.itemsize)
 
 

@@ -373,7 +373,7 @@ def samples_for(corpus: Corpus, config: Config, *, heldout: bool = False) -> Num
         if corpus.heldout is None:
             raise DataError("nothing is held out; set data.heldout_fraction, or data.heldout_path")
         tokens = corpus.heldout
-    names = (*corpus.sources, "heldout")  # documents of data.heldout_path come last
+    names = (*(corpus.sources or ("",)), "heldout")  # documents of data.heldout_path come last
     parts = {names[i]: part for i in range(len(tokens.sources) - 1) if (part := tokens.source(i)) is not None}
     found = [_samples(part, table, corpus.separator, config.packing(corpus.kind)) for part in parts.values()]
     return found[0] if len(found) == 1 else JoinedSources(found, list(parts))

@@ -1,0 +1,77 @@
+"""What a training run tells, and to whom: progress, callbacks, its outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardwise.train.best import Best
+from shardwise.train.data.isolation import Isolation
+from shardwise.train.evaluate import Evaluation
+from shardwise.train.session import Session
+from shardwise.train.training_parts import TrainingParts
+
+
+class Reporter(Protocol):
+    """Reporter of progress; every call is made on rank 0 only."""
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+
+    def begin(self, first: int, total: int) -> None:
+        """Start reporting after step ``first`` of ``total``."""
+
+    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
+        """Report a logged step."""
+
+    def evaluating(self, share: float) -> None:
+        """Report the progress of an evaluation."""
+
+    def evaluated(self, number: int, found: Evaluation) -> None:
+        """Report a finished evaluation."""
+
+    def end(self) -> None:
+        """Stop reporting: there are no more steps."""
+
+
+class RunCallback(Protocol):
+    """Callback during a run, on every rank."""
+
+    def begin(self, session: Session, isolation: Isolation | None = None, parts: TrainingParts | None = None) -> None:
+        """Called before the first step, with the model built and the checkpoint loaded.
+
+        ``isolation`` is what was measured where documents share samples and must not see each other; ``parts`` are
+        what the config's options add.
+        """
+
+    def told(self) -> dict[str, Any]:
+        """Return additional values for a logged line, on rank 0."""
+
+    def wrote(self, line: dict[str, Any]) -> None:
+        """Called after a line of metrics was written, on rank 0."""
+
+    def between(self, session: Session) -> None:
+        """Called between two steps."""
+
+    def finish(self) -> None:
+        """Called after the last step. Collective."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a run. ``loss`` is the last step's."""
+
+    steps: int
+    tokens: int
+    loss: float
+    evaluation: Evaluation | None
+    best: Best | None = None
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """Interval between two logged steps; ``seconds`` exclude evaluations and checkpoints."""
+
+    steps: int
+    tokens: int
+    seconds: float
