@@ -16,7 +16,8 @@ from rich.console import Console
 from shardwise.cli.arguments import Calibration, Json
 from shardwise.cli.plan_config import is_config, profile_of_model
 from shardwise.cli.plan_lists import print_list
-from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options, write_plan_file
+from shardwise.cli.plan_question import write_plan_file
+from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.model.profile import ModelProfile
 from shardwise.report.candidates import print_candidates, print_recommendation

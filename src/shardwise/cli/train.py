@@ -67,6 +67,10 @@ def run_train(
         raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
     plan = runnable(read_plan(plan_file)) if plan_file is not None else None
     config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
+    if plan_file is not None and config.optimizer.factory is None:
+        from shardwise.cli.plan_question import check_planned_optimizer
+
+        check_planned_optimizer(plan_file, config.optimizer.name)
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     if taken:

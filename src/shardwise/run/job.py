@@ -325,12 +325,12 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
         precision=None if parallel.precision == "auto" else parallel.precision,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,
-        options=_given_options(config),
+        options=given_options(config),
         **split,
     )
 
 
-def _given_options(config: Config) -> dict[str, Any]:
+def given_options(config: Config) -> dict[str, Any]:
     """Return the options that the config names, the loss chunks and the adapters."""
     given = {
         name: value
