@@ -294,7 +294,7 @@ def _hook(before: _Hook) -> _Hook:
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> object:
         recorder = next(iter(_WATCHED), None)
         if isinstance(error, AttributeError) and error.name == "module" and is_unwrapped(error.obj):
-            error.add_note(NO_WRAPPER)
+            error.__notes__ = [NO_WRAPPER]  # not added: an earlier session's hook may come after this one
         if recorder is None or not is_out_of_memory(error):
             return before(kind, error, trace)
         where = f"\n  raised: {raised_text(error)}" if isinstance(error, Exception) else ""
