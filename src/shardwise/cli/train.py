@@ -19,11 +19,14 @@ from shardwise.cli.arguments import Calibration, Json, Nproc, Overrides
 from shardwise.environment import rendezvous
 from shardwise.errors import ConfigError, Interrupted, KilledForMemory, OutOfMemory, PlanError, RankError, UserError
 from shardwise.launch import fork_server
+from shardwise.launch.rank import BEFORE_WORK
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.run.job import Job, PreparedJob
     from shardwise.train.config import Config
+
+BEFORE_FIRST_STEP = "interrupted before the first step: nothing was trained or saved; the same command starts again"
 
 
 def run_train(
@@ -85,8 +88,9 @@ def run_train(
         run_under_launcher(config, plan, as_json=as_json, calibration=calibration)
         return
     check_output(Path(config.train.output))
-    with only_run_in(Path(config.train.output)), interrupted_before_start():
-        prepared = _prepared(config, plan, console, as_json=as_json, calibration=calibration)
+    with only_run_in(Path(config.train.output)):
+        with interrupted_before_start():
+            prepared = _prepared(config, plan, console, as_json=as_json, calibration=calibration)
         if dry_run:
             print_dry_run(prepared, console, as_json=as_json)
             return
@@ -189,7 +193,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def interrupted_before_start() -> Iterator[None]:
-    """Say what an interrupt inside has left, while this process plans and starts ranks.
+    """Say what an interrupt inside has left, while this process plans.
 
     Raises:
         Interrupted: by Ctrl-C.
@@ -197,9 +201,7 @@ def interrupted_before_start() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted before the first step: nothing was trained or saved; the same command starts again"
-        ) from None
+        raise Interrupted(BEFORE_FIRST_STEP) from None
 
 
 def launch(job: Job, master_port: int) -> None:
@@ -223,6 +225,15 @@ def launch(job: Job, master_port: int) -> None:
             logs=output / "logs",
             master_port=master_port,
         )
+    except Interrupted as error:
+        text = str(error)
+        if text == BEFORE_WORK:
+            raise Interrupted(BEFORE_FIRST_STEP) from error
+        if "the same command" in text:
+            raise
+        from shardwise.run.resume_command import how_to_resume
+
+        raise Interrupted(f"{text}\n{how_to_resume(job.config, job.command)}") from error
     except (OutOfMemory, RankError) as error:
         from shardwise.run.out_of_memory import ForeseenRun, Shortage
         from shardwise.run.resume_command import how_to_resume
