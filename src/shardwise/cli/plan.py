@@ -74,7 +74,7 @@ def run_plan(
         shorter=shorter if profile.seq_len else None,
         any_plan=asked.any_plan,
         saves_memory=not is_config(asked.model),  # ``train`` takes a config's options as they are
-        command=asked.command,
+        command=lambda options, _: asked.command(options),
     )
     if result.optimizer is not None:
         asked = asked.model_copy(update={"optimizer": result.optimizer})

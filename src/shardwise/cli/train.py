@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,17 +58,13 @@ def run_train(
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
     if not dry_run:
         fork_server.start()  # it imports torch for the ranks, while this process plans
-    from shardwise.plan.plan import read_plan, runnable
     from shardwise.plan.strategy import complete_strategy
     from shardwise.run.checks import check_output
     from shardwise.train.config import read_config
 
     strategy, taken = complete_strategy(strategy) if strategy is not None else (None, "")
     overrides = chosen(overrides, strategy=strategy, nproc=nproc)
-    named = [item for item in overrides if item.startswith("parallel.strategy=")]
-    if plan_file is not None and named:
-        raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
-    plan = runnable(read_plan(plan_file)) if plan_file is not None else None
+    plan = None if plan_file is None else given_plan(plan_file, overrides)
     config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
     if plan_file is not None and config.optimizer.factory is None:
         from shardwise.cli.plan_question import check_planned_optimizer
@@ -95,6 +91,20 @@ def run_train(
             print_dry_run(prepared, console, as_json=as_json)
             return
         launch(prepared.job, master_port)
+
+
+def given_plan(plan_file: Path, overrides: Sequence[str]) -> Plan:
+    """Read the plan that is given in place of a search.
+
+    Raises:
+        PlanError: it cannot be read or run, or ``overrides`` name a strategy, too.
+    """
+    from shardwise.plan.plan import read_plan, runnable
+
+    named = [item for item in overrides if item.startswith("parallel.strategy=")]
+    if named:
+        raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
+    return runnable(read_plan(plan_file))
 
 
 def _prepared(
