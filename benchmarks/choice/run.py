@@ -30,8 +30,8 @@ from shardwise.plan.strategy import BASES
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import Config, read_config
 from shardwise.train.data.corpus import open_corpus
-from shardwise.train.data.order import Order, rank_ids
-from shardwise.train.data.samples import samples_for
+from shardwise.train.data.order import rank_ids
+from shardwise.train.data.samples import order_for, samples_for
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.model import model_factory
 from shardwise.train.optimizer import build_optimizer
@@ -155,8 +155,8 @@ def _pinned(file: Path, words: list[str]) -> Plan | None:
 def time_choices(task: ChoiceTask, ranks: Ranks) -> dict[str, Any] | None:
     """The times of one case, on rank 0. Collective."""
     job, corpus = task.job, open_corpus(task.job.corpus)
-    data = samples_for(corpus.train, job.config.data, corpus.separator)
-    order = Order(len(data), job.config.train.seed, job.config.data.shuffle)
+    data = samples_for(corpus, job.config)
+    order = order_for(data, job.config, endless=True)
     share = (job.plan.global_batch or ranks.world_size) // ranks.world_size
 
     def batches() -> Iterator[Batch]:

@@ -78,13 +78,12 @@ def time_size(task: SizeTask, ranks: Ranks) -> list[dict[str, Any]]:
     from shardwise.bench.scaling.scaling_sizes import WARM_UP, measure_size
     from shardwise.distributed.process_group import gather_text
     from shardwise.train.data.corpus import open_corpus
-    from shardwise.train.data.order import Order
-    from shardwise.train.data.samples import samples_for, step_batches
+    from shardwise.train.data.samples import order_for, samples_for, step_batches
     from shardwise.train.model import model_factory
 
     config, steps, corpus = task.config, task.steps, open_corpus(task.corpus)
-    data = samples_for(corpus.train, config.data, corpus.separator)
-    order = Order(len(data), config.train.seed, config.data.shuffle)
+    data = samples_for(corpus, config)
+    order = order_for(data, config, endless=True)
     rows: list[dict[str, Any]] = []
     for mode, plan in task.plans.items():
         ticks: list[float] = []

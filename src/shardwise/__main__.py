@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Import and run the command line; Ctrl-C ends the import with a sentence, too."""
+    """Import and run the command line; Ctrl-C ends it, and the import, with a sentence and one exit status."""
     try:
         from shardwise.cli.main import main as run
+
+        run()
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)
-        sys.exit(130)
-    run()
+    except SystemExit as ended:
+        if ended.code != _INTERRUPTED:
+            raise
+    else:
+        return
+    # Not the interpreter's own end: where Ctrl-C came within an exec of source (a dataclass is made so), Python kills
+    # itself with SIGINT at its end, whatever the exit status is.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(_INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -111,5 +111,5 @@ class Interrupted(ShardwiseError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest known word, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, [name for name in known if name != word], n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""

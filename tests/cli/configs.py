@@ -55,9 +55,9 @@ def start_train(config: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def train(config: Path, *words: str, exit_code: int = 0) -> tuple[str, str]:
+def train(config: Path, *words: str, exit_code: int = 0, cwd: Path = ROOT) -> tuple[str, str]:
     """Run to the end; returns stdout and stderr."""
-    done = shardwise("train", str(config), *words, exit_code=exit_code)
+    done = shardwise("train", str(config), *words, exit_code=exit_code, cwd=cwd)
     return done.stdout, done.stderr
 
 
@@ -91,7 +91,13 @@ def _wait_for_step(runs: Callable[[], bool], folder: Path, step: int) -> None:
 
 
 def train_and(
-    do: Callable[[list[psutil.Process]], None], folder: Path, step: int, config: Path, *words: str, exit_code: int = 0
+    do: Callable[[list[psutil.Process]], None],
+    folder: Path,
+    step: int,
+    config: Path,
+    *words: str,
+    exit_code: int = 0,
+    cwd: Path = ROOT,
 ) -> tuple[str, str]:
     """`train`; ``do`` is given the ranks' processes as soon as the run has logged ``step``."""
     start_servers()
@@ -105,7 +111,7 @@ def train_and(
 
         done = pool.submit(watch)
         try:
-            texts = train(config, *words, exit_code=exit_code)
+            texts = train(config, *words, exit_code=exit_code, cwd=cwd)
         finally:
             ended.set()
         done.result()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -10,6 +12,8 @@ from unittest import mock
 
 import pytest
 
+from shardwise.errors import Interrupted
+from shardwise.launch.rank import BEFORE_WORK
 from shardwise.run.job import Job
 from shardwise.train.config import read_config
 from tests.cli import configs
@@ -70,3 +74,45 @@ def test_versions_without_importing_torch() -> None:
     done = shardwise("--version")
     assert done.stdout == f"shardwise {version('shardwise')}, torch {version('torch')}, Python {python_version()}\n"
     assert "Usage: shardwise [OPTIONS] COMMAND" in shardwise("--help").stdout
+
+
+TWICE = """
+import sys
+from unittest import mock
+import shardwise.cli.main, shardwise.__main__ as command
+
+def interrupted():
+    try:
+        exec("raise KeyboardInterrupt")  # Python notes that it came from source, and ends itself with SIGINT
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+with mock.patch.object(shardwise.cli.main, "main", interrupted):
+    command.main()
+"""
+
+
+def test_an_interrupt_has_one_status_wherever_it_comes() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], cwd=configs.ROOT, env=configs.environment(), timeout=60)
+    assert done.returncode == 130
+    with mock.patch("shardwise.cli.main.import_module", side_effect=KeyboardInterrupt):
+        done = shardwise("train", "examples/stdlib.toml", exit_code=130)
+    assert done.stderr == "shardwise: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (BEFORE_WORK, "interrupted before the first step: nothing was trained or saved; the same command starts again"),
+        (
+            "interrupted; rank 0 had to be killed",
+            "rank 0 had to be killed\nno checkpoint was saved yet; start again with",
+        ),
+        ("stopped after step 3 of 9; the same command resumes", "stopped after step 3 of 9; the same command resumes"),
+    ],
+)
+def test_an_interrupt_says_what_is_saved(ended: str, told: str, tmp_path: Path) -> None:
+    config = configs.write_config(tmp_path)
+    with mock.patch("shardwise.launch.local.run_local", side_effect=Interrupted(ended)):
+        _, said = configs.train(config, exit_code=130)
+    assert told in said and len(said.splitlines()) <= 2

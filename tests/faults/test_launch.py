@@ -439,6 +439,22 @@ def test_an_interrupt_lets_the_ranks_save_and_leave(script, tmp_path, number):
     assert not list(tmp_path.glob("hurried*"))
 
 
+def test_an_interrupt_that_one_rank_cannot_hear_does_not_wait_for_it(script, tmp_path):
+    """Rank 1 has no handler yet, and rank 0 waits for it in native code."""
+    path = script("""
+        if rank == 0:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        mark(f"pid{rank}", str(os.getpid()))
+        while True:
+            time.sleep(1)
+    """)
+    with driving(path) as driver:
+        pids(tmp_path, "pid")
+        driver.send_signal(signal.SIGINT)
+        assert driver.communicate(timeout=20)[0] == "Interrupted interrupted before the work was done\n"
+    assert driver.returncode == 130
+
+
 def test_a_second_interrupt_kills(script, tmp_path):
     path = script("""
         signal.signal(signal.SIGINT, lambda number, frame: mark(f"heard{rank}", str(os.getpid())))
@@ -465,7 +481,7 @@ def test_ranks_that_do_not_stop_are_killed_after_a_while(script, monkeypatch):
     path = script("""
         if rank == 0:
             wait_for("deaf")
-            raise KeyboardInterrupt
+            raise errors.Interrupted("stopped after step 7")
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         mark("deaf")
         while True:

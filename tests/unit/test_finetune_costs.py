@@ -227,7 +227,7 @@ class TestAdvice:
         found = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         work = Workload(seq_len=1024, global_batch=batch)
 
-        def command(options: object) -> str:
+        def command(options: object, _: object) -> str:
             return f"COMMAND {options}"
 
         result = search_and_advise(load_profile(model, seq_len=1024), work, found, pins or Pins(), command=command)

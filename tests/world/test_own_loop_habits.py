@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +50,28 @@ def test_the_module_inside_of_ddp_is_explained_where_there_is_none() -> None:
         assert text.startswith("model.module is a habit of DDP: session.prepare has sharded your own model in place")
         assert "call model(inputs)" in text and not there
     assert found[2] == [("", True)] * 2
+
+
+def traceback_of_module(strategy: str) -> tuple[bool, str]:
+    """Whether ``session.module`` is the user's own, and the traceback of a script that ends in ``model.module``."""
+    said = io.StringIO()
+    session, model, _ = prepared(strategy)
+    own = type(session.module).__name__.endswith("Decoder")
+    try:
+        model.module  # noqa: B018
+    except AttributeError as error:
+        with contextlib.redirect_stderr(said):
+            sys.excepthook(type(error), error, error.__traceback__)
+    session.close()
+    return own, said.getvalue()
+
+
+def test_on_one_rank_a_traceback_of_the_module_inside_of_ddp_says_what_to_write() -> None:
+    for ((own, said),) in run_each(traceback_of_module, 1, [("ddp",), ("zero1",)]):
+        *_, raised, note = said.splitlines()
+        assert own and "AttributeError: " in raised and "'module'" in raised
+        assert "model.module is a habit of DDP, and one rank has no wrapper; write session.module" in note
+    assert run_each(traceback_of_module, 2, [("ddp",), ("zero1",)]) == [[(True, "")] * 2] * 2
 
 
 def ce(outputs: torch.Tensor, labels: torch.Tensor, **how: Any) -> torch.Tensor:

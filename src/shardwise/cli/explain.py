@@ -13,7 +13,8 @@ import typer
 from shardwise.cli.arguments import Calibration, Json, PlanFile
 from shardwise.cli.plan import answer_console
 from shardwise.cli.plan_config import profile_of_model
-from shardwise.cli.plan_request import LOSSES, PlanRequest, choice_problems, read_question
+from shardwise.cli.plan_question import read_question
+from shardwise.cli.plan_request import LOSSES, PlanRequest, choice_problems
 from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan, read_plan
 from shardwise.plan.strategy import Strategy, parse_strategy

@@ -30,6 +30,13 @@ class _VerbGroup(TyperGroup):
         words = f"{self.name or ''} {name}".strip()
         return name, _imported(words) if words in _VERBS else listed, rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Import and call the verb; Ctrl-C ends it with a sentence."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the verbs, each with its whole sentence; click would cut it at the width of the terminal."""
         listed = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
@@ -38,7 +45,7 @@ class _VerbGroup(TyperGroup):
 
 
 class _Verb(TyperCommand):
-    """A verb that explains a config key given as an option, and an interrupt."""
+    """A verb that explains a config key given as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``; where an option does not exist and a config key of its name does, show that."""
@@ -57,13 +64,6 @@ class _Verb(TyperCommand):
             if hint is None:
                 raise
             raise UserError(hint) from None
-
-    def invoke(self, ctx: Any) -> Any:
-        """Call the verb; Ctrl-C ends it with a sentence."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Interrupted("interrupted") from None
 
 
 def _imported(words: str) -> TyperCommand:

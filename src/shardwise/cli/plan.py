@@ -16,7 +16,8 @@ from rich.console import Console
 from shardwise.cli.arguments import Calibration, Json
 from shardwise.cli.plan_config import is_config, profile_of_model
 from shardwise.cli.plan_lists import print_list
-from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options, write_plan_file
+from shardwise.cli.plan_question import write_plan_file
+from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.model.profile import ModelProfile
 from shardwise.report.candidates import print_candidates, print_recommendation
@@ -73,7 +74,7 @@ def run_plan(
         shorter=shorter if profile.seq_len else None,
         any_plan=asked.any_plan,
         saves_memory=not is_config(asked.model),  # ``train`` takes a config's options as they are
-        command=asked.command,
+        command=lambda options, _: asked.command(options),
     )
     if result.optimizer is not None:
         asked = asked.model_copy(update={"optimizer": result.optimizer})

@@ -38,11 +38,13 @@ def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> Mode
 def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fill options that were left out from the config file, and say what it could not tell.
 
-    The options ``grad_accum``, ``device``, ``nproc``, ``steps`` and ``average`` are of the config alone.
+    The options ``grad_accum``, ``device``, ``nproc``, ``steps``, ``average``, the degrees of data parallel, the options
+    of ``[parallel]`` that the file names and those of the adapters have no option: they are of the config alone.
 
     Raises:
         ConfigError: the config is wrong.
     """
+    from shardwise.run.job import given_options
     from shardwise.train.config import read_config
 
     config = read_config(Path(words["model"]))
@@ -64,6 +66,10 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     filled |= {key: value for key, (default, value) in usual.items() if words[key] == default}
     filled |= {"grad_accum": train.grad_accum, "device": parallel.device, "nproc": parallel.nproc, "steps": train.steps}
     filled["average"] = train.ema_decay > 0
+    options = given_options(config)
+    filled |= {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    filled |= {"adapter": options.pop("adapter", None)}
+    filled |= {"options": {key: value for key, value in options.items() if key not in ("compile", *usual)}}
     told = []
     if config.optimizer.factory is not None:
         told.append(f"optimizer.factory '{config.optimizer.factory}' is planned as {filled['optimizer']}")

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, ParameterInfo
 
 from shardwise.cli.plan_config import batch_of, is_config, profile_of_model, with_config
 from shardwise.cost.link_calibration import CalibrationFile, covers
 from shardwise.cost.price import Prices, price_of, read_prices
-from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS, either
-from shardwise.plan.plan import Plan, Precision, Recompute
+from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.strategy import complete_strategy, parse_strategy
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.run.calibration import read_links
@@ -128,8 +128,12 @@ class PlanRequest(BaseModel):
         typer.Option(help="Count CUDA context, NCCL, launches: on, off."),
         Word(str, "on", write=lambda on: "off"),
     ] = True
-    grad_accum: int | None = None  # of a config file, as the next
+    grad_accum: int | None = None  # this and what follows, up to adapter: of a config file
     average: bool = False
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    options: dict[str, Any] = {}
+    adapter: AdapterOptions | None = None
     any_plan: Annotated[
         bool,
         typer.Option("--any", help="Recommend plans that this version does not run, too."),
@@ -162,13 +166,20 @@ class PlanRequest(BaseModel):
             grad_accum=self.grad_accum,
             recompute=self.recompute,
             precision=self.precision,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
             options=self._options,
         )
 
     @property
     def _options(self) -> dict[str, Any]:
-        chunks = {"loss_chunks": self.loss_chunks} if self.loss_chunks > 1 else {}
-        return chunks | ({"optimizer_in_backward": True} if self.optimizer_in_backward else {})
+        given: dict[str, Any] = {} if self.loss_chunks == 1 else {"loss_chunks": self.loss_chunks}
+        given |= {"optimizer_in_backward": True} if self.optimizer_in_backward else {}
+        given |= {"compile": True} if self.compiled else {}
+        if self.adapter is not None:
+            update = {"rank": self.lora_rank, "targets": self.lora_targets or self.adapter.targets}
+            given["adapter"] = self.adapter.model_copy(update=update)
+        return self.options | given
 
     def command(self, changes: Mapping[str, str | None]) -> str:
         """Build the command line of this request with ``changes``.
@@ -455,56 +466,3 @@ def _unwritable(path: Path | None) -> list[str]:
     except OSError as error:
         why = error.strerror or str(error)
     return [f"-o '{path}' cannot be written: {why}; choose another file"] if why else []
-
-
-def write_plan_file(path: Path, plan_toml: str, asked: PlanRequest) -> None:
-    """Write the plan, and its request as a table ``[question]``, which `read_plan` ignores.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    import tomli_w
-
-    question = asked.model_dump(mode="json", exclude_none=True, by_alias=True)
-    try:
-        path.write_text(plan_toml + "\n" + tomli_w.dumps({"question": question}))
-    except OSError as error:
-        raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
-
-
-def read_question(path: Path, plan: Plan) -> PlanRequest:
-    """Read the request of a plan file; ``plan`` is the file's plan.
-
-    Raises:
-        UserError: the file has no request, it is damaged, or the plan is not an answer to it.
-    """
-    data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
-    if "question" not in data:
-        raise UserError(
-            f"plan '{path}' has no [question] table, so it cannot be explained; "
-            f"make it with: shardwise plan MODEL -o {path}"
-        )
-    try:
-        asked = PlanRequest.model_validate(data["question"])
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {_rule(item)}" for item in error.errors()]
-        raise UserError(*(f"plan '{path}', table [question]: {line}; {AGAIN}" for line in lines)) from None
-    world, batch, length = plan.dims.world_size, plan.global_batch, plan.seq_len or asked.seq_len
-    wrong = []
-    if world != asked.cluster.world_size:
-        wrong.append(f"dims ({plan.dims}) have {world} ranks, and the question's cluster {asked.cluster.world_size}")
-    if batch is not None and batch != asked.global_batch:
-        wrong.append(f"{plan.batch_equation()}, and the question's global batch is {asked.global_batch}")
-    if length != asked.seq_len:
-        wrong.append(f"seq_len is {plan.seq_len}, and the question's {asked.seq_len}")
-    if wrong:
-        raise UserError(*(f"plan '{path}': {line}; {AGAIN}" for line in wrong))
-    return asked
-
-
-AGAIN = "make the file again with shardwise plan MODEL -o FILE"
-
-
-def _rule(item: Any) -> str:
-    plain = {"missing": "is missing", "extra_forbidden": "no such key", "model_type": "must be a table"}
-    return plain.get(item["type"]) or f"{item['msg'].replace('Input should', 'must')}, got {item['input']!r:.60}"

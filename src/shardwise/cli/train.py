@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,14 @@ from shardwise.cli.arguments import Calibration, Json, Nproc, Overrides
 from shardwise.environment import rendezvous
 from shardwise.errors import ConfigError, Interrupted, KilledForMemory, OutOfMemory, PlanError, RankError, UserError
 from shardwise.launch import fork_server
+from shardwise.launch.rank import BEFORE_WORK
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.run.job import Job, PreparedJob
     from shardwise.train.config import Config
+
+BEFORE_FIRST_STEP = "interrupted before the first step: nothing was trained or saved; the same command starts again"
 
 
 def run_train(
@@ -56,18 +59,18 @@ def run_train(
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
     if not dry_run:
         fork_server.start()  # it imports torch for the ranks, while this process plans
-    from shardwise.plan.plan import read_plan, runnable
     from shardwise.plan.strategy import complete_strategy
     from shardwise.run.checks import check_output
     from shardwise.train.config import read_config
 
     strategy, taken = complete_strategy(strategy) if strategy is not None else (None, "")
     overrides = chosen(overrides, strategy=strategy, nproc=nproc)
-    named = [item for item in overrides if item.startswith("parallel.strategy=")]
-    if plan_file is not None and named:
-        raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
-    plan = runnable(read_plan(plan_file)) if plan_file is not None else None
+    plan = None if plan_file is None else given_plan(plan_file, overrides)
     config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
+    if plan_file is not None and config.optimizer.factory is None:
+        from shardwise.cli.plan_question import check_planned_optimizer
+
+        check_planned_optimizer(plan_file, config.optimizer.name)
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     if taken:
@@ -83,8 +86,9 @@ def run_train(
         run_under_launcher(config, plan, as_json=as_json, calibration=calibration, after=export)
         return
     check_output(Path(config.train.output))
-    with only_run_in(Path(config.train.output)), interrupted_before_start():
-        prepared = _prepared(config, plan, console, as_json=as_json, calibration=calibration)
+    with only_run_in(Path(config.train.output)):
+        with interrupted_before_start():
+            prepared = _prepared(config, plan, console, as_json=as_json, calibration=calibration)
         if dry_run:
             print_dry_run(prepared, console, as_json=as_json)
             return
@@ -99,6 +103,20 @@ def _export(config: Config, console: Console, *, as_json: bool) -> None:
     from shardwise.cli.export_model import export_model
 
     export_model(config, console, as_json=as_json)
+
+
+def given_plan(plan_file: Path, overrides: Sequence[str]) -> Plan:
+    """Read the plan that is given in place of a search.
+
+    Raises:
+        PlanError: it cannot be read or run, or ``overrides`` name a strategy, too.
+    """
+    from shardwise.plan.plan import read_plan, runnable
+
+    named = [item for item in overrides if item.startswith("parallel.strategy=")]
+    if named:
+        raise PlanError(f"--plan '{plan_file}' holds a strategy, and {named[-1]} names one too; leave one of them out")
+    return runnable(read_plan(plan_file))
 
 
 def _prepared(
@@ -198,7 +216,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def interrupted_before_start() -> Iterator[None]:
-    """Say what an interrupt inside has left, while this process plans and starts ranks.
+    """Say what an interrupt inside has left, while this process plans.
 
     Raises:
         Interrupted: by Ctrl-C.
@@ -206,9 +224,7 @@ def interrupted_before_start() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted before the first step: nothing was trained or saved; the same command starts again"
-        ) from None
+        raise Interrupted(BEFORE_FIRST_STEP) from None
 
 
 def launch(job: Job, master_port: int) -> None:
@@ -232,6 +248,15 @@ def launch(job: Job, master_port: int) -> None:
             logs=output / "logs",
             master_port=master_port,
         )
+    except Interrupted as error:
+        text = str(error)
+        if text == BEFORE_WORK:
+            raise Interrupted(BEFORE_FIRST_STEP) from error
+        if "the same command" in text:
+            raise
+        from shardwise.run.resume_command import how_to_resume
+
+        raise Interrupted(f"{text}\n{how_to_resume(job.config, job.command)}") from error
     except (OutOfMemory, RankError) as error:
         from shardwise.run.out_of_memory import ForeseenRun, Shortage
         from shardwise.run.resume_command import how_to_resume

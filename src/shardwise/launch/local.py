@@ -21,7 +21,7 @@ from shardwise import environment, errors
 from shardwise.errors import Interrupted, KilledForMemory, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.exit_status import OomKills, StallMonitor
-from shardwise.launch.rank import RankReport, is_peer_symptom, spare
+from shardwise.launch.rank import BEFORE_WORK, RankReport, is_peer_symptom, spare
 from shardwise.units import bytes_text
 
 REPORT_S = 2.0
@@ -113,6 +113,13 @@ class _Rank:
         if ended is not None:
             self.ended_ns = time.monotonic_ns()
             self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def ended_early(self) -> bool:
+        """Return whether an interrupt ended it before it could stop in an orderly way; its peers wait for it then."""
+        if self.exit_code not in _INTERRUPTED:
+            return False
+        report = self.report = self.report or RankReport.read(self.error_file)
+        return report is None or BEFORE_WORK in report.message
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to the processes it started."""
@@ -282,7 +289,7 @@ def _wait(world: _World, stops: _Stops) -> None:
                 os.kill(rank.pid, signal.SIGINT)
         if stops.asked or any(code in _INTERRUPTED for code in ended):
             stop_by = min(stop_by, now + STOP_S)
-        if any(code not in _INTERRUPTED for code in ended):
+        if any(code not in _INTERRUPTED for code in ended) or any(r.ended_early() for r in world.ranks):
             fail_by = min(fail_by, now + REPORT_S)
         if stops.insisted or now > min(stop_by, fail_by):
             return
@@ -337,6 +344,8 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
     faults = sorted(_faults(world, killed, stops.asked), key=lambda fault: fault.order)
     blamed = faults[0] if faults else None
     interrupted = stops.asked if blamed is None or blamed.symptom else blamed.kind == Interrupted.__name__
+    if interrupted and any(rank.ended_early() for rank in world.ranks):
+        return Interrupted(BEFORE_WORK)
     if interrupted and killed:
         how = "killed before they could stop" if stops.insisted else f"killed, as they did not stop in {STOP_S:g} s"
         return Interrupted(f"interrupted; {_who(killed, world)} had to be {how}: what came after the last save is lost")

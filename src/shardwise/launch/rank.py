@@ -25,6 +25,9 @@ from shardwise.errors import Interrupted, ShardwiseError, UserError
 LAST_BARRIER_S = 10.0
 """Time that a finished rank waits for its peers; data for them is in flight already."""
 
+BEFORE_WORK = "interrupted before the work was done"
+"""Message of a rank that was interrupted while nothing in it could stop in an orderly way."""
+
 _PARENT_GONE = 3
 _PEER_SYMPTOMS = (
     "connection closed by peer",
@@ -152,7 +155,7 @@ def _run(main: Callable[[], int], error_file: Path | None) -> int:
         error: BaseException = UserError(str(stop.code))
         error.__cause__ = stop
     except KeyboardInterrupt as stop:
-        error = Interrupted("interrupted before the work was done")
+        error = Interrupted(BEFORE_WORK)
         error.__cause__ = stop
     except BaseException as raised:
         error = raised

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -133,6 +134,11 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
     return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision)
+
+
+def is_unwrapped(module: object) -> bool:
+    """Return whether ``module`` was prepared as it is: without DDP around it, and not sharded in place."""
+    return isinstance(module, nn.Module) and getattr(module, _MARK, False) and not isinstance(module, FSDPModule)
 
 
 def _place_stages(
@@ -296,8 +302,6 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 
 def set_gradient_sync(outer: nn.Module, enabled: bool) -> None:
     """Choose whether the next backward reduces gradients over ranks or accumulates them."""
-    from torch.distributed.fsdp import FSDPModule
-
     if isinstance(outer, FSDPModule):
         outer.set_requires_gradient_sync(enabled)
     elif isinstance(outer, DistributedDataParallel):

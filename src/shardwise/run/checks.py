@@ -25,6 +25,8 @@ from shardwise.units import counted, listed
 if TYPE_CHECKING:
     from torch import nn
 
+BATCH_KEYS = ("train.global_batch", "train.micro_batch", "train.grad_accum")
+
 
 def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
     """Check the strategy and a given plan before the data is read, which may take long.
@@ -47,9 +49,10 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             f"the plan is for {plan.device}, but the ranks are on {cluster.device}; "
             f"set parallel.device={plan.device} where there is one, or make a new plan"
         )
+    named = config.parallel.strategy
     given = {
         **{key: (attrgetter(key)(config), getattr(plan, name)) for name, key in CONFIG_KEYS.items()},
-        "parallel.strategy": (config.parallel.strategy, plan.strategy),
+        "parallel.strategy": (named if named == "auto" else str(parse_strategy(named)), str(plan.parsed)),
         "parallel.precision": (config.parallel.precision, plan.precision),
         "parallel.recompute": (config.parallel.recompute, plan.recompute),
         "parallel.dp_replicate": (config.parallel.dp_replicate, plan.dims.dp_replicate),
@@ -58,17 +61,16 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         "train.micro_batch": (config.train.micro_batch, plan.micro_batch),
         "train.grad_accum": (config.train.grad_accum, plan.grad_accum),
     }
+    if plan.micro_batch is None:  # made for a custom loop; the config completes it
+        given = {key: pair for key, pair in given.items() if key not in BATCH_KEYS or pair[1] not in (None, 1)}
     if plan.parsed.adapter != "none":
         adapter = plan.adapter or AdapterOptions()
         given |= {f"lora.{key}": (getattr(config.lora.options, key), value) for key, value in adapter}
     for key, (asked, planned) in given.items():
         table, _, name = key.partition(".")
-        if (
-            name in getattr(config, table).model_fields_set
-            and planned is not None
-            and asked not in (planned, None, "auto")
-        ):
-            problems.append(f"{key} is {asked}, but the plan has {planned}; remove the key or make a new plan")
+        if name in getattr(config, table).model_fields_set and asked not in (planned, None, "auto"):
+            has = "does not set it" if planned is None else f"has {planned}"
+            problems.append(f"{key} is {asked}, but the plan {has}; remove the key or make a new plan")
     if plan.optimizer_in_backward and config.optimizer.clip_norm is not None:
         problems.append(
             "the plan steps the optimizer in the backward, before the norm of all gradients is known, and "

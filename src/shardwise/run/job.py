@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -41,7 +41,7 @@ from shardwise.run.checks import (
 )
 from shardwise.run.inspect_model import look
 from shardwise.search.alternatives import Alternative, alternatives, smaller
-from shardwise.search.candidate import Pins
+from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.choose import Choice, choose, choose_profiled, exact
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.search.problem import ask, default_precision, precision_text
@@ -272,7 +272,7 @@ def choose_plan(
         choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft), links)
     elif profile is not None:
         pins, costs = _pins(config, cluster), corrected_costs(cluster, links)
-        choice = choose_profiled(profile, spec, workload, cluster, pins, costs=costs, cut=cut)
+        choice = choose_profiled(profile, spec, workload, cluster, pins, costs=costs, cut=cut, command=as_config_keys)
     else:
         parallel = config.parallel
         choice = choose(
@@ -326,12 +326,22 @@ def _pins(config: Config, cluster: ClusterSpec) -> Pins:
         precision=None if parallel.precision == "auto" else parallel.precision,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,
-        options=_given_options(config),
+        options=given_options(config),
         **split,
     )
 
 
-def _given_options(config: Config) -> dict[str, Any]:
+def as_config_keys(options: Mapping[str, str | None], candidate: Candidate) -> str:
+    """Format options of ``shardwise plan`` as the keys of ``train`` that do the same."""
+    names = {"--loss-chunks": "train.loss_chunks", "--optimizer": "optimizer.name", "--strategy": "parallel.strategy"}
+    keys = {names[option]: value for option, value in options.items() if option in names}
+    if "--optimizer-in-backward" in options:  # not for every strategy, and before the norm of all gradients is known
+        keys |= {"optimizer.in_backward": "true", "optimizer.clip_norm": "none"}
+        keys |= {"parallel.strategy": str(candidate.plan.parsed)}
+    return "set " + " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+def given_options(config: Config) -> dict[str, Any]:
     """Return the options that the config names, the loss chunks and the adapters."""
     given = {
         name: value

@@ -20,6 +20,7 @@ from shardwise.errors import OutOfMemory, ShardwiseError
 from shardwise.import_object import raised_text
 from shardwise.launch.exit_status import memory_limit
 from shardwise.measure.state import Measurement, measure_state
+from shardwise.parallel.apply import is_unwrapped
 from shardwise.run.resume_command import with_plan
 from shardwise.search.alternatives import Alternative
 from shardwise.train.optimizer import workload_of
@@ -52,6 +53,10 @@ _WHERE = {
 _REST = ("activations", "logits", "buffers", "temporaries")
 MARGIN = 1.05
 """Times what is missing that another plan must save; the prediction was wrong once already."""
+NO_WRAPPER = (
+    "shardwise: model.module is a habit of DDP, and one rank has no wrapper; write session.module, which is your model "
+    "under every strategy and on any number of ranks"
+)
 UNKNOWN_SHORTAGE = 0.1  # of the prediction, where the allocator does not say how much is missing
 
 
@@ -270,7 +275,10 @@ def _rows(inputs: Any) -> int | None:
 
 
 def explain_at_exit(recorder: OutOfMemoryRecorder) -> None:
-    """Explain an out-of-memory error that ends the script in place of its traceback, and exit with 3."""
+    """Explain an out-of-memory error that ends the script in place of its traceback, and exit with 3.
+
+    A traceback that ends in ``model.module`` of a model without a wrapper says what to write instead.
+    """
     if not _WATCHED:
         sys.excepthook = _hook(sys.excepthook)
     _WATCHED.add(recorder)
@@ -285,6 +293,8 @@ def _hook(before: _Hook) -> _Hook:
 
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> object:
         recorder = next(iter(_WATCHED), None)
+        if isinstance(error, AttributeError) and error.name == "module" and is_unwrapped(error.obj):
+            error.__notes__ = [NO_WRAPPER]  # not added: an earlier session's hook may come after this one
         if recorder is None or not is_out_of_memory(error):
             return before(kind, error, trace)
         where = f"\n  raised: {raised_text(error)}" if isinstance(error, Exception) else ""

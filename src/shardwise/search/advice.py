@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_NODES = 4096
 SHORTEST = 256
 
-Command = Callable[[Mapping[str, str | None]], str]  # the request's own command with these options
+Command = Callable[[Mapping[str, str | None], Candidate], str]  # the request with these options, or their config keys
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Ways:
             text += "; its time is unknown (nvme_bytes_per_s of a cluster file)"
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
         text += f"; {bytes_text(away)} of host memory" if away else ""
-        return text if self.command is None else f"{text}: {self.command(options)}"
+        return text if self.command is None else f"{text}: {self.command(options, candidate)}"
 
 
 def search_and_advise(
@@ -73,12 +73,12 @@ def search_and_advise(
     only_runnable: bool = False,
     any_plan: bool = False,
     saves_memory: bool = False,
-    command: Callable[[Mapping[str, str | None]], str] | None = None,
+    command: Command | None = None,
 ) -> SearchResult:
     """Run `search`, and where nothing fits, add alternatives that do.
 
     ``saves_memory`` includes the ways of `shardwise.search.memory_savers`. ``shorter`` builds the profile at another
-    length; ``command`` formats the command line of an alternative from its options.
+    length; ``command`` formats what plans or trains an alternative, from its options.
 
     Raises:
         PlanError: the pinned values have no layout, or the global batch matches no strategy.

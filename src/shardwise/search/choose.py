@@ -22,7 +22,7 @@ from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
-from shardwise.search.advice import search_and_advise
+from shardwise.search.advice import Command, search_and_advise
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity
 from shardwise.search.explain_plan import with_reasons
@@ -148,19 +148,22 @@ def choose_profiled(
     shorter: Callable[[int], ModelProfile] | None = None,
     costs: Costs | None = None,
     cut: Cutter | None = None,
+    command: Command | None = None,
 ) -> Choice:
     """Return the search's recommendation among runnable plans.
 
     A pinned one is kept, fitting or not. ``costs`` are used for the choice; its reported values are the cost model's
     own, uncorrected. ``cut`` checks the live module under a plan that shards it: rejected plans are skipped, unless
-    requested by name.
+    requested by name. ``command`` formats what trains an alternative, where nothing fits.
 
     Raises:
         PlanError: the pinned values have no layout.
         ModelError: the live module does not support the requested strategy.
         DoesNotFit: nothing fits; the message has every candidate with its bytes, and alternatives that fit.
     """
-    result = search_and_advise(profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs)
+    result = search_and_advise(
+        profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs, command=command
+    )
     question = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
     best, parts, refused = _allowed(question, result, cut)
     if best is None:

@@ -38,7 +38,8 @@ def orders(question: Question) -> Iterator[Order]:
 
 def lean_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Yield the proposed optimizers with less state than AdamW, where AdamW is asked for."""
-    for name, spec in OPTIMIZERS.items() if workload.optimizer == "adamw" else ():
+    is_adamw = workload.optimizer == "adamw" and workload.optimizer_states == OPTIMIZERS["adamw"].states
+    for name, spec in OPTIMIZERS.items() if is_adamw else ():
         if spec.proposed:
             lean = {"optimizer": name, "optimizer_states": spec.states, "optimizer_temporaries": spec.temporaries[0]}
             yield name, workload.model_copy(update=lean)

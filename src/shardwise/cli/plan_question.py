@@ -1,0 +1,81 @@
+"""Table ``[question]`` of a plan file: the request that the plan answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.cli.plan_request import PlanRequest
+from shardwise.document import read_json, read_toml
+from shardwise.errors import PlanError, UserError
+from shardwise.plan.plan import Plan
+
+AGAIN = "make the file again with shardwise plan MODEL -o FILE"
+
+
+def write_plan_file(path: Path, plan_toml: str, asked: PlanRequest) -> None:
+    """Write the plan, and its request as a table ``[question]``, which `read_plan` ignores.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    import tomli_w
+
+    question = asked.model_dump(mode="json", exclude_none=True, by_alias=True)
+    try:
+        path.write_text(plan_toml + "\n" + tomli_w.dumps({"question": question}))
+    except OSError as error:
+        raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
+
+
+def read_question(path: Path, plan: Plan) -> PlanRequest:
+    """Read the request of a plan file; ``plan`` is the file's plan.
+
+    Raises:
+        UserError: the file has no request, it is damaged, or the plan is not an answer to it.
+    """
+    data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
+    if "question" not in data:
+        raise UserError(
+            f"plan '{path}' has no [question] table, so it cannot be explained; "
+            f"make it with: shardwise plan MODEL -o {path}"
+        )
+    try:
+        asked = PlanRequest.model_validate(data["question"])
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {_rule(item)}" for item in error.errors()]
+        raise UserError(*(f"plan '{path}', table [question]: {line}; {AGAIN}" for line in lines)) from None
+    world, batch, length = plan.dims.world_size, plan.global_batch, plan.seq_len or asked.seq_len
+    wrong = []
+    if world != asked.cluster.world_size:
+        wrong.append(f"dims ({plan.dims}) have {world} ranks, and the question's cluster {asked.cluster.world_size}")
+    if batch is not None and batch != asked.global_batch:
+        wrong.append(f"{plan.batch_equation()}, and the question's global batch is {asked.global_batch}")
+    if length != asked.seq_len:
+        wrong.append(f"seq_len is {plan.seq_len}, and the question's {asked.seq_len}")
+    if wrong:
+        raise UserError(*(f"plan '{path}': {line}; {AGAIN}" for line in wrong))
+    return asked
+
+
+def check_planned_optimizer(path: Path, trained: str) -> None:
+    """Check that a plan file was made for the optimizer that trains; a plan for AdamW is taken for any.
+
+    Raises:
+        PlanError: it was asked for another one, whose state the plan's memory counts.
+    """
+    data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
+    question = data.get("question")
+    asked = question.get("optimizer", "adamw") if isinstance(question, dict) else "adamw"
+    if asked not in ("adamw", trained):
+        raise PlanError(
+            f"the plan '{path}' is for optimizer {asked}, and optimizer.name is {trained}; set optimizer.name={asked} "
+            "or make a new plan"
+        )
+
+
+def _rule(item: Any) -> str:
+    plain = {"missing": "is missing", "extra_forbidden": "no such key", "model_type": "must be a table"}
+    return plain.get(item["type"]) or f"{item['msg'].replace('Input should', 'must')}, got {item['input']!r:.60}"
