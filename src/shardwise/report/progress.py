@@ -17,6 +17,7 @@ from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_findings, receipt_table, timing_table
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.loop import Outcome
+from shardwise.train.tasks.registry import TaskData
 from shardwise.units import count_text, seconds_text
 
 PLAIN_LINES = 10
@@ -62,9 +63,9 @@ class ProgressReporter:
         self._task = self._bar.add_task("step", total=total, completed=first, news="")
         self._bar.start()
 
-    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
+    def step(self, number: int, loss: float, per_second: float, noun: str = "tokens") -> None:
         """Move the bar; without a terminal, print one line for each tenth of the run."""
-        news = f"loss {loss:.4f}  {count_text(tokens_per_s)} tokens/s"
+        news = f"loss {loss:.4f}  {count_text(per_second)} {noun}/s"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, news=news)
         elif number * PLAIN_LINES // self._total > self._tenth or number == self._first + 1:
@@ -85,15 +86,21 @@ class ProgressReporter:
         """Print the result of an evaluation."""
         self.console.print(f"held out after step {number}: {bits_per_byte:.4f} bits per byte")
 
+    def evaluated_labels(self, number: int, found: dict[str, float]) -> None:
+        """Print the result of an evaluation of labels."""
+        self.console.print(f"held out after step {number}: {label_metrics(found)}")
+
     def end(self) -> None:
         """Close the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def finish(self, outcome: Outcome, corpus: Corpus, receipts: Sequence[Receipt | None], output: str) -> None:
+    def finish(self, outcome: Outcome, corpus: TaskData, receipts: Sequence[Receipt | None], output: str) -> None:
         """Print the end of a run: held-out result against its baselines, then the receipts."""
-        if outcome.heldout_bits_per_byte is not None:
+        if outcome.heldout:
+            self.console.print(f"held out: [bold]{label_metrics(outcome.heldout)}[/]")
+        if outcome.heldout_bits_per_byte is not None and isinstance(corpus, Corpus):
             bits = outcome.heldout_bits_per_byte
             verdict = "under" if bits < corpus.order1_bits else "over"
             self.console.print(
@@ -121,3 +128,9 @@ class ProgressReporter:
         print_findings(findings, self.console, nothing=why_nothing(timing))
         if page is not None:
             self.console.print(f"report: {page}", markup=False)
+
+
+def label_metrics(found: dict[str, float]) -> str:
+    """Format held-out metrics of labels: ``loss 0.1234, accuracy 97.5 %``."""
+    told = {name: f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}" for name, value in found.items()}
+    return ", ".join(f"{name} {value}" for name, value in told.items())

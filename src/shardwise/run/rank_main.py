@@ -33,9 +33,9 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
     from shardwise.run.out_of_memory import ForeseenRun, OutOfMemoryRecorder, is_out_of_memory
-    from shardwise.train.data.corpus import open_corpus
     from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
+    from shardwise.train.tasks.registry import open_data
 
     ranks = ranks or join(job.plan.device)
     reporter = ProgressReporter(as_json=job.as_json)
@@ -53,7 +53,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     try:
         if ranks.is_main:
             reporter.announce("building the model ...")
-        outcome = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
+        outcome = TrainingRun(job.config, job.plan, open_data(job.corpus), session, reporter, watch).train()
         if ranks.is_main and not told_before(job, session, outcome, reporter):
             conclude(job, session, watch, outcome, reporter)
     except Interrupted:
@@ -87,7 +87,7 @@ def so_far(job: Any, watch: Any, reporter: Any) -> None:
     """Report an interrupted run so far, on rank 0: its time, and its report."""
     from shardwise.report.html.elements import write_report
 
-    timing = watch.attribution.timing()
+    timing = watch.timing()
     if timing is not None:
         watch.write(timing, watch.findings(timing, watch.utilisation(timing)))
     page = write_report(Path(job.config.train.output), reporter.log)
@@ -99,11 +99,11 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     """Print and store the results of the run, on rank 0; the last line is for programs."""
     from shardwise.report.html.elements import write_report
     from shardwise.run.run_summary import SUMMARY, identity, spread_of
-    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.tasks.registry import open_data
 
     folder = Path(job.config.train.output)
     step_time = remember_run(job, session, watch.fit, reporter)
-    timing = watch.attribution.timing()
+    timing = watch.timing()
     use = None if timing is None else watch.utilisation(timing)
     findings = () if timing is None else watch.findings(timing, use)
     measured = watch.fit.measurement
@@ -114,6 +114,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
         "tokens": outcome.tokens,
         "loss": finite(outcome.loss),
         "heldout_bits_per_byte": finite(outcome.heldout_bits_per_byte),
+        **({"heldout": {name: finite(value) for name, value in outcome.heldout.items()}} if outcome.heldout else {}),
         "strategy": job.plan.strategy,
         "step_time_s": step_time,
         "timing": None if timing is None else timing.model_dump(mode="json"),
@@ -123,7 +124,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
         "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
         "output": job.config.train.output,
     }
-    corpus = open_corpus(job.corpus)
+    corpus = open_data(job.corpus)
     watch.write(timing, findings)
     facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
     watch.keep(SUMMARY, json.dumps({**document, **facts}))

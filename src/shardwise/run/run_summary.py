@@ -14,7 +14,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.run.checks import adapter_of
 from shardwise.run.job import Job
 from shardwise.train.config import Config
-from shardwise.train.data.corpus import prepare_corpus
+from shardwise.train.tasks.registry import prepare_data
 
 SUMMARY = "summary.json"
 
@@ -63,7 +63,7 @@ def finished(config: Config) -> dict[str, Any] | None:
             f"train.output '{config.train.output}' contains this run, finished with {', '.join(other)}; "
             "raise train.steps to continue, or choose another train.output to run it again"
         )
-    corpus = prepare_corpus(config.data, output / "data", lambda text: None)
+    corpus = prepare_data(config, output / "data", lambda text: None)
     return summary if corpus.fingerprint == trained_on else None
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from shardwise.document import MOST_DEEP, parse_toml, read_toml
+from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS, Mode, either, names_without
@@ -24,6 +24,7 @@ from shardwise.plan.plan import Plan, Recompute, chunk_problems, in_backward_pro
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_problems import explain
+from shardwise.train.config_tasks import length_problems, task_problems
 from shardwise.train.config_values import (
     Batch,
     CheckpointFolder,
@@ -36,12 +37,17 @@ from shardwise.train.config_values import (
     Ranks,
     Rate,
     RunFolder,
+    apply_override,
     unfit_values,
 )
+from shardwise.train.task_names import TaskName, task_of_file
 from shardwise.units import listed
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
-Part = Literal["messages", "prompt", "completion", "instruction", "input", "output", "tools"]
+Part = Literal[
+    "messages", "prompt", "completion", "instruction", "input", "output", "tools",
+    "text", "pair", "label", "tokens", "tags", "source", "target", "image",
+]  # fmt: skip
 
 
 class Table(BaseModel):
@@ -69,6 +75,19 @@ class ModelTable(Table):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     weights: Named | None = Field(None, description="folder or file of safetensors to start from; random if left out")
     freeze: list[str] = Field(default_factory=list, description="parameters not trained: shell patterns of names")
+    task: Literal["auto"] | TaskName = Field(
+        "auto", description="what is trained; auto: what 'architectures' of the config names, else causal-lm"
+    )
+    loss: Named | None = Field(
+        None, description="package.module:function(outputs, labels) -> (sum, count); the task's own if left out"
+    )
+
+    @property
+    def trained_task(self) -> TaskName:
+        """The task, with ``auto`` resolved."""
+        if self.task != "auto":
+            return self.task
+        return "causal-lm" if self.config is None else task_of_file(self.config)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -102,7 +121,10 @@ class DataTable(Table):
         "auto", description="tokens with a loss: the assistant's turns, the completion, the last turn, or all"
     )
     bad_rows: Literal["refuse", "skip"] = Field("refuse", description="what becomes of rows that cannot be rendered")
-    seq_len: Length = Field(description="tokens in a sample")
+    seq_len: Length = Field(0, description="tokens in a sample; required, but for image-classification")
+    target_len: Length | None = Field(None, description="seq2seq: tokens in a target; seq_len if left out")
+    mask_share: Annotated[float, Field(gt=0, lt=1)] = Field(0.15, description="masked-lm: share of tokens to predict")
+    resize: bool = Field(False, description="image-classification: bring images to the size that the model takes")
     pack: Literal["auto", "isolated", "joined", "none"] = Field(
         "auto",
         description="documents in a sample: isolated (none sees another), joined and split, or none (one, padded); "
@@ -373,11 +395,19 @@ class Config(Table):
         Documents that see each other do not matter in pretraining; fine-tuning keeps them apart. A model of a factory
         may have no positions to restart: its conversations are padded.
         """
+        if self.model.trained_task != "causal-lm":
+            return "joined" if self.model.trained_task == "masked-lm" and self.data.pack != "none" else "none"
         if self.data.pack != "auto":
             return self.data.pack
         if self.data.mask_borders or (kind == "text" and (self.model.weights is None or self.model.config is None)):
             return "joined"
         return "none" if self.model.config is None else "isolated"
+
+    @model_validator(mode="after")
+    def _task_is_possible(self) -> Self:
+        if problems := task_problems(self):
+            raise ValueError(*problems)
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_asked_for(self) -> Self:
@@ -457,7 +487,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
     except ValueError as error:
         hint = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
         raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there{hint}") from None
-    problems = [problem for item in overrides if (problem := _override(data, item))]
+    problems = [problem for item in overrides if (problem := apply_override(data, item))]
     problems += unfit_values(data)
     parallel = data.setdefault("parallel", {}) if planned is not None else None
     if isinstance(parallel, dict) and parallel.get("strategy", "auto") == "auto":
@@ -466,29 +496,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
         config = Config.model_validate(data)
     except ValidationError as error:
         problems += [explain(item, Config) for item in error.errors()]
+        problems += [told for told in length_problems(data) if told not in problems]
     if problems:
         raise ConfigError(*problems)
     return config
-
-
-def _override(data: dict[str, Any], item: str) -> str | None:
-    """Apply one ``table.key=value`` to ``data``; return the problem, if any."""
-    key, equals, value = item.partition("=")
-    *tables, name = key.strip().split(".")
-    if not equals or not tables or not all([*tables, name]):
-        return f"override '{item}' is not table.key=value, such as train.steps=20"
-    try:
-        parsed, *more = parse_toml(f"value = {value}").values()
-    except ValueError:
-        more, parsed = [], value
-    if more:  # a line break in the value started another key
-        parsed = value
-    if len(tables) > MOST_DEEP:
-        return f"override '{item:.40}...' names a table in {len(tables) - 1} others; {MOST_DEEP} is the most"
-    inner = data
-    for depth, table in enumerate(tables, 1):
-        inner = inner.setdefault(table, {})
-        if not isinstance(inner, dict):
-            return f"override '{item}': '{'.'.join(tables[:depth])}' is not a table in the config file"
-    inner[name] = parsed
-    return None

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +34,8 @@ from shardwise.train import resume
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation, measure_isolation
-from shardwise.train.data.order import Order, rank_ids
-from shardwise.train.data.samples import IsolatedSamples, NumberedSamples, on_device, samples_for, step_batches
+from shardwise.train.data.order import rank_ids
+from shardwise.train.data.samples import IsolatedSamples, NumberedSamples, on_device, step_batches
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
@@ -44,6 +44,16 @@ from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
+from shardwise.train.tasks.evaluate_labels import evaluate_labels
+from shardwise.train.tasks.own_loss import loss_of
+from shardwise.train.tasks.registry import (
+    TaskData,
+    example_inputs_of,
+    noun_of,
+    order_facts,
+    order_of,
+    samples_of,
+)
 
 
 class Reporter(Protocol):
@@ -55,14 +65,17 @@ class Reporter(Protocol):
     def begin(self, first: int, total: int) -> None:
         """Start reporting after step ``first`` of ``total``."""
 
-    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
-        """Report a logged step."""
+    def step(self, number: int, loss: float, per_second: float, noun: str = "tokens") -> None:
+        """Report a logged step; ``per_second`` counts ``noun``."""
 
     def evaluating(self, share: float) -> None:
         """Report the progress of an evaluation."""
 
     def evaluated(self, number: int, bits_per_byte: float) -> None:
         """Report a finished evaluation."""
+
+    def evaluated_labels(self, number: int, found: dict[str, float]) -> None:
+        """Report a finished evaluation of a task other than causal language modelling."""
 
     def end(self) -> None:
         """Stop reporting: there are no more steps."""
@@ -92,12 +105,13 @@ class RunCallback(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run. ``loss`` is the last step's."""
+    """Outcome of a run. ``loss`` is the last step's; ``heldout`` are held-out metrics where bits per byte are none."""
 
     steps: int
     tokens: int
     loss: float
     heldout_bits_per_byte: float | None
+    heldout: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,7 +130,7 @@ class TrainingRun:
         self,
         config: Config,
         plan: Plan,
-        corpus: Corpus,
+        corpus: TaskData,
         session: Session,
         reporter: Reporter,
         watch: RunCallback | None = None,
@@ -124,11 +138,13 @@ class TrainingRun:
         self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
         self.watch = watch
         self.output = Path(config.train.output)
-        self.samples = samples_for(corpus, config)
+        self.loss_sum, self.noun = loss_of(config), noun_of(config)
+        self.by_labels = config.model.loss is not None or not isinstance(corpus, Corpus)
+        self.samples = samples_of(corpus, config)
         self.heldout: NumberedSamples | None = None
         if corpus.heldout is not None:
-            self.heldout = samples_for(corpus, config, heldout=True)
-        self.order = Order(len(self.samples), config.train.seed, config.data.shuffle, config.train.epochs)
+            self.heldout = samples_of(corpus, config, heldout=True)
+        self.order = order_of(corpus, self.samples, config)
         self.micro_batch = plan.micro_batch or 1
         self.global_batch = plan.global_batch or plan.dims.dp
         self.total = resume.steps_in_all(config, len(self.samples), self.global_batch)
@@ -136,6 +152,7 @@ class TrainingRun:
         self.tokens = 0
         self.last_loss = math.nan
         self.heldout_bits: float | None = None
+        self.heldout_labels: dict[str, float] = {}
         self.adapter_facts: dict[str, Any] = {}
 
     @property
@@ -187,7 +204,7 @@ class TrainingRun:
                 f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
                 "the same command resumes from there"
             )
-        return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits)
+        return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.heldout_bits, self.heldout_labels)
 
     def _isolation(self) -> Isolation | None:
         """Measure whether documents of this rank's first micro batch see each other."""
@@ -202,7 +219,7 @@ class TrainingRun:
         factory = model_factory(config, self.corpus.vocab_size)
         model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
         base = self._adapt(model)
-        sample = torch.zeros(self.micro_batch, config.data.seq_len, dtype=torch.int64)
+        sample = example_inputs_of(self.corpus, config, self.micro_batch)
         optimizer = build_optimizer(model.parameters(), config.optimizer)
         model, _ = self.session.prepare(model, optimizer, sample, base)
         if base is not None:
@@ -242,7 +259,7 @@ class TrainingRun:
         batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)
         for step in session.run_windows(batches, limit=self.total - session.steps_done):
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
-            step.run(model, token_loss_sum)
+            step.run(model, self.loss_sum)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             self.tokens += result.tokens
@@ -274,19 +291,20 @@ class TrainingRun:
     def _log(self, metrics: MetricsFile | None, result: StepResult, rate: float, window: StepWindow) -> None:
         if metrics is None:
             return
-        per_second = window.tokens / window.seconds
+        of_tokens = self.noun == "tokens"
+        per_second = (window.tokens if of_tokens else window.steps * self.global_batch) / window.seconds
         metrics.write(
             step=result.number,
             loss=result.loss,
             learning_rate=rate,
             grad_norm=result.grad_norm,
-            tokens=self.tokens,
             step_time_s=window.seconds / window.steps,
-            tokens_per_s=per_second,
+            **({"tokens": self.tokens} if of_tokens else {"labels": self.tokens}),
+            **{"tokens_per_s" if of_tokens else "samples_per_s": per_second},
             time=time.time(),
             **({} if self.watch is None else self.watch.told()),
         )
-        self.reporter.step(result.number, result.loss, per_second)
+        self.reporter.step(result.number, result.loss, per_second, self.noun)
 
     def _evaluate(self, metrics: MetricsFile | None) -> None:
         if self.heldout is None:
@@ -295,6 +313,13 @@ class TrainingRun:
         tick = self.reporter.evaluating if self.is_main else None
         limit = self.config.train.eval_samples
         self.session.phase = "evaluation"
+        if self.by_labels:
+            found = evaluate_labels(self.session, self.heldout, self.loss_sum, limit, batch, tick)
+            self.session.phase, self.heldout_labels = "other", found or {}
+            if metrics is not None and found is not None:
+                metrics.write(step=self.session.steps_done, **{f"heldout_{name}": one for name, one in found.items()})
+                self.reporter.evaluated_labels(self.session.steps_done, found)
+            return
         self.heldout_bits = held_out_bits_per_byte(self.session, self.heldout, limit, batch, tick)
         self.session.phase = "other"
         if metrics is not None and self.heldout_bits is not None:
@@ -349,6 +374,7 @@ class TrainingRun:
             "data.pack": self.config.packing(self.corpus.kind),
             "data.mask_borders": data.mask_borders,
             "data.shuffle": data.shuffle,
+            **order_facts(self.corpus, self.config),
         }
 
     def warmup_backward(self) -> None:
@@ -365,7 +391,7 @@ class TrainingRun:
             inputs, labels = sequence_share((inputs, labels), self.plan, self.session.place.cp)
         device = self.session.device
         outputs = call(self.session.applied.outer, on_device(inputs, device))
-        (token_loss_sum(outputs, labels.to(device)) * 0.0).backward()
+        (self.loss_sum(outputs, labels.to(device)) * 0.0).backward()
         finish_reduction(self.session.applied.outer)
         self.session.optimizer.zero_grad()
 
