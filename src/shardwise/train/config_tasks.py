@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.train.task_names import CLASSIFIES, TaskName, task_of_file
 from shardwise.units import listed
@@ -62,6 +62,25 @@ def task_problems(config: Any) -> list[str]:
             f"'data.columns' names {listed(wrong)}, which the task {task} does not read; it reads {listed(parts)}"
         )
     return problems + ([] if task == "causal-lm" else _other_problems(config, task))
+
+
+def refuse_other_tasks(config: Any, verb: str) -> None:
+    """Refuse a ``Config`` whose task or loss a verb does not know.
+
+    Raises:
+        ConfigError: it is not causal language modelling with its usual loss.
+    """
+    model = config.model
+    if model.trained_task == "causal-lm" and model.loss is None:
+        return
+    if model.trained_task == "causal-lm":
+        what = f"and model.loss is '{model.loss}'"
+    else:
+        what = f"and the task of this config is {model.trained_task}"
+    raise ConfigError(
+        f"shardwise {verb} knows causal language models with their usual loss, {what}; shardwise train --dry-run plans "
+        "it, and the receipts of each run check it"
+    )
 
 
 def _other_problems(config: Any, task: TaskName) -> list[str]:
