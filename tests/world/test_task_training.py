@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shardwise.errors import Interrupted
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import Config
 from shardwise.train.metrics import read_metrics
+from tests.contract import full
 from tests.task_models import BERT, QUIET, T5, WORDS, write_rows, write_task, write_tokenizer
 from tests.worlds import run_world
 
@@ -178,3 +180,42 @@ def test_another_share_of_masks_is_another_run(tmp_path: Path) -> None:
     tables["train"]["steps"] = 4
     with pytest.raises(AssertionError, match=r"data\.mask_share"):
         run_world(train_here, 1, [job_of(tables, "ddp", 1)])
+
+
+def test_pretrained_weights_under_a_new_head(tmp_path: Path) -> None:
+    from transformers import AutoConfig, BertConfig, BertForMaskedLM, ViTModel
+
+    tables = write_task(tmp_path, "bert sequences")
+    torch.manual_seed(1)
+    known = {key: value for key, value in BERT.items() if key != "model_type"}
+    base = BertForMaskedLM(BertConfig(**known))
+    base.save_pretrained(tmp_path / "base")
+    tables["model"]["weights"] = str(tmp_path / "base")
+    tables["optimizer"] = {"lr": 1e-12}
+    found, said = run_world(built_here, 2, job_of(tables, "fsdp", 2))[0]
+    for name, value in base.bert.state_dict().items():
+        assert torch.allclose(found[f"bert.{name}"], value.float(), atol=1e-6), name
+    assert float(found["classifier.weight"].std()) > 0
+    assert any("lacks bert.pooler.dense.bias" in line and "trained from random values" in line for line in said)
+    assert any("also has cls.predictions" in line and "not used" in line for line in said)
+    ViTModel(AutoConfig.for_model("vit", num_hidden_layers=1)).save_pretrained(tmp_path / "base")
+    with pytest.raises(AssertionError, match=r"model\.weights .* (is not of this model|cannot be loaded)"):
+        run_world(built_here, 2, job_of(tables, "fsdp", 2))
+
+
+def built_here(text: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The weights after two steps at a rate of nearly zero, and what was said."""
+    from shardwise.distributed.process_group import join
+    from shardwise.train.loop import TrainingRun
+    from shardwise.train.session import Session
+    from shardwise.train.tasks.registry import open_data
+
+    job = Job.model_validate_json(text)
+    session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
+    reporter = _Silent()
+    said: list[str] = []
+    reporter.log = said.append
+    TrainingRun(job.config, job.plan, open_data(job.corpus), session, reporter).train()
+    state = {name: full(value).detach().float() for name, value in session.module.state_dict().items()}
+    session.close()
+    return state, said

@@ -39,19 +39,21 @@ from shardwise.train.data.samples import IsolatedSamples, NumberedSamples, on_de
 from shardwise.train.finite import check_weights
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
-from shardwise.train.model import model_factory, model_facts
+from shardwise.train.model import model_factory, model_facts, pretrained_factory
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
 from shardwise.train.tasks.evaluate_labels import evaluate_labels
 from shardwise.train.tasks.own_loss import loss_of
+from shardwise.train.tasks.pretrained import is_pretrained
 from shardwise.train.tasks.registry import (
     TaskData,
     example_inputs_of,
     noun_of,
     order_facts,
     order_of,
+    row_task,
     samples_of,
 )
 
@@ -217,14 +219,17 @@ class TrainingRun:
     def _prepare(self) -> nn.Module:
         config = self.config
         factory = model_factory(config, self.corpus.vocab_size)
-        model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
+        strict = config.model.weights is not None and not is_pretrained(row_task(config), config)
+        if self.is_main and config.model.weights is not None and not strict:
+            factory = pretrained_factory(config, self.reporter.log)
+        model = build(factory, config.train.seed, real=self.is_main and not strict)
         base = self._adapt(model)
         sample = example_inputs_of(self.corpus, config, self.micro_batch)
         optimizer = build_optimizer(model.parameters(), config.optimizer)
         model, _ = self.session.prepare(model, optimizer, sample, base)
         if base is not None:
             base.close()
-        elif config.model.weights is not None:
+        elif strict and config.model.weights is not None:
             load_weights(self.session.module, config.model.weights, verify=config.checkpoint.verify, collective=True)
         seed_everything(config.train.seed, self._rng_state)
         return model

@@ -18,6 +18,7 @@ from shardwise.import_object import check_kwargs, load_object
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.causal import configuration_file
 from shardwise.train.config import Config
+from shardwise.train.tasks.pretrained import pretrained
 from shardwise.train.tasks.registry import configuration_of, row_task
 
 
@@ -60,6 +61,20 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
         return _checked_module(module, f"model.config '{table.config}'", table.freeze)
 
     return build
+
+
+def pretrained_factory(config: Config, log: Callable[[str], None]) -> Callable[[], nn.Module]:
+    """Return a function that builds the model of a row task with the weights of ``model.weights``.
+
+    ``log`` is told what is new in it.
+    """
+    task, table = row_task(config), config.model
+    facts = configuration_of(config)
+    assert task is not None and table.weights is not None
+    weights = table.weights
+    return lambda: _checked_module(
+        pretrained(task, facts, weights, log), f"model.config '{table.config}'", table.freeze
+    )
 
 
 def model_facts(config: Config) -> dict[str, Any]:
