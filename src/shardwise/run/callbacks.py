@@ -27,6 +27,7 @@ from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.lines.sample_lines import isolation_line, packed_line
 from shardwise.run.job import Job
+from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.metrics import logged_losses
 from shardwise.train.session import Session
@@ -46,7 +47,8 @@ class RunRecorder:
         ranks = session.ranks
         self.job, self.session, self.log, self.console = job, session, log, console
         data = job.config.data
-        joined = job.config.packing(open_data(job.corpus).kind) == "joined"
+        corpus = open_data(job.corpus)
+        joined = isinstance(corpus, Corpus) and job.config.packing(corpus.kind) == "joined"
         told = (packed_line(mask_borders=data.mask_borders),) if joined else ()
         self.effects, self.fit, self.work = (
             EffectsRecorder(told=told),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
@@ -68,6 +68,8 @@ def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspect
         device=draft.device,
         inputs=example_inputs_of(data, config, 1) if own else None,
     )
+    if own and profile is not None:  # parts work on other lengths; no chunks of logits either
+        profile = replace(profile, seq_len=None, vocab_size=None)
     return ModelInspection(module, spec, profile, workload.model_copy(update=told))
 
 

@@ -46,7 +46,7 @@ from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.search.problem import ask, default_precision, precision_text
 from shardwise.search.search import cost_of
 from shardwise.train.config import Config, optimizer_problems
-from shardwise.train.tasks.registry import TaskData, example_inputs_of, prepare_data
+from shardwise.train.tasks.registry import TaskData, example_inputs_of, length_of, prepare_data
 from shardwise.train.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked)
 def completed(plan: Plan, config: Config) -> Plan:
     """Complete a plan without a batch (made for a custom loop) from the config."""
     if plan.micro_batch is not None:
-        return plan.model_copy(update={"seq_len": config.data.seq_len or None})
+        return plan.model_copy(update={"seq_len": length_of(config)})
     train = config.train
     micro, accum = split_batch(
         plan.dims.dp,
@@ -177,7 +177,7 @@ def completed(plan: Plan, config: Config) -> Plan:
         micro_batch=train.micro_batch,
         grad_accum=plan.grad_accum if plan.grad_accum > 1 else train.grad_accum,
     )
-    return plan.model_copy(update={"micro_batch": micro, "grad_accum": accum, "seq_len": config.data.seq_len or None})
+    return plan.model_copy(update={"micro_batch": micro, "grad_accum": accum, "seq_len": length_of(config)})
 
 
 def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
@@ -192,7 +192,7 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
     return Plan(
         micro_batch=micro,
         grad_accum=accum,
-        seq_len=config.data.seq_len or None,
+        seq_len=length_of(config),
         precision=default_precision(cluster) if parallel.precision == "auto" else parallel.precision,
         recompute=parallel.recompute,
         loss_chunks=train.loss_chunks,
@@ -250,7 +250,7 @@ def choose_plan(
     inspection = look(config, draft, kind, corpus)
     module, spec, profile = inspection.module, inspection.spec, inspection.profile
     batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else data_ranks(config, cluster))
-    facts = {"seq_len": config.data.seq_len or None, "global_batch": batch}
+    facts = {"seq_len": length_of(config), "global_batch": batch}
     workload = with_plan(inspection.workload.model_copy(update=facts), draft)
 
     def decided(plan: Plan) -> Decision:

@@ -50,6 +50,12 @@ class _Reader(TextReader):
         found = self.encode(parts["text"], "text", length=_WHOLE if self.joined else None)
         return {"input_ids": tokens(found.ids)}
 
+    def facts(self) -> dict[str, Any]:
+        found = super().facts()
+        if self.joined:
+            found["told"].append("texts joined: those of one sample attend to each other; data.pack = 'none' pads each")
+        return found
+
     def identity(self) -> list[Any]:
         return [*super().identity(), self.joined]
 

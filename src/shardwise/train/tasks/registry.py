@@ -43,6 +43,11 @@ def noun_of(config: Config) -> str:
     return "tokens" if task is None else task.noun
 
 
+def length_of(config: Config) -> int | None:
+    """Return the tokens of a sample, if a sample is one sequence of tokens that all parts of the model work on."""
+    return config.data.seq_len if row_task(config) is None else None
+
+
 def configuration_of(config: Config, notes: list[str] | None = None) -> Any:
     """Load the transformers configuration of ``model.config``; ``None`` for a factory.
 
