@@ -36,7 +36,9 @@ def test_digits_are_told_apart(digits: tuple[Path, str]) -> None:
     folder, said = digits
     summary = json.loads((folder / "runs" / "digits" / "summary.json").read_text())
     assert summary["heldout"]["accuracy"] >= ACCURACY
-    assert summary["heldout_bits_per_byte"] is None
+    assert summary["heldout_bits_per_byte"] is None and "tokens" not in summary
+    page = (folder / "runs" / "digits" / "report.html").read_text()
+    assert "right, loss 0." in page and "samples/s," in page
     for line in SHOWN.splitlines():
         shape = re.escape(line).replace(r"\.\.\.", ".*")
         shape = re.sub(r"\d[\d.]*(?:\\ k)?", r"[\\d.]+(?: [km])?", shape)

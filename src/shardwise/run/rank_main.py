@@ -99,7 +99,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     """Print and store the results of the run, on rank 0; the last line is for programs."""
     from shardwise.report.html.elements import write_report
     from shardwise.run.run_summary import SUMMARY, identity, spread_of
-    from shardwise.train.tasks.registry import open_data
+    from shardwise.train.tasks.registry import noun_of, open_data
 
     folder = Path(job.config.train.output)
     step_time = remember_run(job, session, watch.fit, reporter)
@@ -111,7 +111,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     document = {
         "schema": 1,
         "steps": outcome.steps,
-        "tokens": outcome.tokens,
+        **({"tokens": outcome.tokens} if noun_of(job.config) == "tokens" else {"labels": outcome.tokens}),
         "loss": finite(outcome.loss),
         "heldout_bits_per_byte": finite(outcome.heldout_bits_per_byte),
         **({"heldout": {name: finite(value) for name, value in outcome.heldout.items()}} if outcome.heldout else {}),
