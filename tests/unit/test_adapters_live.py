@@ -246,8 +246,9 @@ def test_a_model_with_adapters_runs_on_fake_tensors_and_dropout_keeps_more() -> 
     for dropout in (0.0, 0.1):
         model = lambda: family("llama", dtype=torch.float32)  # noqa: E731
         factory = adapted_factory(model, Plan(strategy="ddp+lora", adapter=AdapterOptions(dropout=dropout)))
+        ids = torch.zeros(1, 16, dtype=torch.int64)
         found = forward_bytes(
-            factory, token_loss_sum, seq_len=16, vocab_size=64, dtype=torch.float32, prepare=lambda module: None
+            factory, token_loss_sum, (ids, ids), num_outputs=64, dtype=torch.float32, prepare=lambda module: None
         )
         assert found is not None
         saved.append(found[0])

@@ -296,11 +296,12 @@ def saved_bytes(module: nn.Module, seq_len: int, dtype: torch.dtype) -> tuple[in
 
 class TestForwardBytes:
     def measure(self, factory: Any, mode: str = "none", dtype: torch.dtype = torch.float32, seq_len: int = 64) -> Any:
+        ids = torch.zeros(1, seq_len, dtype=torch.int64)
         return forward_bytes(
             factory,
             token_loss_sum,
-            seq_len=seq_len,
-            vocab_size=1,
+            (ids, ids),
+            num_outputs=1,
             dtype=dtype,
             prepare=lambda module: apply_recompute(module, mode, find_blocks(module)),
         )

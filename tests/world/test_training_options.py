@@ -271,7 +271,13 @@ def followed(text: str, stop_after: int | None) -> dict[str, Any]:
     with run.average.in_place_of_weights():
         bits.append(evaluate(session, run.heldout, 4, 8).bits_per_byte)
     session.close()
-    return {"error": error, "moved": moved, "bits": bits, "last": run.evaluation.bits_per_byte, "said": reporter.said}
+    return {
+        "error": error,
+        "moved": moved,
+        "bits": bits,
+        "last": run.evaluator.evaluation.bits_per_byte,
+        "said": reporter.said,
+    }
 
 
 def test_an_average_is_saved_resumed_and_evaluated(tmp_path: Path) -> None:

@@ -53,11 +53,13 @@ def run_bench_step(
     from shardwise.bench.step.step_ranks import StepBenchTask, plans_of
     from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
+    from shardwise.train.config_tasks import refuse_other_tasks
 
     words = chosen(overrides, nproc=nproc)
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])
+        refuse_other_tasks(config, "bench step")
         if optional_object(PEER_LOOP) is None:
             console.print("no hand-written loops here (they are in benchmarks/ of the repository): Shardwise alone")
         else:
@@ -203,7 +205,6 @@ def run_bench_scaling(
     from shardwise.cost.link_calibration import read_calibration
     from shardwise.measure.scaling_facts import MODES
     from shardwise.run.checks import check_output
-    from shardwise.train.config import read_config
 
     launched = rendezvous() is not None
     problems = _problems(mode, MODES, sizes or (), price, launched=launched)
@@ -225,10 +226,10 @@ def run_bench_scaling(
     check_output(output)
     if launched:
         words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={output / 'work'}"]
-        measure_under_launcher(read_config(config_file, words), request, console, as_json=as_json)
+        measure_under_launcher(_measurable(config_file, words), request, console, as_json=as_json)
     with tempfile.TemporaryDirectory() as folder:
         words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={folder}"]
-        document = measure_here(read_config(config_file, words), request, console)
+        document = measure_here(_measurable(config_file, words), request, console)
     if as_json:
         print(json.dumps(document))
 
@@ -245,3 +246,12 @@ def _problems(
     if launched and sizes:
         found.append("--size: under torchrun the size is that of its world; leave it out, and run once for each size")
     return found
+
+
+def _measurable(config_file: Path, words: Sequence[str]) -> Config:
+    from shardwise.train.config import read_config
+    from shardwise.train.config_tasks import refuse_other_tasks
+
+    config = read_config(config_file, words)
+    refuse_other_tasks(config, "bench scaling")
+    return config

@@ -99,8 +99,10 @@ def _job_of(config_file: Path, words: list[str], console: Console) -> Job:
     from shardwise.run.checks import adapter_of
     from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
+    from shardwise.train.config_tasks import refuse_other_tasks
 
     config = read_config(config_file, words)
+    refuse_other_tasks(config, "bench checkpoint")
     if adapter_of(config) != "none":
         raise UserError(
             f"bench checkpoint times checkpoints of whole models; set parallel.strategy to one without +lora "

@@ -25,8 +25,10 @@ def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> Mode
     if not is_config(model):
         return load_profile(model, seq_len=seq_len, compiled=compiled)
     from shardwise.train.config import read_config
+    from shardwise.train.config_tasks import refuse_other_tasks
 
     config = read_config(Path(model))
+    refuse_other_tasks(config, "plan")
     if config.model.config is not None and not config.model.freeze:
         return load_profile(config.model.config, seq_len=seq_len, compiled=compiled)
     from shardwise.model.trace import trace_module

@@ -71,8 +71,11 @@ def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:
 
     if is_config(model):
         from shardwise.train.config import read_config
+        from shardwise.train.config_tasks import refuse_other_tasks
 
-        table = read_config(Path(model)).model
+        config = read_config(Path(model))
+        refuse_other_tasks(config, "plan --prove")
+        table = config.model
         if table.kwargs or table.freeze:
             raise UserError("--prove builds a config's model without model.kwargs and model.freeze; take them out")
         model = str(table.config or table.factory)

@@ -19,6 +19,7 @@ from shardwise.report.terminal import print_findings, receipt_table, timing_tabl
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.evaluate import Evaluation
 from shardwise.train.run_interface import Outcome
+from shardwise.train.tasks.registry import TaskData
 from shardwise.units import count_text, seconds_text
 
 PLAIN_LINES = 10
@@ -64,9 +65,9 @@ class ProgressReporter:
         self._task = self._bar.add_task("step", total=total, completed=first, news="")
         self._bar.start()
 
-    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
+    def step(self, number: int, loss: float, per_second: float, noun: str = "tokens") -> None:
         """Move the bar; without a terminal, print one line for each tenth of the run."""
-        news = f"loss {loss:.4f}  {count_text(tokens_per_s)} tokens/s"
+        news = f"loss {loss:.4f}  {count_text(per_second)} {noun}/s"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, news=news)
         elif number * PLAIN_LINES // self._total > self._tenth or number == self._first + 1:
@@ -91,17 +92,23 @@ class ProgressReporter:
         parts += [f"{name} {loss:.4f}" for name, loss in found.sources.items()]
         self.console.print(f"held out after step {number}: {', '.join(parts)}", markup=False)
 
+    def evaluated_labels(self, number: int, found: dict[str, float]) -> None:
+        """Print the result of an evaluation of labels."""
+        self.console.print(f"held out after step {number}: {label_metrics(found)}")
+
     def end(self) -> None:
         """Close the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def finish(self, outcome: Outcome, corpus: Corpus, receipts: Sequence[Receipt | None], output: str) -> None:
+    def finish(self, outcome: Outcome, corpus: TaskData, receipts: Sequence[Receipt | None], output: str) -> None:
         """Print the end of a run: held-out result against its baselines, then the receipts."""
         if outcome.best is not None and outcome.best.value is not None:
             self.console.print(f"best: {outcome.best}; its checkpoint is kept", markup=False)
-        if outcome.evaluation is not None and corpus.order1_bits:
+        if outcome.heldout:
+            self.console.print(f"held out: [bold]{label_metrics(outcome.heldout)}[/]")
+        elif outcome.evaluation is not None and isinstance(corpus, Corpus) and corpus.order1_bits:
             bits = outcome.evaluation.bits_per_byte
             verdict = "under" if bits < corpus.order1_bits else "over"
             self.console.print(
@@ -129,3 +136,9 @@ class ProgressReporter:
         print_findings(findings, self.console, nothing=why_nothing(timing))
         if page is not None:
             self.console.print(f"report: {page}", markup=False)
+
+
+def label_metrics(found: dict[str, float]) -> str:
+    """Format held-out metrics of labels: ``loss 0.1234, accuracy 97.5 %``."""
+    told = {name: f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}" for name, value in found.items()}
+    return ", ".join(f"{name} {value}" for name, value in told.items())

@@ -17,8 +17,9 @@ from shardwise.model.facts import ModelSpec
 from shardwise.receipts.receipt import Receipt
 from shardwise.search.choose import Choice
 from shardwise.train.config import Config
-from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.data_receipt import data_receipt
+from shardwise.train.data.rows import RowData
+from shardwise.train.tasks.registry import TaskData
 from shardwise.units import bytes_text, count_text, counted, money_text
 
 _MARKS = {"alarm": "[bold red]alarm[/]", "hint": "[yellow]hint[/]", "fine": "[green]fine[/]"}
@@ -152,8 +153,27 @@ def operations_table(summary: TraceSummary, peak_flops: float | None = None, byt
     return table
 
 
+def _print_data(corpus: TaskData, console: Console, config: Config) -> None:
+    if isinstance(corpus, RowData):
+        told = [f"task {corpus.task}", *(corpus.facts or {}).get("told", [])]
+        for number, line in enumerate(told):
+            console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
+        return
+    receipt = data_receipt(corpus, config)
+    for number, line in enumerate(receipt.lines()):
+        console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
+    if receipt.packing == "joined":
+        masked = config.data.mask_borders
+        borders = "has no loss on their first tokens" if masked else "has loss on their first tokens, too"
+        console.print(
+            f"      joined: documents of one sample attend to each other, and it {borders}; "
+            'data.pack="isolated" keeps each document apart',
+            markup=False,
+        )
+
+
 def print_plan(
-    choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: Corpus, console: Console, config: Config
+    choice: Choice, spec: ModelSpec, cluster: ClusterSpec, corpus: TaskData, console: Console, config: Config
 ) -> None:
     """Print the full plan."""
     plan = choice.plan
@@ -167,17 +187,7 @@ def print_plan(
         + f", {len(spec.blocks)} repeated blocks"
         + (f", tied: {'; '.join(' = '.join(names) for names in spec.tied)}" if spec.tied else "")
     )
-    receipt = data_receipt(corpus, config)
-    for number, line in enumerate(receipt.lines()):
-        console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
-    if receipt.packing == "joined":
-        masked = config.data.mask_borders
-        borders = "has no loss on their first tokens" if masked else "has loss on their first tokens, too"
-        console.print(
-            f"      joined: documents of one sample attend to each other, and it {borders}; "
-            'data.pack="isolated" keeps each document apart',
-            markup=False,
-        )
+    _print_data(corpus, console, config)
     memory = bytes_text(cluster.device_memory_bytes)
     where = f"{cluster.world_size} × {cluster.device_name}, {memory} each"
     computes = f"{choice.precision or plan.precision}, recompute {plan.recompute}"

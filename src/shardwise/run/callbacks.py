@@ -28,10 +28,11 @@ from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.lines.sample_lines import isolation_line, packed_line
 from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.run.job import Job
-from shardwise.train.data.corpus import open_corpus
+from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.metrics import logged_losses
 from shardwise.train.session import Session
+from shardwise.train.tasks.registry import noun_of, num_outputs, open_data
 from shardwise.train.trackers import Trackers, open_trackers
 from shardwise.train.training_parts import TrainingParts
 
@@ -48,7 +49,8 @@ class RunRecorder:
         ranks = session.ranks
         self.job, self.session, self.log, self.console = job, session, log, console
         data = job.config.data
-        joined = job.config.packing(open_corpus(job.corpus).kind) == "joined"
+        corpus = open_data(job.corpus)
+        joined = isinstance(corpus, Corpus) and job.config.packing(corpus.kind) == "joined"
         told = (packed_line(mask_borders=data.mask_borders),) if joined else ()
         self.effects, self.fit, self.work = (
             EffectsRecorder(told=told),
@@ -133,6 +135,13 @@ class RunRecorder:
 
     # results, on rank 0
 
+    def timing(self) -> Timing | None:
+        """Return where the time of a step went; labels that are no tokens have no rate of tokens."""
+        found = self.attribution.timing()
+        if found is None or noun_of(self.job.config) == "tokens":
+            return found
+        return found.model_copy(update={"tokens_per_s": None})
+
     def utilisation(self, timing: Timing) -> Utilisation | None:
         """Return the use of devices and links; ``None`` if no step was counted."""
         if self.work.work is None:
@@ -161,7 +170,7 @@ class RunRecorder:
             gpus=self.gpus,
             mfu=None if use is None else use.mfu,
             losses=logged_losses(Path(job.config.train.output) / "metrics.jsonl"),
-            vocab_size=open_corpus(job.corpus).vocab_size,
+            vocab_size=num_outputs(open_data(job.corpus)),
         )
         return diagnose(observed)
 

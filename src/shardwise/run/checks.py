@@ -20,6 +20,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import check_degrees
 from shardwise.train.config import Config, optimizer_problems
 from shardwise.train.data.corpus import Corpus
+from shardwise.train.tasks.registry import TaskData
 from shardwise.units import counted, listed
 
 if TYPE_CHECKING:
@@ -120,17 +121,15 @@ def check_model_path(config: Config) -> None:
     Raises:
         ModelError: it is missing or cannot be used.
     """
-    from shardwise.train.causal import causal_configuration
+    from shardwise.train.tasks.registry import configuration_of
 
-    if config.model.config is None:
-        return
     notes: list[str] = []
-    causal_configuration(Path(config.model.config), notes)
+    configuration_of(config, notes)
     for note in notes:
         logging.getLogger("shardwise").warning(note)
 
 
-def check_samples(config: Config, corpus: Corpus) -> None:
+def check_samples(config: Config, corpus: TaskData) -> None:
     """Check that the corpus has training labels and held-out bytes.
 
     Raises:
@@ -138,6 +137,8 @@ def check_samples(config: Config, corpus: Corpus) -> None:
     """
     from shardwise.train.data.samples import samples_for
 
+    if not isinstance(corpus, Corpus):  # of rows, each of which has a label
+        return
     samples_for(corpus, config)
     if corpus.heldout is not None:
         heldout = samples_for(corpus, config, heldout=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.model.facts import ModelSpec
@@ -15,9 +15,10 @@ from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import DeviceType, Plan, Precision, Recompute
 from shardwise.plan.workload import Workload
 from shardwise.train.config import Config, OptimizerTable
-from shardwise.train.data.corpus import Corpus
+from shardwise.train.tasks.registry import TaskData, example_inputs_of, num_outputs, row_task, samples_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -34,7 +35,7 @@ class ModelInspection:
     workload: Workload
 
 
-def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> ModelInspection:
+def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspection:
     """Build the model of ``config`` without weights, add adapters of ``kind``, and inspect it.
 
     Raises:
@@ -45,7 +46,7 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> ModelInspect
     from shardwise.parallel.materialize import build
     from shardwise.train.model import model_factory
 
-    factory = model_factory(config, corpus.vocab_size)
+    factory = model_factory(config, data.vocab_size)
     with users_code(_key("model", config.model.factory, config.model.config)):
         base = module = build(factory, config.train.seed, real=False)
         if kind != "none":
@@ -57,11 +58,19 @@ def look(config: Config, draft: Plan, kind: str, corpus: Corpus) -> ModelInspect
         spec = quantized_spec(spec, linear_layers(base))
     check_model(spec, draft)
     workload = workload_for(module, config.optimizer, draft.device)
-    told = _activations(config, draft, spec, factory, corpus.vocab_size)
+    told = _activations(config, draft, spec, factory, data)
+    own = row_task(config) is not None
     profile = traced_profile(
-        base, config.data.seq_len, corpus.vocab_size, precision=draft.precision, device=draft.device
+        base,
+        None if own else config.data.seq_len,
+        num_outputs(data),
+        precision=draft.precision,
+        device=draft.device,
+        inputs=example_inputs_of(data, config, 1) if own else None,
     )
     told["average"] = config.train.ema_decay > 0
+    if own and profile is not None:  # parts work on other lengths; no chunks of logits either
+        profile = replace(profile, seq_len=None, vocab_size=None)
     return ModelInspection(module, spec, profile, workload.model_copy(update=told))
 
 
@@ -114,24 +123,35 @@ def _key(table: str, factory: str | None, other: str | None) -> str:
 
 
 def _activations(
-    config: Config, plan: Plan, spec: ModelSpec, factory: Callable[[], nn.Module], vocab_size: int
+    config: Config, plan: Plan, spec: ModelSpec, factory: Callable[[], nn.Module], data: TaskData
 ) -> dict[str, dict[str, int | None] | int | None]:
     """Measure the saved bytes of a sample under the plan's recompute mode, and its logits.
 
     ``full`` contains the blocks' inputs plus one block that is being recomputed. What ``selective`` saves is not
     visible to autograd's hooks, so it stays unknown.
     """
+    import numpy as np
+    import torch
+
     from shardwise.parallel.activation_checkpointing import apply_recompute
     from shardwise.parallel.precision import DTYPES
-    from shardwise.train.loss import token_loss_sum
     from shardwise.train.model import forward_bytes
+    from shardwise.train.tasks.own_loss import loss_of
+
+    if row_task(config) is None:  # labels that count, for a loss that looks at them
+        ids = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
+        sample: tuple[Any, torch.Tensor] = (ids, ids)
+    else:
+        sample = samples_of(data, config).batch(np.zeros(1, np.int64))
+    loss = loss_of(config)
 
     def measure(mode: Recompute) -> tuple[int, int] | None:
         return forward_bytes(
             factory,
-            token_loss_sum,
-            seq_len=config.data.seq_len,
-            vocab_size=vocab_size,
+            loss,
+            sample,
+            num_outputs=num_outputs(data),
+            any_outputs=config.model.loss is not None,
             dtype=DTYPES[plan.precision],
             prepare=lambda model: apply_recompute(model, mode, spec.blocks),
         )
@@ -144,7 +164,7 @@ def _activations(
         saved = None
     elif plan.recompute == "full" and (kept := measure("full")) is not None:
         saved = kept[0] + (full[0] - kept[0]) // len(spec.blocks)
-    return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": full[1]}
+    return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": full[1] or None}
 
 
 def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -> Workload:
@@ -164,15 +184,30 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
 
 
 def traced_profile(
-    module: nn.Module, seq_len: int, vocab_size: int, *, precision: Precision, device: DeviceType
+    module: nn.Module,
+    seq_len: int | None,
+    vocab_size: int,
+    *,
+    precision: Precision,
+    device: DeviceType,
+    inputs: Any = None,
 ) -> ModelProfile | None:
-    """Return the traced profile; ``None`` for a module that does not run on fake tensors."""
+    """Return the traced profile; ``None`` for a module that does not run on fake tensors.
+
+    ``inputs`` are those of one sample, where they are not ids of ``seq_len`` tokens.
+    """
     from shardwise.model.trace import trace_module
 
     try:
         width: Literal["fp32", "bf16"] = "fp32" if precision == "fp32" else "bf16"
         return trace_module(
-            module, seq_len=seq_len, vocab_size=vocab_size, precision=width, device=device, under_autocast=True
+            module,
+            seq_len=seq_len,
+            inputs=inputs,
+            vocab_size=vocab_size,
+            precision=width,
+            device=device,
+            under_autocast=True,
         )
     except ModelError:
         return None

@@ -47,7 +47,7 @@ from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.search.problem import ask, default_precision, precision_text
 from shardwise.search.search import cost_of
 from shardwise.train.config import Config, optimizer_problems
-from shardwise.train.data.corpus import Corpus, prepare_corpus
+from shardwise.train.tasks.registry import TaskData, example_inputs_of, length_of, prepare_data
 from shardwise.train.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class PreparedJob(BaseModel):
     choice: Choice
     spec: ModelSpec
     cluster: ClusterSpec
-    corpus: Corpus
+    corpus: TaskData
     notes: tuple[str, ...] = ()
 
 
@@ -127,7 +127,7 @@ def prepare_job(
     draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
     check_packages(draft.parsed.adapter if plan is not None else adapter_of(config))
     check_engine(config, plan, log)
-    corpus = prepare_corpus(config.data, Path(config.train.output) / "data", log)
+    corpus = prepare_data(config, Path(config.train.output) / "data", log)
     check_samples(config, corpus)
     choice, spec, asked = choose_plan(config, draft, cluster, corpus, fixed=plan is not None, links=links)
     check_drive(choice.plan, spec, cluster, asked)
@@ -170,7 +170,7 @@ def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked)
 def completed(plan: Plan, config: Config) -> Plan:
     """Complete a plan without a batch (made for a custom loop) from the config."""
     if plan.micro_batch is not None:
-        return plan.model_copy(update={"seq_len": config.data.seq_len})
+        return plan.model_copy(update={"seq_len": length_of(config)})
     train = config.train
     micro, accum = split_batch(
         plan.dims.dp,
@@ -178,7 +178,7 @@ def completed(plan: Plan, config: Config) -> Plan:
         micro_batch=train.micro_batch,
         grad_accum=plan.grad_accum if plan.grad_accum > 1 else train.grad_accum,
     )
-    return plan.model_copy(update={"micro_batch": micro, "grad_accum": accum, "seq_len": config.data.seq_len})
+    return plan.model_copy(update={"micro_batch": micro, "grad_accum": accum, "seq_len": length_of(config)})
 
 
 def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
@@ -193,7 +193,7 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
     return Plan(
         micro_batch=micro,
         grad_accum=accum,
-        seq_len=config.data.seq_len,
+        seq_len=length_of(config),
         precision=default_precision(cluster) if parallel.precision == "auto" else parallel.precision,
         recompute=parallel.recompute,
         loss_chunks=train.loss_chunks,
@@ -237,14 +237,12 @@ def choose_plan(
     config: Config,
     draft: Plan,
     cluster: ClusterSpec,
-    corpus: Corpus,
+    corpus: TaskData,
     *,
     fixed: bool,
     links: CalibrationFile | None = None,
 ) -> tuple[Choice, ModelSpec, Asked]:
     """Inspect the model on the meta device and choose a plan; a ``fixed`` plan is only costed."""
-    import torch
-
     from shardwise.parallel.decide import Decision, check_model, decide, parts_of, with_stages
 
     kind = draft.parsed.adapter if fixed else adapter_of(config)
@@ -253,11 +251,11 @@ def choose_plan(
     inspection = look(config, draft, kind, corpus)
     module, spec, profile = inspection.module, inspection.spec, inspection.profile
     batch = (draft.micro_batch or 1) * draft.grad_accum * (draft.dims.dp if fixed else data_ranks(config, cluster))
-    facts = {"seq_len": config.data.seq_len, "global_batch": batch}
+    facts = {"seq_len": length_of(config), "global_batch": batch}
     workload = with_plan(inspection.workload.model_copy(update=facts), draft)
 
     def decided(plan: Plan) -> Decision:
-        sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
+        sample = example_inputs_of(corpus, config, plan.micro_batch or 1)
         return decide(module, spec, plan, sample)
 
     def cut(plan: Plan) -> Parts:

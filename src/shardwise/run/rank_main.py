@@ -34,9 +34,9 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
     from shardwise.run.out_of_memory import ForeseenRun, OutOfMemoryRecorder, is_out_of_memory
-    from shardwise.train.data.corpus import open_corpus
     from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
+    from shardwise.train.tasks.registry import open_data
 
     ranks = ranks or join(job.plan.device)
     reporter = ProgressReporter(as_json=job.as_json)
@@ -54,7 +54,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     try:
         if ranks.is_main:
             reporter.announce("building the model ...")
-        outcome = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter, watch).train()
+        outcome = TrainingRun(job.config, job.plan, open_data(job.corpus), session, reporter, watch).train()
         if ranks.is_main and not told_before(job, session, outcome, reporter):
             conclude(job, session, watch, outcome, reporter)
     except Interrupted:
@@ -88,7 +88,7 @@ def so_far(job: Any, watch: Any, reporter: Any) -> None:
     """Report an interrupted run so far, on rank 0: its time, and its report."""
     from shardwise.report.html.elements import write_report
 
-    timing = watch.attribution.timing()
+    timing = watch.timing()
     if timing is not None:
         watch.write(timing, watch.findings(timing, watch.utilisation(timing)))
     page = write_report(Path(job.config.train.output), reporter.log)
@@ -100,11 +100,11 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     """Print and store the results of the run, on rank 0; the last line is for programs."""
     from shardwise.report.html.elements import write_report
     from shardwise.run.run_summary import SUMMARY, identity, spread_of
-    from shardwise.train.data.corpus import open_corpus
+    from shardwise.train.tasks.registry import noun_of, open_data
 
     folder = Path(job.config.train.output)
     step_time = remember_run(job, session, watch.fit, reporter)
-    timing = watch.attribution.timing()
+    timing = watch.timing()
     use = None if timing is None else watch.utilisation(timing)
     findings = () if timing is None else watch.findings(timing, use)
     measured = watch.fit.measurement
@@ -113,12 +113,13 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
     document = {
         "schema": 1,
         "steps": outcome.steps,
-        "tokens": outcome.tokens,
+        **({"tokens": outcome.tokens} if noun_of(job.config) == "tokens" else {"labels": outcome.tokens}),
         "loss": finite(outcome.loss),
         "heldout_bits_per_byte": finite(None if found is None else found.bits_per_byte),
         "heldout_loss": finite(None if found is None else found.loss),
         "evaluation": None if found is None else {name: finite(value) for name, value in found.line().items()},
         "best": None if outcome.best is None else outcome.best.state(),
+        **({"heldout": {name: finite(value) for name, value in outcome.heldout.items()}} if outcome.heldout else {}),
         "strategy": job.plan.strategy,
         "step_time_s": step_time,
         "timing": None if timing is None else timing.model_dump(mode="json"),
@@ -128,7 +129,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
         "receipts": {name: receipt.to_dict() if receipt else None for name, receipt in receipts.items()},
         "output": job.config.train.output,
     }
-    corpus = open_corpus(job.corpus)
+    corpus = open_data(job.corpus)
     watch.write(timing, findings)
     facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
     watch.keep(SUMMARY, json.dumps({**document, **facts}))

@@ -11,10 +11,11 @@ from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.errors import ConfigError, MachineError
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.report.progress import label_metrics
 from shardwise.run.checks import adapter_of
 from shardwise.run.job import Job
 from shardwise.train.config import Config
-from shardwise.train.data.corpus import prepare_corpus
+from shardwise.train.tasks.registry import prepare_data
 
 SUMMARY = "summary.json"
 
@@ -63,7 +64,7 @@ def finished(config: Config) -> dict[str, Any] | None:
             f"train.output '{config.train.output}' contains this run, finished with {', '.join(other)}; "
             "raise train.steps to continue, or choose another train.output to run it again"
         )
-    corpus = prepare_corpus(config.data, output / "data", lambda text: None)
+    corpus = prepare_data(config, output / "data", lambda text: None)
     return summary if corpus.fingerprint == trained_on else None
 
 
@@ -101,4 +102,6 @@ def loss_text(summary: dict[str, Any]) -> str:
     """Format ``loss 1.2345, 2.345 held-out bits per byte``, as far as the summary has them."""
     loss, bits = summary.get("loss"), summary.get("heldout_bits_per_byte")
     text = "loss unknown" if loss is None else f"loss {loss:.4f}"
+    if held := {name: value for name, value in summary.get("heldout", {}).items() if value is not None}:
+        return f"{text}, held out: {label_metrics(held)}"
     return text if bits is None else f"{text}, {bits:.3f} held-out bits per byte"

@@ -18,6 +18,7 @@ from shardwise.run.checks import check_model_path, check_samples
 from shardwise.run.inspect_model import users_code
 from shardwise.run.job import choose_plan, draft_plan, with_options
 from shardwise.train.config import Config
+from shardwise.train.config_tasks import refuse_other_tasks
 from shardwise.train.data.corpus import Corpus, prepare_corpus
 from shardwise.units import counted
 
@@ -83,6 +84,7 @@ def prepare_verify(config: Config, asked: Sequence[str], nproc: int | None, log:
             "optimizer.in_backward frees each gradient in the backward, and verify compares gradients; verify without "
             "it: optimizer.in_backward=false (a run with it has its effects receipt)"
         )
+    refuse_other_tasks(config, "verify")
     check_model_path(config)
     corpus = prepare_corpus(config.data, Path(config.train.output) / "data", lambda text: log(f"data: {text}"))
     check_samples(config, corpus)

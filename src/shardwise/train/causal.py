@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.model.configuration import read_configuration
 
 _CAUSAL = ("gpt_neox", "gpt_neox_japanese", "trocr")  # they have ``is_decoder`` but ignore it
 _NEAR = 0.85
+KindCheck = Callable[[Any, dict[str, Any], str, Path], list[str]]  # the configuration, its keys, the place and the file
 
 
 def configuration_file(path: Path) -> Path:
@@ -37,15 +38,24 @@ def configuration_file(path: Path) -> Path:
 
 
 def causal_configuration(path: Path, notes: list[str] | None = None) -> Any:
+    """Load the transformers configuration of a causal language model; see `transformers_configuration`.
+
+    Raises:
+        ModelError: it cannot be read or used, is not of a causal language model, or is quantized.
+    """
+    return transformers_configuration(path, _check_kind, notes)
+
+
+def transformers_configuration(path: Path, check: KindCheck, notes: list[str] | None = None) -> Any:
     """Load the transformers configuration of ``model.config``.
 
-    No code of the model's folder runs.
+    No code of the model's folder runs. ``check`` refuses those of another kind of model.
 
     ``notes`` get a line for each key without effect that resembles a valid one, and for transformers' warnings about
     rotary positions.
 
     Raises:
-        ModelError: it cannot be read or used, is not of a causal language model, or is quantized.
+        ModelError: it cannot be read or used, is of another kind, or is quantized.
     """
     file, where = configuration_file(path), f"model.config '{path}'"
     keys = read_configuration(file, where)
@@ -76,7 +86,9 @@ def causal_configuration(path: Path, notes: list[str] | None = None) -> Any:
         if isinstance(error, KeyError | AttributeError | TypeError):
             reason = f"{type(error).__name__}: {reason}"
         raise ModelError(f"{where} cannot be used: {reason:.600}; repair '{file}'") from None
-    _check_kind(facts, keys, where, file)
+    problems = [*check(facts, keys, where, file), *_quantized(keys, where, file)]
+    if problems:
+        raise ModelError(*problems)
     if notes is not None:
         rotary = [line for line in dict.fromkeys(told) if "rope" in line]  # the others are about generating text
         notes += [f"{where}: {line}" for line in [*_near_misses(facts, keys), *rotary]]
@@ -84,15 +96,15 @@ def causal_configuration(path: Path, notes: list[str] | None = None) -> Any:
     return facts
 
 
-def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> None:
-    """Refuse models that `AutoModelForCausalLM` would build but train as a different kind."""
+def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> list[str]:
+    """Return why `AutoModelForCausalLM` would not build a model, or train it as a different kind."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = facts.model_type
     if type(facts) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{where}: model_type '{kind}' is not a causal language model; "
-            "give the configuration of one, or use model.factory"
+            "give the configuration of one, set model.task, or use model.factory"
         )
     problems = []
     built = MODEL_FOR_CAUSAL_LM_MAPPING[type(facts)].__name__
@@ -114,15 +126,18 @@ def _check_kind(facts: Any, keys: dict[str, Any], where: str, file: Path) -> Non
             f"{where}: model_type '{kind}' reads in both directions (is_decoder is not true), so it would see each "
             f"token that it is to predict; set is_decoder to true in '{file}', or {custom_loop}"
         )
-    if keys.get("quantization_config") is not None:
-        asked = keys["quantization_config"]
-        method = asked.get("quant_method") if isinstance(asked, dict) else asked
-        problems.append(
-            f"{where} asks for quantized weights (quantization_config: {method!s:.40}), but training needs full "
-            f"ones; remove the key from '{file}', or quantize a frozen base with +qlora (parallel.strategy=fsdp+qlora)"
-        )
-    if problems:
-        raise ModelError(*problems)
+    return problems
+
+
+def _quantized(keys: dict[str, Any], where: str, file: Path) -> list[str]:
+    if keys.get("quantization_config") is None:
+        return []
+    asked = keys["quantization_config"]
+    method = asked.get("quant_method") if isinstance(asked, dict) else asked
+    return [
+        f"{where} asks for quantized weights (quantization_config: {method!s:.40}), but training needs full "
+        f"ones; remove the key from '{file}', or quantize a frozen base with +qlora (parallel.strategy=fsdp+qlora)"
+    ]
 
 
 def _is_causal(name: str) -> bool:

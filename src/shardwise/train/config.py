@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from shardwise.document import MOST_DEEP, parse_toml, read_toml
+from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS, Mode, either, names_without
@@ -23,6 +23,7 @@ from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_data import DataTable, Table
 from shardwise.train.config_problems import explain
+from shardwise.train.config_tasks import length_problems, task_problems
 from shardwise.train.config_values import (
     Batch,
     CheckpointFolder,
@@ -34,9 +35,11 @@ from shardwise.train.config_values import (
     Ranks,
     Rate,
     RunFolder,
+    apply_override,
     profile_steps,
     unfit_values,
 )
+from shardwise.train.task_names import TaskName, task_of_file
 from shardwise.train.training_options import TrainingOptions
 from shardwise.units import listed
 
@@ -53,6 +56,19 @@ class ModelTable(Table):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of the factory")
     weights: Named | None = Field(None, description="folder or file of safetensors to start from; random if left out")
     freeze: list[str] = Field(default_factory=list, description="parameters not trained: shell patterns of names")
+    task: Literal["auto"] | TaskName = Field(
+        "auto", description="what is trained; auto: what 'architectures' of the config names, else causal-lm"
+    )
+    loss: Named | None = Field(
+        None, description="package.module:function(outputs, labels) -> (sum, count); the task's own if left out"
+    )
+
+    @property
+    def trained_task(self) -> TaskName:
+        """The task, with ``auto`` resolved."""
+        if self.task != "auto":
+            return self.task
+        return "causal-lm" if self.config is None else task_of_file(self.config)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -315,11 +331,19 @@ class Config(Table):
         Documents that see each other do not matter in pretraining; fine-tuning keeps them apart. A model of a factory
         may have no positions to restart: its conversations are padded.
         """
+        if self.model.trained_task != "causal-lm":
+            return "joined" if self.model.trained_task == "masked-lm" and self.data.pack != "none" else "none"
         if self.data.pack != "auto":
             return self.data.pack
         if self.data.mask_borders or (kind == "text" and (self.model.weights is None or self.model.config is None)):
             return "joined"
         return "none" if self.model.config is None else "isolated"
+
+    @model_validator(mode="after")
+    def _task_is_possible(self) -> Self:
+        if problems := task_problems(self):
+            raise ValueError(*problems)
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_asked_for(self) -> Self:
@@ -403,7 +427,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
     except ValueError as error:
         hint = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
         raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there{hint}") from None
-    problems = [problem for item in overrides if (problem := _override(data, item))]
+    problems = [problem for item in overrides if (problem := apply_override(data, item))]
     problems += unfit_values(data)
     parallel = data.setdefault("parallel", {}) if planned is not None else None
     if isinstance(parallel, dict) and parallel.get("strategy", "auto") == "auto":
@@ -412,29 +436,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
         config = Config.model_validate(data)
     except ValidationError as error:
         problems += [explain(item, Config) for item in error.errors()]
+        problems += [told for told in length_problems(data) if told not in problems]
     if problems:
         raise ConfigError(*problems)
     return config
-
-
-def _override(data: dict[str, Any], item: str) -> str | None:
-    """Apply one ``table.key=value`` to ``data``; return the problem, if any."""
-    key, equals, value = item.partition("=")
-    *tables, name = key.strip().split(".")
-    if not equals or not tables or not all([*tables, name]):
-        return f"override '{item}' is not table.key=value, such as train.steps=20"
-    try:
-        parsed, *more = parse_toml(f"value = {value}").values()
-    except ValueError:
-        more, parsed = [], value
-    if more:  # a line break in the value started another key
-        parsed = value
-    if len(tables) > MOST_DEEP:
-        return f"override '{item:.40}...' names a table in {len(tables) - 1} others; {MOST_DEEP} is the most"
-    inner = data
-    for depth, table in enumerate(tables, 1):
-        inner = inner.setdefault(table, {})
-        if not isinstance(inner, dict):
-            return f"override '{item}': '{'.'.join(tables[:depth])}' is not a table in the config file"
-    inner[name] = parsed
-    return None

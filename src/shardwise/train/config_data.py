@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shardwise.train.config_values import Fraction, Length, Named
 from shardwise.units import listed
 
-Part = Literal["messages", "prompt", "completion", "instruction", "input", "output", "tools"]
+Part = Literal[
+    "messages", "prompt", "completion", "instruction", "input", "output", "tools",
+    "text", "pair", "label", "tokens", "tags", "source", "target", "image",
+]  # fmt: skip
 
 
 class Table(BaseModel):
@@ -79,7 +82,10 @@ class DataTable(Table):
         "auto", description="tokens with a loss: the assistant's turns, the completion, the last turn, or all"
     )
     bad_rows: Literal["refuse", "skip"] = Field("refuse", description="what becomes of rows that cannot be rendered")
-    seq_len: Length = Field(description="tokens in a sample")
+    seq_len: Length = Field(0, description="tokens in a sample; required, but for image-classification")
+    target_len: Length | None = Field(None, description="seq2seq: tokens in a target; seq_len if left out")
+    mask_share: Annotated[float, Field(gt=0, lt=1)] = Field(0.15, description="masked-lm: share of tokens to predict")
+    resize: bool = Field(False, description="image-classification: bring images to the size that the model takes")
     pack: Literal["auto", "isolated", "joined", "none"] = Field(
         "auto",
         description="documents in a sample: isolated (none sees another), joined and split, or none (one, padded); "

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from shardwise.document import MOST_DEEP, parse_toml
+
 MOST_LR = 1e4  # LSTMs were trained at 30; larger values are mistakes, and soon infinite in fp32
 MOST_RANKS = 1024  # of one machine
 FIRST_TRACED, MOST_TRACED = 4, 100  # receipts inspect the earlier steps; viewers cannot open a trace of many steps
@@ -109,3 +111,26 @@ def _utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def apply_override(data: dict[str, Any], item: str) -> str | None:
+    """Apply one ``table.key=value`` to ``data``; return the problem, if any."""
+    key, equals, value = item.partition("=")
+    *tables, name = key.strip().split(".")
+    if not equals or not tables or not all([*tables, name]):
+        return f"override '{item}' is not table.key=value, such as train.steps=20"
+    try:
+        parsed, *more = parse_toml(f"value = {value}").values()
+    except ValueError:
+        more, parsed = [], value
+    if more:  # a line break in the value started another key
+        parsed = value
+    if len(tables) > MOST_DEEP:
+        return f"override '{item:.40}...' names a table in {len(tables) - 1} others; {MOST_DEEP} is the most"
+    inner = data
+    for depth, table in enumerate(tables, 1):
+        inner = inner.setdefault(table, {})
+        if not isinstance(inner, dict):
+            return f"override '{item}': '{'.'.join(tables[:depth])}' is not a table in the config file"
+    inner[name] = parsed
+    return None

@@ -56,8 +56,16 @@ class Evaluation:
             raise ConfigError(f"train.best_metric '{name}' is not measured; known are {', '.join(known)}")
         return known[name]
 
+    @classmethod
+    def of_labels(cls, found: dict[str, float]) -> Evaluation:
+        """Return the evaluation of a task with labels: its loss, and its other measures by their logged names."""
+        others = {f"heldout_{name}": value for name, value in found.items() if name != "loss"}
+        return cls(found["loss"], math.nan, others)
+
     def line(self) -> dict[str, Any]:
         """Return what is logged."""
+        if math.isnan(self.bits_per_byte):  # of labels, not of text
+            return {"heldout_loss": self.loss, **self.metrics}
         found: dict[str, Any] = {
             "heldout_bits_per_byte": self.bits_per_byte,
             "heldout_loss": self.loss,

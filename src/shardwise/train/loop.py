@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -29,9 +28,7 @@ from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
 from shardwise.train.average import WeightAverage
-from shardwise.train.best import Best
 from shardwise.train.config import Config
-from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation, measure_isolation
 from shardwise.train.data.order import rank_ids
 from shardwise.train.data.samples import (
@@ -39,22 +36,29 @@ from shardwise.train.data.samples import (
     JoinedSources,
     NumberedSamples,
     on_device,
-    order_for,
-    samples_for,
     step_batches,
 )
-from shardwise.train.evaluate import Evaluation, evaluate, load_metrics
+from shardwise.train.evaluator import Evaluator
 from shardwise.train.finite import check_weights
-from shardwise.train.generate import Generator
-from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import MetricsFile
-from shardwise.train.model import model_factory, model_facts
+from shardwise.train.model import model_factory, model_facts, pretrained_factory
 from shardwise.train.noise import EmbeddingNoise, embedding_name
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.run_interface import Outcome, Reporter, RunCallback, StepWindow
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
+from shardwise.train.tasks.own_loss import loss_of
+from shardwise.train.tasks.pretrained import is_pretrained
+from shardwise.train.tasks.registry import (
+    TaskData,
+    example_inputs_of,
+    noun_of,
+    order_facts,
+    order_of,
+    row_task,
+    samples_of,
+)
 from shardwise.train.training_parts import TrainingLoss, TrainingParts
 
 
@@ -65,7 +69,7 @@ class TrainingRun:
         self,
         config: Config,
         plan: Plan,
-        corpus: Corpus,
+        corpus: TaskData,
         session: Session,
         reporter: Reporter,
         watch: RunCallback | None = None,
@@ -73,25 +77,24 @@ class TrainingRun:
         self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
         self.watch = watch
         self.output = Path(config.train.output)
-        self.samples = samples_for(corpus, config)
-        self.heldout: NumberedSamples | None = None
-        if corpus.heldout is not None:
-            self.heldout = samples_for(corpus, config, heldout=True)
-        self.order = order_for(self.samples, config)
+        self.loss_sum, self.noun = loss_of(config), noun_of(config)
+        self.samples = samples_of(corpus, config)
+        self.evaluator = Evaluator(config, corpus, session, reporter)
+        self.order = order_of(corpus, self.samples, config)
         self.micro_batch = plan.micro_batch or 1
         self.global_batch = plan.global_batch or plan.dims.dp
         self.total = resume.steps_in_all(config, self.order.epoch, self.global_batch)
         self.position = 0
         self.tokens = 0
         self.last_loss = math.nan
-        self.evaluation: Evaluation | None = None
-        self.metrics = load_metrics(config.train.metrics)
-        asked = config.train
-        self.generator = Generator(config, corpus.kind) if asked.generate else None
-        self.best = None if asked.best_metric is None else Best(asked.best_metric, asked.best_is)
         self.adapter_facts: dict[str, Any] = {}
         self.noise: EmbeddingNoise | None = None
         self.average: WeightAverage | None = None
+
+    @property
+    def heldout(self) -> NumberedSamples | None:
+        """Held-out samples, if there are any."""
+        return self.evaluator.heldout
 
     @property
     def is_main(self) -> bool:
@@ -128,7 +131,7 @@ class TrainingRun:
             metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done, also)
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
-        if not self._enough():
+        if not self.evaluator.enough():
             self._steps(model, metrics)
         if self.watch is not None:
             self.watch.finish()
@@ -146,7 +149,10 @@ class TrainingRun:
                 f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
                 "the same command resumes from there"
             )
-        return Outcome(self.session.steps_done, self.tokens, self.last_loss, self.evaluation, self.best)
+        found = self.evaluator
+        return Outcome(
+            self.session.steps_done, self.tokens, self.last_loss, found.evaluation, found.best, found.heldout_labels
+        )
 
     def _isolation(self) -> Isolation | None:
         """Measure whether documents of this rank's first micro batch see each other."""
@@ -159,9 +165,12 @@ class TrainingRun:
     def _prepare(self) -> nn.Module:
         config = self.config
         factory = model_factory(config, self.corpus.vocab_size)
-        model = build(factory, config.train.seed, real=self.is_main and config.model.weights is None)
+        strict = config.model.weights is not None and not is_pretrained(row_task(config), config)
+        if self.is_main and config.model.weights is not None and not strict:
+            factory = pretrained_factory(config, self.reporter.log)
+        model = build(factory, config.train.seed, real=self.is_main and not strict)
         base = self._adapt(model)
-        sample = torch.zeros(self.micro_batch, config.data.seq_len, dtype=torch.int64)
+        sample = example_inputs_of(self.corpus, config, self.micro_batch)
         optimizer = build_optimizer(model.parameters(), config.optimizer, model)
         alpha = config.train.neftune_alpha
         embedding = embedding_name(model) if alpha else ""
@@ -170,7 +179,7 @@ class TrainingRun:
             self.noise = EmbeddingNoise.on(alpha, embedding, self.session.module, self.plan.dims.cp)
         if base is not None:
             base.close()
-        elif config.model.weights is not None:
+        elif strict and config.model.weights is not None:
             load_weights(self.session.module, config.model.weights, verify=config.checkpoint.verify, collective=True)
         if config.train.ema_decay:
             self.average = WeightAverage(config.train.ema_decay, self.session.module)
@@ -208,7 +217,7 @@ class TrainingRun:
         batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)
         for step in session.run_windows(batches, limit=self.total - session.steps_done):
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
-            step.run(model, self.parts.loss)
+            step.run(model, self.loss_sum if self.evaluator.by_labels else self.parts.loss)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             self.tokens += result.tokens
@@ -222,7 +231,7 @@ class TrainingRun:
             paused = time.perf_counter()
             self._between(result, metrics)
             clock += time.perf_counter() - paused  # evaluations and checkpoints are not step time
-            if self._enough():
+            if self.evaluator.enough():
                 break
 
     def _between(self, result: StepResult, metrics: MetricsFile | None) -> None:
@@ -242,71 +251,32 @@ class TrainingRun:
     def _log(self, metrics: MetricsFile | None, result: StepResult, rate: float, window: StepWindow) -> None:
         if metrics is None:
             return
-        per_second = window.tokens / window.seconds
+        of_tokens = self.noun == "tokens"
+        per_second = (window.tokens if of_tokens else window.steps * self.global_batch) / window.seconds
         metrics.write(
             step=result.number,
             loss=result.loss,
             learning_rate=rate,
             grad_norm=result.grad_norm,
-            tokens=self.tokens,
             step_time_s=window.seconds / window.steps,
-            tokens_per_s=per_second,
+            **({"tokens": self.tokens} if of_tokens else {"labels": self.tokens}),
+            **{"tokens_per_s" if of_tokens else "samples_per_s": per_second},
             time=time.time(),
             **({} if self.watch is None else self.watch.told()),
         )
-        self.reporter.step(result.number, result.loss, per_second)
+        self.reporter.step(result.number, result.loss, per_second, self.noun)
 
     def _evaluate(self, metrics: MetricsFile | None, *, averaged: bool = False) -> bool:
-        """Evaluate on the held-out samples; return whether that is the best so far.
-
-        What ``averaged`` weights reach is compared with nothing: checkpoints are exported with the trained ones.
-        """
-        if self.heldout is None:
-            return False
-        batch = max(self.micro_batch, 8)
-        tick = self.reporter.evaluating if self.is_main else None
-        limit = self.config.train.eval_samples
-        self.session.phase = "evaluation"
-        found = evaluate(self.session, self.heldout, limit, batch, self.metrics, tick)
-        self.session.phase = "other"
-        if found is None:
-            return False
-        self.evaluation = found
-        if metrics is not None:
-            metrics.write(step=self.session.steps_done, **found.line())
-            self.reporter.evaluated(self.session.steps_done, found)
-        self._generate()
-        better = self.best is not None and not averaged and self.best.is_better(found, self.session.steps_done)
+        """Evaluate on the held-out samples; return whether that is the best so far."""
+        better = self.evaluator.run(metrics, max(self.micro_batch, 8), averaged=averaged)
         self._protect()
         return better
 
-    def _generate(self) -> None:
-        """Let the model continue the prompts of ``train.generate``, and keep what it writes."""
-        if self.generator is None:
-            return
-        self.session.phase = "evaluation"
-        texts = self.generator.texts(self.session)
-        self.session.phase = "other"
-        if not self.is_main:
-            return
-        with (self.output / "samples.jsonl").open("a", encoding="utf-8") as file:
-            for prompt, text in zip(self.generator.prompts, texts, strict=True):
-                file.write(json.dumps({"step": self.session.steps_done, "prompt": prompt, "text": text}) + "\n")
-                self.reporter.log(f"{prompt!r} → {text!r}")
-
     def _protect(self) -> None:
         """Keep the best checkpoint, however old it becomes."""
-        if self.best is not None and self.best.step is not None:
-            self.saver.protected = {step_folder(self.best.step)}
-
-    def _enough(self) -> bool:
-        """Return whether the last evaluations were no better."""
-        patience = self.config.train.early_stopping
-        if not patience or self.best is None or self.best.worse < patience:
-            return False
-        if self.is_main:
-            self.reporter.log(f"early stopping: {self.best} was not bettered in {patience} evaluations")
-        return True
+        best = self.evaluator.best
+        if best is not None and best.step is not None:
+            self.saver.protected = {step_folder(best.step)}
 
     def _evaluate_last(self, metrics: MetricsFile | None) -> None:
         """Evaluate at the end: the averaged weights, where there are some."""
@@ -329,7 +299,7 @@ class TrainingRun:
             "scheduler": {"step": self.session.steps_done, "total": self.total},
             "optimizer": self.config.optimizer.model_dump(mode="json"),
             "scaler": None if self.session.scaler is None else self.session.scaler.state_dict(),
-            **({} if self.best is None else {"best": self.best.state()}),
+            **({} if self.evaluator.best is None else {"best": self.evaluator.best.state()}),
             "options": self.config.train.training_options,
         }
         self.session.phase = "checkpoint"
@@ -371,6 +341,7 @@ class TrainingRun:
             "data.mask_borders": data.mask_borders,
             **({"data.sources": [[one.label, one.weight] for one in data.sources]} if data.sources else {}),
             "data.shuffle": data.shuffle,
+            **order_facts(self.corpus, self.config),
         }
 
     def warmup_backward(self) -> None:
@@ -387,7 +358,7 @@ class TrainingRun:
             inputs, labels = sequence_share((inputs, labels), self.plan, self.session.place.cp)
         device = self.session.device
         outputs = call(self.session.applied.outer, on_device(inputs, device))
-        (token_loss_sum(outputs, labels.to(device)) * 0.0).backward()
+        (self.loss_sum(outputs, labels.to(device)) * 0.0).backward()
         finish_reduction(self.session.applied.outer)
         self.session.optimizer.zero_grad()
 
@@ -429,8 +400,8 @@ class TrainingRun:
             self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
             if session.scaler is not None and state["scaler"]:
                 session.scaler.load_state_dict(state["scaler"])
-            if self.best is not None:
-                self.best.restore(state.get("best"))
+            if self.evaluator.best is not None:
+                self.evaluator.best.restore(state.get("best"))
             steps = resume.steps_in_all(config, self.order.epoch, self.global_batch, manifest.step, self.position)
             self.total, told = steps, resume.news(manifest, config, self.plan, steps)
         if saved is not None:

@@ -15,8 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.document import read_json
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.import_object import check_kwargs, load_object
-from shardwise.train.causal import causal_configuration, configuration_file
+from shardwise.parallel.pipeline_parallel.stage_runtime import call
+from shardwise.train.causal import configuration_file
 from shardwise.train.config import Config
+from shardwise.train.tasks.pretrained import pretrained
+from shardwise.train.tasks.registry import configuration_of, row_task
 
 
 def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
@@ -33,7 +36,7 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
         made = load_object(table.factory, "model.factory")
         check_kwargs(made, f"model.factory '{table.factory}'", **table.kwargs)
         return lambda: _checked_module(made(**table.kwargs), f"model.factory '{table.factory}'", table.freeze)
-    facts = causal_configuration(Path(str(table.config)))
+    facts, task = configuration_of(config), row_task(config)
     problems = []
     known = getattr(facts, "vocab_size", None)
     if known is not None and known < vocab_size:
@@ -53,10 +56,25 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        module = AutoModelForCausalLM.from_config(facts, dtype=torch.float32, trust_remote_code=False)
+        given = {"dtype": torch.float32, "trust_remote_code": False}
+        module = AutoModelForCausalLM.from_config(facts, **given) if task is None else task.build(facts)
         return _checked_module(module, f"model.config '{table.config}'", table.freeze)
 
     return build
+
+
+def pretrained_factory(config: Config, log: Callable[[str], None]) -> Callable[[], nn.Module]:
+    """Return a function that builds the model of a row task with the weights of ``model.weights``.
+
+    ``log`` is told what is new in it.
+    """
+    task, table = row_task(config), config.model
+    facts = configuration_of(config)
+    assert task is not None and table.weights is not None
+    weights = table.weights
+    return lambda: _checked_module(
+        pretrained(task, facts, weights, log), f"model.config '{table.config}'", table.freeze
+    )
 
 
 def model_facts(config: Config) -> dict[str, Any]:
@@ -92,20 +110,22 @@ def _checked_module(module: Any, where: str, freeze: list[str]) -> nn.Module:
 def forward_bytes(
     factory: Callable[[], nn.Module],
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    sample: tuple[Any, torch.Tensor],
     *,
-    seq_len: int,
-    vocab_size: int,
+    num_outputs: int,
     dtype: torch.dtype,
     prepare: Callable[[nn.Module], object],
+    any_outputs: bool = False,
 ) -> tuple[int, int] | None:
     """Estimate the bytes of one sample's fake forward: saved for backward, and the fp32 logits.
 
-    Every saved storage counts once; parameters do not count. ``prepare`` may change the module first (recompute).
+    ``sample`` are inputs and labels. Every saved storage counts once; parameters do not count. ``prepare`` may change
+    the module first (recompute). With ``any_outputs`` the outputs need not be logits, which then count for nothing.
     Excludes backward's own temporaries, and attention's where the device has another kernel than the CPU.
     ``None`` if the model does not run under fake tensors.
 
     Raises:
-        ModelError: the model's output is not logits of ``vocab_size`` tokens.
+        ModelError: the model's output is not logits of ``num_outputs`` tokens or classes.
     """
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
@@ -121,29 +141,38 @@ def forward_bytes(
                     storages[storage._cdata] = storage
                 return tensor
 
-            ids = torch.zeros(1, seq_len, dtype=torch.int64)
+            inputs, labels = sample
             narrow = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), narrow:
-                outputs = module(ids)
-                logits = _checked_logits(outputs, seq_len, vocab_size)
-                loss(outputs, ids)
+                outputs = call(module, inputs)
+                logits = None if any_outputs else _checked_logits(outputs, labels, num_outputs)
+                loss(outputs, labels)
         except ModelError:
             raise
         except Exception:  # it need not support fake tensors
             return None
-    return sum(storage.nbytes() for storage in storages.values()), logits.numel() * torch.float32.itemsize
+    found = 0 if logits is None else logits.numel() * torch.float32.itemsize
+    return sum(storage.nbytes() for storage in storages.values()), found
 
 
-def _checked_logits(outputs: Any, seq_len: int, vocab_size: int) -> torch.Tensor:
+def _checked_logits(outputs: Any, labels: torch.Tensor, num_outputs: int) -> torch.Tensor:
     logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
-    fix = "it must return logits [batch, length, vocabulary], or an object that has them as .logits"
+    of_tokens = labels.ndim > 1
+    form = "[batch, length, vocabulary]" if of_tokens else "[batch, classes]"
+    fix = f"it must return logits {form}, or an object that has them as .logits"
     if not isinstance(logits, torch.Tensor):
         raise ModelError(f"the model's forward returned a {type(outputs).__name__}; {fix}")
-    if logits.ndim < 2 or logits.shape[:-1].numel() != seq_len:
-        raise ModelError(f"the model's forward returned {list(logits.shape)} for ids [1, {seq_len}]; {fix}")
-    if logits.shape[-1] < vocab_size:
+    if logits.ndim < 2 or logits.shape[:-1].numel() != labels.numel():
+        what = "ids" if of_tokens else "labels"
+        raise ModelError(f"the model's forward returned {list(logits.shape)} for {what} {list(labels.shape)}; {fix}")
+    if logits.shape[-1] < num_outputs:
+        if not of_tokens:
+            raise ModelError(
+                f"the model's forward returned logits of {logits.shape[-1]} classes, but the data has {num_outputs}; "
+                f"give the model {num_outputs} or more"
+            )
         raise ModelError(
-            f"the model's forward returned logits of {logits.shape[-1]} tokens, but the tokenizer has {vocab_size}; "
-            f"give the model a vocabulary of {vocab_size} or more"
+            f"the model's forward returned logits of {logits.shape[-1]} tokens, but the tokenizer has {num_outputs}; "
+            f"give the model a vocabulary of {num_outputs} or more"
         )
     return logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shardwise.train.best import Best
@@ -21,14 +21,17 @@ class Reporter(Protocol):
     def begin(self, first: int, total: int) -> None:
         """Start reporting after step ``first`` of ``total``."""
 
-    def step(self, number: int, loss: float, tokens_per_s: float) -> None:
-        """Report a logged step."""
+    def step(self, number: int, loss: float, per_second: float, noun: str = "tokens") -> None:
+        """Report a logged step; ``per_second`` counts ``noun``."""
 
     def evaluating(self, share: float) -> None:
         """Report the progress of an evaluation."""
 
     def evaluated(self, number: int, found: Evaluation) -> None:
         """Report a finished evaluation."""
+
+    def evaluated_labels(self, number: int, found: dict[str, float]) -> None:
+        """Report a finished evaluation of a task other than causal language modelling."""
 
     def end(self) -> None:
         """Stop reporting: there are no more steps."""
@@ -59,13 +62,14 @@ class RunCallback(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run. ``loss`` is the last step's."""
+    """Outcome of a run. ``loss`` is the last step's; ``heldout`` are held-out metrics of a task with labels."""
 
     steps: int
     tokens: int
     loss: float
     evaluation: Evaluation | None
     best: Best | None = None
+    heldout: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

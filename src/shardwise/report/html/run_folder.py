@@ -95,6 +95,7 @@ class _Summary(_Lenient):
     tokens: int | None = None
     loss: float | None = None
     heldout_bits_per_byte: float | None = None
+    heldout: dict[str, float | None] = {}
     price_per_device_hour: float | None = None
     memory: _Measured | None = None
     timing: Any = None
@@ -231,6 +232,8 @@ def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[SavedCheckpoint], 
         first_loss=_finite(steps[0]["loss"]) if steps else None,
         last_loss=_finite(steps[-1]["loss"]) if steps else summary.loss,
         heldout_bits_per_byte=summary.heldout_bits_per_byte,
+        heldout={name: value for name, value in summary.heldout.items() if value is not None},
+        samples_per_s=_median(line.get("samples_per_s") for line in warm),
         tokens_per_s=timing.tokens_per_s if timing else _median(line.get("tokens_per_s") for line in warm),
         step_s=step_s,
         step_predicted_s=None if predicted is None else predicted.step_s,

@@ -32,7 +32,8 @@ class Figures(_Frozen):
     the logged lines without the first. ``step_seconds`` are all logged steps together, ``pause_seconds`` the time that
     checkpoints blocked the ranks; evaluation, start-up and the time between a crash and the resume are in neither.
     ``device_hours`` are ``step_seconds`` and ``pause_seconds`` of all devices, and ``cost`` is those at
-    ``price_per_device_hour``. ``mfu`` counts no recompute.
+    ``price_per_device_hour``. ``mfu`` counts no recompute. ``heldout`` (loss and accuracy of labels) and
+    ``samples_per_s`` replace bits per byte and tokens where a sample is not text to go on with.
     """
 
     steps: int = 0
@@ -42,6 +43,8 @@ class Figures(_Frozen):
     last_loss: float | None = None
     heldout_bits_per_byte: float | None = None
     tokens_per_s: float | None = None
+    heldout: dict[str, float] = {}
+    samples_per_s: float | None = None
     step_s: float | None = None
     step_predicted_s: float | None = None
     step_predicted_low_s: float | None = None

@@ -10,7 +10,7 @@ from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import utilisation_lines
 from shardwise.report.html.layout_parts import colour, families, ordered, words
-from shardwise.report.html.run_record import RunRecord
+from shardwise.report.html.run_record import Figures, RunRecord
 from shardwise.report.html.text import (
     UNKNOWN,
     Safe,
@@ -154,15 +154,29 @@ def missing(record: RunRecord) -> Safe | None:
     return el("section", el("h2", "Missing from this report"), el("ul", *lines), class_="notice", id="missing")
 
 
+def _heldout_tile(figures: Figures) -> tuple[str, str, str]:
+    """Return the tile of the held-out result: bits per byte, or the accuracy and loss of labels."""
+    found = dict(figures.heldout)
+    if not found:
+        return "held out", fixed(figures.heldout_bits_per_byte), "bits per byte"
+    loss = fixed(found.get("loss"))
+    return (
+        ("held out", percent(found["accuracy"]), f"right, loss {loss}")
+        if "accuracy" in found
+        else ("held out", loss, "loss")
+    )
+
+
 def key_figures(record: RunRecord) -> Safe:
     """Show tiles: a large number, and its comparison below it."""
     f = record.figures
     ranks = None if record.plan is None else record.plan.dims.world_size
-    each = None if f.tokens_per_s is None or not ranks else f.tokens_per_s / ranks
+    rate, noun = (f.tokens_per_s, "tokens") if f.samples_per_s is None else (f.samples_per_s, "samples")
+    each = None if rate is None or not ranks else rate / ranks
     tiles = [
         ("loss", fixed(f.last_loss), "" if f.first_loss is None else f"from {fixed(f.first_loss)} at the first step"),
-        ("held out", fixed(f.heldout_bits_per_byte), "bits per byte"),
-        ("throughput", count_text(f.tokens_per_s), f"tokens/s, {count_text(each)} a device" if each else "tokens/s"),
+        _heldout_tile(f),
+        ("throughput", count_text(rate), f"{noun}/s, {count_text(each)} a device" if each else f"{noun}/s"),
         ("median step", milliseconds(f.step_s), _against(f.step_s, f.step_predicted_s, milliseconds)),
         ("MFU", percent(f.mfu), _mfu_note(record)),
         ("peak memory", size(f.peak_bytes), _against(f.peak_bytes, f.peak_predicted_bytes, size)),

@@ -108,6 +108,24 @@ class DataSource:
                 return columns_of(known, asked, {str(part): name for part, name in table.columns.items()}, where)
         return None
 
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+        """Yield the place of each row, all its columns, and the bytes of the files read so far.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        with _reading(self):
+            yield from _rows(self, None)
+
+    def saved(self) -> Any:
+        """Open a folder of ``datasets``.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        with _reading(self):
+            return _saved(self)
+
     def batches(self, columns: Columns, bad: BadRows) -> Iterator[Batch]:
         """Yield the documents in order, without empty ones.
 
