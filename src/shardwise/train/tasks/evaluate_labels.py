@@ -45,7 +45,7 @@ def evaluate_labels(
 
     def looked_at(outputs: Any, labels: Any) -> Tensor:
         loss = loss_sum(outputs, labels)
-        right, compared = _right(outputs, labels)  # gathers logits that are sharded over the vocabulary
+        right, compared = accuracy(outputs, labels)  # gathers logits that are sharded over the vocabulary
         if place.tp == 0:  # the others of its group have the same
             totals.add_(torch.tensor([0.0, count_labels(labels), right, compared], device=session.device))
         return loss
@@ -79,7 +79,7 @@ def evaluate_labels(
     return found | ({"accuracy": right / compared} if compared else {})
 
 
-def _right(outputs: Any, labels: Any) -> tuple[int, int]:
+def accuracy(outputs: Any, labels: Any) -> tuple[int, int]:
     """Count labels with the largest output, and all that are compared: none if outputs are not logits of classes."""
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or labels.is_floating_point():
