@@ -112,6 +112,8 @@ def test_muon_says_where_it_runs(tmp_path: Path) -> None:
     assert "use adamw, or ddp or zero1" in said and "optimizer.name 'muon' is not for +tp" in said
     config = read_config(write_config(tmp_path), ["parallel.strategy=zero1", "optimizer.name=muon"])
     assert (config.optimizer.momentum, config.optimizer.weight_decay) == (0.95, 0.1)
+    with pytest.raises(ConfigError, match="the module that has the parameters, and it is not known here"):
+        build_optimizer([torch.nn.Parameter(torch.ones(2, 2))], config.optimizer)
     with pytest.raises(ConfigError, match="no trained matrix in a repeated block"):
         build_optimizer((model := torch.nn.Linear(3, 3)).parameters(), config.optimizer, model)
 

@@ -228,8 +228,11 @@ class Follower:
     def __init__(self, decay: float, stop_after: int | None) -> None:
         self.decay, self.stop_after = decay, stop_after
         self.average: Gradients = {}
+        self.begins: Gradients = {}
+        self.run: Any = None
 
     def on_step_start(self, session: Any, step: Any) -> None:
+        self.begins = self.begins or self.kept(session)
         self.average = self.average or self.weights(session)
 
     def on_step_end(self, session: Any, step: Any) -> None:
@@ -237,6 +240,13 @@ class Follower:
         self.average = {name: self.decay * old + (1 - self.decay) * now[name] for name, old in self.average.items()}
         if step.number == self.stop_after:
             session.stop()
+
+    def kept(self, session: Any) -> Gradients:
+        home, kept = ownership_of(session.module), self.run.average
+        if kept is None:
+            return {}
+        named = ((clean_name(name), kept.tensors[id(p)]) for name, p in session.module.named_parameters())
+        return {name if home is None else home.canonical(name): full(tensor).clone() for name, tensor in named}
 
     def weights(self, session: Any) -> Gradients:
         return {name: full(p).detach().double() for name, p in session.module.named_parameters()}
@@ -257,11 +267,13 @@ def followed(text: str, stop_after: int | None) -> dict[str, Any]:
     session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
     session.observers.append(follower := Follower(job.config.train.ema_decay, stop_after))
     run = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, reporter := Silent())
+    follower.run = run
     try:
         run.train()
     except Interrupted:
+        ends = follower.kept(session)
         session.close()
-        return {"said": reporter.said}
+        return {"said": reporter.said, "ends": ends}
     names = {id(p): name for name, p in session.module.named_parameters()}
     kept = {names[key]: full(tensor).double() for key, tensor in run.average.tensors.items()}
     error = max(float((kept[name] - value).abs().max()) for name, value in follower.average.items())
@@ -271,7 +283,9 @@ def followed(text: str, stop_after: int | None) -> dict[str, Any]:
     with run.average.in_place_of_weights():
         bits.append(evaluate(session, run.heldout, 4, 8).bits_per_byte)
     session.close()
+    begins = follower.begins
     return {
+        "begins": begins,
         "error": error,
         "moved": moved,
         "bits": bits,
@@ -307,13 +321,18 @@ def test_an_average_is_saved_resumed_and_evaluated(tmp_path: Path) -> None:
 
 
 def test_an_average_may_begin_later_and_end(tmp_path: Path) -> None:
+    legs = (("fsdp", {}, 1), ("fsdp", {"ema_decay": 0.5}, 2), ("ddp", {"ema_decay": 0.5}, None))
     texts = [
-        (job_of(tmp_path / str(number), "fsdp", train={"output": str(tmp_path / "run"), **changes}), stop)
-        for number, (changes, stop) in enumerate((({}, 1), ({"ema_decay": 0.5}, 2), ({"ema_decay": 0.5}, None)))
+        (job_of(tmp_path / str(number), strategy, train={"output": str(tmp_path / "run"), **changes}), stop)
+        for number, (strategy, changes, stop) in enumerate(legs)
     ]
-    said = ["\n".join(ranks[0]["said"]) for ranks in run_each(followed, 2, texts)]
+    results = [ranks[0] for ranks in run_each(followed, 2, texts)]
+    said = ["\n".join(result["said"]) for result in results]
+    ends, begins = results[1]["ends"], results[2]["begins"]
+    assert ends and ends.keys() == begins.keys()
+    assert all(torch.equal(ends[name], begins[name]) for name in ends), "another strategy has the same average"
     assert "train.ema_decay 0 → 0.5; the average of the weights begins here" in said[1]
-    assert "changed since then" not in said[2]
+    assert "begins here" not in said[2]
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
     assert manifest["state"]["options"]["ema_decay"] == 0.5
 

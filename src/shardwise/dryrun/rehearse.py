@@ -231,7 +231,7 @@ class _Script:
             recorder.name(model.parameters(), "temporaries")
             clock.module = model
             session = Session(ranks=self._ranks(), planner=lambda *_: run_plan)
-            made = build_optimizer(model.parameters(), OptimizerTable(**self.optimizer))
+            made = build_optimizer(model.parameters(), OptimizerTable(**self.optimizer), model)
             outer, made = session.prepare(model, made)
             del model
             answer_reductions(outer)

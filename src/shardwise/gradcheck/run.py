@@ -174,7 +174,7 @@ def _run(
 ) -> tuple[list[Judged], dict[str, Receipt]]:
     model = task.model(SEED if session.ranks.is_main else SEED + 1)  # rank 0's weights must win
     refuse_own_collectives(task.model(), next(iter(global_batch(task.data, plan, STEPS[-1]).values())))
-    optimizer = build_optimizer(model.parameters(), task.config.optimizer)
+    optimizer = build_optimizer(model.parameters(), task.config.optimizer, model)
     sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     spec = read_model(model)
     parts = parts_of(decide(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None

@@ -51,10 +51,15 @@ def _groups(trained: list[nn.Parameter], spec: OptimizerSpec, module: nn.Module 
     """Deal parameters to the optimizer's groups; the first has the matrices of the blocks.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has none, or which module has the parameters is not known.
     """
-    blocks = set() if module is None else {p.name for p in read_model(module).parameters if p.block is not None}
-    names = {} if module is None else {id(p): clean_name(name) for name, p in module.named_parameters()}
+    if module is None:
+        raise ConfigError(
+            f"optimizer.name '{spec.name}' goes by the module that has the parameters, and it is not known here; "
+            "use adamw"
+        )
+    blocks = {p.name for p in read_model(module).parameters if p.block is not None}
+    names = {id(p): clean_name(name) for name, p in module.named_parameters()}
     groups: list[dict[str, Any]] = [{"params": [], "matrices": True}, {"params": [], "matrices": False}]
     for parameter in trained:
         shape = tuple(parameter.shape)

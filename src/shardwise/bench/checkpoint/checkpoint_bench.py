@@ -224,7 +224,7 @@ class OngoingTraining:
         self._session = Session(ranks=ranks, planner=lambda *_: plan)
         torch.manual_seed(seed)
         made = factory()
-        self.model, self.optimizer = self._session.prepare(made, build_optimizer(made.parameters(), table))
+        self.model, self.optimizer = self._session.prepare(made, build_optimizer(made.parameters(), table, made))
         self._waiting: list[list[Batch]] = []
         self._steps = self._session.run_windows(self._feed())
 

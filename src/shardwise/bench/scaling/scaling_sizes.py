@@ -389,7 +389,7 @@ def measure_size(
     try:
         model = build(factory, config.train.seed, real=ranks.is_main)
         sample = torch.zeros(plan.micro_batch or 1, config.data.seq_len, dtype=torch.int64)
-        model, optimizer = session.prepare(model, build_optimizer(model.parameters(), config.optimizer), sample)
+        model, optimizer = session.prepare(model, build_optimizer(model.parameters(), config.optimizer, model), sample)
         rate = learning_rate(config.optimizer, WARM_UP + steps)
         ends: list[float] = []
         tokens = 0

@@ -94,7 +94,7 @@ def _watch(
 ) -> list[float]:
     """Measure the idle share of each of ``steps`` steps, the mean over ranks."""
     session, run = session_loop(plan, ranks, config.optimizer.clip_norm)
-    made = build_optimizer(list(model.parameters()), config.optimizer)
+    made = build_optimizer(list(model.parameters()), config.optimizer, model)
     prepared, optimizer = session.prepare(model, made, next(windows)[0][0])
     pipeline, shares = session.applied.pipeline, []
     assert pipeline is not None
