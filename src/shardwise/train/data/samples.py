@@ -159,11 +159,22 @@ class PackedSamples(_Cut):
         self.mask_borders = mask_borders
 
     def _mask(self, begins: NDArray[np.int64], inputs: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-        if self.mask_borders:  # such a label follows a separator; text may contain that token too
-            rows, columns = np.nonzero((inputs == self.separator) & (labels != IGNORED))
+        if self.mask_borders:
+            rows, columns = np.nonzero(labels != IGNORED)
             places = begins[rows, 0] + columns + 1
             first = self._starts[np.searchsorted(self._starts, places)] == places
             labels[rows[first], columns[first]] = IGNORED
+
+    def label_count(self, num_samples: int | None) -> int:
+        """Return the number of labels of the first samples, without those that are masked at borders."""
+        count = super().label_count(num_samples)
+        if not self.mask_borders:
+            return count
+        last = self._begins[: len(self) if num_samples is None else min(num_samples, len(self))]
+        end = int(last[-1] + self._lengths[len(last) - 1]) if len(last) else 0
+        firsts = self._starts[(self._starts > 0) & (self._starts <= end) & (self._starts < len(self._stream))]
+        marks = self.tokens.marks
+        return count - (len(firsts) if marks is None else int((np.asarray(marks)[firsts] & 1).sum()))
 
     def _text_labels(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
         text = super()._text_labels(begins, lengths)
@@ -373,7 +384,7 @@ def samples_for(corpus: Corpus, config: Config, *, heldout: bool = False) -> Num
         if corpus.heldout is None:
             raise DataError("nothing is held out; set data.heldout_fraction, or data.heldout_path")
         tokens = corpus.heldout
-    names = (*corpus.sources, "heldout")  # documents of data.heldout_path come last
+    names = (*(corpus.sources or ("",)), "heldout")  # documents of data.heldout_path come last
     parts = {names[i]: part for i in range(len(tokens.sources) - 1) if (part := tokens.source(i)) is not None}
     found = [_samples(part, table, corpus.separator, config.packing(corpus.kind)) for part in parts.values()]
     return found[0] if len(found) == 1 else JoinedSources(found, list(parts))
