@@ -148,6 +148,7 @@ class TrainingRun:
         asked = config.train
         self.best = None if asked.best_metric is None else Best(asked.best_metric, asked.best_is)
         self.adapter_facts: dict[str, Any] = {}
+        self.extends = False  # goes on from the end of a run of fewer steps
 
     @property
     def is_main(self) -> bool:
@@ -182,6 +183,8 @@ class TrainingRun:
             metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done, also)
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
+        if self.extends and self.best is not None:  # the last evaluation came after the checkpoint that it was of
+            self._evaluate(None)
         if not self._enough():
             self._steps(model, metrics)
         if self.watch is not None:
@@ -445,6 +448,7 @@ class TrainingRun:
                 self.best.restore(state.get("best"))
             steps = resume.steps_in_all(config, self.order.epoch, self.global_batch, manifest.step, self.position)
             self.total, told = steps, resume.news(manifest, config, self.plan, steps)
+            self.extends = state["scheduler"]["total"] == manifest.step < steps
         if saved is not None:
             restore_random_states(saved, session.device)
         else:  # a rank that did not exist: not the random numbers of the first step again
