@@ -176,3 +176,16 @@ def test_labels_masked_at_borders_are_not_counted(tmp_path: Path, kind: str) -> 
     borders = len(corpus.train.starts) - 2
     assert samples.label_count(None) == len(corpus.train.tokens) - 1 - borders
     assert ROLES[0] == "text"
+
+
+@pytest.mark.parametrize("encodes", [True, False])
+def test_arguments_that_are_json_text_are_not_encoded_twice(encodes: bool) -> None:
+    arguments = '{"city": "Zürich"}'
+    messages = chat("Where?", "")["messages"]
+    messages[1]["tool_calls"] = [{"function": {"name": "f", "arguments": arguments}}]
+    template = TOOLS if encodes else TOOLS.replace("m.tool_calls | tojson", "m.tool_calls[0].function.arguments")
+    found = ChatTemplate(template, {}, ("<|im_end|>",)).document(Document("", messages=tuple(messages)), "assistant")
+    trained = [found.text[one.begin : one.end] for one in found.spans if one.trained]
+    call = f'[{{"function": {{"name": "f", "arguments": {arguments}}}}}]' if encodes else arguments
+    assert trained == [f"{call}<|im_end|>"]
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments

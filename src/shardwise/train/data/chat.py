@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -104,6 +106,9 @@ class ChatTemplate:
         """
         messages, tools = document.messages, document.tools
         text, marked = self._rendered(messages, tools, False)
+        if (read := _read_arguments(messages, text)) is not None:
+            messages = read
+            text, marked = self._rendered(messages, tools, False)
         turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
         chosen = _chosen(turns, loss_on, document.trained_from)
         rest: list[int] = []
@@ -159,6 +164,31 @@ class ChatTemplate:
             if kept == before:
                 break
         return end
+
+
+def _read_arguments(messages: Sequence[Message], text: str) -> tuple[Message, ...] | None:
+    """Read the arguments of tool calls that are JSON text, as OpenAI's format has it, if they were encoded twice.
+
+    A template that encodes them itself wants objects. Return ``None`` where none were encoded twice.
+    """
+    twice = False
+
+    def read(value: Any) -> Any:
+        nonlocal twice
+        if isinstance(value, list):
+            return [read(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        found = {key: read(one) for key, one in value.items()}
+        given = found.get("arguments")
+        if isinstance(given, str) and '"' in given:
+            with suppress(ValueError):
+                found["arguments"] = json.loads(given)
+                twice = twice or json.dumps(given, ensure_ascii=False)[1:-1] in text
+        return found
+
+    made = tuple({**one, "tool_calls": read(one["tool_calls"])} if one.get("tool_calls") else one for one in messages)
+    return made if twice else None
 
 
 def _others(
